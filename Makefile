@@ -1,0 +1,52 @@
+# Torchrelay: `make demo` shows the platform at work, `make test` tests it. Every target sets up what it needs.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PACKAGES := proto libs/common libs/transfer libs/engine libs/worker services/gateway services/scheduler \
+	services/param-store services/prefill services/decode cli
+SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
+.DEFAULT_GOAL := help
+
+.PHONY: help setup format check test ci up demo stubs clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: .venv/.installed brokers ## Make the virtual environment, install the packages, redis-server and nats-server
+
+.venv/.installed: constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
+	@$(PYTHON) tools/check_python.py
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(addprefix -e ./,$(PACKAGES))
+	@touch $@
+
+.PHONY: brokers
+brokers:
+	@tools/install_brokers.sh
+
+format: .venv/.installed ## Format the code
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+check: .venv/.installed ## Format, lint and strict types, nothing changed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(wildcard $(SOURCES))
+
+test: setup ## All tests: unit, integration, end to end, lab
+	$(BIN)/pytest
+
+ci: check test ## What CI runs
+
+up: setup ## Start the platform on this machine; Ctrl-C stops it
+	$(BIN)/torchrelay up
+
+demo: setup ## Upload a model, talk to it, let it sleep, wake it, print the bill
+	$(BIN)/python examples/demo.py
+
+stubs: .venv/.installed ## Make the gRPC stubs anew after a change in proto/
+	tools/generate_stubs.sh
+
+clean: ## Remove the virtual environment and caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Torchrelay: serve many models, hold accelerators only while they are called."""

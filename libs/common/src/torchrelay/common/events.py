@@ -1,0 +1,91 @@
+"""NATS: load reports and hints on core subjects, the history and usage registers on JetStream.
+
+Payloads are the protobuf messages of ``torchrelay.control.v1`` (reports, registers) or JSON objects (events, hints).
+"""
+
+from __future__ import annotations
+
+import nats
+from nats.aio.client import Client
+from nats.js import JetStreamContext
+from nats.js.api import RetentionPolicy, StorageType, StreamConfig
+
+from torchrelay.common.telemetry import get_logger
+
+log = get_logger(__name__)
+
+HISTORY_STREAM = "RELAY_HISTORY"
+USAGE_STREAM = "RELAY_USAGE"
+
+
+class Subjects:
+    """The names of all subjects and streams of one install; ``prefix`` keeps installs on one server apart."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self._dotted = f"{prefix}." if prefix else ""
+        self._stream = f"{prefix}_" if prefix else ""
+
+    @property
+    def history_stream(self) -> str:
+        return f"{self._stream}{HISTORY_STREAM}"
+
+    @property
+    def usage_stream(self) -> str:
+        return f"{self._stream}{USAGE_STREAM}"
+
+    def worker_load(self, worker_id: str = "*") -> str:
+        return f"{self._dotted}relay.load.worker.{worker_id}"
+
+    def store_load(self, store_id: str = "*") -> str:
+        return f"{self._dotted}relay.load.store.{store_id}"
+
+    @property
+    def key_hint(self) -> str:
+        return f"{self._dotted}relay.hint.key"
+
+    def event(self, kind: str) -> str:
+        """``kind`` such as ``model.published``, ``instance.ready``, ``scale.up``."""
+        return f"{self._dotted}relay.event.{kind}"
+
+    def usage(self, gateway_id: str) -> str:
+        return f"{self._dotted}relay.usage.{gateway_id}"
+
+
+async def connect(url: str, name: str) -> Client:
+    """A connection that reconnects for ever; publishing while it is away is buffered by nats-py, bounded."""
+
+    async def on_error(error: Exception) -> None:
+        log.warning("nats_error", error=str(error))
+
+    return await nats.connect(
+        url,
+        name=name,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.2,
+        connect_timeout=5,
+        pending_size=4 << 20,
+        error_cb=on_error,
+    )
+
+
+async def ensure_streams(js: JetStreamContext, subjects: Subjects) -> None:
+    """Creates the two streams, or brings them to this configuration.
+
+    Both are bounded: they are never the only copy of money.
+    """
+    for name, subject, max_bytes, max_age_s in (
+        (subjects.history_stream, subjects.event(">"), 256 << 20, 30 * 86400),
+        (subjects.usage_stream, subjects.usage("*"), 1 << 30, 7 * 86400),
+    ):
+        config = StreamConfig(
+            name=name,
+            subjects=[subject],
+            retention=RetentionPolicy.LIMITS,
+            storage=StorageType.FILE,
+            max_bytes=max_bytes,
+            max_age=max_age_s,
+        )
+        try:
+            await js.add_stream(config)
+        except nats.js.errors.BadRequestError:  # it exists with another configuration
+            await js.update_stream(config)

@@ -1,0 +1,133 @@
+"""gRPC set-up shared by all services: servers with health and error mapping, channels with keep-alive.
+
+A ``TorchrelayError`` raised by a servicer becomes its gRPC status, with its code, field and retry time in the trailing
+metadata; ``error_from_rpc`` turns it back on the other side, so both ends speak of the same class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, error_class
+
+MAX_MESSAGE_BYTES = 8 << 20
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]
+# A service that was restarted must be found again within a fraction of a second.
+_CHANNEL_OPTIONS = [
+    *_OPTIONS,
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.enable_retries", 0),
+]
+_CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A lazy channel to ``host:port``; it reconnects by itself."""
+    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
+    """What the other side raised, or ``Unavailable`` when it could not be reached."""
+    trailing = {str(key): value for key, value in (error.trailing_metadata() or ())}
+    message = error.details() or "the call failed without a message"
+    code, field = trailing.get(_CODE), trailing.get(_FIELD)
+    if code is None:
+        return Unavailable(message) if error.code() == grpc.StatusCode.UNAVAILABLE else TorchrelayError(message)
+    kind = error_class(str(code))
+    if issubclass(kind, Overloaded):
+        return kind(message, field=_text(field), retry_after_s=float(str(trailing.get(_RETRY, "1"))))
+    return kind(message, field=_text(field))
+
+
+def _text(value: str | bytes | None) -> str | None:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+class _ErrorMapping(grpc.aio.ServerInterceptor):
+    """Turns a ``TorchrelayError`` raised by any servicer into its status and trailing metadata."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(_mapped(handler.unary_unary), **codecs)
+        if handler.stream_unary:
+            return grpc.stream_unary_rpc_method_handler(_mapped(handler.stream_unary), **codecs)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(_mapped_stream(handler.unary_stream), **codecs)
+        return grpc.stream_stream_rpc_method_handler(_mapped_stream(handler.stream_stream), **codecs)
+
+
+def _mapped(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await call(request, context)
+        except TorchrelayError as error:
+            await _abort(context, error)
+
+    return mapped
+
+
+def _mapped_stream(call: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+    async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for reply in call(request, context):
+                yield reply
+        except TorchrelayError as error:
+            await _abort(context, error)
+
+    return mapped
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchrelayError) -> None:
+    trailing = [(_CODE, error.code)]
+    if error.field:
+        trailing.append((_FIELD, error.field))
+    if isinstance(error, Overloaded):
+        trailing.append((_RETRY, str(error.retry_after_s)))
+    await context.abort(error.grpc_status, error.message, tuple(trailing))
+
+
+class RpcServer:
+    """A gRPC server with health checking; ``port`` is known after ``start()``."""
+
+    def __init__(self, host: str, port: int = 0) -> None:
+        self.server = grpc.aio.server(interceptors=(_ErrorMapping(),), options=_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        self._host = host
+        self.port = self.server.add_insecure_port(f"{host}:{port}")
+
+    async def start(self) -> None:
+        """Serves, and says so to health checks."""
+        await self.server.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Turns health to not serving, lets running calls end within ``grace_s``, then closes."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)

@@ -1,0 +1,61 @@
+"""The life of a service process: set up, say so, wait for the end, shut down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+
+from torchrelay.common.settings import ServiceSettings
+from torchrelay.common.telemetry import Telemetry, get_logger
+
+log = get_logger(__name__)
+Addresses = Mapping[str, str]
+
+
+@contextmanager
+def announced(path: Path | None, addresses: Addresses) -> Iterator[None]:
+    """Writes ``addresses`` and the pid to ``path`` (atomically) for as long as the block runs."""
+    if path is None:
+        yield
+        return
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps({**addresses, "pid": os.getpid()}))
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def run_service(
+    name: str, settings: ServiceSettings, serving: Callable[[], AbstractAsyncContextManager[Addresses]]
+) -> None:
+    """Runs ``serving()`` until SIGTERM or SIGINT.
+
+    ``serving`` is an async context manager: it yields the process's addresses once it serves (for the ready file), and
+    shuts everything down in order when it is left. If it raises, the process ends with a traceback and status 1.
+    """
+    telemetry = Telemetry(name, settings)
+    try:
+        asyncio.run(_until_signal(settings, serving))
+    finally:
+        telemetry.close()
+
+
+async def _until_signal(
+    settings: ServiceSettings, serving: Callable[[], AbstractAsyncContextManager[Addresses]]
+) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with serving() as addresses:
+        with announced(settings.ready_file, addresses):
+            log.info("serving", **addresses)
+            await stop.wait()
+            log.info("stopping")

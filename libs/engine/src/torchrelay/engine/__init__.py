@@ -1,0 +1,1 @@
+"""The torch engine of Torchrelay: layer-wise models, paged KV, batching, sampling."""

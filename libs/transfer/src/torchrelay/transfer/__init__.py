@@ -1,0 +1,1 @@
+"""The data plane of Torchrelay: packs, arenas, follow, tickets, transports."""

@@ -1,0 +1,87 @@
+"""What a pack holds and where: the manifest, whose BLAKE3 digest names the pack.
+
+A pack is one byte range in execution order. Segment 0 is the embeddings, segments 1..L the layers, segment L+1 the final norm and
+the head (absent tensors of tied weights are not stored twice). Segments begin on pages, so that each can be mapped and copied by
+itself; groups that a fused projection reads (q|k|v, gate|up) are contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+FORMAT_VERSION = 1
+PAGE_BYTES = 4096
+MIN_CHUNK_BYTES = 256 << 10
+MAX_CHUNK_BYTES = 4 << 20
+TARGET_CHUNKS = 256  # filling n hosts through a chain of c chunks takes 1 + (n - 1) / c of one hop
+DIGEST_BYTES = 32
+
+
+class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor: its Hugging Face name, shape, safetensors dtype ("F32", "BF16", "F16") and byte offset in the pack."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+    num_bytes: int
+
+
+class Segment(msgspec.Struct, frozen=True, array_like=True):
+    """A byte range [begin, end) of the pack."""
+
+    begin: int
+    end: int
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The immutable description of one pack; ``encode()`` is canonical, so equal manifests have equal ids."""
+
+    format_version: int = FORMAT_VERSION
+    architecture: str
+    dtype: str
+    config: dict[str, Any]  # the model's config.json, as uploaded
+    tensors: tuple[TensorEntry, ...]
+    segments: tuple[Segment, ...]
+    num_bytes: int
+    chunk_bytes: int
+    chunk_digests: tuple[bytes, ...]  # BLAKE3, one per chunk
+
+    def encode(self) -> bytes:
+        """Canonical JSON: sorted keys, no white space, digests in base 64."""
+        return msgspec.json.encode(self, order="sorted")
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.chunk_digests)
+
+    def chunk_range(self, index: int) -> Segment:
+        """The bytes of one chunk; the last may be shorter than ``chunk_bytes``."""
+        begin = index * self.chunk_bytes
+        return Segment(begin, min(begin + self.chunk_bytes, self.num_bytes))
+
+    def chunks_of(self, segment: int) -> range:
+        """The chunks that overlap a segment: it may be computed with once all of them are verified."""
+        span = self.segments[segment]
+        if span.begin == span.end:
+            return range(0)
+        return range(span.begin // self.chunk_bytes, (span.end - 1) // self.chunk_bytes + 1)
+
+
+def decode_manifest(encoded: bytes) -> Manifest:
+    """Reads a manifest whose ``pack_id_of`` has been compared already. Raises ``msgspec.ValidationError``."""
+    return msgspec.json.decode(encoded, type=Manifest)
+
+
+def pack_id_of(encoded: bytes) -> str:
+    """The id of the pack: BLAKE3 over the encoded manifest, hence over every chunk's digest."""
+    return blake3(encoded).hexdigest()
+
+
+def chunk_bytes_for(pack_bytes: int) -> int:
+    """1/256 of the pack, in whole pages, within 256 KiB and 4 MiB."""
+    wanted = -(-pack_bytes // TARGET_CHUNKS)
+    return min(max(-(-wanted // PAGE_BYTES) * PAGE_BYTES, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)

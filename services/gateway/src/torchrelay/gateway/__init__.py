@@ -1,0 +1,1 @@
+"""The tenants' door of Torchrelay: REST, gRPC, keys, catalogue, ledger."""

@@ -1,0 +1,1 @@
+"""The parameters of one Torchrelay host: arena, disk, remote store, relaying, packing."""

@@ -1,0 +1,1 @@
+"""Dispatch, autoscaling and relay planning of Torchrelay."""

@@ -1,0 +1,23 @@
+"""Fixtures for all tests: real brokers, started once and shared; tests keep apart by prefixes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.brokers import nats_server, redis_server
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real Redis; use keys of your own."""
+    with redis_server(tmp_path_factory.mktemp("redis")) as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def nats_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A real NATS server with JetStream; use a subject prefix of your own."""
+    with nats_server(tmp_path_factory.mktemp("nats")) as url:
+        yield url

@@ -1,0 +1,74 @@
+"""Real redis-server and nats-server processes for tests, each on a free loopback port with data in a given folder."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def free_port() -> int:
+    """A loopback port nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(command: Sequence[str], log: Path, port: int, host: str = "127.0.0.1") -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a server until the block ends; enters once it accepts connections on ``port``."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        _await_port(process, host, port, log)
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _await_port(process: subprocess.Popen[bytes], host: str, port: int, log: Path) -> None:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+        try:
+            with socket.create_connection((host, port), timeout=1):
+                return
+        except OSError:
+            time.sleep(0.02)
+    raise RuntimeError(f"{process.args!r} did not listen on port {port} within 20 s")
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
+    if found is None:
+        raise RuntimeError(f"{name} is not installed: run `make setup`")
+    return found
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[str]:
+    """The URL of a fresh Redis without persistence."""
+    port = free_port()
+    command = [_program("redis-server"), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    with running([*command, "--dir", str(folder)], folder / "redis.log", port):
+        yield f"redis://127.0.0.1:{port}/0"
+
+
+@contextmanager
+def nats_server(folder: Path, port: int = 0, host: str = "127.0.0.1") -> Iterator[str]:
+    """The URL of a fresh NATS server with JetStream on file storage."""
+    port = port or free_port()
+    command = [_program("nats-server"), "-a", host, "-p", str(port), "-js", "-sd", str(folder / "jetstream")]
+    with running(command, folder / "nats.log", port, host):
+        yield f"nats://{host}:{port}"
