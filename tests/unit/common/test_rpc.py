@@ -15,7 +15,7 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc
 
 
-class RefusingStore:
+class RefusingStore(param_store_pb2_grpc.ParamStoreServicer):
     async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeReply:
         raise UploadRefused("config.json has no hidden_size", field="config.json")
 
@@ -27,7 +27,7 @@ class RefusingStore:
 @pytest.fixture
 async def server() -> AsyncIterator[RpcServer]:
     server = RpcServer("127.0.0.1")
-    param_store_pb2_grpc.add_ParamStoreServicer_to_server(cast(Any, RefusingStore()), server.server)
+    param_store_pb2_grpc.add_ParamStoreServicer_to_server(cast(Any, RefusingStore)(), server.server)
     await server.start()
     yield server
     await server.stop(0)

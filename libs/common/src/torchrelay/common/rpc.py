@@ -6,6 +6,7 @@ metadata; ``error_from_rpc`` turns it back on the other side, so both ends speak
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -92,10 +93,14 @@ def _mapped(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]
     return mapped
 
 
-def _mapped_stream(call: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
+def _mapped_stream(call: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
     async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            async for reply in call(request, context):
+            replies = call(request, context)
+            if inspect.isawaitable(replies):  # a servicer that writes to the context itself
+                await replies
+                return
+            async for reply in replies:
                 yield reply
         except TorchrelayError as error:
             await _abort(context, error)

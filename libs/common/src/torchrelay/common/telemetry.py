@@ -1,8 +1,8 @@
 """Logs, traces and metrics: set up once per process, the same in every service.
 
 Logs are one JSON object a line on standard error, each with the service and, inside a request, its id. Traces follow
-the W3C ``traceparent``, which rides in messages because many requests share one gRPC stream. No prompt or output text goes
-into either.
+the W3C ``traceparent``, which rides in messages because many requests share one gRPC stream. No prompt or output text
+goes into either.
 """
 
 from __future__ import annotations

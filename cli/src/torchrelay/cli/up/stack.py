@@ -1,0 +1,155 @@
+"""The embedded install as a list of children: brokers first, then services, each with its settings as environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrelay.cli.home import Home
+from torchrelay.cli.problems import Problem
+from torchrelay.cli.up.child import ChildSpec
+from torchrelay.cli.up.options import PREFERRED_HTTP_PORT, UpOptions, free_port
+from torchrelay.transfer.tickets import derive_node_key
+
+HOST_ID = "local"
+STORE_ID = "store-local"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Who starts when: ``brokers`` must be ready before ``services`` start; both stop in reverse order."""
+
+    brokers: tuple[ChildSpec, ...]
+    services: tuple[ChildSpec, ...]
+    endpoints: dict[str, str]
+
+
+def _program(name: str) -> str:
+    """The path of a broker. Raises ``Problem`` when it is not installed."""
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin")
+    if found is None:
+        setting = {"redis-server": "TORCHRELAY_REDIS_URL", "nats-server": "TORCHRELAY_NATS_URL"}[name]
+        raise Problem(f"{name} is not installed", f"install it (make setup does), or point {setting} at a running one")
+    return found
+
+
+def _service_program(name: str) -> str:
+    """The console script of a service, beside this Python."""
+    return str(Path(sys.executable).parent / name)
+
+
+class StackPlan:
+    """Works out ports, keys and environments for one home."""
+
+    def __init__(self, home: Home, options: UpOptions) -> None:
+        self._home, self._options = home, options
+        self._cluster_key = bytes.fromhex(home.cluster_key())
+        self._redis_url = os.environ.get("TORCHRELAY_REDIS_URL", "")
+        self._nats_url = os.environ.get("TORCHRELAY_NATS_URL", "")
+        self._scheduler_port = free_port(options.host)
+        self._store_port = free_port(options.host)
+        self._http_port = options.http_port or free_port(options.host, PREFERRED_HTTP_PORT)
+        self._grpc_port = options.grpc_port or free_port(options.host)
+
+    def stack(self) -> Stack:
+        brokers = tuple(spec for spec in (self._redis(), self._nats()) if spec is not None)
+        services = (self._store(), self._scheduler(), *self._workers(), self._gateway())
+        host = self._options.host
+        endpoints = {
+            "http": f"http://{host}:{self._http_port}",
+            "grpc": f"{host}:{self._grpc_port}",
+            "scheduler": f"{host}:{self._scheduler_port}",
+            "store": f"{host}:{self._store_port}",
+            "nats": self._nats_url,
+            "redis": self._redis_url,
+        }
+        return Stack(brokers, services, endpoints)
+
+    def _redis(self) -> ChildSpec | None:
+        if self._redis_url:
+            return None
+        port, folder = free_port(), self._home.path / "redis"
+        folder.mkdir(exist_ok=True)
+        self._redis_url = f"redis://127.0.0.1:{port}/0"
+        command = (_program("redis-server"), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder))
+        options = ("--save", "", "--appendonly", "no", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+        return ChildSpec("redis", (*command, *options), self._home.logs / "redis.log", ready_port=port, ready_s=20)
+
+    def _nats(self) -> ChildSpec | None:
+        if self._nats_url:
+            return None
+        port, folder = free_port(), self._home.path / "nats"
+        self._nats_url = f"nats://127.0.0.1:{port}"
+        command = (_program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(folder))
+        return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
+
+    def _service(self, name: str, program: str, env: dict[str, str], node_id: str = "") -> ChildSpec:
+        ready_file = self._home.run / f"{name}.json"
+        common = {
+            "TORCHRELAY_HOST": self._options.host,
+            "TORCHRELAY_NATS_URL": self._nats_url,
+            "TORCHRELAY_READY_FILE": str(ready_file),
+            "TORCHRELAY_TRACE_FILE": str(self._home.traces),
+            "TORCHRELAY_LOG_LEVEL": self._options.log_level,
+        }
+        if node_id:
+            common["TORCHRELAY_NODE_KEY"] = derive_node_key(self._cluster_key, node_id).hex()
+        log = self._home.logs / f"{name}.log"
+        return ChildSpec(name, (_service_program(program),), log, {**common, **env}, ready_file)
+
+    def _store(self) -> ChildSpec:
+        env = {
+            "TORCHRELAY_STORE_ID": STORE_ID,
+            "TORCHRELAY_HOST_ID": HOST_ID,
+            "TORCHRELAY_PORT": str(self._store_port),
+            "TORCHRELAY_DATA_DIR": str(self._home.path / "store"),
+            "TORCHRELAY_REMOTE_URL": (self._home.path / "remote").as_uri(),
+            "TORCHRELAY_ARENA_PATH": f"/dev/shm/torchrelay-{self._cluster_key[:6].hex()}",
+        }
+        if self._options.arena_bytes:
+            env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)
+        return self._service("param-store", "torchrelay-param-store", env, STORE_ID)
+
+    def _scheduler(self) -> ChildSpec:
+        env = {"TORCHRELAY_PORT": str(self._scheduler_port), "TORCHRELAY_CLUSTER_KEY": self._cluster_key.hex()}
+        if self._options.idle_timeout_s:
+            env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
+        return self._service("scheduler", "torchrelay-scheduler", env)
+
+    def _workers(self) -> list[ChildSpec]:
+        counts = (
+            ("prefill", "prefill", self._options.num_prefill_workers),
+            ("decode", "decode", self._options.num_decode_workers),
+            ("worker", "prefill,decode", self._options.num_both_workers),
+        )
+        return [self._worker(f"{name}-{i}", roles) for name, roles, count in counts for i in range(count)]
+
+    def _worker(self, name: str, roles: str) -> ChildSpec:
+        env = {
+            "TORCHRELAY_WORKER_ID": name,
+            "TORCHRELAY_HOST_ID": HOST_ID,
+            "TORCHRELAY_ROLES": roles,
+            "TORCHRELAY_STORE_ADDRESS": f"{self._options.host}:{self._store_port}",
+            "TORCHRELAY_DEVICE": self._options.device,
+            "TORCHRELAY_THREADS": str(self._options.threads),
+        }
+        if self._options.kv_pool_bytes:
+            env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
+        return self._service(name, "torchrelay-worker", env, name)
+
+    def _gateway(self) -> ChildSpec:
+        env = {
+            "TORCHRELAY_DATABASE_URL": os.environ.get(
+                "TORCHRELAY_DATABASE_URL", f"sqlite:///{self._home.path / 'ledger.db'}"
+            ),
+            "TORCHRELAY_REDIS_URL": self._redis_url,
+            "TORCHRELAY_ADMIN_KEY": self._home.admin_key(),
+            "TORCHRELAY_SCHEDULER_ADDRESS": f"{self._options.host}:{self._scheduler_port}",
+            "TORCHRELAY_STORE_ADDRESS": f"{self._options.host}:{self._store_port}",
+            "TORCHRELAY_HTTP_PORT": str(self._http_port),
+            "TORCHRELAY_GRPC_PORT": str(self._grpc_port),
+        }
+        return self._service("gateway", "torchrelay-gateway", env)

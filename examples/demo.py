@@ -1,0 +1,151 @@
+"""The platform's main job in one run: upload, ask, sleep, wake, bill. `make demo` calls it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+from openai import OpenAI
+from rich.console import Console
+from rich.table import Table
+
+from torchrelay.cli.client import Client
+from torchrelay.cli.home import Home
+from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
+
+MODEL_FOLDER = Path(__file__).parent / "glossary" / "model"
+IDLE_S = 3.0
+QUESTIONS = ("What is a cold start?", "Explain the relay.", "What does the param-store do?")
+console = Console(highlight=False)
+
+
+@contextmanager
+def platform(home: Home) -> Iterator[dict[str, str]]:
+    """`torchrelay up` on a fresh home; yields its endpoints, and ends it with SIGINT as a person would."""
+    program = str(Path(sys.executable).parent / "torchrelay")
+    process = subprocess.Popen([program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S)])
+    try:
+        while not home.endpoints_file.exists():
+            if process.poll() is not None:
+                raise SystemExit(f"torchrelay up ended with status {process.returncode}")
+            time.sleep(0.05)
+        yield home.endpoints()
+    finally:
+        process.send_signal(signal.SIGINT)
+        if process.wait(60) != 0:
+            console.print(f"[red]torchrelay up ended with status {process.returncode}[/red]")
+
+
+def step(text: str) -> None:
+    console.print(f"\n[bold cyan]{text}[/bold cyan]")
+
+
+def ask_rest(client: OpenAI, model: str, question: str) -> str:
+    """Streams one answer as it comes; returns the request id."""
+    begin, first_s, request_id, num_tokens = time.perf_counter(), 0.0, "", 0
+    console.print(f"[bold]{question}[/bold]\n  ", end="")
+    messages = [{"role": "user", "content": question}]
+    for chunk in client.chat.completions.create(
+        model=model,
+        messages=messages,
+        stream=True,
+        temperature=0,
+        stream_options={"include_usage": True},  # type: ignore[arg-type]
+    ):
+        request_id = chunk.id
+        if chunk.usage:
+            num_tokens = chunk.usage.completion_tokens
+        for choice in chunk.choices:
+            if choice.delta.content:
+                first_s = first_s or time.perf_counter() - begin
+                console.print(choice.delta.content, end="")
+    total_s = time.perf_counter() - begin
+    rate = num_tokens / (total_s - first_s) if total_s > first_s else 0
+    console.print(f"\n  [dim]first token after {first_s * 1000:.0f} ms, {num_tokens} tokens, {rate:.0f} tokens/s[/dim]")
+    return request_id
+
+
+def ask_grpc(address: str, key: str, model: str, question: str) -> None:
+    with grpc.insecure_channel(address) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        chat = inference_pb2.Messages(messages=[inference_pb2.Message(role="user", content=question)])
+        request = inference_pb2.GenerateRequest(model=model, chat=chat, temperature=0)
+        console.print(f"[bold]{question}[/bold]  [dim](gRPC)[/dim]\n  ", end="")
+        for event in stub.Generate(request, metadata=(("authorization", f"Bearer {key}"),)):
+            for choice in event.choices:
+                console.print(choice.text, end="")
+        console.print()
+
+
+def wait_for_zero(admin: Client) -> float:
+    """Until no worker holds a model; returns the seconds it took."""
+    begin = time.monotonic()
+    while admin.call("GET", "/v1/cluster")["instances"]:
+        if time.monotonic() - begin > 60:
+            raise SystemExit("the model did not go to zero within a minute")
+        time.sleep(0.1)
+    return time.monotonic() - begin
+
+
+def show_timeline(client: Client, request_id: str) -> None:
+    phases = client.call("GET", f"/v1/requests/{request_id}/explain")["phases"]
+    origin = min(phase["begin_unix_us"] for phase in phases)
+    table = Table("phase", "begins", "takes", "where", "detail", title="Cold start, from zero to the first token")
+    for phase in phases:
+        begin = (phase["begin_unix_us"] - origin) / 1000
+        took = (phase["end_unix_us"] - phase["begin_unix_us"]) / 1000
+        table.add_row(phase["name"], f"{begin:.1f} ms", f"{took:.1f} ms", phase["where"], phase["detail"])
+    console.print(table)
+
+
+def show_bill(client: Client) -> None:
+    bill = client.call("GET", "/v1/bill")
+    table = Table("model", "prompt tokens", "output tokens", "requests", "amount", title=f"Bill of {bill['tenant']}")
+    for line in bill["lines"]:
+        cells = (line["model"], line["prompt_tokens"], line["completion_tokens"], line["requests"], line["amount"])
+        table.add_row(*map(str, cells))
+    console.print(table)
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="torchrelay-demo-") as folder:
+        home = Home(Path(folder))
+        step("1. Start the platform: redis, nats, and five services")
+        with platform(home) as endpoints, Client(endpoints["http"], home.admin_key()) as admin:
+            step("2. Make a tenant and a key")
+            tenant = admin.call("POST", "/v1/tenants", json={"name": "acme"})
+            key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "demo"})["key"]
+            console.print(f"  tenant {tenant['name']}, key {key[:12]}...")
+            with Client(endpoints["http"], key) as client:
+                talk(client, admin, endpoints, key)
+            step("9. Stop everything")
+
+
+def talk(client: Client, admin: Client, endpoints: dict[str, str], key: str) -> None:
+    step("3. Upload the glossary model")
+    model = client.upload(MODEL_FOLDER, "glossary", {"idle_timeout_s": IDLE_S}, lambda *_: None)["id"]
+    console.print(f"  published {model}")
+    openai = OpenAI(base_url=f"{endpoints['http']}/v1", api_key=key)
+    step("4. Ask three questions over REST; the first one wakes the model from zero")
+    for question in QUESTIONS:
+        ask_rest(openai, model, question)
+    step("5. Ask one over gRPC")
+    ask_grpc(endpoints["grpc"], key, model, "What is a pack?")
+    step(f"6. Nobody calls: the model goes to zero after {IDLE_S:g} s")
+    console.print(f"  at zero after {wait_for_zero(admin):.1f} s; no worker holds it any more")
+    step("7. Ask again: a cold start")
+    request_id = ask_rest(openai, model, "What is scale to zero?")
+    show_timeline(client, request_id)
+    step("8. The bill")
+    show_bill(client)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Attention over paged KV: the base of all backends, their registry, and the reference.
+
+A backend is asked twice: ``plan`` once per batch with what every sequence reads, ``attend`` once per layer. Other backends are
+registered by the path of their class and imported when first asked for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BACKENDS: Final = {"gather": "torchrelay.engine.attention:GatherAttention"}
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The rows of one sequence in a batch. They are its last positions: row i of n sees all slots but the last n - 1 - i."""
+
+    first_row: int
+    num_rows: int
+    slots: npt.NDArray[np.int64]  # of every position of the sequence, those of these rows included
+
+
+class AttentionBackend(ABC):
+    @abstractmethod
+    def plan(self, spans: Sequence[Span], dtype: torch.dtype, device: torch.device) -> Any:
+        """What ``attend`` needs for this batch; the same for all layers. ``spans`` cover all rows, in order."""
+
+    @abstractmethod
+    def attend(self, queries: Tensor, kv: Tensor, plan: Any) -> Tensor:
+        """[rows, heads, head_dim] over one layer's [2, slots, kv_heads, head_dim]; gives [rows, heads * head_dim]."""
+
+
+def attention_backend(name: str) -> AttentionBackend:
+    """A new backend by its registered name. Raises ``KeyError``."""
+    module, _, cls = BACKENDS[name].partition(":")
+    backend: AttentionBackend = getattr(import_module(module), cls)()
+    return backend
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPart:
+    """Rows that one call computes: several sequences with a row each (padded to equal length), or one with several."""
+
+    rows: slice
+    num_sequences: int
+    slots: Tensor  # [sequences * padded length]
+    mask: Tensor | None  # additive
+    is_causal: bool
+
+
+class GatherAttention(AttentionBackend):
+    """Copies each sequence's keys and values together and runs torch's SDPA, whose CPU kernel has an fp32 softmax."""
+
+    def plan(self, spans: Sequence[Span], dtype: torch.dtype, device: torch.device) -> list[GatherPart]:
+        single = [span for span in spans if span.num_rows == 1]
+        parts = [_decode_part(run, dtype) for run in _runs_of_like_length(single)]
+        parts += [_prefill_part(span, dtype) for span in spans if span.num_rows > 1]
+        if device.type == "cpu":
+            return parts
+        return [_moved(part, device) for part in parts]
+
+    def attend(self, queries: Tensor, kv: Tensor, plan: list[GatherPart]) -> Tensor:
+        if len(plan) == 1:
+            return _attend_part(queries, kv, plan[0])
+        out = torch.empty_like(queries).flatten(1)
+        for part in plan:
+            out[part.rows] = _attend_part(queries[part.rows], kv, part)
+        return out
+
+
+def _attend_part(queries: Tensor, kv: Tensor, part: GatherPart) -> Tensor:
+    num_rows, num_heads, head_dim = queries.shape
+    num_kv_heads = kv.shape[2]
+    keys, values = (
+        plane.index_select(0, part.slots).view(part.num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
+        for plane in kv
+    )
+    if part.num_sequences == num_rows:
+        # The query heads that share a kv head stand where SDPA has query positions: nothing is repeated.
+        grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)
+        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=part.mask)
+        return out.reshape(num_rows, num_heads * head_dim)
+    # One sequence: kv heads stand where SDPA has the batch, and sharing is a stride of zero.
+    grouped = queries.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+    keys, values = (each.transpose(0, 1).expand(-1, grouped.shape[1], -1, -1) for each in (keys, values))
+    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=part.mask, is_causal=part.is_causal)
+    return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads * head_dim)
+
+
+def _runs_of_like_length(spans: Sequence[Span]) -> list[list[Span]]:
+    """Neighbours whose padding to equal length at most doubles the work; the batch comes sorted by length."""
+    runs: list[list[Span]] = []
+    for span in spans:
+        follows = bool(runs) and span.first_row == runs[-1][-1].first_row + 1
+        if follows and len(span.slots) <= 2 * len(runs[-1][0].slots) + 64:
+            runs[-1].append(span)
+        else:
+            runs.append([span])
+    return runs
+
+
+def _decode_part(run: Sequence[Span], dtype: torch.dtype) -> GatherPart:
+    lengths = [len(span.slots) for span in run]
+    longest = max(lengths)
+    slots = np.empty((len(run), longest), np.int64)
+    for row, span in enumerate(run):
+        slots[row, : lengths[row]] = span.slots
+        slots[row, lengths[row] :] = span.slots[0]  # masked, but it must be a slot this sequence has written
+    mask = None
+    if min(lengths) < longest:
+        beyond = torch.arange(longest) >= torch.tensor(lengths)[:, None]
+        mask = torch.zeros(len(run), longest, dtype=dtype).masked_fill_(beyond, -torch.inf)[:, None, None]
+    rows = slice(run[0].first_row, run[0].first_row + len(run))
+    return GatherPart(rows, len(run), torch.from_numpy(slots.reshape(-1)), mask, is_causal=False)
+
+
+def _prefill_part(span: Span, dtype: torch.dtype) -> GatherPart:
+    rows = slice(span.first_row, span.first_row + span.num_rows)
+    num_slots = len(span.slots)
+    mask = None
+    if num_slots > span.num_rows:
+        mask = torch.full((span.num_rows, num_slots), -torch.inf, dtype=dtype).triu_(num_slots - span.num_rows + 1)
+    return GatherPart(rows, 1, torch.from_numpy(span.slots), mask, is_causal=mask is None)
+
+
+def _moved(part: GatherPart, device: torch.device) -> GatherPart:
+    mask = None if part.mask is None else part.mask.to(device)
+    return GatherPart(part.rows, part.num_sequences, part.slots.to(device), mask, part.is_causal)

@@ -1,0 +1,113 @@
+"""The engine's nouns; imports nothing heavy.
+
+A *group* is one attempt at a request: one prompt, one or more *choices* (the ``n`` of the API). Choices whose context (prompt and
+forced output) is equal share one prefill and, after it, the full pages of that context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+from torchrelay.common.errors import Overloaded, Unavailable
+
+
+class KvPoolFull(Overloaded):
+    """No free pages for this now; pages come free as other groups end."""
+
+    code = "kv_pool_full"
+
+
+class LoadFailed(Unavailable):
+    """The rest of the weights will not come; this instance cannot compute any more."""
+
+    code = "load_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen and when a choice ends; greedy when ``temperature`` is 0."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
+    seed: int = 0
+    max_tokens: int = 16  # per choice, from the end of the prompt, forced output included
+    stop_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def finish_of(self, token_id: int, position: int) -> Finish | None:
+        """How the token at this output position ends its choice, if it does."""
+        if token_id in self.stop_token_ids:
+            return Finish.STOP
+        return Finish.LENGTH if position + 1 >= self.max_tokens else None
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceSpec:
+    """One choice as an attempt begins it; ``forced_output`` was accepted from earlier attempts and is not sampled again."""
+
+    choice: int
+    forced_output: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """One attempt. ``prompt`` is empty when the group is adopted: the decode side never sees it."""
+
+    group_id: str  # "<request_id>/<attempt>"
+    prompt: tuple[int, ...]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+    choices: tuple[ChoiceSpec, ...]
+
+    def contexts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """(choices, forced output) of each distinct context, in order of first appearance: the order of a hand-over."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        for spec in self.choices:
+            found.setdefault(spec.forced_output, []).append(spec.choice)
+        return tuple((tuple(choices), forced) for forced, choices in found.items())
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Positions of KV a choice needs to run to its end; the last token is never computed with."""
+        return self.num_prompt_tokens + self.sampling.max_tokens - 1
+
+
+class Finish(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class NewToken:
+    """One sampled token; ``position`` counts the choice's output from 0, forced tokens included."""
+
+    group_id: str
+    choice: int
+    position: int
+    token_id: int
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step gave. A decode step of one choice counts one position, a prefill chunk as many as it has tokens."""
+
+    tokens: tuple[NewToken, ...]
+    prefilled: tuple[str, ...]  # groups whose last context was prefilled in this step
+    num_positions_prefilled: int
+    num_positions_decoded: int
+    step_s: float
+
+    def first_tokens(self, group_id: str) -> Sequence[NewToken]:
+        return [token for token in self.tokens if token.group_id == group_id]
+
+
+EMPTY_STEP: Final = StepResult((), (), 0, 0, 0.0)

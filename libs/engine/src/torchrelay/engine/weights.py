@@ -1,0 +1,135 @@
+"""A pack's bytes as tensors: views on a CPU, one copy per segment elsewhere.
+
+Nothing here touches a byte before its segment is loaded, so an instance can be built while its pack is still on the road.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+
+from torchrelay.common.errors import DataCorrupted
+from torchrelay.engine.readiness import SegmentGate
+from torchrelay.transfer.layout import ModelConfig, TensorSlot, tensors_by_segment
+from torchrelay.transfer.manifest import Manifest, TensorEntry
+
+TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One decoder layer; projections are [out, in] as ``F.linear`` takes them."""
+
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv: Tensor  # queries, keys and values of all heads, one below the other
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: the norm of each query and key head
+    o: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class Weights:
+    """The segments of one pack; ``load`` on any thread, the rest on the engine thread, which waits for what is not there."""
+
+    def __init__(self, manifest: Manifest, config: ModelConfig, data: memoryview, device: torch.device) -> None:
+        self.dtype = TORCH_DTYPES[manifest.dtype]
+        self.gate = SegmentGate(config.num_segments)
+        self._config = config
+        self._manifest = manifest
+        self._device = device
+        self._slots = tuple(tensors_by_segment(config))
+        self._entries = {entry.name: entry for entry in manifest.tensors}
+        self._bytes: Tensor | None = as_tensor(data)
+        self._groups: list[Mapping[str, Tensor]] = [{}] * config.num_segments
+        self._layers: list[LayerWeights | None] = [None] * config.num_layers
+
+    def load(self, segment: int) -> None:
+        """(any thread) Takes a verified segment into use; on a GPU this is its copy. Idempotent."""
+        if self._bytes is None or self.gate.is_open(segment):
+            return
+        span = self._manifest.segments[segment]
+        there = self._bytes[span.begin : span.end].to(self._device)
+        groups = {
+            name: self._view(there, span.begin, tuple(slots))
+            for name, slots in groupby(self._slots[segment], key=lambda slot: slot.group)
+        }
+        self._groups[segment] = groups
+        if 0 < segment <= self._config.num_layers:
+            self._layers[segment - 1] = _layer(groups, self._config)
+        self.gate.open(segment)
+
+    def embedding(self) -> Tensor:
+        self.gate.wait(0)
+        return self._groups[0]["embed"]
+
+    def layer(self, layer: int) -> LayerWeights:
+        self.gate.wait(layer + 1)
+        found = self._layers[layer]
+        assert found is not None, "an open segment is loaded"
+        return found
+
+    def final_norm(self) -> Tensor:
+        self.gate.wait(self._config.num_segments - 1)
+        return self._groups[-1]["norm"]
+
+    def head(self) -> Tensor:
+        if self._config.tied_embeddings:
+            return self.embedding()
+        self.gate.wait(self._config.num_segments - 1)
+        return self._groups[-1]["head"]
+
+    def close(self) -> None:
+        """Lets go of the pack's memory; a later wait for a segment that is not open fails."""
+        self.gate.fail("the instance was closed")
+        self._bytes = None
+        self._groups.clear()
+        self._layers.clear()
+
+    def _view(self, segment: Tensor, segment_begin: int, slots: tuple[TensorSlot, ...]) -> Tensor:
+        """One tensor over all of a group, stacked along the first axis."""
+        entries = [self._entry(slot) for slot in slots]
+        if any(before.offset + before.num_bytes != after.offset for before, after in pairwise(entries)):
+            raise DataCorrupted(f"{slots[0].name} and what is fused with it are not contiguous in the pack")
+        begin = entries[0].offset - segment_begin
+        end = entries[-1].offset + entries[-1].num_bytes - segment_begin
+        shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
+        # NOTE: .to() is free for tensors in the pack's own dtype; others (norms kept in fp32, say) are small.
+        return segment[begin:end].view(TORCH_DTYPES[entries[0].dtype]).view(shape).to(self.dtype)
+
+    def _entry(self, slot: TensorSlot) -> TensorEntry:
+        entry = self._entries.get(slot.name)
+        if entry is None or tuple(entry.shape) != slot.shape:
+            raise DataCorrupted(f"the pack has no {slot.name} of shape {list(slot.shape)}")
+        return entry
+
+
+def as_tensor(data: memoryview) -> Tensor:
+    """The buffer as uint8, not copied. Nobody writes to it: torch knows no read-only tensors and says so in a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+
+def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:
+    qk_norm = None
+    if config.architecture.qk_norm:
+        # One norm over query and key heads together, since they lie side by side after the fused projection.
+        per_query = groups["q_norm"].expand(config.num_heads, -1)
+        qk_norm = torch.cat([per_query, groups["k_norm"].expand(config.num_kv_heads, -1)])
+    return LayerWeights(
+        input_norm=groups["input_norm"],
+        post_norm=groups["post_norm"],
+        qkv=groups["qkv"],
+        qkv_bias=groups.get("qkv_bias"),
+        qk_norm=qk_norm,
+        o=groups["o"],
+        gate_up=groups["gate_up"],
+        down=groups["down"],
+    )

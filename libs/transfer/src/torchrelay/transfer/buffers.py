@@ -1,0 +1,140 @@
+"""What is served, and where it is put: the two ends of every transfer, as interfaces, and a buffer in plain memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol, runtime_checkable
+
+from blake3 import blake3
+
+from torchrelay.transfer.errors import BufferLost
+
+__all__ = ["Buffer", "BufferLost", "Leased", "MemoryBuffer", "Sink"]
+
+
+class Buffer(Protocol):
+    """A row of chunks that a holder serves, possibly while they are still arriving. Used by many threads at once."""
+
+    @property
+    def buffer_id(self) -> str: ...
+
+    @property
+    def num_chunks(self) -> int: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def head(self) -> bytes:
+        """Sent first on every stream: the encoded manifest of a pack, ``b""`` for KV."""
+        ...
+
+    def chunk(self, index: int) -> memoryview:
+        """The chunk; its length is right from the start, its bytes once it is ready."""
+        ...
+
+    def digest(self, index: int) -> bytes:
+        """BLAKE3 of a ready chunk, 32 bytes."""
+        ...
+
+    def wait(self, index: int, timeout_s: float) -> bool:
+        """True: ready (verified). False: not yet. Raises ``BufferLost`` when it will never come."""
+        ...
+
+
+@runtime_checkable
+class Leased(Protocol):
+    """A buffer that must not go away while it is read; a holder takes a lease for each stream."""
+
+    def acquire(self, owner: str) -> None:
+        """Raises ``UnknownBuffer`` when it is gone already."""
+        ...
+
+    def release(self, owner: str) -> None: ...
+
+
+class Sink(Protocol):
+    """Where a follower puts chunks."""
+
+    def chunk(self, index: int) -> memoryview:
+        """Writable, exactly as long as the chunk. Received into directly; means nothing before ``accept``."""
+        ...
+
+    def digest(self, index: int) -> bytes | None:
+        """The digest the chunk must have; None: the one that its frame carries is believed."""
+        ...
+
+    def accept(self, index: int) -> None:
+        """The chunk is complete and verified. Called once for each, in order of arrival."""
+        ...
+
+
+class MemoryBuffer:
+    """Chunks in this process's memory, published one by one: KV pages, activations.
+
+    Write into ``chunk(i)`` and ``publish(i)``, or hand the bytes to ``publish(i, data)``, which copies them. It is a sink as
+    well: ``accept`` publishes. Memory is freed when the last view of it is gone.
+    """
+
+    head = b""
+
+    def __init__(self, buffer_id: str, chunk_sizes: Sequence[int]) -> None:
+        self.buffer_id = buffer_id
+        self._ends = list(accumulate(chunk_sizes, initial=0))
+        self._memory = memoryview(bytearray(self._ends[-1]))
+        self._digests: list[bytes | None] = [None] * len(chunk_sizes)
+        self._published = bytearray(len(chunk_sizes))
+        self._error: BufferLost | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._published)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._ends[-1]
+
+    def chunk(self, index: int) -> memoryview:
+        return self._memory[self._ends[index] : self._ends[index + 1]]
+
+    def publish(self, index: int, data: bytes | bytearray | memoryview | None = None) -> None:
+        """Makes a chunk ready; its bytes must not change from now on. ``data``: bytes to copy in, of the chunk's length."""
+        if data is not None:
+            self.chunk(index)[:] = memoryview(data).cast("B")
+        with self._changed:
+            self._published[index] = 1
+            self._changed.notify_all()
+
+    def accept(self, index: int) -> None:
+        """``publish``, under the name a sink has for it."""
+        self.publish(index)
+
+    def digest(self, index: int) -> bytes:
+        # Hashed by the first stream that sends it, not by the thread that computed it. Two streams at once do it twice.
+        found = self._digests[index]
+        if found is None:
+            found = self._digests[index] = blake3(self.chunk(index)).digest()
+        return found
+
+    def is_published(self, index: int) -> bool:
+        return bool(self._published[index])
+
+    def wait(self, index: int, timeout_s: float) -> bool:
+        if self._published[index]:
+            return True
+        with self._changed:
+            self._changed.wait_for(lambda: self._published[index] or self._error is not None, timeout_s)
+            if self._published[index]:
+                return True
+            if self._error is not None:
+                raise BufferLost(self._error.message)
+            return False
+
+    def fail(self, error: Exception | str) -> None:
+        """The chunks not yet published will never come: everybody who waits gets ``BufferLost``."""
+        with self._changed:
+            self._error = BufferLost(f"buffer {self.buffer_id} was given up: {error}")
+            self._changed.notify_all()

@@ -1,0 +1,89 @@
+"""What can go wrong on the data plane; every class has its place in the platform's tree of errors.
+
+    Unavailable        BufferLost         the bytes will never come from this holder
+                       SourceStalled      no frame for too long
+                       SourceClosed       the connection ended early
+                       SourcesExhausted   every source of a follow has failed; says how
+    DataCorrupted      ChunkDamaged       bytes did not match their digest
+                       ArenaCorrupted     the arena's table contradicts itself
+                       ProtocolViolation  a peer sent what no peer of this version sends
+    PermissionDenied   TicketRefused      bad MAC, or any of:
+                       TicketExpired, WrongHolder, WrongReceiver, RangeRefused
+    NotFound           UnknownBuffer      the holder has no such buffer
+    Overloaded         ArenaFull          no room, and nothing that may be evicted
+                       HolderBusy         the holder serves as many streams as it may
+"""
+
+from __future__ import annotations
+
+from torchrelay.common.errors import DataCorrupted, NotFound, Overloaded, PermissionDenied, Unavailable
+
+
+class BufferLost(Unavailable):
+    """The buffer was dropped, or its filling failed: its missing chunks will never come."""
+
+    code = "buffer_lost"
+
+
+class SourceStalled(Unavailable):
+    code = "source_stalled"
+
+
+class SourceClosed(Unavailable):
+    code = "source_closed"
+
+
+class SourcesExhausted(Unavailable):
+    """Every source has failed. ``failures`` names them in the order they failed: (holder id, cause)."""
+
+    code = "sources_exhausted"
+
+    def __init__(
+        self, message: str, *, field: str | None = None, failures: tuple[tuple[str, Exception], ...] = ()
+    ) -> None:
+        super().__init__(message, field=field)
+        self.failures = failures
+
+
+class ChunkDamaged(DataCorrupted):
+    code = "chunk_damaged"
+
+
+class ArenaCorrupted(DataCorrupted):
+    code = "arena_corrupted"
+
+
+class ProtocolViolation(DataCorrupted):
+    code = "protocol_violation"
+
+
+class TicketRefused(PermissionDenied):
+    code = "ticket_refused"
+
+
+class TicketExpired(TicketRefused):
+    code = "ticket_expired"
+
+
+class WrongHolder(TicketRefused):
+    code = "wrong_holder"
+
+
+class WrongReceiver(TicketRefused):
+    code = "wrong_receiver"
+
+
+class RangeRefused(TicketRefused):
+    code = "range_refused"
+
+
+class UnknownBuffer(NotFound):
+    code = "unknown_buffer"
+
+
+class ArenaFull(Overloaded):
+    code = "arena_full"
+
+
+class HolderBusy(Overloaded):
+    code = "holder_busy"

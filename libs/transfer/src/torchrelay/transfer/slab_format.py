@@ -1,0 +1,96 @@
+"""How one slab lies in the arena, so that a mapping of it alone tells everything.
+
+    [header 64 B][verified: one byte per chunk][encoded manifest][padding to a page][the pack's bytes][padding to a page]
+
+A verified byte turns 1 after its chunk's digest matched, never before. One process writes (the store), others only read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+
+import msgspec
+
+from torchrelay.transfer.errors import ArenaCorrupted, ProtocolViolation
+from torchrelay.transfer.manifest import DIGEST_BYTES, PAGE_BYTES, Manifest, decode_manifest
+
+_MAGIC = b"TRSLAB01"
+_HEADER = struct.Struct("<8sIIQQ")  # magic, chunks, manifest bytes, data offset, data bytes
+_HEADER_BYTES = 64
+# A page of the pack's format, or of this machine when its pages are larger: what mmap can begin at.
+ALIGN_BYTES = max(PAGE_BYTES, mmap.ALLOCATIONGRANULARITY)
+
+
+def page_aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SlabFormat:
+    """The places inside one slab, as offsets from its beginning."""
+
+    num_chunks: int
+    manifest_bytes: int
+    data_offset: int
+    data_bytes: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, manifest_bytes: int) -> SlabFormat:
+        front = _HEADER_BYTES + manifest.num_chunks + manifest_bytes
+        return cls(manifest.num_chunks, manifest_bytes, page_aligned(front), manifest.num_bytes)
+
+    @property
+    def num_slab_bytes(self) -> int:
+        return self.data_offset + page_aligned(self.data_bytes)
+
+    @property
+    def verified(self) -> slice:
+        return slice(_HEADER_BYTES, _HEADER_BYTES + self.num_chunks)
+
+    @property
+    def manifest(self) -> slice:
+        begin = _HEADER_BYTES + self.num_chunks
+        return slice(begin, begin + self.manifest_bytes)
+
+    @property
+    def data(self) -> slice:
+        return slice(self.data_offset, self.data_offset + self.data_bytes)
+
+    def write(self, slab: memoryview, encoded_manifest: bytes) -> None:
+        """Makes an empty slab: nothing verified, whatever lay there before."""
+        slab[self.verified] = bytes(self.num_chunks)
+        slab[self.manifest] = encoded_manifest
+        packed = _HEADER.pack(_MAGIC, self.num_chunks, self.manifest_bytes, self.data_offset, self.data_bytes)
+        slab[: _HEADER.size] = packed
+
+
+def read_format(slab: memoryview) -> SlabFormat:
+    """Raises ``ArenaCorrupted`` when this is no slab, or one whose parts do not fit into it."""
+    if len(slab) < _HEADER_BYTES:
+        raise ArenaCorrupted(f"a slab of {len(slab)} bytes has no room for its header")
+    magic, num_chunks, manifest_bytes, data_offset, data_bytes = _HEADER.unpack_from(slab)
+    found = SlabFormat(num_chunks, manifest_bytes, data_offset, data_bytes)
+    front = page_aligned(_HEADER_BYTES + num_chunks + manifest_bytes)
+    if magic != _MAGIC or data_offset != front or found.num_slab_bytes > len(slab):
+        raise ArenaCorrupted("the slab's header does not describe a slab of this place and size")
+    return found
+
+
+def checked_manifest(encoded: bytes) -> Manifest:
+    """Reads a manifest that may come from a peer. Raises ``ProtocolViolation`` when its numbers contradict each other."""
+    try:
+        manifest = decode_manifest(encoded)
+    except msgspec.DecodeError as error:
+        raise ProtocolViolation(f"the manifest cannot be read: {error}") from error
+    if manifest.chunk_bytes <= 0 or manifest.num_bytes < 0:
+        raise ProtocolViolation("the manifest has sizes below zero")
+    if manifest.num_chunks != -(-manifest.num_bytes // manifest.chunk_bytes):
+        raise ProtocolViolation(
+            f"the manifest has {manifest.num_chunks} digests for {manifest.num_bytes} bytes "
+            f"in chunks of {manifest.chunk_bytes}"
+        )
+    if any(len(digest) != DIGEST_BYTES for digest in manifest.chunk_digests):
+        raise ProtocolViolation("the manifest has digests that are not BLAKE3's 32 bytes")
+    return manifest

@@ -1,0 +1,132 @@
+"""The attempts that one role is running, and how engine tokens become outputs for their gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torchrelay.common.text import StopChecker
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import types_pb2
+from torchrelay.engine.core import ChoiceSpec, Finish, GroupSpec, NewToken, SamplingParams
+from torchrelay.worker.outbox import Outbox
+
+FINISH_REASONS = {
+    Finish.STOP: pb.FINISH_REASON_STOP,
+    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+
+
+def group_id_of(key: types_pb2.AttemptKey) -> str:
+    """The engine's name of an attempt, and the id of its KV buffer."""
+    return f"{key.request_id}/{key.attempt}"
+
+
+def now_us() -> int:
+    """Unix time in microseconds."""
+    return time.time_ns() // 1000
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt as one role runs it. ``open_choices`` shrinks as choices finish."""
+
+    start: pb.AttemptStart
+    outbox: Outbox
+    stops: dict[int, StopChecker]
+    began_us: int = field(default_factory=now_us)
+    open_choices: set[int] = field(default_factory=set)
+    phases: list[pb.MeasuredPhase] = field(default_factory=list)
+    deadline: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.open_choices = {choice.choice for choice in self.start.choices}
+
+    @property
+    def group_id(self) -> str:
+        return group_id_of(self.start.key)
+
+    def group(self) -> GroupSpec:
+        """The engine's view of the attempt."""
+        sampling = self.start.sampling
+        return GroupSpec(
+            group_id=self.group_id,
+            prompt=tuple(self.start.prompt),
+            num_prompt_tokens=self.start.num_prompt_tokens,
+            sampling=SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=sampling.seed,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids),
+            ),
+            choices=tuple(ChoiceSpec(c.choice, tuple(c.forced_output)) for c in self.start.choices),
+        )
+
+    def finish_of(self, token: NewToken) -> Finish | None:
+        """How ``token`` ends its choice: as the engine says, or because a stop string is complete."""
+        checker = self.stops.get(token.choice)
+        stopped = checker.step(token.token_id) if checker else False
+        return token.finish or (Finish.STOP if stopped else None)
+
+    def num_forced(self, choice: int) -> int:
+        """Output tokens the choice brought along; its first new token has this position."""
+        return next(len(spec.forced_output) for spec in self.start.choices if spec.choice == choice)
+
+    def output(self, token: NewToken, finish: Finish | None) -> pb.ChoiceOutput:
+        """The message for one new token; it carries the phases measured since the last."""
+        phases, self.phases = self.phases, []
+        return pb.ChoiceOutput(
+            key=self.start.key,
+            choice=token.choice,
+            first_position=token.position,
+            token_ids=[token.token_id],
+            finish_reason=FINISH_REASONS[finish] if finish else pb.FINISH_REASON_UNSPECIFIED,
+            phases=phases,
+        )
+
+    def failure(self, error: pb.RunError) -> list[pb.ChoiceOutput]:
+        """What tells the gateway that the choices still open go no further here."""
+        return [
+            pb.ChoiceOutput(key=self.start.key, choice=choice, finish_reason=pb.FINISH_REASON_ERROR, error=error)
+            for choice in sorted(self.open_choices)
+        ]
+
+
+class Attempts:
+    """The running attempts of one role, by group id."""
+
+    def __init__(self) -> None:
+        self._by_group: dict[str, Attempt] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_group)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(tuple(self._by_group.values()))
+
+    def get(self, group_id: str) -> Attempt | None:
+        return self._by_group.get(group_id)
+
+    def add(self, attempt: Attempt) -> None:
+        self._by_group[attempt.group_id] = attempt
+
+    def remove(self, group_id: str) -> Attempt | None:
+        return self._by_group.pop(group_id, None)
+
+    def of_gateway(self, outbox: Outbox) -> list[Attempt]:
+        return [attempt for attempt in self if attempt.outbox is outbox]
+
+
+def send(outputs: Iterable[tuple[Outbox, pb.ChoiceOutput]]) -> None:
+    """Puts each output into its gateway's box: one message per gateway and engine step."""
+    boxes: dict[Outbox, list[pb.ChoiceOutput]] = defaultdict(list)
+    for outbox, output in outputs:
+        boxes[outbox].append(output)
+    for outbox, gathered in boxes.items():
+        outbox.put(gathered)

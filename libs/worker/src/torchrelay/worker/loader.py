@@ -1,0 +1,124 @@
+"""Takes a model into the slot: holds its pack at this host's store, maps it, and follows the chunks as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import grpc
+
+from torchrelay.common.rpc import error_from_rpc
+from torchrelay.common.telemetry import get_logger, span_of
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.engine.core import LoadFailed
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.pool import KvPool
+from torchrelay.transfer.manifest import Manifest
+from torchrelay.transfer.slabs import MappedSlab
+from torchrelay.worker.attempts import now_us
+from torchrelay.worker.engine_thread import EngineThread
+from torchrelay.worker.slot import READY, Slot
+
+if TYPE_CHECKING:
+    from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub  # exists in the stubs only
+
+log = get_logger(__name__)
+
+
+class Loader:
+    """One load, from Hold to the last layer; keeps the pack pinned until it is cancelled."""
+
+    def __init__(
+        self,
+        slot: Slot,
+        engine: EngineThread,
+        pool: KvPool,
+        store: ParamStoreAsyncStub,
+        worker_id: str,
+        token_budget: int,
+    ) -> None:
+        self._slot, self._engine, self._pool, self._store = slot, engine, pool, store
+        self._worker_id, self._token_budget = worker_id, token_budget
+        self._instance: Instance | None = None
+        self._slab: MappedSlab | None = None
+        self._next_segment = 0
+
+    async def run(self, pack_id: str, traceparent: str) -> None:
+        """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes do not come."""
+        call = self._store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id=self._worker_id))
+        try:
+            with span_of("load", traceparent, pack_id=pack_id):
+                await self._load(call.__aiter__())
+            async for _ in call:  # stays silent; its end means that the store is gone, which a loaded instance outlives
+                pass
+            await self._outlive_store()
+        except grpc.aio.AioRpcError as error:
+            if self._slot.state != READY:
+                raise LoadFailed(f"the store gave no pack: {error_from_rpc(error).message}") from error
+            await self._outlive_store()
+        finally:
+            call.cancel()
+            await self._close()
+
+    async def _outlive_store(self) -> None:
+        # The mapping stays valid while this process has it, whatever becomes of the store.
+        log.warning("store_lost_while_holding")
+        await asyncio.Event().wait()
+
+    async def _load(self, replies: AsyncIterator[pb.HoldReply]) -> None:
+        begin = now_us()
+        reply = await anext(replies)
+        self._slot.add_phase("hold", begin)
+        begin = now_us()
+        slab = self._slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)
+        manifest = slab.manifest
+        self._instance = await self._engine.call(lambda: self._build(slab))
+        self._slot.add_phase("map", begin)
+        begin = now_us()
+        await self._advance(slab, manifest, begin)
+        while self._next_segment < len(manifest.segments):
+            try:
+                reply = await anext(replies)
+            except StopAsyncIteration:
+                raise LoadFailed("the store ended the hold before the pack was complete") from None
+            if reply.error:
+                raise LoadFailed(reply.error)
+            await self._advance(slab, manifest, begin)
+        await self._slot.move(READY)
+
+    def _build(self, slab: MappedSlab) -> Instance:
+        instance = Instance(slab.manifest, slab.data, self._pool, token_budget=self._token_budget)
+        self._engine.instance = instance
+        return instance
+
+    async def _advance(self, slab: MappedSlab, manifest: Manifest, begin_us: int) -> None:
+        """Opens every further segment whose chunks are all verified."""
+        assert self._instance is not None and self._slot.hosted is not None
+        advanced = False
+        while self._next_segment < len(manifest.segments) and all(
+            slab.is_verified(chunk) for chunk in manifest.chunks_of(self._next_segment)
+        ):
+            self._instance.segment_ready(self._next_segment)
+            if self._next_segment == 1:
+                self._slot.add_phase("first_layer", begin_us)
+            self._next_segment += 1
+            advanced = True
+        if advanced:
+            self._slot.hosted.num_layers_ready = max(0, min(self._next_segment - 1, len(manifest.segments) - 2))
+            if self._next_segment == len(manifest.segments):
+                self._slot.add_phase("last_layer", begin_us)
+            await self._slot.touch()
+
+    async def _close(self) -> None:
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            instance.fail("the instance was unloaded")  # frees a step that waits for layers
+            await self._engine.call(lambda: self._forget(instance))
+            del instance
+        if self._slab is not None:
+            self._slab.close()
+
+    def _forget(self, instance: Instance) -> None:
+        if self._engine.instance is instance:
+            self._engine.instance = None

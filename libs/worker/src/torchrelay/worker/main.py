@@ -1,0 +1,74 @@
+"""`torchrelay-worker`: one worker process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import torch
+
+from torchrelay.common.events import connect
+from torchrelay.common.rpc import RpcServer, open_channel
+from torchrelay.common.service import Addresses, run_service
+from torchrelay.common.settings import load_settings
+from torchrelay.control.v1 import worker_pb2_grpc
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
+from torchrelay.worker.reports import Reporter
+from torchrelay.worker.servicer import WorkerServicer
+from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.warmup import warm_up
+from torchrelay.worker.worker import Worker
+
+
+def process_age_s() -> float:
+    """Seconds since this process was started, imports included; 0 where the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+
+
+@asynccontextmanager
+async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
+    """Brings up the worker: engine warm, pool faulted in, roles registered, reports flowing."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    async with AsyncExitStack() as stack:
+        nats = await connect(settings.nats_url, settings.worker_id)
+        stack.push_async_callback(nats.close)
+        channel = await stack.enter_async_context(open_channel(settings.store_address))
+        worker = Worker(settings, nats, ParamStoreStub(channel))
+        await asyncio.to_thread(warm_up, settings.device)
+        worker.engine.start()
+        worker.holder.start()
+        server = RpcServer(settings.host, settings.port)
+        address = f"{settings.reach_host}:{server.port}"
+        reporter = Reporter(worker, address)
+        worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker, reporter), server.server)
+        for role in worker.roles:
+            role.register(server.server)
+            await stack.enter_async_context(role.serving())
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        worker.adopt_tasks(tasks)
+        background = [tasks.create_task(reporter.run(nats)), tasks.create_task(worker.usage.run())]
+        worker.meters.slot_start_s = process_age_s()
+        await server.start()
+        try:
+            yield {"grpc": address, "data": worker.data_address}
+        finally:
+            await server.stop()
+            for task in background:
+                task.cancel()
+            await worker.close()
+
+
+def main() -> None:
+    """Entry point of `torchrelay-worker`."""
+    settings = load_settings(WorkerSettings, "torchrelay-worker")
+    run_service("worker", settings, lambda: serving(settings))

@@ -1,0 +1,69 @@
+"""What the worker says of itself: on NATS ten times a second, and to watchers at every change."""
+
+from __future__ import annotations
+
+import asyncio
+
+import nats.errors
+from nats.aio.client import Client
+
+from torchrelay.common.events import Subjects
+from torchrelay.common.telemetry import get_logger
+from torchrelay.control.v1 import reports_pb2, types_pb2
+from torchrelay.worker.worker import Worker
+
+log = get_logger(__name__)
+REPORT_EVERY_S = 0.1
+
+
+class Reporter:
+    """Makes reports of one worker and publishes them."""
+
+    def __init__(self, worker: Worker, grpc_address: str) -> None:
+        self._worker, self._grpc_address = worker, grpc_address
+
+    def report(self) -> reports_pb2.WorkerReport:
+        worker = self._worker
+        settings, meters = worker.settings, worker.meters
+        instance = worker.engine.instance
+        free = instance.num_free_pages / instance.num_pages if instance and instance.num_pages else 1.0
+        prefill, decode = (self._num_attempts(number) for number in (types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE))
+        return reports_pb2.WorkerReport(
+            worker_id=settings.worker_id,
+            incarnation=worker.incarnation,
+            host_id=settings.host_id,
+            grpc_address=self._grpc_address,
+            data_address=worker.data_address,
+            roles=settings.role_numbers,
+            epoch=worker.slot.epoch,
+            slot=worker.slot.report(),
+            kv_pool_bytes=settings.kv_pool_bytes,
+            kv_free_bytes=int(settings.kv_pool_bytes * free),
+            num_running=max(prefill, decode),
+            num_queued_prefill_tokens=self._num_queued_prefill_tokens(),
+            prefill_tokens_per_s=meters.prefill_tokens_per_s,
+            step_s=meters.step_s,
+            num_positions_prefilled=meters.num_positions_prefilled,
+            num_positions_decoded=meters.num_positions_decoded,
+            kv_bytes_received=meters.kv_bytes_received,
+            kv_bytes_sent=worker.holder.bytes_sent,
+            slot_start_s=meters.slot_start_s,
+        )
+
+    def _num_attempts(self, number: types_pb2.Role.ValueType) -> int:
+        role = self._worker.role(number)
+        return len(role.attempts) if role else 0
+
+    def _num_queued_prefill_tokens(self) -> int:
+        role = self._worker.role(types_pb2.ROLE_PREFILL)
+        return sum(attempt.start.num_prompt_tokens for attempt in role.attempts) if role else 0
+
+    async def run(self, nats_client: Client) -> None:
+        """Publishes until cancelled; while NATS is away reports are simply missed."""
+        subject = Subjects(self._worker.settings.nats_prefix).worker_load(self._worker.settings.worker_id)
+        while True:
+            try:
+                await nats_client.publish(subject, self.report().SerializeToString())
+            except (nats.errors.Error, OSError) as error:
+                log.debug("report_not_published", error=str(error))
+            await asyncio.sleep(REPORT_EVERY_S)

@@ -1,0 +1,217 @@
+"""What the prefill and decode roles have in common: streams from gateways in, outputs of engine steps out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import grpc
+
+from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable
+from torchrelay.common.telemetry import get_logger
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import types_pb2
+from torchrelay.engine.core import Finish, NewToken
+from torchrelay.worker.attempts import Attempt, Attempts, group_id_of, send
+from torchrelay.worker.outbox import Outbox
+
+if TYPE_CHECKING:
+    from torchrelay.worker.worker import Worker
+
+log = get_logger(__name__)
+EXPECT_S = 10.0  # a gateway starts an attempt at both its workers at once
+
+
+class WorkerRole(ABC):
+    """One role of a worker: serves ``Run`` streams and turns engine tokens into outputs.
+
+    A role package names its subclass in the entry point group ``torchrelay.roles``.
+    """
+
+    number: ClassVar[types_pb2.Role.ValueType]
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.attempts = Attempts()
+        self._expected: dict[str, asyncio.Future[Attempt]] = {}
+
+    @abstractmethod
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the role's servicer."""
+
+    @abstractmethod
+    async def begin(self, attempt: Attempt) -> None:
+        """Starts an attempt that is already among ``attempts``. Raises ``TorchrelayError``."""
+
+    @abstractmethod
+    def drop(self, attempt: Attempt) -> None:
+        """Frees what the role holds for an attempt that was cancelled, failed or ended."""
+
+    @abstractmethod
+    def owns(self, attempt: Attempt, token: NewToken) -> bool:
+        """Whether this role delivers ``token``."""
+
+    def measure(self, attempt: Attempt) -> None:  # noqa: B027  (a hook, empty unless a role has something to add)
+        """Called before each of its tokens goes out; adds to ``attempt.phases`` what has just ended."""
+
+    def delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:  # noqa: B027
+        """Called for each token that goes out; roles add what follows from it."""
+
+    def exhausted(self, attempt: Attempt) -> bool:
+        """Whether nothing is left to do for an attempt once its last choice has finished."""
+        return True
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Runs what the role needs in the background."""
+        yield
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    async def Run(self, requests: AsyncIterator[pb.RunCommand], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """One gateway's stream; its end cancels the gateway's attempts."""
+        hello = await anext(aiter(requests), None)
+        if hello is None or not hello.HasField("hello"):
+            raise InvalidRequest("the first message of a Run stream must be hello", field="hello")
+        outbox = Outbox(hello.hello.gateway_id)
+        writer = asyncio.ensure_future(self._write(outbox, context))
+        try:
+            async with asyncio.TaskGroup() as starts:
+                async for command in requests:
+                    self._obey(command, outbox, starts)
+        finally:
+            writer.cancel()
+            for attempt in self.attempts.of_gateway(outbox):
+                self.end(attempt, pb.FINISH_REASON_CANCELLED)
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def expect(self, group_id: str) -> Attempt:
+        """The attempt of this name, once its gateway has started it here. Raises ``Unavailable`` if it never does."""
+        attempt = self.attempts.get(group_id)
+        if attempt is not None:
+            return attempt
+        future = self._expected.setdefault(group_id, asyncio.get_running_loop().create_future())
+        try:
+            async with asyncio.timeout(EXPECT_S):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            raise Unavailable(f"no gateway started {group_id} here within {EXPECT_S:g} s") from None
+        finally:
+            self._expected.pop(group_id, None)
+
+    async def _write(self, outbox: Outbox, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while True:
+            await context.write(await outbox.take())
+
+    def _obey(self, command: pb.RunCommand, outbox: Outbox, starts: asyncio.TaskGroup) -> None:
+        if command.HasField("start"):
+            starts.create_task(self._start(command.start, outbox))
+        elif command.HasField("cancel"):
+            attempt = self.attempts.get(group_id_of(command.cancel.key))
+            if attempt is not None:
+                self.end(attempt, pb.FINISH_REASON_CANCELLED)
+
+    async def _start(self, start: pb.AttemptStart, outbox: Outbox) -> None:
+        attempt = Attempt(start, outbox, {})
+        if self.attempts.get(attempt.group_id) is not None:
+            return  # sent again after a reconnect: it runs already
+        hosted = self.worker.slot.plays(start.instance_id, self.number)
+        if hosted is None:
+            code, text = pb.RunError.CODE_WRONG_INSTANCE, f"{start.instance_id} does not take requests here"
+            outbox.put(attempt.failure(pb.RunError(code=code, message=text)))
+            return
+        if len(self.attempts) >= self.worker.settings.max_attempts:
+            text = f"this worker runs {len(self.attempts)} attempts already"
+            outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
+            return
+        self.attempts.add(attempt)
+        try:
+            attempt.stops = await self.worker.tokenizers.checkers(
+                hosted.version.tokenizer_digest,
+                list(start.sampling.stop_strings),
+                {choice.choice: list(choice.forced_output) for choice in start.choices},
+            )
+            if self.attempts.get(attempt.group_id) is attempt:  # not cancelled meanwhile
+                self._watch_deadline(attempt)
+                if (expected := self._expected.get(attempt.group_id)) is not None:
+                    expected.set_result(attempt)
+                await self.begin(attempt)
+        except TorchrelayError as error:
+            self.fail(attempt, pb.RunError(code=pb.RunError.CODE_INTERNAL, message=error.message))
+
+    def _watch_deadline(self, attempt: Attempt) -> None:
+        if not attempt.start.deadline_unix_ms:
+            return
+        error = pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
+        left_s = max(0.0, attempt.start.deadline_unix_ms / 1000 - time.time())
+        attempt.deadline = asyncio.get_running_loop().call_later(left_s, self.fail, attempt, error)
+
+    # -- outputs -----------------------------------------------------------------------------------------------------
+
+    def deliver(self, tokens: Sequence[NewToken]) -> None:
+        """Sends this role's tokens of one engine step to their gateways."""
+        outputs: list[tuple[Outbox, pb.ChoiceOutput]] = []
+        for token in tokens:
+            attempt = self.attempts.get(token.group_id)
+            if attempt is None or token.choice not in attempt.open_choices:
+                continue
+            finish = attempt.finish_of(token)
+            if self.owns(attempt, token):
+                self.measure(attempt)
+                output = attempt.output(token, finish)
+                self.worker.usage.advance(attempt, output)
+                outputs.append((attempt.outbox, output))
+                self.delivered(attempt, token, finish)
+            if finish is not None:
+                self._finish(attempt, token)
+        send(outputs)
+
+    def _finish(self, attempt: Attempt, token: NewToken) -> None:
+        attempt.open_choices.discard(token.choice)
+        if token.finish is None:  # a stop string: the engine does not know yet
+            self.worker.cancel(token.group_id, token.choice)
+        if not attempt.open_choices and self.exhausted(attempt):
+            self.forget(attempt)
+
+    def forget(self, attempt: Attempt) -> bool:
+        """Lets go of an attempt. False when it was gone already."""
+        if self.attempts.remove(attempt.group_id) is None:
+            return False
+        if attempt.deadline is not None:
+            attempt.deadline.cancel()
+        self.drop(attempt)
+        self.worker.attempt_ended()
+        return True
+
+    def end(self, attempt: Attempt, cause: pb.FinishReason.ValueType) -> None:
+        """Stops an attempt whose gateway does not want it any more; nothing is sent."""
+        if self.forget(attempt):
+            self.worker.cancel(attempt.group_id)
+            self.worker.usage.forget(attempt, cause)
+
+    def fail(self, attempt: Attempt, error: pb.RunError) -> None:
+        """Ends an attempt with an error for its gateway."""
+        if self.forget(attempt):
+            name = pb.RunError.Code.Name(error.code)
+            log.warning("attempt_failed", group_id=attempt.group_id, code=name, why=error.message)
+            self.worker.cancel(attempt.group_id)
+            attempt.outbox.put(attempt.failure(error))
+            self.worker.usage.forget(attempt, pb.FINISH_REASON_ERROR)
+
+    def fail_all(self, error: pb.RunError) -> None:
+        for attempt in self.attempts:
+            self.fail(attempt, error)
+
+
+def load_roles(names: Sequence[str], worker: Worker) -> list[WorkerRole]:
+    """The installed roles of these names. Raises ``InvalidRequest`` naming the package to install."""
+    found = {point.name: point for point in entry_points(group="torchrelay.roles")}
+    for name in names:
+        if name not in found:
+            raise InvalidRequest(f"role {name!r} is not installed: pip install torchrelay-{name}", field="roles")
+    return [found[name].load()(worker) for name in names]

@@ -1,0 +1,97 @@
+"""Usage registers on JetStream: how far each choice got, for the case that its gateway does not live to settle it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import nats.errors
+from nats.aio.client import Client
+
+from torchrelay.common.events import Subjects
+from torchrelay.common.telemetry import get_logger
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.worker.attempts import Attempt
+
+log = get_logger(__name__)
+PUBLISH_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class _Entry:
+    register: pb.UsageRegister
+    published_position: int = 0
+
+
+class UsagePublisher:
+    """Publishes the register of every choice at its first token, every second, and at its end.
+
+    Registers are merged by maximum, so a lost or repeated one never makes a bill wrong, only late; publishing therefore
+    never holds a token back, and waits for no acknowledgement.
+    """
+
+    def __init__(self, client: Client, subjects: Subjects) -> None:
+        self._client, self._subjects = client, subjects
+        self._entries: dict[tuple[str, int], _Entry] = {}
+        self._urgent: list[pb.UsageRegister] = []
+        self._wake = asyncio.Event()
+
+    def advance(self, attempt: Attempt, output: pb.ChoiceOutput) -> None:
+        """Notes what was put into the gateway's box."""
+        slot = (output.key.request_id, output.choice)
+        entry = self._entries.get(slot)
+        first = entry is None
+        if entry is None:
+            entry = self._entries[slot] = _Entry(
+                pb.UsageRegister(
+                    request_id=output.key.request_id,
+                    choice=output.choice,
+                    num_prompt_tokens=attempt.start.num_prompt_tokens,
+                    gateway_id=attempt.outbox.gateway_id,
+                )
+            )
+        register = entry.register
+        register.attempt = output.key.attempt
+        register.num_cached_prompt_tokens = max(register.num_cached_prompt_tokens, output.num_cached_prompt_tokens)
+        register.output_position = max(register.output_position, output.first_position + len(output.token_ids))
+        register.cause = output.finish_reason
+        if output.finish_reason:
+            del self._entries[slot]
+        if first or output.finish_reason:
+            entry.published_position = register.output_position
+            self._urgent.append(pb.UsageRegister.FromString(register.SerializeToString()))
+            self._wake.set()
+
+    def forget(self, attempt: Attempt, cause: pb.FinishReason.ValueType) -> None:
+        """The attempt ended here without a last token: publishes where its open choices stand."""
+        for choice in attempt.open_choices:
+            entry = self._entries.pop((attempt.start.key.request_id, choice), None)
+            if entry is not None:
+                entry.register.cause = cause
+                self._urgent.append(entry.register)
+                self._wake.set()
+
+    async def run(self) -> None:
+        """Publishes until cancelled."""
+        while True:
+            try:
+                async with asyncio.timeout(PUBLISH_EVERY_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                self._gather_advanced()
+            self._wake.clear()
+            await self.flush()
+
+    def _gather_advanced(self) -> None:
+        for entry in self._entries.values():
+            if entry.register.output_position > entry.published_position:
+                entry.published_position = entry.register.output_position
+                self._urgent.append(entry.register)
+
+    async def flush(self) -> None:
+        registers, self._urgent = self._urgent, []
+        try:
+            for register in registers:
+                await self._client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
+        except (nats.errors.Error, OSError) as error:
+            log.warning("usage_not_published", error=str(error), num_registers=len(registers))

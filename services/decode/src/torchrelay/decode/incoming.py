@@ -1,0 +1,57 @@
+"""The decode side of a hand-over: follows one KV buffer from its prefill worker into the pages reserved for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from torchrelay.control.v1 import decode_pb2
+from torchrelay.engine.handover import KvLayout
+from torchrelay.engine.instance import Adoption
+from torchrelay.transfer.follow import Receiver, SourceAddress, follow
+
+
+class Incoming:
+    """One KV buffer on its way in. ``receive`` blocks and runs on a thread of its own; ``stop`` ends it early."""
+
+    def __init__(self, offer: decode_pb2.KvOffer, layout: KvLayout, adoption: Adoption, receiver: Receiver) -> None:
+        self.adoption, self.layout = adoption, layout
+        self.num_bytes = 0
+        self._offer, self._receiver = offer, receiver
+        self._stop = threading.Event()
+        self._staged: dict[int, bytearray] = {}
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def receive(self, write: Callable[[Callable[[], None]], None], stall_s: float) -> bytes:
+        """Follows the buffer; hands each verified chunk to ``write`` for the engine's thread. Returns the trailer.
+
+        Raises the transfer's errors when the buffer stops coming.
+        """
+        source = self._offer.source
+        address = SourceAddress(source.holder_id, source.data_address, source.ticket)
+        wanted = range(self.layout.num_chunks)
+        trailer = b""
+        for index in follow(
+            source.ticket.buffer_id, wanted, [address], self, self._receiver, stop=self._stop, stall_s=stall_s
+        ):
+            data = self._staged.pop(index)
+            self.num_bytes += len(data)
+            if index == self.layout.trailer_index:
+                trailer = bytes(data)
+            else:
+                write(lambda index=index, data=data: self.adoption.write(index, data))  # type: ignore[misc]
+        return trailer
+
+    # -- transfer.Sink: chunks are staged, for the pages of a sequence do not lie in a row
+
+    def chunk(self, index: int) -> memoryview:
+        staged = self._staged[index] = bytearray(self.layout.chunk_bytes(index))
+        return memoryview(staged)
+
+    def digest(self, index: int) -> bytes | None:
+        return None  # known only to the prefill worker: the frame carries it
+
+    def accept(self, index: int) -> None:
+        """Nothing to mark: the generator hands the chunk on."""

@@ -1,0 +1,124 @@
+"""The nouns of the gateway: who asks, what is published, what was used and what it costs. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Whom an API key stands for, with the limits that go with it (``None``: unlimited)."""
+
+    tenant_id: str  # empty for the admin key
+    tenant: str
+    key_id: str
+    is_admin: bool = False
+    requests_per_minute: int | None = None
+    budget_nano: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """One immutable row of the price list: nano-units of the currency per token."""
+
+    price_id: str
+    model: str  # "tenant/model"; empty: the default price
+    prompt_nano: int
+    cached_nano: int
+    output_nano: int
+    valid_from_unix_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The numbers of a model that decide where it fits."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    kv_dtype_bytes: int
+    max_context_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One published, immutable version of a model, as the param-store described it at commit."""
+
+    version_id: str
+    pack_id: str
+    pack_bytes: int
+    architecture: str
+    dtype: str
+    shape: Shape
+    routing_block_tokens: int
+    stored_bytes: int
+    eos_token_ids: tuple[int, ...] = ()
+    file_digests: Mapping[str, str] = field(default_factory=dict)  # "tokenizer.json" -> BLAKE3
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedModel:
+    """A model as a caller finds it: its current version, its tenant's settings, and the price valid now."""
+
+    name: str  # "tenant/model"
+    tenant_id: str
+    version: Version
+    price: Price
+    idle_timeout_s: float  # 0: the scheduler's default
+    max_instances: int  # per role; 0: the scheduler's default
+    created_unix_us: int
+
+    @property
+    def price_id(self) -> str:
+        return self.price.price_id
+
+
+class Cause(StrEnum):
+    """Why a choice ended; kept in the ledger."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"  # the client left, or cancelled
+    ERROR = "error"
+    GATEWAY_LOST = "gateway_lost"  # settled by the sweep, from registers
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRequest:
+    """What is committed before the first token is delivered; with it any gateway can settle the request."""
+
+    request_id: str
+    tenant_id: str
+    key_id: str
+    model: str  # "tenant/model"
+    version_id: str
+    price_id: str
+    num_prompt_tokens: int
+    max_tokens: int  # per choice
+    num_choices: int
+    gateway_id: str
+    opened_unix_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceUsage:
+    """What one choice used in the end: the tokens its gateway accepted."""
+
+    request_id: str
+    choice: int
+    num_prompt_tokens: int
+    num_cached_prompt_tokens: int
+    num_output_tokens: int
+    cause: Cause
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What ``Limits.admit`` took from a tenant's budget; given back by ``Limits.release``."""
+
+    reservation_id: str
+    tenant_id: str
+    reserved_nano: int  # 0: nothing was reserved

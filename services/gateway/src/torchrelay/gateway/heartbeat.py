@@ -1,0 +1,68 @@
+"""Which gateway processes live: each counts its own beat up in SQL; who stops counting is gone.
+
+Nobody compares clocks of two machines: an observer takes a gateway for gone when *its* count stood still for a while on
+the *observer's* clock, or when its row is no longer there (it left in order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import delete, select
+
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.tables import gateways
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A count, and when (on the observer's clock) it was first seen."""
+
+    beat: int
+    at: float
+
+
+def observe(seen: Mapping[str, Seen], beats: Mapping[str, int], now: float) -> dict[str, Seen]:
+    """What was seen of every gateway that has a row, brought up to date."""
+    return {
+        gateway_id: seen[gateway_id] if gateway_id in seen and seen[gateway_id].beat == beat else Seen(beat, now)
+        for gateway_id, beat in beats.items()
+    }
+
+
+def gone(wanted: Iterable[str], seen: Mapping[str, Seen], now: float, after_s: float) -> set[str]:
+    """Those of ``wanted`` that have no row, or whose count stood still for ``after_s``."""
+    return {gateway_id for gateway_id in wanted if gateway_id not in seen or now - seen[gateway_id].at >= after_s}
+
+
+class Heartbeat:
+    """This process's row in the gateways table."""
+
+    def __init__(self, database: Database, gateway_id: str) -> None:
+        self._database = database
+        self.gateway_id = gateway_id
+
+    async def beat(self) -> None:
+        """Counts up; the first beat makes the row, and must come before the first request is opened."""
+        first = self._database.insert(gateways).values(gateway_id=self.gateway_id, beat=1)
+        async with self._database.write() as connection:
+            await connection.execute(
+                first.on_conflict_do_update(index_elements=["gateway_id"], set_={"beat": gateways.c.beat + 1})
+            )
+
+    async def leave(self) -> None:
+        """Takes the row away: what this gateway left unsettled may be settled by others at once."""
+        await forget(self._database, [self.gateway_id])
+
+    async def beats(self) -> dict[str, int]:
+        """The counts of all gateways."""
+        async with self._database.read() as connection:
+            rows = await connection.execute(select(gateways.c.gateway_id, gateways.c.beat))
+            return {row.gateway_id: row.beat for row in rows}
+
+
+async def forget(database: Database, gateway_ids: Iterable[str]) -> None:
+    """Deletes rows of gateways that are gone and left nothing unsettled."""
+    async with database.write() as connection:
+        await connection.execute(delete(gateways).where(gateways.c.gateway_id.in_(list(gateway_ids))))

@@ -1,0 +1,158 @@
+"""The ledger: requests are opened before their first token and settled once, whoever settles them.
+
+    opened --settle by its gateway--------> settled
+      `----settle by the sweep, later-----> settled      (gateway gone; see sweep.py)
+
+Settling is one transaction: ``opened.settled_unix_us`` is set where it was not (this decides who wins), one ledger row
+per choice is written, the tenant's balance grows by their cost. All opens and settles that wait at the same moment
+share one transaction of a handful of statements, so the fsync of a commit is paid once for many requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Row, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from torchrelay.common.errors import NotFound, Unavailable
+from torchrelay.common.telemetry import get_logger
+from torchrelay.gateway.billing import LedgerRow, ledger_rows
+from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Price
+from torchrelay.gateway.group_commit import GroupCommit, Result
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
+
+log = get_logger(__name__)
+_MOST_OWED = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """What one request is billed for."""
+
+    request_id: str
+    usages: tuple[ChoiceUsage, ...]
+
+
+class Ledger:
+    """Opens and settles requests; an async context manager that ends once what it was given is committed."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._owed: dict[str, Settlement] = {}
+        self._commits: GroupCommit[OpenedRequest | Settlement] = GroupCommit(database, self._apply)
+
+    async def __aenter__(self) -> Ledger:
+        await self._commits.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._commits.__aexit__(*exc_info)
+
+    async def open(self, request: OpenedRequest) -> None:
+        """Returns once the row is committed; opening twice is once. Raises ``Unavailable`` when SQL is away."""
+        await self._commits.do(request)
+
+    async def settle(self, request_id: str, usages: Sequence[ChoiceUsage]) -> int:
+        """Bills the request; returns what it cost, in nano-units, once committed.
+
+        A second call changes nothing and returns the cost that stands. Raises ``NotFound`` for a request that was never
+        opened, ``Unavailable`` when SQL is away: then it is remembered, and ``settle_owed`` settles it.
+        """
+        settlement = Settlement(request_id, tuple(usages))
+        try:
+            return await self._commits.do(settlement)
+        except Unavailable:
+            if len(self._owed) < _MOST_OWED:  # beyond it the sweep settles from registers, once this gateway is gone
+                self._owed.setdefault(request_id, settlement)
+            raise
+
+    async def settle_owed(self) -> int:
+        """Settles what could not be settled before; how many. Raises ``Unavailable`` while SQL is still away."""
+        owed = list(self._owed.values())
+        for settlement in owed:
+            await self._commits.do(settlement)
+            del self._owed[settlement.request_id]
+        return len(owed)
+
+    async def _apply(
+        self, connection: AsyncConnection, writes: Sequence[OpenedRequest | Settlement]
+    ) -> dict[int, Result]:
+        """The results of ``writes``, by their index."""
+        opens = {index: write for index, write in enumerate(writes) if isinstance(write, OpenedRequest)}
+        if opens:
+            rows = [{name: getattr(write, name) for name in OpenedRequest.__slots__} for write in opens.values()]
+            await connection.execute(self._database.insert(opened).on_conflict_do_nothing(), rows)
+        settlements = {index: write for index, write in enumerate(writes) if isinstance(write, Settlement)}
+        costs = await _settle(connection, list(settlements.values())) if settlements else {}
+        results: dict[int, Result] = dict.fromkeys(opens, 0)
+        for index, settlement in settlements.items():
+            unknown = NotFound(f"request {settlement.request_id} was never opened", field="request_id")
+            results[index] = costs.get(settlement.request_id, unknown)
+        return results
+
+
+async def _settle(connection: AsyncConnection, settlements: Sequence[Settlement]) -> dict[str, int]:
+    """The cost that stands for each of these requests, by id; those never opened are missing."""
+    usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # the first one counts
+    now = time.time_ns() // 1000
+    won = await connection.execute(
+        update(opened)
+        .where(opened.c.request_id.in_(usages), opened.c.settled_unix_us.is_(None))
+        .values(settled_unix_us=now)
+        .returning(*opened.c)
+    )
+    requests = [opened_of(row) for row in won]
+    price_rows = await _prices(connection, {request.price_id for request in requests})
+    costs: dict[str, int] = {}
+    charges: Counter[str] = Counter()
+    values: list[dict[str, Any]] = []
+    for request in requests:
+        rows = ledger_rows(request, usages[request.request_id], price_rows[request.price_id])
+        values.extend(_ledger_values(request, row, now) for row in rows)
+        costs[request.request_id] = sum(row.cost_nano for row in rows)
+        charges[request.tenant_id] += costs[request.request_id]
+    if values:
+        await connection.execute(insert(ledger), values)
+    for tenant_id, cost in sorted(charges.items()):  # in one order everywhere: no two gateways wait for each other
+        account = update(balances).where(balances.c.tenant_id == tenant_id)
+        await connection.execute(account.values(spent_nano=balances.c.spent_nano + cost))
+    return costs | await _standing_costs(connection, usages.keys() - costs.keys())
+
+
+async def _prices(connection: AsyncConnection, price_ids: Iterable[str]) -> dict[str, Price]:
+    rows = await connection.execute(select(prices).where(prices.c.price_id.in_(price_ids)))
+    return {row.price_id: Price(*row) for row in rows}
+
+
+async def _standing_costs(connection: AsyncConnection, request_ids: Iterable[str]) -> dict[str, int]:
+    """What requests settled before did cost."""
+    wanted = list(request_ids)
+    if not wanted:
+        return {}
+    query = select(ledger.c.request_id, func.sum(ledger.c.cost_nano)).where(ledger.c.request_id.in_(wanted))
+    rows = (await connection.execute(query.group_by(ledger.c.request_id))).all()
+    for request_id, _ in rows:
+        log.info("settled_before", request_id=request_id)
+    return {request_id: int(cost) for request_id, cost in rows}
+
+
+def opened_of(row: Row[tuple[Any, ...]]) -> OpenedRequest:
+    """The opened request in a row of the ``opened`` table."""
+    return OpenedRequest(**{name: getattr(row, name) for name in OpenedRequest.__slots__})
+
+
+def _ledger_values(request: OpenedRequest, row: LedgerRow, settled_unix_us: int) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in LedgerRow.__slots__} | {
+        "tenant_id": request.tenant_id,
+        "key_id": request.key_id,
+        "model": request.model,
+        "version_id": request.version_id,
+        "price_id": request.price_id,
+        "settled_unix_us": settled_unix_us,
+    }

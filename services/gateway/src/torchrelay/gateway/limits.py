@@ -1,0 +1,118 @@
+"""Limits that gateways share through Redis: requests per minute of a key, and a tenant's budget.
+
+Both are optional: a key or tenant without a limit costs no round trip, one with limits costs one. Redis holds only what
+can be rebuilt: token buckets, the reservations of running requests (each with a lease, for gateways that die), and what
+the tenant has spent, copied from SQL for at most a minute. Without Redis requests are *allowed*, and that is logged once:
+hot state that is away must not stop a paying tenant. A budget is therefore kept to within what was admitted meanwhile,
+and to within the requests that settled while the copy from SQL was being made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.exceptions import RedisError
+from sqlalchemy import select
+
+from torchrelay.common.errors import PermissionDenied, QuotaExceeded, RateLimited
+from torchrelay.common.ids import new_id
+from torchrelay.common.telemetry import get_logger
+from torchrelay.gateway.core import Principal, PublishedModel, Reservation
+from torchrelay.gateway.limit_scripts import ADMIT, RELEASE
+from torchrelay.gateway.prices import cost_nano
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.tables import balances
+
+log = get_logger(__name__)
+_SPENT_TTL_S = 60
+
+
+class Limits:
+    """Admits requests against their key's rate and their tenant's budget."""
+
+    def __init__(self, redis: Redis | None, database: Database, lease_s: float) -> None:
+        """``redis`` may be ``None``: then nothing is limited. ``lease_s``: longest life of a reservation."""
+        self._redis = redis
+        self._database = database
+        self._lease_s = lease_s
+        self._admit = redis.register_script(ADMIT) if redis else None
+        self._release = redis.register_script(RELEASE) if redis else None
+        self._is_away = False
+
+    async def admit(
+        self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
+    ) -> Reservation:
+        """Takes one request from the key's bucket, and the largest possible cost from the tenant's budget.
+
+        ``max_output_tokens`` is of all choices together. Raises ``RateLimited`` or ``QuotaExceeded``, and
+        ``PermissionDenied`` for the admin key, which has no tenant to bill.
+        """
+        if principal.is_admin:
+            raise PermissionDenied("the admin key cannot call models: make a key of a tenant (torchrelay key create)")
+        cost = cost_nano(model.price, num_prompt_tokens, 0, max_output_tokens)
+        reserved = cost if principal.budget_nano is not None else 0
+        reservation = Reservation(new_id("rsv"), principal.tenant_id, reserved)
+        if principal.requests_per_minute is None and principal.budget_nano is None:
+            return reservation
+        answer = await self._ask(principal, reservation, spent_nano=-1)
+        if answer[0] == b"spent?":
+            answer = await self._ask(principal, reservation, await self._spent(principal.tenant_id))
+        if answer[0] == b"rate":
+            raise RateLimited(
+                f"this key may make {principal.requests_per_minute} requests a minute", retry_after_s=float(answer[1])
+            )
+        if answer[0] == b"budget":
+            raise QuotaExceeded("the tenant's budget does not cover this request")
+        return reservation
+
+    async def release(self, reservation: Reservation, cost_nano: int) -> None:
+        """Ends the reservation; ``cost_nano`` is what the request was billed. Never raises for an absent Redis."""
+        if reservation.reserved_nano == 0 or self._release is None:
+            return
+        script = self._release
+        keys = _budget_keys(reservation.tenant_id)
+        await self._or_allow(lambda: script(keys=keys, args=[reservation.reservation_id, cost_nano]))
+
+    async def _ask(self, principal: Principal, reservation: Reservation, spent_nano: int) -> list[bytes]:
+        if self._admit is None:
+            return [b"ok"]
+        script = self._admit
+        keys = [f"relay:{{{principal.tenant_id}}}:rate:{principal.key_id}", *_budget_keys(principal.tenant_id)]
+        args = [
+            time.time(),
+            principal.requests_per_minute or 0,
+            -1 if principal.budget_nano is None else principal.budget_nano,
+            reservation.reservation_id,
+            reservation.reserved_nano,
+            self._lease_s,
+            spent_nano,
+            _SPENT_TTL_S,
+        ]
+        answer: list[bytes] = await self._or_allow(lambda: script(keys=keys, args=args))
+        return answer
+
+    async def _or_allow(self, call: Callable[[], Awaitable[Any]]) -> Any:
+        try:
+            answer = await call()
+        except (RedisError, OSError) as error:
+            if not self._is_away:
+                log.warning("redis_away_requests_not_limited", error=str(error)[:200])
+            self._is_away = True
+            return [b"ok"]
+        if self._is_away:
+            log.info("redis_back")
+            self._is_away = False
+        return answer
+
+    async def _spent(self, tenant_id: str) -> int:
+        query = select(balances.c.spent_nano).where(balances.c.tenant_id == tenant_id)
+        async with self._database.read() as connection:
+            return (await connection.execute(query)).scalar_one()
+
+
+def _budget_keys(tenant_id: str) -> list[str]:
+    """All keys of a tenant share a hash tag, so that a script finds them on one node of a cluster."""
+    return [f"relay:{{{tenant_id}}}:{part}" for part in ("spent", "reserved", "amounts", "leases")]

@@ -1,0 +1,41 @@
+"""Errors in OpenAI's shape, for every road into the gateway: status, body and headers of a ``TorchrelayError``."""
+
+from __future__ import annotations
+
+import math
+from typing import TypedDict
+
+from torchrelay.common.errors import Overloaded, TorchrelayError, Unauthenticated
+
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
+_TYPES |= {405: "invalid_request_error", 409: "conflict_error", 422: "invalid_request_error", 429: "rate_limit_error"}
+
+
+class ErrorObject(TypedDict):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(TypedDict):
+    error: ErrorObject
+
+
+def error_body(error: TorchrelayError) -> ErrorBody:
+    """The JSON body of ``error``, also used as the last event of a broken stream."""
+    return body(error.http_status, error.message, param=error.field, code=error.code)
+
+
+def body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorBody:
+    """The JSON body of an error that is no ``TorchrelayError`` (an unknown path, a wrong method)."""
+    return {"error": {"message": message, "type": _TYPES.get(status, "api_error"), "param": param, "code": code}}
+
+
+def error_headers(error: TorchrelayError) -> dict[str, str]:
+    """Headers that go with the status: when to try again, how to authenticate."""
+    if isinstance(error, Overloaded):
+        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
+    if isinstance(error, Unauthenticated):
+        return {"www-authenticate": "Bearer"}
+    return {}

@@ -1,0 +1,1 @@
+"""The gateway's SQL: its tables, its one engine, its migrations."""

@@ -1,0 +1,115 @@
+"""The one SQL engine of the process: SQLite or PostgreSQL, read and write transactions, errors of the house.
+
+SQLite runs in WAL mode with ``synchronous=FULL``: with NORMAL a power cut may lose the last commits, and a lost opened
+row is a request whose tokens were delivered and never billed. The ledger commits in groups, which pays for the fsync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from typing import Any
+
+from sqlalchemy import Connection, Table, event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+
+from torchrelay.common.errors import Unavailable
+from torchrelay.common.telemetry import get_logger
+
+log = get_logger(__name__)
+_DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
+_PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000")
+
+
+def driver_url(url: str) -> URL:
+    """``url`` with the asyncio driver for its database. Raises ``ValueError`` for any but SQLite and PostgreSQL."""
+    parsed = make_url(url)
+    backend = parsed.get_backend_name()
+    if backend not in _DRIVERS:
+        raise ValueError(f"database_url names {backend!r}: only sqlite and postgresql are supported")
+    return parsed.set(drivername=_DRIVERS[backend])
+
+
+class Database:
+    """Owns the connections. ``read()`` and ``write()`` are one transaction each."""
+
+    def __init__(self, url: str) -> None:
+        parsed = driver_url(url)
+        self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        if self.is_sqlite:
+            self._engine = create_async_engine(
+                parsed,
+                pool_size=3,
+                max_overflow=0,
+                hide_parameters=True,
+                connect_args={"isolation_level": None, "timeout": 5.0},
+            )
+            event.listen(self._engine.sync_engine, "connect", _set_pragmas)
+            event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
+        else:
+            # Connections are checked before use: a database that was restarted costs no request.
+            self._engine = create_async_engine(
+                parsed, pool_size=5, max_overflow=5, pool_pre_ping=True, pool_timeout=5, hide_parameters=True
+            )
+        self._writing = asyncio.Lock()
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[AsyncConnection]:
+        """A connection in a transaction that only reads. Raises ``Unavailable`` when the database is away."""
+        with _house_errors():
+            async with self._engine.connect() as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def write(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction, committed at the end of the block and rolled back by an exception.
+
+        SQLite has one writer at a time: it takes the lock at its beginning, so that it cannot fail half-way for it.
+        """
+        with _house_errors():
+            async with self._one_writer(), self._engine.connect() as connection:
+                await connection.execution_options(torchrelay_write=True)
+                async with connection.begin():
+                    yield connection
+
+    def _one_writer(self) -> AbstractAsyncContextManager[Any]:
+        return self._writing if self.is_sqlite else nullcontext()
+
+    def insert(self, table: Table) -> sqlite.Insert | postgresql.Insert:
+        """An INSERT that knows ON CONFLICT, in this database's dialect."""
+        return sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
+
+    async def close(self) -> None:
+        await self._engine.dispose()
+
+
+@contextmanager
+def _house_errors() -> Iterator[None]:
+    """Turns "the database is away" into ``Unavailable``; faults of our own statements stay what they are."""
+    try:
+        yield
+    except (OperationalError, InterfaceError, PoolTimeout, OSError) as error:
+        log.warning("database_away", error=f"{type(error).__name__}: {error}"[:300])
+        raise Unavailable("the database is away; try again") from error
+    except DBAPIError as error:
+        if not error.connection_invalidated:
+            raise
+        raise Unavailable("the database went away; try again") from error
+
+
+def _set_pragmas(connection: Any, _record: object) -> None:
+    cursor = connection.cursor()
+    for pragma in _PRAGMAS:
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # The driver is in autocommit mode: it would begin late, after the first read.
+    write = connection.get_execution_options().get("torchrelay_write", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")

@@ -1,0 +1,168 @@
+"""The tables. Times are unix microseconds, money is integer nano-units; rows of money are never updated, but for two:
+``opened.settled_unix_us`` (set once) and ``balances.spent_nano`` (the sum of the tenant's ledger rows).
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+    text,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+secrets = Table("secrets", metadata, Column("name", String, primary_key=True), Column("value", String, nullable=False))
+
+# A cache of rows of these tables is good for as long as the table's version is the one it was read at.
+table_versions = Table(
+    "table_versions",
+    metadata,
+    Column("name", String, primary_key=True),
+    Column("version", BigInteger, nullable=False),
+)
+
+tenants = Table(
+    "tenants",
+    metadata,
+    Column("tenant_id", String, primary_key=True),
+    Column("name", String, nullable=False, unique=True),
+    Column("storage_quota_bytes", BigInteger),
+    Column("budget_nano", BigInteger),
+    Column("created_unix_us", BigInteger, nullable=False),
+)
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("key_id", String, primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False, index=True),
+    Column("name", String, nullable=False),
+    Column("mac", String, nullable=False),
+    Column("requests_per_minute", Integer),
+    Column("created_unix_us", BigInteger, nullable=False),
+    Column("revoked_unix_us", BigInteger),
+)
+
+# What a version is made of, as the param-store described it: the same content has the same row, whoever uploaded it.
+versions = Table(
+    "versions",
+    metadata,
+    Column("version_id", String, primary_key=True),
+    Column("description", Text, nullable=False),
+    Column("stored_bytes", BigInteger, nullable=False),
+    Column("created_unix_us", BigInteger, nullable=False),
+)
+
+models = Table(
+    "models",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
+    Column("name", String, primary_key=True),
+    Column("version_id", ForeignKey("versions.version_id"), nullable=False, index=True),
+    Column("idle_timeout_s", Float, nullable=False),
+    Column("max_instances", Integer, nullable=False),
+    Column("created_unix_us", BigInteger, nullable=False),
+    Column("updated_unix_us", BigInteger, nullable=False),
+)
+
+# Versions no model named any more when the row was made: their bytes are freed after a while, unless named again.
+retired_versions = Table(
+    "retired_versions",
+    metadata,
+    Column("version_id", ForeignKey("versions.version_id"), primary_key=True),
+    Column("retired_unix_us", BigInteger, nullable=False),
+)
+
+# A price is valid from its time until the next row of the same model begins.
+prices = Table(
+    "prices",
+    metadata,
+    Column("price_id", String, primary_key=True),
+    Column("model", String, nullable=False),
+    Column("prompt_nano", BigInteger, nullable=False),
+    Column("cached_nano", BigInteger, nullable=False),
+    Column("output_nano", BigInteger, nullable=False),
+    Column("valid_from_unix_us", BigInteger, nullable=False),
+    UniqueConstraint("model", "valid_from_unix_us"),
+)
+
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("upload_id", String, primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False, index=True),
+    Column("model", String, nullable=False),
+    Column("declared_bytes", BigInteger, nullable=False),
+    Column("created_unix_us", BigInteger, nullable=False),
+)
+
+opened = Table(
+    "opened",
+    metadata,
+    Column("request_id", String, primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
+    Column("key_id", String, nullable=False),
+    Column("model", String, nullable=False),
+    Column("version_id", String, nullable=False),
+    Column("price_id", ForeignKey("prices.price_id"), nullable=False),
+    Column("num_prompt_tokens", BigInteger, nullable=False),
+    Column("max_tokens", BigInteger, nullable=False),
+    Column("num_choices", Integer, nullable=False),
+    Column("gateway_id", String, nullable=False),
+    Column("opened_unix_us", BigInteger, nullable=False),
+    Column("settled_unix_us", BigInteger),
+)
+_UNSETTLED = text("settled_unix_us IS NULL")
+Index("ix_opened_unsettled", opened.c.gateway_id, sqlite_where=_UNSETTLED, postgresql_where=_UNSETTLED)
+
+# One row per choice. The prompt stands in the row of the request's first choice only, so that sums are right.
+ledger = Table(
+    "ledger",
+    metadata,
+    Column("request_id", ForeignKey("opened.request_id"), primary_key=True),
+    Column("choice", Integer, primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
+    Column("key_id", String, nullable=False),
+    Column("model", String, nullable=False),
+    Column("version_id", String, nullable=False),
+    Column("price_id", ForeignKey("prices.price_id"), nullable=False),
+    Column("num_prompt_tokens", BigInteger, nullable=False),
+    Column("num_cached_prompt_tokens", BigInteger, nullable=False),
+    Column("num_output_tokens", BigInteger, nullable=False),
+    Column("cost_nano", BigInteger, nullable=False),
+    Column("cause", String, nullable=False),
+    Column("settled_unix_us", BigInteger, nullable=False),
+    Index("ix_ledger_tenant_settled", "tenant_id", "settled_unix_us"),
+)
+
+balances = Table(
+    "balances",
+    metadata,
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), primary_key=True),
+    Column("spent_nano", BigInteger, nullable=False),
+)
+
+# Gateway processes that live: each counts its beat up; who stops counting is gone.
+gateways = Table(
+    "gateways",
+    metadata,
+    Column("gateway_id", String, primary_key=True),
+    Column("beat", BigInteger, nullable=False),
+)

@@ -1,0 +1,75 @@
+"""Tenants: who owns keys and models, and what they may store and spend."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+
+from sqlalchemy import insert, select
+from sqlalchemy.exc import IntegrityError
+
+from torchrelay.common.errors import Conflict, InvalidRequest, NotFound
+from torchrelay.common.ids import new_id
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.tables import balances, tenants
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    tenant_id: str
+    name: str
+    storage_quota_bytes: int | None  # None: unlimited
+    budget_nano: int | None
+    created_unix_us: int
+
+
+def check_name(name: str, field: str) -> str:
+    """``name`` itself when it can name a tenant or a model. Raises ``InvalidRequest`` about ``field``."""
+    if _NAME.fullmatch(name) is None:
+        rule = "1 to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"
+        raise InvalidRequest(f"{name!r} is not a name: {rule}", field=field)
+    return name
+
+
+class Tenants:
+    """Owns the tenants table."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def create(self, name: str, storage_quota_bytes: int | None = None, budget_nano: int | None = None) -> Tenant:
+        """A new tenant with an empty balance. Raises ``Conflict`` when the name is taken."""
+        check_name(name, "name")
+        tenant = Tenant(new_id("ten"), name, storage_quota_bytes, budget_nano, time.time_ns() // 1000)
+        try:
+            async with self._database.write() as connection:
+                await connection.execute(
+                    insert(tenants).values(
+                        tenant_id=tenant.tenant_id,
+                        name=name,
+                        storage_quota_bytes=storage_quota_bytes,
+                        budget_nano=budget_nano,
+                        created_unix_us=tenant.created_unix_us,
+                    )
+                )
+                await connection.execute(insert(balances).values(tenant_id=tenant.tenant_id, spent_nano=0))
+        except IntegrityError as error:
+            raise Conflict(f"there is a tenant {name!r} already", field="name") from error
+        return tenant
+
+    async def by_name(self, name: str) -> Tenant:
+        """Raises ``NotFound``."""
+        async with self._database.read() as connection:
+            row = (await connection.execute(select(tenants).where(tenants.c.name == name))).one_or_none()
+        if row is None:
+            raise NotFound(f"there is no tenant {name!r}", field="tenant")
+        return Tenant(*row)
+
+    async def list(self) -> list[Tenant]:
+        """All tenants, oldest first."""
+        async with self._database.read() as connection:
+            rows = (await connection.execute(select(tenants).order_by(tenants.c.created_unix_us))).all()
+        return [Tenant(*row) for row in rows]

@@ -1,0 +1,90 @@
+"""``python -m torchrelay.param_store.packer``: one job from standard input, JSON lines to standard output.
+
+    in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes"}
+    out  {"stage", "done", "total"} ...   then one of
+         {"packed": {"pack_id", "num_bytes", "eos_token_ids"}}   the manifest lies beside the pack, suffix .manifest
+         {"refused": {"file", "detail"}}
+         {"failed": reason}                                      the machine's fault: no space, say
+
+The exit status is 0 in all three cases.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+from torchrelay.param_store.packer.checkpoint import read_checkpoint, weight_files
+from torchrelay.param_store.packer.core import PackPlan, Refused
+from torchrelay.param_store.packer.documents import check_others, check_tokenizer, read_eos_token_ids, read_model_config
+from torchrelay.param_store.packer.plan import plan_pack
+from torchrelay.param_store.packer.write import write_pack
+from torchrelay.transfer.manifest import Manifest, pack_id_of
+
+_PROGRESS_BYTES = 16 << 20
+
+
+def say(**line: Any) -> None:
+    """One line to the store. When it is gone, the broken pipe ends this process."""
+    print(json.dumps(line), flush=True)
+
+
+def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, Any]:
+    """Validates ``folder`` and writes the pack and its manifest. Raises ``Refused``."""
+    document, config = read_model_config(folder)
+    eos_token_ids = read_eos_token_ids(folder, document, config.vocab_size)
+    check_others(folder)
+    check_tokenizer(folder, config.vocab_size)
+    tensors = read_checkpoint(folder)
+    plan = plan_pack(config, tensors, weight_files(sorted(path.name for path in folder.iterdir()))[0])
+    _refuse_too_large(plan, largest_slot_bytes)
+    say(stage="validate", done=plan.num_bytes, total=plan.num_bytes)
+
+    said = 0
+
+    def on_progress(done: int) -> None:
+        nonlocal said
+        if done - said >= _PROGRESS_BYTES or done == plan.num_bytes:
+            said = done
+            say(stage="pack", done=done, total=plan.num_bytes)
+
+    chunk_bytes, digests = write_pack(plan, folder, pack_path, on_progress)
+    encoded = Manifest(
+        architecture=config.architecture.name,
+        dtype=plan.dtype,
+        config=document,
+        tensors=plan.entries,
+        segments=plan.segments,
+        num_bytes=plan.num_bytes,
+        chunk_bytes=chunk_bytes,
+        chunk_digests=digests,
+    ).encode()
+    pack_path.with_suffix(".manifest").write_bytes(encoded)
+    return {"pack_id": pack_id_of(encoded), "num_bytes": plan.num_bytes, "eos_token_ids": eos_token_ids}
+
+
+def _refuse_too_large(plan: PackPlan, largest_slot_bytes: int) -> None:
+    if largest_slot_bytes and plan.num_bytes > largest_slot_bytes:
+        detail = f"the weights need {plan.num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"
+        raise Refused(plan.sources[0].file, detail)
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (job["memory_bytes"], job["memory_bytes"]))
+    try:
+        say(packed=pack(Path(job["folder"]), Path(job["pack_path"]), job["largest_slot_bytes"]))
+    except Refused as refused:
+        say(refused={"file": refused.file, "detail": refused.detail})
+    except MemoryError:
+        say(refused={"file": "config.json", "detail": "the upload's documents need more memory than the packer may use"})
+    except OSError as error:
+        say(failed=str(error))
+
+
+if __name__ == "__main__":
+    main()

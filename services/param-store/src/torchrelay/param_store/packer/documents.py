@@ -1,0 +1,165 @@
+"""The JSON documents and the template of an upload: read strictly, within bounds."""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from torchrelay.param_store.packer.core import Refused, shown
+from torchrelay.transfer.layout import ModelConfig, UnsupportedModel, read_config
+
+MAX_DOCUMENT_BYTES = 4 << 20
+MAX_TOKENIZER_BYTES = 64 << 20
+MAX_TEMPLATE_BYTES = 256 << 10
+_MAX_NUMBER = 2**31 - 1
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+
+
+def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
+    """A JSON object without duplicate keys and without NaN or infinity, of a depth that Python's parser bounds."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise Refused(file, f"the key {shown(twice)} appears twice in one object")
+        return found
+
+    def finite(text: str) -> float:
+        value = float(text)
+        if not math.isfinite(value):
+            raise Refused(file, f"the number {shown(text)} is not finite")
+        return value
+
+    try:
+        parsed = json.loads(
+            encoded.decode("utf-8"), object_pairs_hook=unique, parse_float=finite, parse_constant=finite
+        )
+    except RecursionError:
+        raise Refused(file, "its JSON is nested too deep") from None
+    except UnicodeDecodeError:
+        raise Refused(file, "it is not UTF-8 text") from None
+    except ValueError as error:
+        raise Refused(file, f"it is not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise Refused(file, "its JSON is not an object")
+    return parsed
+
+
+def read_document(folder: Path, file: str) -> dict[str, Any]:
+    """One of the small documents. Raises ``Refused``, also when it is missing."""
+    return parse_object(file, read_bounded(folder, file, MAX_DOCUMENT_BYTES))
+
+
+def read_bounded(folder: Path, file: str, max_bytes: int) -> bytes:
+    """All bytes of a file that is at most ``max_bytes`` long."""
+    try:
+        size = (folder / file).stat().st_size
+    except FileNotFoundError:
+        raise Refused(file, "it is missing from the upload") from None
+    if size > max_bytes:
+        raise Refused(file, f"it has {size:,} bytes; at most {max_bytes:,} are read")
+    return (folder / file).read_bytes()
+
+
+def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
+    """config.json as uploaded, and the numbers in it that shape the model."""
+    document = read_document(folder, CONFIG)
+    try:
+        config = read_config(document)
+    except UnsupportedModel as error:
+        raise Refused(CONFIG, f"{error.field}: {error}") from None
+    numbers = {
+        "num_hidden_layers": config.num_layers,
+        "max_position_embeddings": config.max_context_tokens,
+        "vocab_size": config.vocab_size,
+        "head_dim": config.head_dim,
+    }
+    for field, value in numbers.items():
+        if not 0 < value <= _MAX_NUMBER:
+            raise Refused(CONFIG, f"{field}: {shown(value)} is out of range")
+    try:  # the manifest carries it, so it must survive the manifest's encoding
+        msgspec.json.encode(document)
+    except (ValueError, OverflowError, TypeError) as error:
+        raise Refused(CONFIG, f"a value cannot be kept: {error}") from None
+    return document, config
+
+
+def read_eos_token_ids(folder: Path, config: dict[str, Any], vocab_size: int) -> list[int]:
+    """The tokens that end an answer: of generation_config.json when it names them, else of config.json."""
+    for file, document in ((GENERATION, _optional(folder, GENERATION)), (CONFIG, config)):
+        found = document.get("eos_token_id")
+        if found is None:
+            continue
+        ids = found if isinstance(found, list) else [found]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
+            raise Refused(file, f"eos_token_id: {shown(found)} is not a token id below the vocab_size {vocab_size}")
+        return ids
+    return []
+
+
+def _optional(folder: Path, file: str) -> dict[str, Any]:
+    return read_document(folder, file) if (folder / file).exists() else {}
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+
+
+class _TokenizerModel(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+
+class _Tokenizer(msgspec.Struct):
+    """Of a tokenizer only what counts its tokens; the rest is skipped without being built."""
+
+    model: _TokenizerModel
+    added_tokens: list[_AddedToken] = []
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """tokenizer.json must parse and give no id that the embeddings do not have."""
+    path = folder / TOKENIZER
+    if not path.exists():
+        raise Refused(TOKENIZER, "it is missing from the upload")
+    size = path.stat().st_size
+    if not 0 < size <= MAX_TOKENIZER_BYTES:
+        raise Refused(TOKENIZER, f"it has {size:,} bytes; expected are 1 to {MAX_TOKENIZER_BYTES:,}")
+    # Mapped, not read: a large vocabulary would else stand in memory twice.
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        try:
+            tokenizer = msgspec.json.decode(content, type=_Tokenizer)
+        except RecursionError:
+            raise Refused(TOKENIZER, "its JSON is nested too deep") from None
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise Refused(TOKENIZER, f"it is not a tokenizer of the tokenizers library: {error}") from None
+    vocab = tokenizer.model.vocab
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    lowest, highest = _span([*ids, *(token.id for token in tokenizer.added_tokens)])
+    if lowest < 0 or highest >= vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise Refused(TOKENIZER, f"token id {shown(wrong)} lies outside the vocab_size {vocab_size} of config.json")
+
+
+def _span(ids: list[int]) -> tuple[int, int]:
+    if not ids:
+        raise Refused(TOKENIZER, "its vocabulary is empty")
+    return min(ids), max(ids)
+
+
+def check_others(folder: Path) -> None:
+    """The documents that the platform only passes on must at least be what their names say."""
+    for file in (GENERATION, "tokenizer_config.json", "special_tokens_map.json"):
+        _optional(folder, file)
+    template = "chat_template.jinja"
+    if (folder / template).exists():
+        try:
+            read_bounded(folder, template, MAX_TEMPLATE_BYTES).decode("utf-8")
+        except UnicodeDecodeError:
+            raise Refused(template, "it is not UTF-8 text") from None

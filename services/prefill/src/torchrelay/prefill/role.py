@@ -1,0 +1,128 @@
+"""The prefill role: runs prompts, delivers first tokens, hands KV to decode workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from torchrelay.common.errors import Conflict
+from torchrelay.common.rpc import error_from_rpc, open_channel
+from torchrelay.common.telemetry import record_span
+from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.engine.core import Finish, GroupSpec, NewToken
+from torchrelay.engine.handover import KvBlock
+from torchrelay.engine.instance import Instance
+from torchrelay.prefill.handover import Handover
+from torchrelay.worker.attempts import Attempt, now_us
+from torchrelay.worker.roles import WorkerRole
+from torchrelay.worker.worker import Worker
+
+
+class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  # Run writes to its context
+    """Owns the first new token of every choice; what follows it belongs to the decode role."""
+
+    number = types_pb2.ROLE_PREFILL
+
+    def __init__(self, worker: Worker) -> None:
+        super().__init__(worker)
+        self._handovers: dict[str, Handover] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def register(self, server: grpc.aio.Server) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            for channel in self._channels.values():
+                await channel.close()
+
+    async def begin(self, attempt: Attempt) -> None:
+        group = attempt.group()
+        if attempt.start.decode.worker_id == self.worker.settings.worker_id:
+            await self._begin_here(group)
+        else:
+            await self._begin_handover(attempt, group)
+
+    async def _begin_here(self, group: GroupSpec) -> None:
+        """The same worker decodes: the pages stay where they are, and only change their role."""
+        decode = self.worker.role(types_pb2.ROLE_DECODE)
+        if decode is None:
+            raise Conflict("this worker does not play the decode role", field="decode")
+        await decode.expect(group.group_id)
+        await self.worker.engine.call(lambda: self._instance().prefill(group))
+
+    async def _begin_handover(self, attempt: Attempt, group: GroupSpec) -> None:
+        layout = await self.worker.engine.call(lambda: self._instance().kv_layout(group))
+        handover = Handover(attempt, layout)
+        self._handovers[attempt.group_id] = handover
+        self.worker.buffers[attempt.group_id] = handover.buffer
+        self.worker.spawn(self._hand_over(handover), f"hand-over {attempt.group_id}")
+
+        def publish(block: KvBlock) -> None:
+            handover.publish(block)
+
+        await self.worker.engine.call(lambda: self._instance().prefill(group, publish))
+
+    def _instance(self) -> Instance:
+        instance = self.worker.engine.instance
+        if instance is None:
+            raise Conflict("the instance was unloaded")
+        return instance
+
+    async def _hand_over(self, handover: Handover) -> None:
+        """Offers the KV, then keeps it until the decode worker has taken all of it."""
+        attempt, target = handover.attempt, handover.attempt.start.decode
+        hosted = self.worker.slot.hosted
+        pack_id = hosted.version.pack_id if hosted else ""
+        offer = handover.offer(pack_id, self.worker.settings.worker_id, self.worker.data_address)
+        try:
+            await self._decode(target.grpc_address).Receive(offer, timeout=self.worker.settings.kv_timeout_s)
+        except grpc.aio.AioRpcError as error:
+            message = f"the decode worker {target.worker_id} took no KV: {error_from_rpc(error).message}"
+            code = pb.RunError.CODE_DECODE_LOST
+            self.fail(attempt, pb.RunError(code=code, message=message, lost_worker=target.worker_id))
+            return
+        await handover.buffer.taken.wait()
+        self.forget(attempt)
+
+    def _decode(self, address: str) -> decode_pb2_grpc.DecodeAsyncStub:
+        channel = self._channels.get(address)
+        if channel is None:
+            channel = self._channels[address] = open_channel(address)
+        return decode_pb2_grpc.DecodeStub(channel)
+
+    def owns(self, attempt: Attempt, token: NewToken) -> bool:
+        return token.position == attempt.num_forced(token.choice)
+
+    def measure(self, attempt: Attempt) -> None:
+        if len(attempt.open_choices) == len(attempt.start.choices):  # the first token of the attempt
+            end_us = now_us()
+            phase = pb.MeasuredPhase(name="prefill", begin_unix_us=attempt.began_us, end_unix_us=end_us)
+            attempt.phases.append(phase)
+            record_span("prefill", attempt.start.traceparent, attempt.began_us * 1000, end_us * 1000)
+
+    def delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:
+        handover = self._handovers.get(attempt.group_id)
+        if handover is not None:
+            handover.add_first_token(dataclasses.replace(token, finish=finish))
+        elif finish is None:  # decoded here: the rest belongs to the decode role
+            attempt.open_choices.discard(token.choice)
+            if not attempt.open_choices:
+                self.forget(attempt)
+
+    def exhausted(self, attempt: Attempt) -> bool:
+        return attempt.group_id not in self._handovers  # else it ends when the decode worker has taken the trailer
+
+    def drop(self, attempt: Attempt) -> None:
+        self.worker.buffers.pop(attempt.group_id, None)
+        handover = self._handovers.pop(attempt.group_id, None)
+        if handover is not None and not handover.buffer.taken.is_set():
+            handover.buffer.fail("the attempt ended")
+            handover.buffer.taken.set()

@@ -1,0 +1,180 @@
+"""The life of an admission: admit -> (wait) -> placed -> released. Each key once, however often it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchrelay.scheduler.books import OpenAttempt
+from torchrelay.scheduler.core import Admission, AttemptKey, Instance, Model, Phase, Placement, Role
+from torchrelay.scheduler.dispatch import Candidate, NoPlace, place
+from torchrelay.scheduler.effects import Answer, Opened, Placed, RefusalReason, Refused, Waits
+from torchrelay.scheduler.latency import load_left_s, load_s, prefill_tokens_per_s
+from torchrelay.scheduler.slots import tier_of
+from torchrelay.scheduler.state import State
+
+_RETRY_AFTER_S = (1.0, 60.0)
+
+
+def admit(state: State, admission: Admission, model: Model, current: Placement | None, now: float) -> bool:
+    """Takes an admission in. True when it is new and waits now: a decision may be due."""
+    key = admission.key
+    state.gateways.confirm(admission.gateway_id, key)
+    state.note_model(model)
+    for worker_id in admission.lost_workers:
+        state.view.suspect(worker_id, now)
+    if opened := state.books.get(key):
+        if current is None:
+            _answer(state, Placed(admission.gateway_id, opened.placement))
+        return False
+    if key in state.queues:
+        _answer(state, _waits(state, admission, now))
+        return False
+    if current is not None:
+        _open(state, admission, current, now)  # placed by an earlier scheduler: it runs, nothing is to be answered
+        return False
+    if state.queues.is_full(model.version_id):
+        retry_s = min(max(predicted_wait_s(state, model, now), _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
+        waiting = state.queues.num_waiting(model.version_id)
+        message = f"The queue of {model.name} is full: {waiting} of its requests wait."
+        refuse(state, admission, RefusalReason.QUEUE_FULL, message, now, retry_s)
+        return False
+    state.queues.push(admission)
+    return True
+
+
+def say_waits(state: State, admission: Admission, now: float) -> None:
+    """Tells the gateway that the request waits, if it still does."""
+    if admission.key in state.queues:
+        _answer(state, _waits(state, admission, now))
+
+
+def withdraw(state: State, key: AttemptKey, now: float) -> None:
+    """The client left. If a placement crossed the withdrawal, its resources are free again."""
+    admission = state.queues.remove(key)
+    if admission is not None:
+        _answer(state, Refused(admission.gateway_id, key, RefusalReason.WITHDRAWN, "The request was withdrawn."))
+    release(state, key, now)
+
+
+def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
+    """The attempt is over, wherever it stood."""
+    state.gateways.forget(key)
+    state.queues.remove(key)
+    attempt = state.books.close(key)
+    if attempt is not None:
+        for instance_id in attempt.instance_ids:
+            state.fleet.touch(instance_id, now)
+    return attempt
+
+
+def refuse(
+    state: State, admission: Admission, reason: RefusalReason, message: str, now: float, retry_after_s: float = 0.0
+) -> None:
+    release(state, admission.key, now)
+    _answer(state, Refused(admission.gateway_id, admission.key, reason, message, retry_after_s))
+    if model := state.models.get(admission.version_id):
+        state.happened(now, "refuse", model, message)
+
+
+def refuse_impossible(state: State, now: float) -> None:
+    """Refuses waiting requests that no slot could ever take."""
+    if now - state.started_at < state.rules.refusal_settle_s or not state.largest_slot_bytes:
+        return
+    for version_id in state.queues.versions:
+        model = state.models[version_id]
+        for admission in state.queues.waiting(version_id):
+            if message := _impossible(state, model, admission):
+                refuse(state, admission, RefusalReason.NO_CAPACITY, message, now)
+
+
+def _impossible(state: State, model: Model, admission: Admission) -> str:
+    available = state.largest_slot_bytes
+    if model.pack_bytes > available:
+        return f"The weights of {model.name} take {model.pack_bytes} bytes; the largest slot holds {available}."
+    needed, pool = admission.kv_bytes(model), state.largest_kv_pool_bytes
+    if needed > pool:
+        return f"The request needs {needed} bytes of KV to its last token; the largest pool has {pool}."
+    return ""
+
+
+def serve(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
+    """Places waiting requests, first come first, for as long as there is a place for the first."""
+    for version_id in state.queues.versions if version_ids is None else version_ids:
+        model = state.models[version_id] if version_id in state.models else None
+        if model is None or not state.queues.num_waiting(version_id):
+            continue
+        instances = [instance for instance in state.fleet.of_version(version_id) if instance.placeable]
+        for admission in state.queues.waiting(version_id) if instances else ():
+            if not state.gateways.is_confirmed(admission.key):
+                continue  # its gateway is away; it keeps its turn
+            placement = place(admission, model, candidates(state, model, instances, now), state.rules)
+            if isinstance(placement, NoPlace):
+                break
+            state.queues.remove(admission.key)
+            _open(state, admission, placement, now)
+            _answer(state, Placed(admission.gateway_id, placement))
+            state.effects.opened.append(Opened(admission.key, model.name, admission.admitted_at, now, placement))
+
+
+def _open(state: State, admission: Admission, placement: Placement, now: float) -> None:
+    model = state.models[admission.version_id]
+    state.books.open(OpenAttempt(admission, placement, now, admission.kv_bytes(model)))
+    for seat in (placement.prefill, placement.decode):
+        state.fleet.touch(seat.instance_id, now)
+
+
+def candidates(state: State, model: Model, instances: Iterable[Instance], now: float) -> list[Candidate]:
+    """The instances requests may be sent to, with what a placement has to weigh."""
+    return [
+        Candidate(
+            instance=instance,
+            worker=worker,
+            load_left_s=_load_left_s(state, model, instance, now),
+            queued_prefill_tokens=state.queued_prefill_tokens(instance),
+            kv_unreserved_bytes=worker.kv_pool_bytes - state.books.reserved_bytes(instance.instance_id),
+            num_decoding=state.books.num_decoding(instance.instance_id),
+        )
+        for instance in instances
+        if (worker := state.view.workers.get(instance.worker_id)) and not state.view.is_suspect(worker.worker_id)
+    ]
+
+
+def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> float:
+    if instance.phase is not Phase.LOADING:
+        return 0.0
+    store = state.view.store_of(instance.host_id)
+    if store is None:
+        return load_left_s(instance, state.rules.slot_setup_s, now)
+    tier = tier_of(model.pack_id, store, state.view.stores.values())
+    return load_left_s(instance, load_s(model.pack_bytes, tier, state.rules), now)
+
+
+def predicted_wait_s(state: State, model: Model, now: float) -> float:
+    """Until a request that arrives now gets its first token: load left, and the prompts before it."""
+    instances = [instance for instance in state.fleet.of_version(model.version_id) if instance.staying]
+    prefills = [instance for instance in instances if instance.plays(Role.PREFILL)]
+    ahead = sum(admission.num_prefill_tokens for admission in state.queues.waiting(model.version_id))
+    if not prefills:
+        tokens_per_s = state.rules.default_prefill_tokens_per_s
+        return state.rules.slot_setup_s + model.pack_bytes / state.rules.relay_bytes_per_s + ahead / tokens_per_s
+    workers = [worker for instance in prefills if (worker := state.view.workers.get(instance.worker_id))]
+    tokens_per_s = sum(prefill_tokens_per_s(worker, state.rules) for worker in workers)
+    ahead += sum(state.queued_prefill_tokens(instance) for instance in prefills)
+    load_s_left = min(_load_left_s(state, model, instance, now) for instance in prefills)
+    return load_s_left + ahead / max(tokens_per_s, 1.0)
+
+
+def _waits(state: State, admission: Admission, now: float) -> Waits:
+    version_id = admission.version_id
+    loading = any(instance.phase is Phase.LOADING for instance in state.fleet.of_version(version_id))
+    return Waits(
+        admission.gateway_id,
+        admission.key,
+        state.queues.position(admission.key),
+        "loading" if loading else "queued",
+        predicted_wait_s(state, state.models[version_id], now),
+    )
+
+
+def _answer(state: State, answer: Answer) -> None:
+    state.effects.answers.append(answer)

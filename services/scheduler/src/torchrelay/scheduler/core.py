@@ -1,0 +1,264 @@
+"""The nouns of the scheduler: frozen, without I/O and without a clock.
+
+Times are seconds of one clock that is given in as ``now``, never goes back and starts at the Unix epoch, so that a time of
+a decision can be shown beside times measured elsewhere.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+REMOTE = "remote"  # holder id of the remote store: the last source of every relay
+KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
+
+
+class Role(enum.IntEnum):
+    """What an instance does for a request; the numbers are the protocol's."""
+
+    PREFILL = 1
+    DECODE = 2
+
+
+Roles = frozenset[Role]
+BOTH: Roles = frozenset(Role)
+
+
+class Phase(enum.Enum):
+    """State of a slot, and of the instance in it.
+
+    FREE --Load--> LOADING --all layers--> READY --Unload--> DRAINING --empty--> FREE. The worker moves it; the scheduler
+    stamps DRAINING at once when it decides a drain, so that nothing more is placed there. A failed load goes back to FREE.
+    """
+
+    FREE = "free"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class Tier(enum.IntEnum):
+    """How far a pack is from a host, nearest first."""
+
+    HOST = 0  # whole in the host's own arena
+    FILLING = 1  # the host is receiving it
+    PEER = 2  # whole or arriving on another host
+    REMOTE = 3
+
+
+class AttemptKey(NamedTuple):
+    """One attempt at one request; rises with every admission of the request."""
+
+    request_id: str
+    attempt: int
+
+    @property
+    def buffer_id(self) -> str:
+        """Name of the KV buffer handed over in this attempt."""
+        return f"{self.request_id}/{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """One published version of a model and the settings of its scaling."""
+
+    name: str
+    version_id: str
+    pack_id: str
+    pack_bytes: int
+    kv_bytes_per_token: int
+    idle_timeout_s: float = 0.0  # 0: the scheduler's default
+    max_instances: int = 0  # per role; 0: the scheduler's default
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A named stretch of time somebody measured, in Unix microseconds."""
+
+    name: str
+    begin_us: int
+    end_us: int
+    where: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """What a worker says of its slot."""
+
+    phase: Phase = Phase.FREE
+    instance_id: str = ""
+    model: str = ""
+    version_id: str = ""
+    pack_id: str = ""
+    roles: Roles = frozenset()
+    num_layers_ready: int = 0
+    num_layers: int = 0
+    load_phases: tuple[Measured, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A worker as last reported; ``seen_at`` is when."""
+
+    worker_id: str
+    incarnation: str
+    host_id: str
+    grpc_address: str
+    data_address: str
+    can_play: Roles
+    seen_at: float
+    epoch: int = 0
+    slot: Slot = field(default_factory=Slot)
+    kv_pool_bytes: int = 0
+    kv_free_bytes: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_prefill_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0  # 0: not measured yet
+    step_s: float = 0.0  # median decode step; 0: not measured yet
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A pack, or the part of one that has arrived, in a host's arena."""
+
+    pack_id: str
+    pack_bytes: int
+    num_chunks: int
+    num_chunks_verified: int
+    num_pins: int = 0
+    error: str = ""
+    relay_begin_us: int = 0
+    relay_first_us: int = 0
+    relay_end_us: int = 0
+    source: str = ""
+
+    @property
+    def complete(self) -> bool:
+        return self.num_chunks > 0 and self.num_chunks_verified == self.num_chunks
+
+    @property
+    def receiving(self) -> bool:
+        return not self.complete and not self.error
+
+
+@dataclass(frozen=True)
+class Store:
+    """A param-store, hence a host's arena, as last reported."""
+
+    store_id: str
+    incarnation: str
+    host_id: str
+    grpc_address: str
+    data_address: str
+    seen_at: float
+    epoch: int = 0
+    arena_target_bytes: int = 0
+    copies: Mapping[str, Copy] = field(default_factory=dict)
+
+    def room_for(self, pack_id: str, pack_bytes: int) -> bool:
+        """Whether the arena has the pack, or can make room for it by evicting what nobody pins."""
+        if pack_id in self.copies:
+            return True
+        pinned = sum(copy.pack_bytes for copy in self.copies.values() if copy.num_pins)
+        return pinned + pack_bytes <= self.arena_target_bytes
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A model in a worker's slot, from the decision to load it until the slot is free again."""
+
+    instance_id: str
+    model: str
+    version_id: str
+    pack_id: str
+    worker_id: str
+    incarnation: str  # of the worker
+    host_id: str
+    roles: Roles
+    phase: Phase
+    since: float  # when it came into this phase
+    created_at: float
+    last_active: float  # when an attempt last came or went
+    accepted_at: float = 0.0  # when the worker took the Load; 0: not yet
+    pending_roles: Roles | None = None  # ordered, not confirmed
+    num_layers_ready: int = 0
+    num_layers: int = 0
+    reason: str = ""
+    unload_retry_at: float | None = None
+
+    def plays(self, role: Role) -> bool:
+        return role in self.roles
+
+    @property
+    def accepted(self) -> bool:
+        return self.accepted_at > 0
+
+    @property
+    def placeable(self) -> bool:
+        """Whether requests may be sent to it: the worker has it, and it is not on its way out."""
+        return self.accepted and self.phase in (Phase.LOADING, Phase.READY)
+
+    @property
+    def staying(self) -> bool:
+        return self.phase in (Phase.LOADING, Phase.READY)
+
+    @property
+    def roles_to_be(self) -> Roles:
+        return self.roles if self.pending_roles is None else self.pending_roles
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A gateway's wish to run one attempt."""
+
+    key: AttemptKey
+    gateway_id: str
+    version_id: str
+    num_prompt_tokens: int
+    num_forced_tokens: int
+    max_tokens: int
+    num_choices: int
+    admitted_at: float
+    lost_workers: frozenset[str] = frozenset()
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Positions that prefill computes at most; choices with forced output may each have a context of their own."""
+        contexts = max(self.num_choices, 1) if self.num_forced_tokens else 1
+        return (self.num_prompt_tokens + self.num_forced_tokens) * contexts
+
+    def kv_bytes(self, model: Model) -> int:
+        """KV that decode needs at most: every choice to its last token, in whole pages, sharing nothing."""
+        tokens = self.num_prompt_tokens + self.max_tokens
+        pages = -(-tokens // KV_PAGE_TOKENS)
+        return max(self.num_choices, 1) * pages * KV_PAGE_TOKENS * model.kv_bytes_per_token
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One end of a placement."""
+
+    worker_id: str
+    grpc_address: str
+    instance_id: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where an attempt runs."""
+
+    key: AttemptKey
+    prefill: Seat
+    decode: Seat
+    cold: bool
+    predicted_ttft_s: float = 0.0
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether KV crosses from one worker to another."""
+        return self.prefill.worker_id != self.decode.worker_id

@@ -1,0 +1,123 @@
+"""What the core wants done: commands to workers and stores, answers to gateways, and what is to be remembered."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchrelay.scheduler.core import AttemptKey, Model, Placement, Roles
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    instance_id: str
+    worker_id: str
+    roles: Roles
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One host of a wake: its store gets the pack from ``sources`` (best first), then its workers load it."""
+
+    store_id: str
+    sources: tuple[str, ...]
+    loads: tuple[LoadOrder, ...]
+
+
+@dataclass(frozen=True)
+class WakeCommand:
+    """Hops are relayed in order; each host's loads follow its own relay at once."""
+
+    model: Model
+    hops: tuple[Hop, ...]
+
+
+@dataclass(frozen=True)
+class RolesCommand:
+    instance_id: str
+    worker_id: str
+    roles: Roles
+
+
+@dataclass(frozen=True)
+class UnloadCommand:
+    instance_id: str
+    worker_id: str
+    drain_s: float
+
+
+Command = WakeCommand | RolesCommand | UnloadCommand
+
+
+class RefusalReason(enum.IntEnum):
+    """The numbers are the protocol's."""
+
+    QUEUE_FULL = 1
+    NO_CAPACITY = 2
+    LOAD_FAILED = 3
+    WITHDRAWN = 4
+
+
+@dataclass(frozen=True)
+class Placed:
+    gateway_id: str
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Waits:
+    gateway_id: str
+    key: AttemptKey
+    queue_position: int
+    state: str  # "queued", "loading"
+    predicted_wait_s: float
+
+
+@dataclass(frozen=True)
+class Refused:
+    gateway_id: str
+    key: AttemptKey
+    reason: RefusalReason
+    message: str
+    retry_after_s: float = 0.0
+
+
+Answer = Placed | Waits | Refused
+
+
+@dataclass(frozen=True)
+class Happening:
+    """A decision or a transition: shown by Explain, and published to the history when ``event`` names a subject."""
+
+    at: float
+    kind: str  # "wake", "place", "drain", "set_roles", "ready", ...
+    model: str
+    subject: str  # instance or model
+    reason: str
+    event: str = ""  # "instance.ready", "scale.up", ...
+    fields: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A request's wait is over: times for its timeline."""
+
+    key: AttemptKey
+    model: str
+    admitted_at: float
+    placed_at: float
+    placement: Placement
+
+
+@dataclass
+class Effects:
+    """Everything one input brought about, in order."""
+
+    commands: list[Command] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    happenings: list[Happening] = field(default_factory=list)
+    opened: list[Opened] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.commands or self.answers or self.happenings or self.opened)

@@ -1,0 +1,152 @@
+"""The instances: ordered by the scheduler, or found in the reports of workers after a restart."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torchrelay.scheduler.core import Instance, Phase, Roles, Worker
+
+
+class Turn(enum.Enum):
+    """What a report means for an instance."""
+
+    ADOPTED = "adopted"  # found running; ordered by an earlier scheduler
+    MOVED = "moved"  # came into another phase
+    RELEASED = "released"  # drained, the slot is free again
+    FAILED = "failed"  # the load did not succeed
+    LOST = "lost"  # the worker's process ended, or another instance sits in the slot
+
+
+@dataclass(frozen=True)
+class Change:
+    turn: Turn
+    instance: Instance  # as it is now; as it was last when it is gone
+    before: Instance | None = None
+    cause: str = ""
+
+    @property
+    def gone(self) -> bool:
+        return self.turn in (Turn.RELEASED, Turn.FAILED, Turn.LOST)
+
+
+class Fleet:
+    """Instances by id; at most one per worker."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Instance] = {}
+        self._on_worker: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self._by_id.values())
+
+    def get(self, instance_id: str) -> Instance | None:
+        return self._by_id.get(instance_id)
+
+    def on_worker(self, worker_id: str) -> Instance | None:
+        instance_id = self._on_worker.get(worker_id)
+        return self._by_id[instance_id] if instance_id else None
+
+    def of_version(self, version_id: str) -> tuple[Instance, ...]:
+        return tuple(instance for instance in self if instance.version_id == version_id)
+
+    def put(self, instance: Instance) -> None:
+        """Adds an instance, or replaces its record."""
+        assert self._on_worker.get(instance.worker_id, instance.instance_id) == instance.instance_id
+        self._by_id[instance.instance_id] = instance
+        self._on_worker[instance.worker_id] = instance.instance_id
+
+    def remove(self, instance_id: str) -> Instance | None:
+        instance = self._by_id.pop(instance_id, None)
+        if instance is not None:
+            del self._on_worker[instance.worker_id]
+        return instance
+
+    def touch(self, instance_id: str, now: float) -> None:
+        """An attempt came or went."""
+        if instance := self._by_id.get(instance_id):
+            self._by_id[instance_id] = replace(instance, last_active=now)
+
+    def observe(self, worker: Worker, now: float) -> list[Change]:
+        """Brings the record of the worker's slot in line with its report."""
+        changes: list[Change] = []
+        known = self.on_worker(worker.worker_id)
+        if known is not None:
+            change = _judge(known, worker, now)
+            if change is None:
+                return changes
+            if not change.gone:
+                self.put(change.instance)
+                return [change] if change.turn is Turn.MOVED and change.before != change.instance else changes
+            self.remove(known.instance_id)
+            changes.append(change)
+        if worker.slot.phase is not Phase.FREE:
+            found = _found(worker, now)
+            self.put(found)
+            changes.append(Change(Turn.ADOPTED, found))
+        return changes
+
+    def lose(self, worker_id: str, cause: str) -> list[Change]:
+        """The worker is gone, and its instance with it."""
+        instance = self.on_worker(worker_id)
+        if instance is None:
+            return []
+        self.remove(instance.instance_id)
+        return [Change(Turn.LOST, instance, instance, cause)]
+
+
+def _judge(known: Instance, worker: Worker, now: float) -> Change | None:
+    """What the report says of the instance we know in this slot; None: nothing that counts."""
+    slot = worker.slot
+    if known.incarnation != worker.incarnation:
+        return Change(Turn.LOST, known, known, "the worker was restarted")
+    if slot.phase is not Phase.FREE and slot.instance_id == known.instance_id:
+        return Change(Turn.MOVED, _moved(known, worker, now), known)
+    if not known.accepted:
+        return None  # the Load is under way; its own answer decides
+    if slot.phase is not Phase.FREE:
+        return Change(Turn.LOST, known, known, "another instance took the slot")
+    if known.phase is Phase.DRAINING:
+        return Change(Turn.RELEASED, known, known)
+    if known.phase is Phase.LOADING:
+        return Change(Turn.FAILED, known, known, slot.error or "the worker gave the load up without a reason")
+    return Change(Turn.LOST, known, known, slot.error or "the worker freed its slot")
+
+
+def _moved(known: Instance, worker: Worker, now: float) -> Instance:
+    slot = worker.slot
+    # A drain that was decided here is not undone by a report sent before the worker heard of it.
+    phase = known.phase if known.phase is Phase.DRAINING else slot.phase
+    roles: Roles = slot.roles or known.roles
+    return replace(
+        known,
+        phase=phase,
+        since=now if phase is not known.phase else known.since,
+        roles=roles,
+        accepted_at=known.accepted_at or now,
+        num_layers_ready=slot.num_layers_ready,
+        num_layers=slot.num_layers,
+    )
+
+
+def _found(worker: Worker, now: float) -> Instance:
+    slot = worker.slot
+    return Instance(
+        instance_id=slot.instance_id,
+        model=slot.model,
+        version_id=slot.version_id,
+        pack_id=slot.pack_id,
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+        host_id=worker.host_id,
+        roles=slot.roles,
+        phase=slot.phase,
+        since=now,
+        created_at=now,
+        last_active=now,
+        accepted_at=now,
+        num_layers_ready=slot.num_layers_ready,
+        num_layers=slot.num_layers,
+        reason="found running",
+    )

@@ -1,0 +1,220 @@
+"""The whole of the scheduler's deciding: inputs in, effects out; no I/O, no clock, the same in the service and a simulation.
+
+Every method takes one thing that happened and the time, and returns what is to be done about it. It is called from one
+thread, one call at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from torchrelay.scheduler import admitting, growing
+from torchrelay.scheduler.core import Admission, AttemptKey, Model, Phase, Placement, Store, Worker
+from torchrelay.scheduler.effects import Effects, RefusalReason
+from torchrelay.scheduler.fleet import Change, Turn
+from torchrelay.scheduler.rules import Rules
+from torchrelay.scheduler.situation import covers
+from torchrelay.scheduler.state import State
+
+
+class Policy:
+    """``new_id`` makes instance ids."""
+
+    def __init__(self, rules: Rules, new_id: Callable[[], str], now: float) -> None:
+        self.state = State.fresh(rules, new_id, now)
+
+    # Requests
+
+    def admit(self, admission: Admission, model: Model, current: Placement | None, now: float) -> Effects:
+        """An admission, for the first time or again. ``current``: where it runs, if it was placed before."""
+        state = self.state
+        if admitting.admit(state, admission, model, current, now):
+            admitting.refuse_impossible(state, now)
+            admitting.serve(state, now, (model.version_id,))
+            opened = state.books.get(admission.key)
+            if opened is None or opened.placement.cold:
+                growing.scale(state, now)
+            admitting.say_waits(state, admission, now)
+        return state.take_effects()
+
+    def withdraw(self, key: AttemptKey, now: float) -> Effects:
+        admitting.withdraw(self.state, key, now)
+        admitting.serve(self.state, now)
+        return self.state.take_effects()
+
+    def release(self, key: AttemptKey, lost_workers: Sequence[str], now: float) -> Effects:
+        for worker_id in lost_workers:
+            self.state.view.suspect(worker_id, now)
+        attempt = admitting.release(self.state, key, now)
+        if attempt is not None:
+            admitting.serve(self.state, now, (attempt.admission.version_id,))
+        return self.state.take_effects()
+
+    def gateway_arrived(self, gateway_id: str, now: float) -> Effects:
+        self.state.gateways.arrived(gateway_id, now)
+        return self.state.take_effects()
+
+    def gateway_left(self, gateway_id: str, now: float) -> Effects:
+        self.state.gateways.left(gateway_id, now)
+        return self.state.take_effects()
+
+    # The cluster
+
+    def worker_reported(self, worker: Worker, streamed: bool, now: float) -> Effects:
+        """A report; ``streamed``: on the worker's own stream, where order is kept."""
+        state = self.state
+        is_new = worker.worker_id not in state.view.workers
+        was_suspect = state.view.is_suspect(worker.worker_id)
+        accepted = state.view.accept_worker(worker, streamed)
+        if accepted is None:
+            return state.take_effects()
+        self._remember_sizes()
+        changes = state.fleet.observe(accepted, now)
+        for change in changes:
+            self._turned(change, now)
+        if changes or is_new or was_suspect or accepted.slot.phase is Phase.FREE:
+            self._react(now)
+        return state.take_effects()
+
+    def worker_stream_closed(self, worker_id: str, now: float) -> Effects:
+        self.state.view.stream_closed(worker_id)
+        return self.state.take_effects()
+
+    def worker_gone(self, worker_id: str, now: float) -> Effects:
+        """Nobody listens at the worker's address any more."""
+        state = self.state
+        if state.view.drop_worker(worker_id, now + state.rules.fence_s):
+            self._lose_worker(worker_id, "the worker's process is gone", now)
+            self._react(now)
+        return state.take_effects()
+
+    def store_reported(self, store: Store, now: float) -> Effects:
+        state = self.state
+        is_new = store.store_id not in state.view.stores
+        if state.view.accept_store(store):
+            self._remember_sizes()
+            state.relays.observe(store, now)
+            if is_new:
+                self._react(now)
+        return state.take_effects()
+
+    def store_gone(self, store_id: str, now: float) -> Effects:
+        """Nobody listens at the store's address any more; its arena, and the instances in it, may well live on."""
+        if self.state.view.drop_store(store_id, now + self.state.rules.fence_s):
+            self.state.relays.lose(store_id)
+        return self.state.take_effects()
+
+    # Outcomes of commands
+
+    def load_accepted(self, instance_id: str, now: float) -> Effects:
+        """The worker has taken the model: requests are placed there at once, it computes with the layers it has."""
+        state = self.state
+        instance = state.fleet.get(instance_id)
+        if instance is not None and not instance.accepted:
+            state.fleet.put(replace(instance, accepted_at=now))
+            admitting.serve(state, now, (instance.version_id,))
+        return state.take_effects()
+
+    def load_failed(self, instance_id: str, cause: str, now: float, relay_failed: str = "") -> Effects:
+        """The order could not be carried out. ``relay_failed``: the store whose relay was the reason."""
+        state = self.state
+        instance = state.fleet.get(instance_id)
+        if instance is not None and not instance.accepted:
+            state.fleet.remove(instance_id)
+            if relay_failed:
+                state.relays.drop(instance.pack_id, relay_failed)
+            self._turned(Change(Turn.FAILED, instance, instance, cause), now)
+            self._react(now)
+        return state.take_effects()
+
+    def roles_set(self, instance_id: str, now: float) -> Effects:
+        state = self.state
+        instance = state.fleet.get(instance_id)
+        if instance is not None and instance.pending_roles is not None:
+            state.fleet.put(replace(instance, roles=instance.pending_roles, pending_roles=None))
+            self._react(now)
+        return state.take_effects()
+
+    def roles_failed(self, instance_id: str, cause: str, now: float) -> Effects:
+        state = self.state
+        instance = state.fleet.get(instance_id)
+        if instance is not None:
+            state.fleet.put(replace(instance, pending_roles=None))
+            state.happened(now, "set_roles_failed", instance, cause)
+        return state.take_effects()
+
+    def unload_failed(self, instance_id: str, cause: str, now: float) -> Effects:
+        growing.unload_failed(self.state, instance_id, now)
+        if instance := self.state.fleet.get(instance_id):
+            self.state.happened(now, "drain_failed", instance, cause)
+        return self.state.take_effects()
+
+    # Time
+
+    def tick(self, now: float) -> Effects:
+        """What is due by time alone: silence, idle timeouts, grace times, second tries."""
+        state = self.state
+        lost = state.view.expire(now, state.rules.stale_s)
+        for worker in lost.workers:
+            self._lose_worker(worker.worker_id, f"silent for {state.rules.stale_s:g} s", now)
+        for store in lost.stores:
+            state.relays.lose(store.store_id)
+        for key in state.gateways.overdue(now):
+            admitting.release(state, key, now)
+        growing.retry_unloads(state, now)
+        state.failures.prune(now)
+        admitting.refuse_impossible(state, now)
+        self._react(now)
+        return state.take_effects()
+
+    # Shared
+
+    def _react(self, now: float) -> None:
+        admitting.serve(self.state, now)
+        growing.scale(self.state, now)
+
+    def _remember_sizes(self) -> None:
+        state = self.state
+        state.largest_slot_bytes = max(state.largest_slot_bytes, state.view.largest_slot_bytes)
+        state.largest_kv_pool_bytes = max(state.largest_kv_pool_bytes, state.view.largest_kv_pool_bytes)
+
+    def _lose_worker(self, worker_id: str, cause: str, now: float) -> None:
+        for change in self.state.fleet.lose(worker_id, cause):
+            self._turned(change, now)
+
+    def _turned(self, change: Change, now: float) -> None:
+        """An instance came, moved on, or went."""
+        state, instance = self.state, change.instance
+        fields = growing.about(instance)
+        if change.before is not None:
+            fields["in_state_s"] = now - change.before.since
+        match change.turn:
+            case Turn.MOVED if change.before is not None and change.before.phase is not instance.phase:
+                if instance.phase is Phase.READY:
+                    state.failures.forget(instance.version_id)
+                state.happened(
+                    now, instance.phase.value, instance, instance.reason, f"instance.{instance.phase.value}", fields
+                )
+            case Turn.ADOPTED:
+                state.happened(now, "adopted", instance, instance.reason, f"instance.{instance.phase.value}", fields)
+            case Turn.RELEASED:
+                state.happened(now, "released", instance, instance.reason, "instance.released", fields)
+            case Turn.LOST:
+                state.happened(now, "lost", instance, change.cause, "instance.lost", fields)
+            case Turn.FAILED:
+                state.happened(now, "load_failed", instance, change.cause, "instance.failed", fields)
+                self._load_failed(change, now)
+
+    def _load_failed(self, change: Change, now: float) -> None:
+        """Notes the try; after the last one those who wait are told, unless other instances serve them."""
+        state, instance = self.state, change.instance
+        if not state.failures.add(instance.version_id, instance.worker_id, change.cause, now):
+            return
+        others = [other for other in state.fleet.of_version(instance.version_id) if other.placeable]
+        if covers(others):
+            return
+        message = f"{instance.model} could not be loaded: {change.cause}"
+        for admission in state.queues.waiting(instance.version_id):
+            retry_s = state.rules.load_backoff_max_s
+            admitting.refuse(state, admission, RefusalReason.LOAD_FAILED, message, now, retry_s)

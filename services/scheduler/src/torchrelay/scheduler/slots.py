@@ -1,0 +1,103 @@
+"""Which free slots take a model: prefill and decode apart on one host if possible, nearest copy first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from torchrelay.scheduler.core import BOTH, Model, Role, Roles, Store, Tier, Worker
+
+
+@dataclass(frozen=True)
+class FreeSlot:
+    """A free slot seen from one model."""
+
+    worker_id: str
+    host_id: str
+    can_play: Roles
+    tier: Tier
+    avoided: bool = False  # the model failed to load here lately
+
+    @property
+    def cost(self) -> tuple[bool, int, int, str]:
+        """Less is better. Slots that can play one role only are used up first."""
+        return (self.avoided, int(self.tier), len(self.can_play), self.worker_id)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    worker_id: str
+    host_id: str
+    roles: Roles
+
+
+def tier_of(pack_id: str, host: Store, stores: Iterable[Store]) -> Tier:
+    """How far the pack is from a host."""
+    copy = host.copies.get(pack_id)
+    if copy is not None and not copy.error:
+        return Tier.HOST if copy.complete else Tier.FILLING
+    for store in stores:
+        other = store.copies.get(pack_id)
+        if other is not None and not other.error:
+            return Tier.PEER
+    return Tier.REMOTE
+
+
+def free_slots(
+    model: Model, workers: Iterable[Worker], stores: Mapping[str, Store], avoid: frozenset[str]
+) -> list[FreeSlot]:
+    """The slots of ``workers`` (all free) whose host has a store with room for the pack; ``stores`` by host."""
+    return [
+        FreeSlot(
+            worker.worker_id,
+            worker.host_id,
+            worker.can_play,
+            tier_of(model.pack_id, store, stores.values()),
+            worker.worker_id in avoid,
+        )
+        for worker in workers
+        if (store := stores.get(worker.host_id)) and store.room_for(model.pack_id, model.pack_bytes)
+    ]
+
+
+def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tuple[Assignment, ...]:
+    """Slots for that many missing prefill and decode instances, as far as they go.
+
+    Where both are missing they are filled in pairs: two slots of one host (one copy serves both), else two slots of
+    different hosts, else one slot playing both roles. Half a pair is never loaded.
+    """
+    left = sorted(slots, key=lambda slot: slot.cost)
+    chosen: list[Assignment] = []
+    while num_prefill or num_decode:
+        if num_prefill and num_decode:
+            taken = _pair(left)
+        else:
+            taken = _one(left, Role.PREFILL if num_prefill else Role.DECODE)
+        if not taken:
+            break
+        for slot, roles in taken:
+            left.remove(slot)
+            chosen.append(Assignment(slot.worker_id, slot.host_id, roles))
+            num_prefill -= Role.PREFILL in roles and num_prefill > 0
+            num_decode -= Role.DECODE in roles and num_decode > 0
+    return tuple(chosen)
+
+
+def _one(left: list[FreeSlot], role: Role) -> list[tuple[FreeSlot, Roles]]:
+    return next(([(slot, frozenset((role,)))] for slot in left if role in slot.can_play), [])
+
+
+def _pair(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
+    prefills = [slot for slot in left if Role.PREFILL in slot.can_play]
+    decodes = [slot for slot in left if Role.DECODE in slot.can_play]
+    pairs = [(prefill, decode) for prefill, decode in product(prefills, decodes) if prefill is not decode]
+    if pairs:
+        best = min(pairs, key=lambda pair: (*_pair_cost(*pair), pair[0].cost, pair[1].cost))
+        return [(best[0], frozenset((Role.PREFILL,))), (best[1], frozenset((Role.DECODE,)))]
+    return next(([(slot, BOTH)] for slot in left if slot.can_play >= BOTH), [])
+
+
+def _pair_cost(prefill: FreeSlot, decode: FreeSlot) -> tuple[bool, bool, int]:
+    avoided = prefill.avoided or decode.avoided
+    return (avoided, prefill.host_id != decode.host_id, max(prefill.tier, decode.tier))

@@ -1,0 +1,82 @@
+"""Everything the scheduler knows, in one place with one owner, and the small questions asked of it everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torchrelay.scheduler.books import Books
+from torchrelay.scheduler.core import Instance, Model
+from torchrelay.scheduler.effects import Effects, Happening
+from torchrelay.scheduler.failures import Failures
+from torchrelay.scheduler.fleet import Fleet
+from torchrelay.scheduler.gateways import Gateways
+from torchrelay.scheduler.planning import Relays
+from torchrelay.scheduler.queueing import Queues
+from torchrelay.scheduler.rules import Rules
+from torchrelay.scheduler.view import View
+
+_MAX_MODELS = 4096
+_REPORT_LAG_S = 0.02  # a report arriving now was made this long ago at most
+
+
+@dataclass
+class State:
+    """Owned by the policy; changed only by its steps, one at a time."""
+
+    rules: Rules
+    new_id: Callable[[], str]  # a fresh instance id
+    started_at: float
+    queues: Queues
+    failures: Failures
+    gateways: Gateways
+    view: View = field(default_factory=View)
+    fleet: Fleet = field(default_factory=Fleet)
+    books: Books = field(default_factory=Books)
+    relays: Relays = field(default_factory=Relays)
+    models: dict[str, Model] = field(default_factory=dict)  # by version id
+    effects: Effects = field(default_factory=Effects)
+    largest_slot_bytes: int = 0  # ever seen: a host that is away for now may come back
+    largest_kv_pool_bytes: int = 0
+
+    @classmethod
+    def fresh(cls, rules: Rules, new_id: Callable[[], str], now: float) -> State:
+        queues = Queues(rules.queue_limit, rules.queue_limit_total)
+        return cls(rules, new_id, now, queues, Failures(rules), Gateways(rules.gateway_grace_s))
+
+    def take_effects(self) -> Effects:
+        effects, self.effects = self.effects, Effects()
+        return effects
+
+    def note_model(self, model: Model) -> None:
+        """Remembers the newest settings of a version; bounded, unused ones go first."""
+        self.models.pop(model.version_id, None)
+        self.models[model.version_id] = model
+        if len(self.models) > _MAX_MODELS:
+            used = {instance.version_id for instance in self.fleet} | set(self.queues.versions)
+            unused = next((version_id for version_id in self.models if version_id not in used), None)
+            if unused is not None:
+                del self.models[unused]
+
+    def happened(
+        self,
+        now: float,
+        kind: str,
+        subject: Instance | Model,
+        reason: str,
+        event: str = "",
+        fields: Mapping[str, str | int | float] | None = None,
+    ) -> None:
+        """Notes a decision or transition for Explain, and for the history when ``event`` names its subject."""
+        model, name = (
+            (subject.name, subject.name) if isinstance(subject, Model) else (subject.model, subject.instance_id)
+        )
+        self.effects.happenings.append(Happening(now, kind, model, name, reason, event, fields or {}))
+
+    def queued_prefill_tokens(self, instance: Instance) -> int:
+        """Positions waiting for prefill at the instance: reported, and placed since the report."""
+        worker = self.view.workers.get(instance.worker_id)
+        if worker is None:
+            return 0
+        placed = self.books.prefill_tokens_since(instance.instance_id, worker.seen_at - _REPORT_LAG_S)
+        return worker.num_queued_prefill_tokens + placed

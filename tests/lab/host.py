@@ -1,0 +1,150 @@
+"""One host of the lab: its address, its processes, its link."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from .iproute import LabError, ip
+from .shaping import shape
+
+DEVICE = "eth0"
+_CLONE_NEWNET = 0x40000000
+_PORT_DISABLED, _PORT_FORWARDING = "0", "3"
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A network namespace with one interface, `eth0`, on the lab's switch. Made by Lab, usable until it is closed."""
+
+    name: str
+    address: str
+    namespace: str
+    switch: str
+    port: str
+    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list, repr=False, compare=False)
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 60.0,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``command`` on this host to its end, capturing its output; ``env`` adds to this process's environment.
+
+        Raises LabError when its status is not 0 (unless ``check`` is off), TimeoutExpired after ``timeout_s``.
+        """
+        done = subprocess.run(
+            self._inside_command(command), env=_environment(env), stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, timeout=timeout_s, check=False, start_new_session=True,
+        )  # fmt: skip
+        if check and done.returncode != 0:
+            said = (done.stderr or done.stdout).strip()
+            raise LabError(f"on {self.name}, `{' '.join(command)}` ended with status {done.returncode}: {said}")
+        return done
+
+    def spawn(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str] | None = None,
+        stdout: int | IO[Any] | None = None,
+        stderr: int | IO[Any] | None = None,
+        cwd: str | Path | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start ``command`` on this host; it is killed, with all it starts, when the lab closes or its process dies.
+
+        ``env`` adds to this process's environment. The Popen's pid is the command's own (`ip netns exec` becomes it)
+        and leads a session of its own, so that a signal, or Ctrl-C at the terminal, reaches whom it is meant for.
+        """
+        process = subprocess.Popen(
+            self._inside_command(command), env=_environment(env), cwd=cwd,
+            stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True,
+        )  # fmt: skip
+        self._processes.append(process)
+        return process
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Move the calling thread to this host: sockets it opens, and threads it starts, in this block are the host's.
+
+        NOTE: threads that already run stay where they are, those of gRPC's pool and of an executor among them.
+        """
+        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            there = os.open(f"/run/netns/{self.namespace}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                _enter(there)
+            finally:
+                os.close(there)
+            try:
+                yield
+            finally:
+                _enter(home)
+        finally:
+            os.close(home)
+
+    def bytes_out(self) -> int:
+        """Bytes that have left through the link; headers count once per TCP packet (up to 64 KiB), not per frame."""
+        return self._counter("tx")
+
+    def bytes_in(self) -> int:
+        """Bytes that have arrived through the link, counted as in ``bytes_out``."""
+        return self._counter("rx")
+
+    def set_rate(self, outgoing_mbit: float | None = None, incoming_mbit: float | None = None) -> None:
+        """Hold a direction to a rate in Mbit/s from now on; None leaves it as it is, math.inf lifts its limit."""
+        if outgoing_mbit is not None:
+            shape(self.namespace, DEVICE, outgoing_mbit)
+        if incoming_mbit is not None:
+            shape(self.switch, self.port, incoming_mbit)
+
+    def cut(self) -> None:
+        """Drop every packet to and from this host, silently: no reset, no loss of carrier, no unreachable neighbour.
+
+        What the host still sends into the cut link counts in ``bytes_out``.
+        """
+        self._set_port_state(_PORT_DISABLED)
+
+    def mend(self) -> None:
+        """Undo ``cut``."""
+        self._set_port_state(_PORT_FORWARDING)
+
+    def kill_all(self) -> None:
+        """Kill what ``spawn`` started; the lab's closing does it, and kills what those processes started as well."""
+        for process in self._processes:
+            process.kill()
+
+    def reap(self) -> None:
+        """Wait for what ``spawn`` started, so that no zombie is left."""
+        for process in self._processes:
+            process.wait(timeout=10)
+
+    def _set_port_state(self, state: str) -> None:
+        ip("-n", self.switch, "link", "set", "dev", self.port, "type", "bridge_slave", "state", state)
+
+    def _counter(self, direction: str) -> int:
+        (link,) = json.loads(ip("-n", self.namespace, "-j", "-s", "link", "show", "dev", DEVICE))
+        return int(link["stats64"][direction]["bytes"])
+
+    def _inside_command(self, command: Sequence[str]) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace, *command]
+
+
+def _environment(extra: Mapping[str, str] | None) -> dict[str, str] | None:
+    return None if extra is None else {**os.environ, **extra}
+
+
+def _enter(namespace_fd: int) -> None:
+    if _LIBC.setns(namespace_fd, _CLONE_NEWNET) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"setns: {os.strerror(number)}")

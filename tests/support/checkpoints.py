@@ -1,0 +1,132 @@
+"""Tiny random Hugging Face checkpoints of every supported family, made with transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+VOCAB_SIZE = 320  # a byte-level tokenizer of 256 + 3 tokens, and some that it never gives
+BOS, EOS, PAD = "<s>", "</s>", "<pad>"
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+LLAMA3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """What one kind of checkpoint is made of."""
+
+    config: str  # the class in transformers
+    model: str
+    extra: dict[str, Any]
+
+
+FAMILIES = {
+    "llama": Family("LlamaConfig", "LlamaForCausalLM", {}),
+    "llama3-rope": Family("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
+    "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", {}),
+    "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24}),
+}
+
+
+def make_checkpoint(
+    folder: Path, family: str, *, tied: bool = False, dtype: str = "float32", seed: int = 0, **config: Any
+) -> Path:
+    """Writes config.json, model.safetensors, tokenizer.json, tokenizer_config.json; the same bytes for the same arguments.
+
+    Every parameter is random, norms and biases too, and large enough that greedy continuations differ and do not repeat.
+    ``config`` overrides numbers of config.json.
+    """
+    transformers = _transformers()
+    kind = FAMILIES[family]
+    numbers: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 258,
+    }
+    settings = getattr(transformers, kind.config)(**{**numbers, **kind.extra, **config})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = getattr(transformers, kind.model)(settings).to(getattr(torch, dtype))
+        randomise(model, seed)
+    model.save_pretrained(folder)
+    write_tokenizer(folder)
+    return folder
+
+
+def _transformers() -> Any:
+    """Imported late, since it takes seconds, and without its progress bars."""
+    import transformers
+
+    transformers.logging.disable_progress_bar()
+    return transformers
+
+
+def randomise(model: torch.nn.Module, seed: int) -> None:
+    """Fresh values for every parameter from one generator."""
+    random = torch.Generator().manual_seed(seed)
+    for name, parameter in sorted(model.named_parameters()):
+        values = torch.randn(parameter.shape, generator=random, dtype=torch.float32)
+        if "norm" in name:
+            values = 1 + 0.3 * values
+        elif "embed" in name:
+            values *= 0.1  # small, so that a tied head does not just repeat its input
+        elif parameter.ndim > 1:
+            values *= 1.5 * parameter.shape[-1] ** -0.5
+        parameter.data.copy_(values.to(parameter.dtype))
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE without merges: token i is byte i in the order of the alphabet, then <s>, </s>, <pad>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (BOS, EOS, PAD)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "pad_token": PAD,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+
+
+def reference_model(folder: Path) -> Any:
+    """The checkpoint in transformers, in its own dtype, ready for ``generate``."""
+    model = _transformers().AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+@torch.no_grad()
+def greedy_reference(model: Any, prompt: list[int], num_tokens: int) -> list[int]:
+    """transformers' own greedy continuation, exactly ``num_tokens`` long."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=num_tokens)
+    continuation: list[int] = out[0, len(prompt) :].tolist()
+    return continuation
