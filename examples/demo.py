@@ -13,10 +13,12 @@ from pathlib import Path
 
 import grpc
 from openai import OpenAI
+from openai.types.chat import ChatCompletionStreamOptionsParam, ChatCompletionUserMessageParam
 from rich.console import Console
 from rich.table import Table
 
 from torchrelay.cli.client import Client
+from torchrelay.cli.cluster import watch
 from torchrelay.cli.home import Home
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -51,13 +53,10 @@ def ask_rest(client: OpenAI, model: str, question: str) -> str:
     """Streams one answer as it comes; returns the request id."""
     begin, first_s, request_id, num_tokens = time.perf_counter(), 0.0, "", 0
     console.print(f"[bold]{question}[/bold]\n  ", end="")
-    messages = [{"role": "user", "content": question}]
+    message: ChatCompletionUserMessageParam = {"role": "user", "content": question}
+    usage: ChatCompletionStreamOptionsParam = {"include_usage": True}
     for chunk in client.chat.completions.create(
-        model=model,
-        messages=messages,
-        stream=True,
-        temperature=0,
-        stream_options={"include_usage": True},  # type: ignore[arg-type]
+        model=model, messages=[message], stream=True, temperature=0, stream_options=usage
     ):
         request_id = chunk.id
         if chunk.usage:
@@ -84,14 +83,13 @@ def ask_grpc(address: str, key: str, model: str, question: str) -> None:
         console.print()
 
 
-def wait_for_zero(admin: Client) -> float:
+def wait_for_zero(scheduler: str) -> float:
     """Until no worker holds a model; returns the seconds it took."""
     begin = time.monotonic()
-    while admin.call("GET", "/v1/cluster")["instances"]:
-        if time.monotonic() - begin > 60:
-            raise SystemExit("the model did not go to zero within a minute")
-        time.sleep(0.1)
-    return time.monotonic() - begin
+    for view in watch(scheduler):
+        if not view.instances:
+            return time.monotonic() - begin
+    raise SystemExit("the scheduler ended its view before the model went to zero")
 
 
 def show_timeline(client: Client, request_id: str) -> None:
@@ -124,11 +122,11 @@ def main() -> None:
             key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "demo"})["key"]
             console.print(f"  tenant {tenant['name']}, key {key[:12]}...")
             with Client(endpoints["http"], key) as client:
-                talk(client, admin, endpoints, key)
+                talk(client, endpoints, key)
             step("9. Stop everything")
 
 
-def talk(client: Client, admin: Client, endpoints: dict[str, str], key: str) -> None:
+def talk(client: Client, endpoints: dict[str, str], key: str) -> None:
     step("3. Upload the glossary model")
     model = client.upload(MODEL_FOLDER, "glossary", {"idle_timeout_s": IDLE_S}, lambda *_: None)["id"]
     console.print(f"  published {model}")
@@ -139,7 +137,7 @@ def talk(client: Client, admin: Client, endpoints: dict[str, str], key: str) -> 
     step("5. Ask one over gRPC")
     ask_grpc(endpoints["grpc"], key, model, "What is a pack?")
     step(f"6. Nobody calls: the model goes to zero after {IDLE_S:g} s")
-    console.print(f"  at zero after {wait_for_zero(admin):.1f} s; no worker holds it any more")
+    console.print(f"  at zero after {wait_for_zero(endpoints['scheduler']):.1f} s; no worker holds it any more")
     step("7. Ask again: a cold start")
     request_id = ask_rest(openai, model, "What is scale to zero?")
     show_timeline(client, request_id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -12,13 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from .iproute import LabError, ip
+from .iproute import LabError, batch, ip
+from .namespace import entered
 from .shaping import shape
 
 DEVICE = "eth0"
-_CLONE_NEWNET = 0x40000000
-_PORT_DISABLED, _PORT_FORWARDING = "0", "3"
-_LIBC = ctypes.CDLL(None, use_errno=True)
+# States of a bridge's port. NOTE: a change of the device, such as another MTU, enables a disabled port again; so does
+# setting the state by `ip`, which changes the device as well. `bridge` sets only the state, and tc leaves it.
+_PORT_DISABLED, _PORT_FORWARDING = 0, 3
 
 
 @dataclass(frozen=True)
@@ -79,19 +79,8 @@ class Host:
 
         NOTE: threads that already run stay where they are, those of gRPC's pool and of an executor among them.
         """
-        home = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            there = os.open(f"/run/netns/{self.namespace}", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                _enter(there)
-            finally:
-                os.close(there)
-            try:
-                yield
-            finally:
-                _enter(home)
-        finally:
-            os.close(home)
+        with entered(self.namespace):
+            yield
 
     def bytes_out(self) -> int:
         """Bytes that have left through the link; headers count once per TCP packet (up to 64 KiB), not per frame."""
@@ -129,8 +118,8 @@ class Host:
         for process in self._processes:
             process.wait(timeout=10)
 
-    def _set_port_state(self, state: str) -> None:
-        ip("-n", self.switch, "link", "set", "dev", self.port, "type", "bridge_slave", "state", state)
+    def _set_port_state(self, state: int) -> None:
+        batch("bridge", self.switch, [f"link set dev {self.port} state {state}"])
 
     def _counter(self, direction: str) -> int:
         (link,) = json.loads(ip("-n", self.namespace, "-j", "-s", "link", "show", "dev", DEVICE))
@@ -142,9 +131,3 @@ class Host:
 
 def _environment(extra: Mapping[str, str] | None) -> dict[str, str] | None:
     return None if extra is None else {**os.environ, **extra}
-
-
-def _enter(namespace_fd: int) -> None:
-    if _LIBC.setns(namespace_fd, _CLONE_NEWNET) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"setns: {os.strerror(number)}")

@@ -1,8 +1,8 @@
 """Ends a lab: kills whatever runs in its namespaces and removes them.
 
 A keeper is a process beside the lab's. It waits for a line on its standard input (the lab closes) or for that input's
-end (the lab's process died, be it by kill -9), so that no lab outlives its owner. It touches only the namespaces that it
-was given, and the processes in them.
+end (the lab's process died, be it by kill -9), so that no lab outlives its owner. It touches only the namespaces it was
+given, and the processes in them.
 """
 
 from __future__ import annotations
@@ -39,44 +39,50 @@ class Keeper:
 
 def pids_in(namespaces: Sequence[str]) -> list[int]:
     """The processes of this machine that live in one of ``namespaces``."""
-    inodes = _inodes(namespaces)
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _lives_in(int(entry), inodes)]
+    identities = _identities(namespaces)
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and _lives_in(int(entry), identities)]
 
 
 def end(namespaces: Sequence[str], spared: frozenset[int]) -> None:
     """Kill all that runs in ``namespaces``, wait for it, remove them. Raises TimeoutError after 10 s of killing."""
-    inodes = _inodes(namespaces)
+    identities = _identities(namespaces)
     deadline = time.monotonic() + _KILL_S
     while doomed := [pid for pid in pids_in(namespaces) if pid not in spared]:
         if time.monotonic() > deadline:
             raise TimeoutError(f"still running after SIGKILL: {doomed}")
         for pid in doomed:
-            _kill_and_wait(pid, inodes)
+            _kill_and_wait(pid, identities)
     for name in namespaces:
         if (_NETNS / name).exists():
             subprocess.run(["ip", "netns", "delete", name], check=True, timeout=_KILL_S)
 
 
-def _inodes(namespaces: Sequence[str]) -> frozenset[int]:
-    return frozenset((_NETNS / name).stat().st_ino for name in namespaces if (_NETNS / name).exists())
+def _identities(namespaces: Sequence[str]) -> frozenset[tuple[int, int]]:
+    return frozenset(_identity(_NETNS / name) for name in namespaces if (_NETNS / name).exists())
 
 
-def _lives_in(pid: int, inodes: frozenset[int]) -> bool:
+def _identity(namespace: Path) -> tuple[int, int]:
+    """What two paths to one namespace have in common: device and inode."""
+    status = namespace.stat()
+    return status.st_dev, status.st_ino
+
+
+def _lives_in(pid: int, identities: frozenset[tuple[int, int]]) -> bool:
     try:
-        return os.stat(f"/proc/{pid}/ns/net").st_ino in inodes
+        return _identity(Path(f"/proc/{pid}/ns/net")) in identities
     except (FileNotFoundError, ProcessLookupError):  # it has ended
         return False
     except PermissionError:  # it has more rights than the lab, so the lab did not start it
         return False
 
 
-def _kill_and_wait(pid: int, inodes: frozenset[int]) -> None:
+def _kill_and_wait(pid: int, identities: frozenset[tuple[int, int]]) -> None:
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        if _lives_in(pid, inodes):  # asked again now that the pid cannot change hands
+        if _lives_in(pid, identities):  # asked again now that the pid cannot change hands
             signal.pidfd_send_signal(process, signal.SIGKILL)
             select.select([process], [], [], 1.0)
     except ProcessLookupError:

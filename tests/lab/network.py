@@ -26,7 +26,7 @@ class Lab:
 
     ``rate_mbit`` is each direction of each host's link in Mbit/s; None leaves links unshaped. All devices and addresses
     lie in the lab's own namespaces, whose names carry the process id and a random part: labs never meet one another,
-    nor the machine's network, nor a crashed lab's remains. Entering raises LabError, naming the mend, where it cannot run.
+    nor the machine's network, nor a crashed lab's remains. Entering raises LabError where the machine cannot carry it.
     """
 
     def __init__(self, hosts: Sequence[str], rate_mbit: float | None = None) -> None:

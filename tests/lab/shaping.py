@@ -7,8 +7,8 @@ import math
 from .iproute import tc
 
 # A veth hands over packets of up to 64 KiB whole, and a bucket smaller than one would cut them into frames, which costs
-# CPU. One of a few milliseconds keeps the link busy while the kernel's timers are late; a larger one would let more bytes
-# pass unshaped after each pause.
+# CPU. One of a few milliseconds keeps the link busy while the kernel's timers are late; a larger one would let more
+# bytes pass unshaped after each pause.
 _MIN_BURST_BYTES = 128 * 1024
 _BURST_S = 0.004
 # How long a packet may wait for tokens before the queue is full and drops: a switch's buffer of ordinary depth.

@@ -69,7 +69,7 @@ def test_run_gives_the_output_or_says_what_failed() -> None:
     with Lab(["h1"]) as lab:
         assert lab["h1"].address in lab["h1"].run(["ip", "address", "show"]).stdout
         assert lab["h1"].run(["false"], check=False).returncode == 1
-        with pytest.raises(LabError, match="on h1.*status 3: oh"):
+        with pytest.raises(LabError, match=r"on h1.*status 3: oh"):
             lab["h1"].run(["sh", "-c", "echo oh >&2; exit 3"])
 
 
@@ -114,7 +114,7 @@ def test_it_names_the_mend_without_root() -> None:
 
 def test_it_names_the_mend_without_iproute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(LabError, match="ip and tc and bridge.*apt-get install iproute2"), Lab(["h1"]):
+    with pytest.raises(LabError, match=r"ip and tc and bridge.*apt-get install iproute2"), Lab(["h1"]):
         pass
 
 

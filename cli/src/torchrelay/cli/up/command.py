@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +15,7 @@ from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.options import UpOptions
 from torchrelay.cli.up.stack import Stack, StackPlan
 from torchrelay.cli.up.supervisor import Supervisor
+from torchrelay.common.service import announced
 
 console = Console(highlight=False)
 
@@ -77,15 +76,12 @@ async def run_up(home: Home, options: UpOptions) -> None:
         loop.add_signal_handler(number, stop.set)
 
     async def until_stopped() -> None:
-        home.endpoints_file.write_text(json.dumps({**stack.endpoints, "pid": os.getpid()}))
-        _greet(home, stack)
-        await stop.wait()
+        with announced(home.endpoints_file, stack.endpoints):
+            _greet(home, stack)
+            await stop.wait()
         console.print("stopping ...")
 
-    try:
-        await Supervisor(stack, _tell).run(until_stopped)
-    finally:
-        home.endpoints_file.unlink(missing_ok=True)
+    await Supervisor(stack, _tell).run(until_stopped)
     console.print("stopped; nothing is left running")
 
 

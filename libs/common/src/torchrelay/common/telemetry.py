@@ -122,7 +122,7 @@ def _set_up_logs(service: str, settings: ServiceSettings) -> None:
 
 def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
     """A logger of events with fields: ``log.info("instance_ready", instance_id=...)``."""
-    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(logger=name)
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(module=name)
     return logger
 
 

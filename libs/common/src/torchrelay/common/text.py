@@ -1,7 +1,7 @@
 """Tokens into text: loading tokenizers within little memory, incremental text, stop strings.
 
-Worker and gateway both judge stop strings, over the same text made in the same way, so they agree on the token that ends a
-choice: the worker then stops computing (``StopChecker``), the gateway cuts the text (``StopTrimmer``).
+Worker and gateway both judge stop strings, over the same text made in the same way, so they agree on the token that ends
+a choice: the worker then stops computing (``StopChecker``), the gateway cuts the text (``StopTrimmer``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tokenizers.models import BPE
 from torchrelay.common.errors import InvalidRequest
 
 BPE_CACHE_WORDS = 4096
-# A UTF-8 character takes at most four tokens of one byte; a stream that holds back more is stuck on invalid bytes, and would
-# decode all it holds at every step.
+# A UTF-8 character takes at most four tokens of one byte; a stream that holds back more is stuck on invalid bytes, and
+# would decode all it holds at every step.
 MAX_HELD_TOKENS = 16
 
 _STRING = rb'"(?:[^"\\]|\\.)*"'
@@ -47,9 +47,9 @@ class _NotPlain(Exception):
 def load_tokenizer(source: bytes | Path) -> Tokenizer:
     """The tokenizer of a ``tokenizer.json`` (its bytes, or where it lies), without truncation and padding.
 
-    A BPE of 128,000 tokens costs 130 MB at its peak when the library reads the JSON as a whole, and 48 MB, of which it keeps
-    39, when vocabulary and merges come from files; so those are cut out of the JSON unparsed. Blocks (about a second);
-    raises ``InvalidRequest``.
+    A BPE of 128,000 tokens costs 130 MB at its peak when the library reads the JSON as a whole, and 48 MB, of which it
+    keeps 39, when vocabulary and merges come from files; so those are cut out of the JSON unparsed. Blocks (about a
+    second); raises ``InvalidRequest``.
     """
     try:
         try:
@@ -101,10 +101,10 @@ def _load_in_parts(source: bytes | Path) -> Tokenizer:
             shell = Tokenizer.from_str(parts.shell)
         except Exception as error:  # the library raises nothing narrower; read as a whole it says what is wrong
             raise _NotPlain from error
-    tokenizer.normalizer = shell.normalizer  # type: ignore[assignment]
-    tokenizer.pre_tokenizer = shell.pre_tokenizer  # type: ignore[assignment]
-    tokenizer.post_processor = shell.post_processor  # type: ignore[assignment]
-    tokenizer.decoder = shell.decoder  # type: ignore[assignment]
+    tokenizer.normalizer = shell.normalizer
+    tokenizer.pre_tokenizer = shell.pre_tokenizer
+    tokenizer.post_processor = shell.post_processor
+    tokenizer.decoder = shell.decoder
     _add_tokens(tokenizer, parts.added_tokens)
     return tokenizer
 
@@ -224,7 +224,7 @@ class StopChecker:
 class StopTrimmer:
     """Cuts a text that comes in pieces before the stop string that is complete first (gateway side).
 
-    Of two that are complete at the same character the longer counts. What could still become a stop string is held back.
+    Of two that are complete at the same character the longer counts. What may yet become a stop string is held back.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:

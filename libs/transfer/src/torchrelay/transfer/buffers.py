@@ -74,8 +74,8 @@ class Sink(Protocol):
 class MemoryBuffer:
     """Chunks in this process's memory, published one by one: KV pages, activations.
 
-    Write into ``chunk(i)`` and ``publish(i)``, or hand the bytes to ``publish(i, data)``, which copies them. It is a sink as
-    well: ``accept`` publishes. Memory is freed when the last view of it is gone.
+    Write into ``chunk(i)`` and ``publish(i)``, or hand the bytes to ``publish(i, data)``, which copies them. It is a
+    sink as well: ``accept`` publishes. Memory is freed when the last view of it is gone.
     """
 
     head = b""
@@ -101,7 +101,7 @@ class MemoryBuffer:
         return self._memory[self._ends[index] : self._ends[index + 1]]
 
     def publish(self, index: int, data: bytes | bytearray | memoryview | None = None) -> None:
-        """Makes a chunk ready; its bytes must not change from now on. ``data``: bytes to copy in, of the chunk's length."""
+        """Makes a chunk ready; its bytes must not change from now on. ``data``, of the chunk's length, is copied in."""
         if data is not None:
             self.chunk(index)[:] = memoryview(data).cast("B")
         with self._changed:

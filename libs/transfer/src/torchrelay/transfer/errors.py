@@ -1,17 +1,17 @@
 """What can go wrong on the data plane; every class has its place in the platform's tree of errors.
 
-    Unavailable        BufferLost         the bytes will never come from this holder
-                       SourceStalled      no frame for too long
-                       SourceClosed       the connection ended early
-                       SourcesExhausted   every source of a follow has failed; says how
-    DataCorrupted      ChunkDamaged       bytes did not match their digest
-                       ArenaCorrupted     the arena's table contradicts itself
-                       ProtocolViolation  a peer sent what no peer of this version sends
-    PermissionDenied   TicketRefused      bad MAC, or any of:
-                       TicketExpired, WrongHolder, WrongReceiver, RangeRefused
-    NotFound           UnknownBuffer      the holder has no such buffer
-    Overloaded         ArenaFull          no room, and nothing that may be evicted
-                       HolderBusy         the holder serves as many streams as it may
+Unavailable        BufferLost         the bytes will never come from this holder
+                   SourceStalled      no frame for too long
+                   SourceClosed       the connection ended early
+                   SourcesExhausted   every source of a follow has failed; says how
+DataCorrupted      ChunkDamaged       bytes did not match their digest
+                   ArenaCorrupted     the arena's table contradicts itself
+                   ProtocolViolation  a peer sent what no peer of this version sends
+PermissionDenied   TicketRefused      bad MAC, or any of:
+                   TicketExpired, WrongHolder, WrongReceiver, RangeRefused
+NotFound           UnknownBuffer      the holder has no such buffer
+Overloaded         ArenaFull          no room, and nothing that may be evicted
+                   HolderBusy         the holder serves as many streams as it may
 """
 
 from __future__ import annotations
@@ -83,7 +83,3 @@ class UnknownBuffer(NotFound):
 
 class ArenaFull(Overloaded):
     code = "arena_full"
-
-
-class HolderBusy(Overloaded):
-    code = "holder_busy"

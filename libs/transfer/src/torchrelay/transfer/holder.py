@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 
 from torchrelay.transfer.buffers import Buffer
+from torchrelay.transfer.downstream import Downstream, Holder
+from torchrelay.transfer.errors import UnknownBuffer
+from torchrelay.transfer.tcp import TcpTransport
+from torchrelay.transfer.transport import Connection, Listener, Transport
+
+FIND_TIMEOUT_S = 2.0
+FIND_AGAIN_S = 0.02
+MAX_STREAMS = 256
 
 
 class HolderServer:
-    """Threads and raw TCP; one per store and per worker."""
+    """One per store and per worker: a thread that listens, and a thread per stream.
+
+    ``find`` gives the buffer of an id, or None when there is none (yet); it is called from many threads. A buffer
+    that is asked for before it exists may appear within ``find_timeout_s``. Beyond ``max_streams`` connections wait
+    to be accepted.
+    """
 
     def __init__(
         self,
@@ -17,17 +32,91 @@ class HolderServer:
         find: Callable[[str], Buffer | None],
         host: str,
         port: int = 0,
-        find_timeout_s: float = 2.0,
+        find_timeout_s: float = FIND_TIMEOUT_S,
+        max_streams: int = MAX_STREAMS,
+        unix_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
+        transport: Transport | None = None,
     ) -> None:
-        raise NotImplementedError
+        self._holder = Holder(holder_id, node_key, unix_ms, self._find, self._count_sent)
+        self._ask = find
+        self._find_timeout_s = find_timeout_s
+        self._bytes_sent = 0
+        self._streams: dict[Downstream, threading.Thread] = {}
+        self._places = threading.Semaphore(max_streams)
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._listener: Listener = (transport or TcpTransport()).listen(host, port)
+        self._accepting = threading.Thread(target=self._accept, name=f"holder-{holder_id}", daemon=True)
 
     @property
     def address(self) -> str:
-        raise NotImplementedError
+        """ "host:port"; known, and connections wait, before ``start``."""
+        return self._listener.address
 
     @property
     def bytes_sent(self) -> int:
-        raise NotImplementedError
+        """Bytes of chunks sent since the start, over all streams."""
+        return self._bytes_sent
 
-    def start(self) -> None: ...
-    def close(self) -> None: ...
+    @property
+    def num_streams(self) -> int:
+        return len(self._streams)
+
+    def start(self) -> None:
+        self._accepting.start()
+
+    def close(self) -> None:
+        """Ends all streams and waits until their threads are gone: their buffers are no longer touched."""
+        self._closing.set()
+        self._listener.close()
+        self._places.release()
+        if self._accepting.is_alive():
+            self._accepting.join()
+        with self._lock:
+            streams = dict(self._streams)
+        for stream in streams:
+            stream.abort()
+        for thread in streams.values():
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            self._places.acquire()
+            connection = self._listener.accept()
+            if connection is None:
+                return
+            if self._closing.is_set():
+                connection.close()
+                return
+            self._begin(connection)
+
+    def _begin(self, connection: Connection) -> None:
+        stream = Downstream(self._holder, connection)
+        thread = threading.Thread(target=self._serve, args=(stream,), name="stream", daemon=True)
+        with self._lock:
+            self._streams[stream] = thread
+        thread.start()
+
+    def _serve(self, stream: Downstream) -> None:
+        try:
+            stream.run()
+        finally:
+            with self._lock:
+                del self._streams[stream]
+            self._places.release()
+
+    def _find(self, buffer_id: str, keep_alive: Callable[[], None]) -> Buffer:
+        deadline = time.monotonic() + self._find_timeout_s
+        while True:
+            found = self._ask(buffer_id)
+            if found is not None:
+                return found
+            if time.monotonic() >= deadline:
+                raise UnknownBuffer(f"holder {self._holder.holder_id} has no buffer {buffer_id}")
+            # The owner of the buffers need not know of us, so it is asked again rather than waited for.
+            self._closing.wait(FIND_AGAIN_S)
+            keep_alive()
+
+    def _count_sent(self, num_bytes: int) -> None:
+        with self._lock:
+            self._bytes_sent += num_bytes

@@ -73,7 +73,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """One tensor the architecture needs. ``group`` names what must be contiguous; tensors of a group follow each other."""
+    """One tensor the architecture needs. The tensors of one ``group`` lie next to each other."""
 
     name: str
     shape: tuple[int, ...]

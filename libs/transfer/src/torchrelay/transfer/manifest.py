@@ -1,8 +1,8 @@
 """What a pack holds and where: the manifest, whose BLAKE3 digest names the pack.
 
-A pack is one byte range in execution order. Segment 0 is the embeddings, segments 1..L the layers, segment L+1 the final norm and
-the head (absent tensors of tied weights are not stored twice). Segments begin on pages, so that each can be mapped and copied by
-itself; groups that a fused projection reads (q|k|v, gate|up) are contiguous.
+A pack is one byte range in execution order. Segment 0 is the embeddings, segments 1..L the layers, segment L+1 the
+final norm and the head (absent tensors of tied weights are not stored twice). Segments begin on pages, so that each
+can be mapped and copied by itself; groups that a fused projection reads (q|k|v, gate|up) are contiguous.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DIGEST_BYTES = 32
 
 
 class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor: its Hugging Face name, shape, safetensors dtype ("F32", "BF16", "F16") and byte offset in the pack."""
+    """One tensor: Hugging Face name, shape, safetensors dtype ("F32", "BF16", "F16"), byte offset in the pack, size."""
 
     name: str
     shape: tuple[int, ...]

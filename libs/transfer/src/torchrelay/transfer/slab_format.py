@@ -1,8 +1,10 @@
 """How one slab lies in the arena, so that a mapping of it alone tells everything.
 
-    [header 64 B][verified: one byte per chunk][encoded manifest][padding to a page][the pack's bytes][padding to a page]
+    [header 64 B][verified: one byte per chunk][encoded manifest][padding to a page][the pack's bytes][padding to a
+    page]
 
-A verified byte turns 1 after its chunk's digest matched, never before. One process writes (the store), others only read.
+A verified byte turns 1 after its chunk's digest matched, never before. One process writes (the store), others only
+read.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ def read_format(slab: memoryview) -> SlabFormat:
 
 
 def checked_manifest(encoded: bytes) -> Manifest:
-    """Reads a manifest that may come from a peer. Raises ``ProtocolViolation`` when its numbers contradict each other."""
+    """Reads a manifest that may come from a peer. Raises ``ProtocolViolation`` when its numbers do not agree."""
     try:
         manifest = decode_manifest(encoded)
     except msgspec.DecodeError as error:

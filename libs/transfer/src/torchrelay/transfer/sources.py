@@ -30,7 +30,7 @@ class Receiver:
 
 
 class Rota:
-    """Goes through the sources in turn; one that refuses, or fails twice in a row without a chunk between, is struck off.
+    """Goes through the sources in turn; one that refuses, or fails twice with no chunk between, is struck off.
 
     Every turn either brings a chunk or costs a strike, hence it ends.
     """

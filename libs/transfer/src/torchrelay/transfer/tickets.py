@@ -1,14 +1,15 @@
 """Tickets: the right of one receiver to read one buffer from one holder, until it expires.
 
-Every node has a key derived from the cluster's. The scheduler, which alone knows the cluster's key, makes tickets; a holder
-needs only its own key to check those meant for it, and can make none for others.
+Every node has a key derived from the cluster's. The scheduler, which alone knows the cluster's key, makes tickets; a
+holder needs only its own key to check those meant for it, and can make none for others.
 
     session        = HMAC(holder key, fields)            known to the holder, who computes it anew
     sealed_session = session XOR HMAC(receiver key, fields)  opens for the receiver only
     mac            = HMAC(holder key, fields, sealed_session)
 
-Each side then proves to the other that it knows the session key, by a MAC over the other's fresh challenge. So a ticket that is
-overheard or stolen is worth nothing without the receiver's key, while the receiver may use it again until it expires.
+Each side then proves to the other that it knows the session key, by a MAC over the other's fresh challenge. So a
+ticket that is overheard or stolen is worth nothing without the receiver's key, while the receiver may use it again
+until it expires.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def unseal(ticket: Ticket, receiver_key: bytes) -> bytes:
 
 
 def prove(session: bytes, side: bytes, challenge: bytes) -> bytes:
-    """What ``side`` (b"holder" or b"receiver") answers to the other's challenge; compare with ``hmac.compare_digest``."""
+    """What ``side`` (b"holder" or b"receiver") answers to the other's challenge; see ``hmac.compare_digest``."""
     return _mac(session, b"torchrelay proof", side, challenge)
 
 

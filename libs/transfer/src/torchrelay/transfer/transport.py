@@ -1,4 +1,4 @@
-"""The seam between the relay and the wire: what a transport offers. TCP is the first; others go behind the same names."""
+"""The seam between the relay and the wire: what a transport offers. TCP is the first of them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ TICK_S = 0.1  # how long a receive blocks before it lets its caller look around
 
 
 class Connection(Protocol):
-    """A reliable, ordered stream of bytes between two nodes. One thread receives, one sends; any may ``close``."""
+    """A reliable, ordered stream of bytes between two nodes, used by one thread; any may ``abort`` it."""
 
     def receive_into(self, view: memoryview) -> int:
-        """Receives at least one byte and at most the view's length; 0: the peer has ended. Raises ``TimeoutError`` after
-        ``TICK_S`` without a byte, ``OSError`` when the connection broke."""
+        """Receives from one byte to the view's length; 0: the peer has ended.
+
+        Raises ``TimeoutError`` after ``TICK_S`` without a byte, ``OSError`` when the connection broke.
+        """
         ...
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Sends all parts, without joining them. Raises ``TimeoutError`` when the peer takes nothing for too long."""
         ...
 
-    def close(self) -> None:
-        """Ends both directions at once; wakes a thread that is blocked in them."""
+    def abort(self) -> None:
+        """Ends both directions; wakes the thread that is blocked in them."""
         ...
+
+    def close(self) -> None: ...
 
 
 class Listener(Protocol):

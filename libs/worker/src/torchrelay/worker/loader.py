@@ -18,6 +18,7 @@ from torchrelay.transfer.manifest import Manifest
 from torchrelay.transfer.slabs import MappedSlab
 from torchrelay.worker.attempts import now_us
 from torchrelay.worker.engine_thread import EngineThread
+from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot import READY, Slot
 
 if TYPE_CHECKING:
@@ -35,18 +36,17 @@ class Loader:
         engine: EngineThread,
         pool: KvPool,
         store: ParamStoreAsyncStub,
-        worker_id: str,
-        token_budget: int,
+        settings: WorkerSettings,
     ) -> None:
         self._slot, self._engine, self._pool, self._store = slot, engine, pool, store
-        self._worker_id, self._token_budget = worker_id, token_budget
+        self._settings = settings
         self._instance: Instance | None = None
         self._slab: MappedSlab | None = None
         self._next_segment = 0
 
     async def run(self, pack_id: str, traceparent: str) -> None:
         """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes do not come."""
-        call = self._store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id=self._worker_id))
+        call = self._store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id=self._settings.worker_id))
         try:
             with span_of("load", traceparent, pack_id=pack_id):
                 await self._load(call.__aiter__())
@@ -88,7 +88,13 @@ class Loader:
         await self._slot.move(READY)
 
     def _build(self, slab: MappedSlab) -> Instance:
-        instance = Instance(slab.manifest, slab.data, self._pool, token_budget=self._token_budget)
+        instance = Instance(
+            slab.manifest,
+            slab.data,
+            self._pool,
+            token_budget=self._settings.token_budget,
+            kv_block_tokens=self._settings.kv_block_tokens,
+        )
         self._engine.instance = instance
         return instance
 
@@ -122,3 +128,4 @@ class Loader:
     def _forget(self, instance: Instance) -> None:
         if self._engine.instance is instance:
             self._engine.instance = None
+        instance.close()

@@ -114,9 +114,7 @@ class Worker:
             raise InvalidRequest(f"this worker cannot play {names}", field="roles")
 
     async def _run_load(self, hosted: Hosted, traceparent: str) -> None:
-        loader = Loader(
-            self.slot, self.engine, self.pool, self._store, self.settings.worker_id, self.settings.token_budget
-        )
+        loader = Loader(self.slot, self.engine, self.pool, self._store, self.settings)
         error = ""
         try:
             await loader.run(hosted.version.pack_id, traceparent)

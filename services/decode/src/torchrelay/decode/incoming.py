@@ -6,8 +6,8 @@ import threading
 from collections.abc import Callable
 
 from torchrelay.control.v1 import decode_pb2
+from torchrelay.engine.adoption import Adoption
 from torchrelay.engine.handover import KvLayout
-from torchrelay.engine.instance import Adoption
 from torchrelay.transfer.follow import Receiver, SourceAddress, follow
 
 

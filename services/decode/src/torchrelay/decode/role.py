@@ -15,9 +15,10 @@ from torchrelay.common.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.decode.incoming import Incoming
+from torchrelay.engine.adoption import Adoption
 from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken
 from torchrelay.engine.handover import KvLayout, KvSequence
-from torchrelay.engine.instance import Adoption, Instance
+from torchrelay.engine.instance import Instance
 from torchrelay.worker.attempts import Attempt, group_id_of, now_us
 from torchrelay.worker.roles import WorkerRole
 from torchrelay.worker.worker import Worker

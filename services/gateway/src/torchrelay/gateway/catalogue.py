@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, replace
 
 import msgspec
-from sqlalchemy import Row, Select, delete, exists, insert, select, update
+from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from torchrelay.common.errors import NotFound
@@ -37,9 +37,9 @@ class Scaling:
 class Catalogue:
     """Owns the tables of models and versions."""
 
-    def __init__(self, database: Database, versions_: TableVersions, prices: Prices, capacity: int = 10_000) -> None:
+    def __init__(self, database: Database, freshness: TableVersions, prices: Prices, capacity: int = 10_000) -> None:
         self._database = database
-        self._versions = versions_
+        self._freshness = freshness
         self._prices = prices
         self._cache: VersionedCache[str, PublishedModel] = VersionedCache(capacity)
 
@@ -49,7 +49,7 @@ class Catalogue:
         tenant, _, model = full_name.partition("/")
         if tenant != principal.tenant and not principal.is_admin:
             raise _not_found(name)
-        version = await self._versions.confirmed("catalogue")
+        version = await self._freshness.confirmed("catalogue")
         found = self._cache.get(full_name, version)
         if found is None:
             found = await self._look_up(tenant, model)
@@ -85,7 +85,7 @@ class Catalogue:
             if changed.rowcount == 0:
                 raise _not_found(model.name)
             await raise_version(connection, "catalogue")
-        self._versions.doubt()
+        self._freshness.doubt()
 
     async def delete(self, model: PublishedModel) -> None:
         """Takes the model out of the catalogue; its version is retired when no other model names it."""
@@ -95,7 +95,7 @@ class Catalogue:
                 raise _not_found(model.name)
             await _retire(self._database, connection, model.version.version_id)
             await raise_version(connection, "catalogue")
-        self._versions.doubt()
+        self._freshness.doubt()
 
     async def publish_in(
         self, connection: AsyncConnection, tenant_id: str, name: str, version: Version, scaling: Scaling
@@ -126,7 +126,7 @@ class Catalogue:
 
     def published(self) -> None:
         """Our own commit changed the catalogue: the caches here are stale now, not in half a second."""
-        self._versions.doubt()
+        self._freshness.doubt()
 
 
 async def _retire(database: Database, connection: AsyncConnection, version_id: str) -> None:
@@ -153,7 +153,7 @@ def _published(row: Row[tuple[object, ...]], price: Price) -> PublishedModel:
     )
 
 
-def _is(model: PublishedModel) -> tuple[object, object]:
+def _is(model: PublishedModel) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return models.c.tenant_id == model.tenant_id, models.c.name == model.name.partition("/")[2]
 
 

@@ -2,9 +2,9 @@
 
 Both are optional: a key or tenant without a limit costs no round trip, one with limits costs one. Redis holds only what
 can be rebuilt: token buckets, the reservations of running requests (each with a lease, for gateways that die), and what
-the tenant has spent, copied from SQL for at most a minute. Without Redis requests are *allowed*, and that is logged once:
-hot state that is away must not stop a paying tenant. A budget is therefore kept to within what was admitted meanwhile,
-and to within the requests that settled while the copy from SQL was being made.
+the tenant has spent, copied from SQL for at most a minute. Without Redis requests are *allowed*, and that is logged
+once: hot state that is away must not stop a paying tenant. A budget is therefore kept to within what was admitted
+meanwhile, and to within the requests that settled while the copy from SQL was being made.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Limits:
             return [b"ok"]
         script = self._admit
         keys = [f"relay:{{{principal.tenant_id}}}:rate:{principal.key_id}", *_budget_keys(principal.tenant_id)]
-        args = [
+        args: list[str | int | float] = [
             time.time(),
             principal.requests_per_minute or 0,
             -1 if principal.budget_nano is None else principal.budget_nano,
@@ -110,7 +110,8 @@ class Limits:
     async def _spent(self, tenant_id: str) -> int:
         query = select(balances.c.spent_nano).where(balances.c.tenant_id == tenant_id)
         async with self._database.read() as connection:
-            return (await connection.execute(query)).scalar_one()
+            spent_nano: int = (await connection.execute(query)).scalar_one()
+        return spent_nano
 
 
 def _budget_keys(tenant_id: str) -> list[str]:

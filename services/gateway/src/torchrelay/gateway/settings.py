@@ -44,4 +44,8 @@ class GatewaySettings(ServiceSettings):
     )
     reservation_lease_s: float = Field(900.0, gt=0, description="A budget reservation nobody released ends after this.")
     upload_lease_s: float = Field(86400.0, gt=0, description="An upload not committed within this is dropped.")
+    retired_version_s: float = Field(
+        600.0, ge=0, description="A replaced or deleted version's bytes are freed after this."
+    )
+    housekeeping_s: float = Field(60.0, gt=0, description="How often forgotten uploads and versions are looked for.")
     drain_s: float = Field(5.0, ge=0, description="Running streams may take this long to end at shutdown.")

@@ -100,7 +100,7 @@ def _impossible(state: State, model: Model, admission: Admission) -> str:
 def serve(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
     """Places waiting requests, first come first, for as long as there is a place for the first."""
     for version_id in state.queues.versions if version_ids is None else version_ids:
-        model = state.models[version_id] if version_id in state.models else None
+        model = state.models.get(version_id)
         if model is None or not state.queues.num_waiting(version_id):
             continue
         instances = [instance for instance in state.fleet.of_version(version_id) if instance.placeable]
@@ -113,7 +113,9 @@ def serve(state: State, now: float, version_ids: Iterable[str] | None = None) ->
             state.queues.remove(admission.key)
             _open(state, admission, placement, now)
             _answer(state, Placed(admission.gateway_id, placement))
-            state.effects.opened.append(Opened(admission.key, model.name, admission.admitted_at, now, placement))
+            state.effects.opened.append(
+                Opened(admission.key, model.name, admission.admitted_at, now, placement, admission.traceparent)
+            )
 
 
 def _open(state: State, admission: Admission, placement: Placement, now: float) -> None:

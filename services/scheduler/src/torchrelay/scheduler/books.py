@@ -1,7 +1,7 @@
 """Who runs where: open attempts, and the KV bytes reserved for them on decode instances.
 
-A worker's own report of free KV lags behind placements by a tenth of a second, so placements are judged by these books: an
-instance is never promised more KV than its worker's pool holds.
+A worker's own report of free KV lags behind placements by a tenth of a second, so placements are judged by these
+books: an instance is never promised more KV than its worker's pool holds.
 """
 
 from __future__ import annotations

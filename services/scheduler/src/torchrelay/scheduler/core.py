@@ -1,7 +1,7 @@
 """The nouns of the scheduler: frozen, without I/O and without a clock.
 
-Times are seconds of one clock that is given in as ``now``, never goes back and starts at the Unix epoch, so that a time of
-a decision can be shown beside times measured elsewhere.
+Times are seconds of one clock that is given in as ``now``, never goes back and starts at the Unix epoch, so that a
+time of a decision can be shown beside times measured elsewhere.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ BOTH: Roles = frozenset(Role)
 class Phase(enum.Enum):
     """State of a slot, and of the instance in it.
 
-    FREE --Load--> LOADING --all layers--> READY --Unload--> DRAINING --empty--> FREE. The worker moves it; the scheduler
-    stamps DRAINING at once when it decides a drain, so that nothing more is placed there. A failed load goes back to FREE.
+    FREE --Load--> LOADING --all layers--> READY --Unload--> DRAINING --empty--> FREE. The worker moves it; the
+    scheduler stamps DRAINING at once when it decides a drain, so that nothing more is placed there. A failed load
+    goes back to FREE.
     """
 
     FREE = "free"
@@ -225,6 +226,7 @@ class Admission:
     num_choices: int
     admitted_at: float
     lost_workers: frozenset[str] = frozenset()
+    traceparent: str = ""
 
     @property
     def num_prefill_tokens(self) -> int:

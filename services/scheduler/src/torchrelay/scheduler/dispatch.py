@@ -1,9 +1,9 @@
 """Dispatch: the prefill and the decode instance of one attempt, by predicted latency.
 
-Time to first token = load left + prompts queued ahead + own prompt, on the prefill instance. The decode instance must have
-the KV bytes to the last token unreserved; it then costs what delays the second token: its own load left, the KV that
-arrives after the first token, and a step that grows with the batch. The pair with the least sum wins; one worker that plays
-both saves the hand-over, and pays for prompts that interrupt its steps.
+Time to first token = load left + prompts queued ahead + own prompt, on the prefill instance. The decode instance must
+have the KV bytes to the last token unreserved; it then costs what delays the second token: its own load left, the KV
+that arrives after the first token, and a step that grows with the batch. The pair with the least sum wins; one worker
+that plays both saves the hand-over, and pays for prompts that interrupt its steps.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrelay.scheduler.core import Admission, Instance, Model, Placement, Role, Seat, Worker
+from torchrelay.scheduler.core import Admission, Instance, Model, Phase, Placement, Role, Seat, Worker
 from torchrelay.scheduler.latency import prefill_tokens_per_s, step_s
 from torchrelay.scheduler.rules import Rules
 
@@ -62,8 +62,7 @@ def place(admission: Admission, model: Model, candidates: Sequence[Candidate], r
     best = min(
         ((prefill, decode) for prefill in prefills for decode in fitting),
         key=lambda pair: (
-            ttft_of[pair[0].instance.instance_id]
-            + _decode_delay_s(*pair, ttft_of[pair[0].instance.instance_id], kv_bytes, rules),
+            _latency_s(pair[0], pair[1], ttft_of[pair[0].instance.instance_id], kv_bytes, rules),
             -pair[1].kv_unreserved_bytes,
             pair[0].instance.instance_id,
             pair[1].instance.instance_id,
@@ -74,7 +73,7 @@ def place(admission: Admission, model: Model, candidates: Sequence[Candidate], r
         key=admission.key,
         prefill=prefill.seat,
         decode=decode.seat,
-        cold=prefill.load_left_s > 0 or decode.load_left_s > 0,
+        cold=Phase.LOADING in (prefill.instance.phase, decode.instance.phase),
         predicted_ttft_s=ttft_of[prefill.instance.instance_id],
     )
 
@@ -84,8 +83,8 @@ def _ttft_s(prefill: Candidate, admission: Admission, rules: Rules) -> float:
     return prefill.load_left_s + tokens / prefill_tokens_per_s(prefill.worker, rules)
 
 
-def _decode_delay_s(prefill: Candidate, decode: Candidate, ttft_s: float, kv_bytes: int, rules: Rules) -> float:
-    """What the decode instance adds between the first and the second token."""
+def _latency_s(prefill: Candidate, decode: Candidate, ttft_s: float, kv_bytes: int, rules: Rules) -> float:
+    """To the second token: the first one's time, and what the decode instance adds to it."""
     late_s = max(decode.load_left_s - ttft_s, 0.0)
     batch_step_s = step_s(decode.worker, rules) * (1 + decode.num_decoding / _BATCH_FREE)
     interruption_s = 0.0
@@ -93,6 +92,6 @@ def _decode_delay_s(prefill: Candidate, decode: Candidate, ttft_s: float, kv_byt
         queued = min(decode.queued_prefill_tokens, _CHUNK_TOKENS)
         interruption_s = queued / prefill_tokens_per_s(decode.worker, rules)
     if prefill.worker.worker_id == decode.worker.worker_id:
-        return late_s + batch_step_s + interruption_s
+        return ttft_s + late_s + batch_step_s + interruption_s
     # Layers stream while later ones are computed: what is left after the first token is small beside the whole.
-    return late_s + batch_step_s + interruption_s + _HANDOVER_S + 0.05 * kv_bytes / rules.kv_bytes_per_s
+    return ttft_s + late_s + batch_step_s + interruption_s + _HANDOVER_S + 0.05 * kv_bytes / rules.kv_bytes_per_s

@@ -31,6 +31,7 @@ class WakeCommand:
 
     model: Model
     hops: tuple[Hop, ...]
+    traceparent: str = ""  # of the request that woke it
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Opened:
     admitted_at: float
     placed_at: float
     placement: Placement
+    traceparent: str = ""
 
 
 @dataclass

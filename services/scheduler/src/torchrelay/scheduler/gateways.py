@@ -1,7 +1,7 @@
 """Which admissions belong to which gateway, and what becomes of them when a gateway's stream breaks.
 
-A gateway that comes back says hello and sends every open admission again. What it has not sent again within a grace time
-is over: withdrawn while it was away, or its process ended.
+A gateway that comes back says hello and sends every open admission again. What it has not sent again within a grace
+time is over: withdrawn while it was away, or its process ended.
 """
 
 from __future__ import annotations

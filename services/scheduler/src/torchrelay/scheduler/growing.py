@@ -104,8 +104,9 @@ def _wake(state: State, action: Wake, now: float) -> None:
     stores = {host_id: store for host_id in orders if (store := state.view.store_of(host_id))}
     arrows = _arrows(state, model, stores, now)
     by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
+    waiting = state.queues.waiting(model.version_id)
     hops = tuple(Hop(arrow.target, arrow.sources, by_store[arrow.target]) for arrow in arrows)
-    state.effects.commands.append(WakeCommand(model, hops))
+    state.effects.commands.append(WakeCommand(model, hops, waiting[0].traceparent if waiting else ""))
     chain = ", ".join(f"{arrow.target} from {arrow.upstream}" for arrow in arrows)
     num = len(action.assignments)
     state.happened(now, "plan", model, chain)

@@ -44,7 +44,7 @@ def _idle_victims(model: Model, situation: Situation, usable: Mapping[str, Roles
         load
         for load in situation.loads
         if load.instance.staying
-        and not load.busy
+        and load.is_idle_since(situation.now)
         and load.instance.version_id not in waited_for | {model.version_id}
         and load.instance.worker_id in usable
     ]

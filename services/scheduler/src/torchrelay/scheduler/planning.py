@@ -44,8 +44,8 @@ def plan(
 ) -> tuple[Arrow, ...]:
     """Arrows for one pack, in the order in which they are to be started.
 
-    ``whole``: stores that have all of it. ``filling``: stores that are receiving it, oldest first. ``targets``: stores that
-    need it, in the order wanted. ``outgoing``: copies each store sends now, of any pack.
+    ``whole``: stores that have all of it. ``filling``: stores that are receiving it, oldest first. ``targets``:
+    stores that need it, in the order wanted. ``outgoing``: copies each store sends now, of any pack.
 
     Sources of a target only ever are whole, or began before it: whatever repair does, copies cannot run in a circle.
     """
@@ -67,7 +67,9 @@ def plan(
 
 
 def _ranked(whole: Sequence[str], began: Sequence[str], load: Mapping[str, int]) -> list[str]:
-    """The first source feeds fewest; at a tie a complete holder, then the end of the chain. Alternates: complete ones first."""
+    """The first source feeds fewest; at a tie a complete holder, then the end of the chain. Alternates: complete ones
+    first.
+    """
     candidates = [*whole, *reversed(began)]
     if not candidates:
         return []

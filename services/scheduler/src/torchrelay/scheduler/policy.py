@@ -1,4 +1,5 @@
-"""The whole of the scheduler's deciding: inputs in, effects out; no I/O, no clock, the same in the service and a simulation.
+"""The whole of the scheduler's deciding: inputs in, effects out; no I/O, no clock, the same in the service and a
+simulation.
 
 Every method takes one thing that happened and the time, and returns what is to be done about it. It is called from one
 thread, one call at a time.
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torchrelay.scheduler import admitting, growing
-from torchrelay.scheduler.core import Admission, AttemptKey, Model, Phase, Placement, Store, Worker
+from torchrelay.scheduler.core import Admission, AttemptKey, Instance, Model, Phase, Placement, Store, Worker
 from torchrelay.scheduler.effects import Effects, RefusalReason
 from torchrelay.scheduler.fleet import Change, Turn
 from torchrelay.scheduler.rules import Rules
@@ -73,7 +74,7 @@ class Policy:
         changes = state.fleet.observe(accepted, now)
         for change in changes:
             self._turned(change, now)
-        if changes or is_new or was_suspect or accepted.slot.phase is Phase.FREE:
+        if changes or is_new or was_suspect:
             self._react(now)
         return state.take_effects()
 
@@ -142,6 +143,7 @@ class Policy:
         if instance is not None:
             state.fleet.put(replace(instance, pending_roles=None))
             state.happened(now, "set_roles_failed", instance, cause)
+            self._count_failure(instance, cause, now)
         return state.take_effects()
 
     def unload_failed(self, instance_id: str, cause: str, now: float) -> Effects:
@@ -152,10 +154,13 @@ class Policy:
 
     # Time
 
-    def tick(self, now: float) -> Effects:
-        """What is due by time alone: silence, idle timeouts, grace times, second tries."""
+    def tick(self, now: float, heard_since: float = 0.0) -> Effects:
+        """What is due by time alone: silence, idle timeouts, grace times, second tries.
+
+        ``heard_since``: load reports could not be heard before this time; nobody is lost for silence before it.
+        """
         state = self.state
-        lost = state.view.expire(now, state.rules.stale_s)
+        lost = state.view.expire(now, state.rules.stale_s, heard_since)
         for worker in lost.workers:
             self._lose_worker(worker.worker_id, f"silent for {state.rules.stale_s:g} s", now)
         for store in lost.stores:
@@ -204,17 +209,17 @@ class Policy:
                 state.happened(now, "lost", instance, change.cause, "instance.lost", fields)
             case Turn.FAILED:
                 state.happened(now, "load_failed", instance, change.cause, "instance.failed", fields)
-                self._load_failed(change, now)
+                self._count_failure(instance, change.cause, now)
 
-    def _load_failed(self, change: Change, now: float) -> None:
+    def _count_failure(self, instance: Instance, cause: str, now: float) -> None:
         """Notes the try; after the last one those who wait are told, unless other instances serve them."""
-        state, instance = self.state, change.instance
-        if not state.failures.add(instance.version_id, instance.worker_id, change.cause, now):
+        state = self.state
+        if not state.failures.add(instance.version_id, instance.worker_id, cause, now):
             return
         others = [other for other in state.fleet.of_version(instance.version_id) if other.placeable]
         if covers(others):
             return
-        message = f"{instance.model} could not be loaded: {change.cause}"
+        message = f"{instance.model} could not be loaded: {cause}"
         for admission in state.queues.waiting(instance.version_id):
             retry_s = state.rules.load_backoff_max_s
             admitting.refuse(state, admission, RefusalReason.LOAD_FAILED, message, now, retry_s)

@@ -104,7 +104,7 @@ def _idle(situation: Situation, decided: Sequence[Action], rules: Rules) -> list
         if version_id in waited_for:
             continue
         timeout_s = situation.idle_timeouts_s.get(version_id) or rules.idle_timeout_s
-        idle = [load for load in loads if not load.busy and situation.now - load.instance.last_active >= timeout_s]
+        idle = [load for load in loads if load.is_idle_since(situation.now - timeout_s)]
         reason = f"idle for {timeout_s:g} s"
         if len(idle) == len(loads):
             actions += [Drain(load.instance.instance_id, "idle", reason) for load in idle]

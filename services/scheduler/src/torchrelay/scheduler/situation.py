@@ -34,6 +34,10 @@ class Load:
     def busy(self) -> bool:
         return self.num_open > 0 or self.num_reported > 0
 
+    def is_idle_since(self, when: float) -> bool:
+        """Whether the worker has it and nobody has used it after ``when``."""
+        return self.instance.accepted and not self.busy and self.instance.last_active <= when
+
 
 @dataclass(frozen=True)
 class Situation:

@@ -70,10 +70,8 @@ def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tupl
     left = sorted(slots, key=lambda slot: slot.cost)
     chosen: list[Assignment] = []
     while num_prefill or num_decode:
-        if num_prefill and num_decode:
-            taken = _pair(left)
-        else:
-            taken = _one(left, Role.PREFILL if num_prefill else Role.DECODE)
+        missing = Role.PREFILL if num_prefill else Role.DECODE
+        taken = _pair(left) if num_prefill and num_decode else _one(left, missing)
         if not taken:
             break
         for slot, roles in taken:

@@ -1,7 +1,8 @@
 """The cluster as its workers and stores report it.
 
-Reports come on two roads: the broker (load, ten a second) and a Watch stream to each peer (at once, at every change). They
-may overtake each other, so while a worker's stream is open its slot is taken from the stream alone, where order is kept.
+Reports come on two roads: the broker (load, ten a second) and a Watch stream to each peer (at once, at every change).
+They may overtake each other, so while a worker's stream is open its slot is taken from the stream alone, where order
+is kept.
 """
 
 from __future__ import annotations
@@ -98,10 +99,16 @@ class View:
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]
 
-    def expire(self, now: float, stale_s: float) -> Lost:
-        """Removes and returns everyone not heard of for ``stale_s`` seconds. They may come back by reporting."""
-        workers = tuple(worker for worker in self.workers.values() if now - worker.seen_at > stale_s)
-        stores = tuple(store for store in self.stores.values() if now - store.seen_at > stale_s)
+    def expire(self, now: float, stale_s: float, heard_since: float = 0.0) -> Lost:
+        """Removes and returns everyone not heard of for ``stale_s`` seconds. They may come back by reporting.
+
+        ``heard_since``: reports could not be heard before (the broker was away); silence counts from then.
+        """
+        oldest = now - stale_s
+        if heard_since > oldest:
+            return Lost((), ())
+        workers = tuple(worker for worker in self.workers.values() if worker.seen_at < oldest)
+        stores = tuple(store for store in self.stores.values() if store.seen_at < oldest)
         for worker in workers:
             self.drop_worker(worker.worker_id, fenced_until=now)
         for store in stores:
@@ -114,7 +121,7 @@ class View:
 
     @property
     def largest_slot_bytes(self) -> int:
-        """Weights the largest known slot can hold: its host's arena, where a worker computes in place. 0: none known."""
+        """Weights the largest known slot can hold: its host's arena, where it computes in place. 0: none known."""
         hosts = {worker.host_id for worker in self.workers.values()}
         return max((store.arena_target_bytes for store in self.stores.values() if store.host_id in hosts), default=0)
 

@@ -2,9 +2,9 @@
 
     in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes"}
     out  {"stage", "done", "total"} ...   then one of
-         {"packed": {"pack_id", "num_bytes", "eos_token_ids"}}   the manifest lies beside the pack, suffix .manifest
+         {"packed": {"pack_id"}}                 the manifest lies beside the pack, suffix .manifest
          {"refused": {"file", "detail"}}
-         {"failed": reason}                                      the machine's fault: no space, say
+         {"failed": reason}                      the machine's fault: no space, say
 
 The exit status is 0 in all three cases.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 from torchrelay.param_store.packer.checkpoint import read_checkpoint, weight_files
 from torchrelay.param_store.packer.core import PackPlan, Refused
-from torchrelay.param_store.packer.documents import check_others, check_tokenizer, read_eos_token_ids, read_model_config
+from torchrelay.param_store.packer.documents import check_eos, check_others, check_tokenizer, read_model_config
 from torchrelay.param_store.packer.plan import plan_pack
 from torchrelay.param_store.packer.write import write_pack
 from torchrelay.transfer.manifest import Manifest, pack_id_of
@@ -35,7 +35,7 @@ def say(**line: Any) -> None:
 def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, Any]:
     """Validates ``folder`` and writes the pack and its manifest. Raises ``Refused``."""
     document, config = read_model_config(folder)
-    eos_token_ids = read_eos_token_ids(folder, document, config.vocab_size)
+    check_eos(folder, document, config.vocab_size)
     check_others(folder)
     check_tokenizer(folder, config.vocab_size)
     tensors = read_checkpoint(folder)
@@ -63,7 +63,7 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
         chunk_digests=digests,
     ).encode()
     pack_path.with_suffix(".manifest").write_bytes(encoded)
-    return {"pack_id": pack_id_of(encoded), "num_bytes": plan.num_bytes, "eos_token_ids": eos_token_ids}
+    return {"pack_id": pack_id_of(encoded)}
 
 
 def _refuse_too_large(plan: PackPlan, largest_slot_bytes: int) -> None:
@@ -81,7 +81,7 @@ def main() -> None:
     except Refused as refused:
         say(refused={"file": refused.file, "detail": refused.detail})
     except MemoryError:
-        say(refused={"file": "config.json", "detail": "the upload's documents need more memory than the packer may use"})
+        say(refused={"file": "", "detail": "the upload's documents need more memory than the packer may use"})
     except OSError as error:
         say(failed=str(error))
 

@@ -91,17 +91,22 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     return document, config
 
 
-def read_eos_token_ids(folder: Path, config: dict[str, Any], vocab_size: int) -> list[int]:
+def eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> list[Any]:
     """The tokens that end an answer: of generation_config.json when it names them, else of config.json."""
-    for file, document in ((GENERATION, _optional(folder, GENERATION)), (CONFIG, config)):
+    for document in (generation, config):
         found = document.get("eos_token_id")
-        if found is None:
-            continue
-        ids = found if isinstance(found, list) else [found]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < vocab_size for i in ids):
-            raise Refused(file, f"eos_token_id: {shown(found)} is not a token id below the vocab_size {vocab_size}")
-        return ids
+        if found is not None:
+            return found if isinstance(found, list) else [found]
     return []
+
+
+def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
+    """Every token that ends an answer must be one that the model can give."""
+    generation = _optional(folder, GENERATION)
+    for token in eos_token_ids(generation, config):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            file = CONFIG if generation.get("eos_token_id") is None else GENERATION
+            raise Refused(file, f"eos_token_id: {shown(token)} is not a token id below the vocab_size {vocab_size}")
 
 
 def _optional(folder: Path, file: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The header of one safetensors file, read without trusting it.
 
-The format: 8 bytes of header length (little endian), a JSON object {name: {dtype, shape, data_offsets}}, then the tensors'
-bytes, which must fill the rest of the file without a hole, an overlap or a byte too many
+The format: 8 bytes of header length (little endian), a JSON object {name: {dtype, shape, data_offsets}}, then the
+bytes of the tensors, which must fill the rest of the file without a hole, an overlap or a byte too many
 (https://github.com/huggingface/safetensors).
 """
 

@@ -1,0 +1,19 @@
+# The gateway image. Build from the repository's root: docker build -f deploy/images/gateway.Dockerfile -t torchrelay/gateway:0.1.0 .
+FROM python:3.11.10-slim-bookworm AS build
+WORKDIR /src
+COPY constraints.txt ./
+COPY proto ./proto
+COPY libs/common ./libs/common
+COPY services/gateway ./services/gateway
+RUN python -m venv /opt/torchrelay \
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling \
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto "./libs/common[text]" ./services/gateway
+
+FROM python:3.11.10-slim-bookworm
+RUN useradd --system --uid 10001 --create-home torchrelay
+COPY --from=build /opt/torchrelay /opt/torchrelay
+ENV PATH=/opt/torchrelay/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    TORCHRELAY_HOST=0.0.0.0
+USER torchrelay
+ENTRYPOINT ["torchrelay-gateway"]

@@ -1,0 +1,133 @@
+"""The TCP transport: plain blocking sockets, large buffers, no copy but the kernel's own."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+from torchrelay.transfer.transport import TICK_S, Connection, Listener
+
+SEND_TIMEOUT_S = 30.0  # a peer that takes no byte for so long is given up
+_BACKLOG = 128
+_CLOSED = (errno.EBADF, errno.EINVAL)
+
+
+class TcpConnection:
+    """See ``transport.Connection``."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Receives and sends have timeouts of their own, so the kernel keeps them, and none costs a poll before each
+        # call.
+        connected.setblocking(True)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(TICK_S))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(SEND_TIMEOUT_S))
+
+    def receive_into(self, view: memoryview) -> int:
+        try:
+            return self._socket.recv_into(view)
+        except BlockingIOError as error:
+            raise TimeoutError("nothing received") from error
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        pending = [memoryview(part) for part in parts if len(part)]
+        while pending:
+            try:
+                num_sent = self._socket.sendmsg(pending)
+            except BlockingIOError as error:
+                raise TimeoutError(f"the peer has taken nothing for {SEND_TIMEOUT_S:g} s") from error
+            while pending and num_sent >= len(pending[0]):
+                num_sent -= len(pending.pop(0))
+            if num_sent:
+                pending[0] = pending[0][num_sent:]
+
+    def abort(self) -> None:
+        with suppress(OSError):  # the peer may have gone first
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.abort()
+        self._socket.close()
+
+
+class TcpListener:
+    """See ``transport.Listener``."""
+
+    def __init__(self, host: str, port: int) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self.address = join_address(*self._socket.getsockname()[:2])
+
+    def accept(self) -> Connection | None:
+        while True:
+            try:
+                connected, _ = self._socket.accept()
+            except ConnectionAbortedError:  # it came and went
+                continue
+            except OSError as error:
+                if error.errno in _CLOSED:
+                    return None
+                raise
+            return TcpConnection(connected)
+
+    def close(self) -> None:
+        with suppress(OSError):  # wakes a thread in accept; not every system calls this a connection
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class TcpTransport:
+    """See ``transport.Transport``."""
+
+    def listen(self, host: str, port: int) -> Listener:
+        return TcpListener(host, port)
+
+    def connect(self, address: str, timeout_s: float, stop: threading.Event | None = None) -> Connection:
+        host, port = split_address(address)
+        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        connecting = socket.socket(family, kind, protocol)
+        try:
+            connecting.setblocking(False)
+            if connecting.connect_ex(place) != 0:
+                _await_connected(connecting, address, time.monotonic() + timeout_s, stop)
+            return TcpConnection(connecting)
+        except BaseException:
+            connecting.close()
+            raise
+
+
+def _await_connected(connecting: socket.socket, address: str, deadline: float, stop: threading.Event | None) -> None:
+    poll = select.poll()
+    poll.register(connecting, select.POLLOUT)
+    while not poll.poll(TICK_S * 1000):
+        if stop is not None and stop.is_set():
+            raise InterruptedError(f"stopped while connecting to {address}")
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"no connection to {address}")
+    error = connecting.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, f"cannot connect to {address}: {os.strerror(error)}")
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """ "host:port" or "[host]:port". Raises ``ConnectionError`` for anything else: such a peer cannot be reached."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit():
+        raise ConnectionError(f"{address!r} is not an address of the form host:port")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))

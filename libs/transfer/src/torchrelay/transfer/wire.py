@@ -1,0 +1,140 @@
+"""The frames that follower and holder exchange: a fixed header, then at most as many bytes as the receiver expects.
+
+follower                                     holder
+HELLO   ticket, receiver, challenge  ->
+                                     <-      CHALLENGE   the holder's proof, its own challenge
+PROOF   the receiver's proof         ->
+WANT    runs of chunks, in order     ->
+                                     <-      HEAD        the buffer's head
+                                     <-      CHUNK ...   each as soon as it is ready
+at any time                          <-      ALIVE       nothing ready, but not dead
+                                     <-      REFUSED     why; the last frame
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from torchrelay.common.errors import TorchrelayError, error_class
+from torchrelay.transfer.errors import ProtocolViolation
+from torchrelay.transfer.manifest import DIGEST_BYTES
+
+PROTOCOL_VERSION = 1
+MAX_HELLO_BYTES = 8 << 10
+MAX_REFUSAL_BYTES = 4 << 10
+MAX_HEAD_BYTES = 64 << 20
+MAX_WANT_BYTES = 1 << 20
+NO_DIGEST = bytes(DIGEST_BYTES)
+
+_HEADER = struct.Struct(">4sBxxxII32s")  # magic, kind, chunk index, payload bytes, BLAKE3 of a chunk
+_MAGIC = b"TRF1"
+_RUN = struct.Struct(">II")  # first chunk, number of chunks
+HEADER_BYTES = _HEADER.size
+
+
+class FrameKind(enum.IntEnum):
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WANT = 4
+    HEAD = 5
+    CHUNK = 6
+    ALIVE = 7
+    REFUSED = 8
+
+
+class FrameHeader(NamedTuple):
+    """What precedes every payload. ``index`` and ``digest`` mean something for chunks only."""
+
+    kind: FrameKind
+    index: int
+    num_bytes: int
+    digest: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame: who comes, with which right, and how often it wants to hear from a holder that waits."""
+
+    protocol_version: int
+    receiver_id: str
+    ticket: bytes  # a serialised Ticket
+    challenge: bytes
+    alive_every_ms: int
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True):
+    """The holder's last frame: the name and the sentence of an error."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: TorchrelayError) -> Refusal:
+        return cls(error.code, error.message[: MAX_REFUSAL_BYTES // 8])
+
+    def error(self) -> TorchrelayError:
+        return error_class(self.code)(self.message)
+
+
+def pack_header(kind: FrameKind, num_bytes: int, index: int = 0, digest: bytes = NO_DIGEST) -> bytes:
+    return _HEADER.pack(_MAGIC, kind, index, num_bytes, digest)
+
+
+def unpack_header(packed: bytes | bytearray | memoryview) -> FrameHeader:
+    """Raises ``ProtocolViolation`` for anything but a frame of this version."""
+    magic, kind, index, num_bytes, digest = _HEADER.unpack(packed)
+    if magic != _MAGIC or kind not in FrameKind._value2member_map_:
+        raise ProtocolViolation(f"{magic!r}, kind {kind}, is no frame of the data plane")
+    return FrameHeader(FrameKind(kind), index, num_bytes, digest)
+
+
+def pack_wanted(wanted: Sequence[int]) -> bytes:
+    """Chunk numbers in the order wanted, as runs of following numbers: one run for a whole pack."""
+    return b"".join(_RUN.pack(begin, count) for begin, count in _runs(wanted))
+
+
+def unpack_wanted(packed: bytes, num_chunks: int) -> list[int]:
+    """Raises ``ProtocolViolation`` when a chunk is beyond the buffer's end, or more are wanted than there are."""
+    if len(packed) % _RUN.size:
+        raise ProtocolViolation("the list of wanted chunks is cut off")
+    wanted: list[int] = []
+    for begin, count in _RUN.iter_unpack(packed):
+        if begin + count > num_chunks or len(wanted) + count > num_chunks:
+            raise ProtocolViolation(f"chunks [{begin}, {begin + count}) are wanted of a buffer of {num_chunks}")
+        wanted.extend(range(begin, begin + count))
+    return wanted
+
+
+def _runs(wanted: Iterable[int]) -> Iterable[tuple[int, int]]:
+    begin = end = -1
+    for index in wanted:
+        if index != end:
+            if end > begin:
+                yield begin, end - begin
+            begin = index
+        end = index + 1
+    if end > begin:
+        yield begin, end - begin
+
+
+def decode_hello(packed: bytes) -> Hello:
+    try:
+        return msgspec.msgpack.decode(packed, type=Hello)
+    except msgspec.DecodeError as error:
+        raise ProtocolViolation(f"the greeting cannot be read: {error}") from error
+
+
+def decode_refusal(packed: bytes) -> Refusal:
+    try:
+        return msgspec.msgpack.decode(packed, type=Refusal)
+    except msgspec.DecodeError as error:
+        raise ProtocolViolation(f"the refusal cannot be read: {error}") from error
+
+
+def encode(message: Hello | Refusal) -> bytes:
+    return msgspec.msgpack.encode(message)

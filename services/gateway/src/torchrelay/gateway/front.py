@@ -1,0 +1,67 @@
+"""The gateway's one ASGI application: the token path goes to its own handler, everything else to FastAPI.
+
+Bodies of everything else are bounded here, file uploads excepted: those are streamed on and never held.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, TypeAlias
+
+from torchrelay.gateway.openai_error import body
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+TOKEN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+class Front:
+    def __init__(self, tokens: App, rest: App, max_body_bytes: int) -> None:
+        self._tokens = tokens
+        self._rest = rest
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._rest(scope, receive, send)
+        elif scope["path"] in TOKEN_PATHS:
+            await self._tokens(scope, receive, send)
+        elif scope["method"] == "PUT" and scope["path"].startswith("/v1/uploads/"):
+            await self._rest(scope, receive, send)
+        elif _declared_bytes(scope) > self._max_body_bytes:
+            await _refuse(send, self._max_body_bytes)
+        else:
+            await self._rest(scope, self._bounded(receive), send)
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """A body without a declared length ends, for the application, where it grows too long."""
+        num_received = 0
+
+        async def bounded() -> Message:
+            nonlocal num_received
+            message = await receive()
+            num_received += len(message.get("body", b""))
+            if num_received > self._max_body_bytes:
+                return {"type": "http.request", "body": b"", "more_body": False}
+            return message
+
+        return bounded
+
+
+def _declared_bytes(scope: Scope) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value)
+    return 0
+
+
+async def _refuse(send: Send, max_body_bytes: int) -> None:
+    said = json.dumps(body(413, f"the body is larger than {max_body_bytes} bytes", code="invalid_request")).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(said)).encode())]
+    await send({"type": "http.response.start", "status": 413, "headers": [*headers, (b"connection", b"close")]})
+    await send({"type": "http.response.body", "body": said})

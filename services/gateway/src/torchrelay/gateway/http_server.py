@@ -1,0 +1,50 @@
+"""uvicorn inside a process that has its own life: it listens, serves, and drains when told to."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import uvicorn
+
+from torchrelay.gateway.front import App
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process (``run_service``), not to one of its servers."""
+        yield
+
+
+@asynccontextmanager
+async def http_server(app: App, host: str, port: int, drain_s: float) -> AsyncIterator[int]:
+    """Serves ``app`` inside the block, whose value is the port. Leaving it stops accepting, lets running responses end
+    for ``drain_s``, and cancels those that have not.
+    """
+    listening = socket.create_server((host, port), backlog=2048)
+    listening.setblocking(False)
+    config = uvicorn.Config(
+        app,
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=75,  # longer than clients keep a pooled connection, so that they close it and not we
+        timeout_graceful_shutdown=math.ceil(drain_s),
+    )
+    server = _Server(config)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(server.serve(sockets=[listening]), name="http")
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            server.should_exit = True

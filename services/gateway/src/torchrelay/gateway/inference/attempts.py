@@ -1,0 +1,176 @@
+"""One attempt at one request, from its admission to its release."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.gateway.inference.admission import Admissions, Key, Listener
+from torchrelay.gateway.inference.blocks import block_hashes
+from torchrelay.gateway.inference.core import Call
+from torchrelay.gateway.inference.generation import AttemptPlan
+from torchrelay.gateway.inference.workers import RunStream, WorkerStreams
+
+
+def now_unix_us() -> int:
+    return time.time_ns() // 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Roads:
+    """The ways out of the gateway that an attempt takes."""
+
+    admissions: Admissions
+    workers: WorkerStreams
+    gateway_id: str
+
+
+def model_version(call: Call) -> types_pb2.ModelVersion:
+    """What the scheduler must know about the version a call goes to."""
+    model, version, shape = call.model, call.model.version, call.model.version.shape
+    return types_pb2.ModelVersion(
+        version_id=version.version_id,
+        model=model.name,
+        tenant_id=model.tenant_id,
+        pack_id=version.pack_id,
+        pack_bytes=version.pack_bytes,
+        shape=types_pb2.ModelShape(
+            num_layers=shape.num_layers,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            kv_dtype_bytes=shape.kv_dtype_bytes,
+            max_context_tokens=shape.max_context_tokens,
+            vocab_size=shape.vocab_size,
+        ),
+        tokenizer_digest=version.file_digests.get("tokenizer.json", ""),
+        routing_block_tokens=version.routing_block_tokens,
+        scaling=types_pb2.ScalingSettings(idle_timeout_s=model.idle_timeout_s, max_instances=model.max_instances),
+    )
+
+
+def admit_request(
+    call: Call, plan: AttemptPlan, lost_workers: Sequence[str], traceparent: str
+) -> scheduler_pb2.AdmitRequest:
+    """What the scheduler is asked; resumed attempts ask for the same prompt with tokens to force."""
+    block_tokens = call.model.version.routing_block_tokens
+    return scheduler_pb2.AdmitRequest(
+        key=types_pb2.AttemptKey(request_id=call.request_id, attempt=plan.attempt),
+        version=model_version(call),
+        num_prompt_tokens=len(call.prompt),
+        num_forced_tokens=plan.num_forced_tokens,
+        max_tokens=call.sampling.max_tokens,
+        num_choices=len(plan.forced),
+        block_hashes=block_hashes(call.principal.tenant_id, call.prompt, block_tokens),
+        deadline_class=scheduler_pb2.DEADLINE_CLASS_INTERACTIVE,
+        lost_workers=lost_workers,
+        traceparent=traceparent,
+    )
+
+
+@dataclass(slots=True)
+class Attempt:
+    """``admit`` -> ``place`` -> ``end``; an attempt that fails is ended too, and another one takes over."""
+
+    call: Call
+    plan: AttemptPlan
+    roads: Roads
+    traceparent: str
+    placement: scheduler_pb2.Placement | None = None
+    asked_unix_us: int = 0
+    placed_unix_us: int = 0
+    first_token_unix_us: int = 0
+    num_output_tokens: int = 0
+    measured: list[scheduler_pb2.Phase] = field(default_factory=list)
+    _streams: dict[str, RunStream] = field(default_factory=dict)
+
+    @property
+    def key(self) -> Key:
+        return self.call.request_id, self.plan.attempt
+
+    def admit(self, lost_workers: Sequence[str], listener: Listener) -> None:
+        self.asked_unix_us = now_unix_us()
+        self.roads.admissions.admit(admit_request(self.call, self.plan, lost_workers, self.traceparent), listener)
+
+    def place(self, placement: scheduler_pb2.Placement, listener: Listener) -> None:
+        """Starts the attempt at both its workers."""
+        self.placement, self.placed_unix_us = placement, now_unix_us()
+        for role, worker in (("decode", placement.decode), ("prefill", placement.prefill)):
+            stream = self.roads.workers.stream("decode" if role == "decode" else "prefill", worker)
+            self._streams[role] = stream
+            stream.start(self._start_for(role, worker.instance_id), listener)
+
+    def _start_for(self, role: str, instance_id: str) -> pb.AttemptStart:
+        assert self.placement is not None
+        start = pb.AttemptStart(
+            key=self.placement.key,
+            instance_id=instance_id,
+            tenant_id=self.call.principal.tenant_id,
+            num_prompt_tokens=len(self.call.prompt),
+            sampling=self.call.sampling,
+            choices=[pb.ChoiceStart(choice=c, forced_output=forced) for c, forced in self.plan.forced.items()],
+            traceparent=self.traceparent,
+        )
+        if role == "prefill":
+            decode = self.placement.decode
+            start.prompt.extend(self.call.prompt)
+            start.decode.worker_id = decode.worker_id
+            start.decode.grpc_address = decode.grpc_address
+            start.decode.instance_id = decode.instance_id
+            if self.placement.HasField("kv_ticket"):
+                start.kv_ticket.CopyFrom(self.placement.kv_ticket)
+        return start
+
+    def note(self, output: pb.ChoiceOutput, num_tokens: int) -> None:
+        """Keeps what an accepted output says about time."""
+        self.num_output_tokens += num_tokens
+        if not self.first_token_unix_us:
+            self.first_token_unix_us = now_unix_us()
+        for phase in output.phases:
+            where = self.placement.prefill.worker_id if self.placement else ""
+            self.measured.append(
+                scheduler_pb2.Phase(
+                    name=phase.name, begin_unix_us=phase.begin_unix_us, end_unix_us=phase.end_unix_us, where=where
+                )
+            )
+
+    def leave_prefill(self) -> None:
+        """The prefill worker has delivered all it owes: its loss is no loss any more."""
+        stream = self._streams.pop("prefill", None)
+        if stream is not None:
+            stream.forget(self.key)
+
+    def end(self, lost_workers: Sequence[str], *, is_running: bool) -> None:
+        """Leaves the workers (``is_running``: they must be told to stop) and releases the placement."""
+        for stream in self._streams.values():
+            if is_running:
+                stream.cancel(self.key)
+            else:
+                stream.forget(self.key)
+        self._streams.clear()
+        began = self.first_token_unix_us
+        self.roads.admissions.release(
+            scheduler_pb2.Release(
+                key=types_pb2.AttemptKey(request_id=self.call.request_id, attempt=self.plan.attempt),
+                lost_workers=lost_workers,
+                ttft_s=(began - self.asked_unix_us) / 1e6 if began else 0.0,
+                num_output_tokens=self.num_output_tokens,
+                phases=self.phases(),
+            )
+        )
+
+    def phases(self) -> list[scheduler_pb2.Phase]:
+        """Where the time until the first token went, as far as the gateway knows."""
+        where = self.roads.gateway_id
+        phases = []
+        if self.placed_unix_us:
+            phases.append(("queue", self.asked_unix_us, self.placed_unix_us))
+        if self.first_token_unix_us:
+            phases.append(("first_token", self.placed_unix_us, self.first_token_unix_us))
+        own = [
+            scheduler_pb2.Phase(name=name, begin_unix_us=begin, end_unix_us=end, where=where)
+            for name, begin, end in phases
+        ]
+        return own + self.measured

@@ -1,0 +1,84 @@
+"""Opened and settled rows of requests, each written by a task that outlives the request it is about."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.telemetry import get_logger
+from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Reservation
+from torchrelay.gateway.doors import LedgerDoor, LimitsDoor
+
+log = get_logger(__name__)
+T = TypeVar("T")
+RETRY_S = (0.05, 0.2, 0.5, 1.0)
+
+
+class Bookkeeping:
+    """Owns the writes; on exit it waits ``drain_s`` for them. What is unsettled then, the sweep settles."""
+
+    def __init__(self, ledger: LedgerDoor, limits: LimitsDoor, drain_s: float) -> None:
+        self._ledger = ledger
+        self._limits = limits
+        self._drain_s = drain_s
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._drain_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def open(self, opened: OpenedRequest) -> asyncio.Task[TorchrelayError | None]:
+        """Writes the opened row; the task's result is the error that kept it from being committed, or None."""
+        return self._own(self._open(opened))
+
+    def settle(
+        self,
+        opening: asyncio.Task[TorchrelayError | None],
+        reservation: Reservation,
+        request_id: str,
+        usages: Sequence[ChoiceUsage],
+    ) -> asyncio.Task[None]:
+        """Bills what was accepted, once the opened row is there, and ends the reservation."""
+        return self._own(self._settle(opening, reservation, request_id, usages))
+
+    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _open(self, opened: OpenedRequest) -> TorchrelayError | None:
+        try:
+            await self._ledger.open(opened)
+        except TorchrelayError as error:
+            return error
+        return None
+
+    async def _settle(
+        self,
+        opening: asyncio.Task[TorchrelayError | None],
+        reservation: Reservation,
+        request_id: str,
+        usages: Sequence[ChoiceUsage],
+    ) -> None:
+        cost_nano, num_failures = 0, 0
+        while await opening is None:
+            try:
+                cost_nano = await self._ledger.settle(request_id, usages)
+                break
+            except TorchrelayError as error:
+                log.warning("settlement_failed", request_id=request_id, why=error.message)
+            await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
+            num_failures += 1
+        await self._limits.release(reservation, cost_nano)

@@ -1,0 +1,104 @@
+"""The nouns of the token path. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.control.v1 import generation_pb2, scheduler_pb2
+from torchrelay.gateway.core import Cause, Principal, PublishedModel
+
+ChatMessage: TypeAlias = dict[str, str]  # "role", "content" and perhaps "name", as a chat template sees it
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a caller asked for, through whichever door. Exactly one of ``messages``, ``text`` and ``token_ids`` is set."""
+
+    model: str
+    messages: tuple[ChatMessage, ...] | None = None
+    text: str | None = None
+    token_ids: tuple[int, ...] | None = None
+    max_tokens: int | None = None
+    max_tokens_field: str = "max_tokens"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    seed: int | None = None
+    num_choices: int = 1
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    @property
+    def prompt_field(self) -> str:
+        """The field an error about the prompt is about."""
+        return "prompt" if self.messages is None else "messages"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A request ready to run: the same for all its attempts."""
+
+    request_id: str
+    principal: Principal
+    model: PublishedModel
+    prompt: tuple[int, ...]
+    sampling: generation_pb2.Sampling
+    num_choices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a response reports as used, over all choices."""
+
+    num_prompt_tokens: int
+    num_cached_prompt_tokens: int
+    num_output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """Newly accepted tokens of one choice, and how it ended if it did."""
+
+    choice: int
+    token_ids: tuple[int, ...]
+    finish: Cause | None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """The stream to a worker of an attempt broke."""
+
+    attempt: int
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdmissionFailed:
+    """The scheduler could not be asked."""
+
+    attempt: int
+    error: TorchrelayError
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The request shall end: its client left (``error`` is None), or the gateway cannot go on with it."""
+
+    error: TorchrelayError | None
+
+
+Happening: TypeAlias = (
+    generation_pb2.ChoiceOutput
+    | scheduler_pb2.Placement
+    | scheduler_pb2.Refusal
+    | scheduler_pb2.Waiting
+    | WorkerLost
+    | AdmissionFailed
+    | Stopped
+)
+
+
+class ClientLeft(Exception):
+    """Nobody waits for the answer any more."""

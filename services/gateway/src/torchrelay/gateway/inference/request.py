@@ -1,0 +1,242 @@
+"""The life of one request: admitted, placed, running, perhaps placed again, over.
+
+One task (the door's) calls ``next`` until ``is_finished`` and then, whatever happened, ``close``. All that other tasks
+have to say comes through the mailbox, so no state here is touched by two tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
+from torchrelay.common.telemetry import current_traceparent, get_logger
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.gateway.core import Cause, OpenedRequest, Reservation
+from torchrelay.gateway.inference.attempts import Attempt, Roads, now_unix_us
+from torchrelay.gateway.inference.bookkeeping import Bookkeeping
+from torchrelay.gateway.inference.core import (
+    AdmissionFailed,
+    Call,
+    ClientLeft,
+    Delivery,
+    Happening,
+    Stopped,
+    Usage,
+    WorkerLost,
+)
+from torchrelay.gateway.inference.generation import AttemptPlan, Generation
+from torchrelay.gateway.inference.mailbox import Mailbox
+
+log = get_logger(__name__)
+
+RETRIABLE = frozenset(
+    {
+        pb.RunError.CODE_WRONG_INSTANCE,
+        pb.RunError.CODE_DECODE_LOST,
+        pb.RunError.CODE_PREFILL_LOST,
+        pb.RunError.CODE_LOAD_FAILED,
+    }
+)
+FIRST_TICK_S = 0.3  # a client that waits longer gets its headers
+
+
+def retry_delay_s(num_attempts: int) -> float:
+    """How long the next attempt waits: none the first time, then so that a cluster in motion can settle."""
+    return 0.0 if num_attempts <= 2 else min(0.1 * 4 ** (num_attempts - 3), 2.0)
+
+
+def refusal_error(refusal: scheduler_pb2.Refusal) -> TorchrelayError:
+    """What the user is told when the scheduler says no."""
+    message = refusal.message or "the request was refused"
+    match refusal.reason:
+        case scheduler_pb2.Refusal.REASON_QUEUE_FULL:
+            return QueueFull(message, retry_after_s=refusal.retry_after_s or 1.0)
+        case scheduler_pb2.Refusal.REASON_NO_CAPACITY:
+            return Unavailable(message, field="model")
+        case _:
+            return Unavailable(message)
+
+
+def run_error(error: pb.RunError) -> TorchrelayError:
+    """What the user is told when a worker gives up for good."""
+    message = error.message or "the worker could not go on with the request"
+    if error.code == pb.RunError.CODE_INTERNAL:
+        return TorchrelayError(message)
+    return Unavailable(message)
+
+
+class RunningRequest:
+    """See the module. ``start`` sends it; ``close`` frees and settles whatever it holds, once, without waiting."""
+
+    def __init__(
+        self,
+        call: Call,
+        roads: Roads,
+        books: Bookkeeping,
+        reservation: Reservation,
+        *,
+        max_attempts: int,
+        keep_alive_s: float,
+    ) -> None:
+        self.call = call
+        self._roads = roads
+        self._books = books
+        self._reservation = reservation
+        self._max_attempts = max_attempts
+        self._generation = Generation(call.num_choices, call.sampling.max_tokens)
+        self._mailbox = Mailbox(FIRST_TICK_S, keep_alive_s)
+        self._attempts: dict[int, Attempt] = {}
+        self._lost_workers: list[str] = []
+        self._timers: list[asyncio.TimerHandle] = []
+        self._cause = Cause.ERROR
+        self._opening: asyncio.Task[TorchrelayError | None] | None = None
+        self._settling: asyncio.Task[None] | None = None
+        self._is_opened = False
+        self._traceparent = current_traceparent()
+
+    @property
+    def is_finished(self) -> bool:
+        return self._generation.is_finished
+
+    @property
+    def usage(self) -> Usage:
+        return self._generation.usage(len(self.call.prompt))
+
+    def start(self) -> None:
+        """Opens the ledger's row and asks for a placement, both at once."""
+        call = self.call
+        self._opening = self._books.open(
+            OpenedRequest(
+                request_id=call.request_id,
+                tenant_id=call.principal.tenant_id,
+                key_id=call.principal.key_id,
+                model=call.model.name,
+                version_id=call.model.version.version_id,
+                price_id=call.model.price_id,
+                num_prompt_tokens=len(call.prompt),
+                max_tokens=call.sampling.max_tokens,
+                num_choices=call.num_choices,
+                gateway_id=self._roads.gateway_id,
+                opened_unix_us=now_unix_us(),
+            )
+        )
+        self._admit(self._generation.first())
+
+    def stop(self, error: TorchrelayError | None = None) -> None:
+        """Makes ``next`` raise ``error``, or ``ClientLeft`` when there is none. May be called by any task of the loop."""
+        self._mailbox.put(Stopped(error))
+
+    async def next(self) -> list[Delivery]:
+        """The tokens accepted since the last call; empty after every keep-alive interval without any.
+
+        Raises ``TorchrelayError`` when the request failed, ``ClientLeft`` when its client did. The opened row is
+        committed before the first tokens are returned.
+        """
+        while True:
+            happenings = await self._mailbox.take()
+            deliveries: list[Delivery] = []
+            for happening in happenings:
+                self._handle(happening, deliveries)
+            if deliveries and not self._is_opened:
+                assert self._opening is not None
+                error = await asyncio.shield(self._opening)
+                if error is not None:
+                    raise error
+                self._is_opened = True
+            if deliveries or not happenings:
+                return deliveries
+
+    async def settled(self, timeout_s: float) -> None:
+        """Waits a little for the bill of a finished request, so that who asks for usage next finds it there."""
+        self.close()
+        if self._settling is not None:
+            await asyncio.wait({self._settling}, timeout=timeout_s)
+
+    def close(self) -> None:
+        """Stops and releases all that still runs, and settles what was accepted. Calling it again does nothing."""
+        if self._opening is None or self._settling is not None:
+            return
+        self._mailbox.close()
+        for timer in self._timers:
+            timer.cancel()
+        for attempt in self._attempts.values():
+            attempt.end(self._lost_workers, is_running=True)
+        self._attempts.clear()
+        usages = self._generation.settlement(self.call.request_id, len(self.call.prompt), self._cause)
+        self._settling = self._books.settle(self._opening, self._reservation, self.call.request_id, usages)
+
+    # -- what can happen ---------------------------------------------------------------------------------------------
+
+    def _handle(self, happening: Happening, deliveries: list[Delivery]) -> None:
+        if isinstance(happening, pb.ChoiceOutput):
+            self._output(happening, deliveries)
+        elif isinstance(happening, scheduler_pb2.Placement):
+            attempt = self._attempts.get(happening.key.attempt)
+            if attempt is not None and attempt.placement is None:
+                attempt.place(happening, self._mailbox.put)
+        elif isinstance(happening, scheduler_pb2.Refusal):
+            self._refused(happening)
+        elif isinstance(happening, WorkerLost):
+            error = Unavailable(f"worker {happening.worker_id} was lost")
+            self._retry(happening.attempt, error, happening.worker_id)
+        elif isinstance(happening, AdmissionFailed):
+            if happening.attempt in self._attempts:
+                raise happening.error
+        elif isinstance(happening, Stopped):
+            if happening.error is not None:
+                raise happening.error
+            self._cause = Cause.CANCELLED
+            raise ClientLeft
+
+    def _output(self, output: pb.ChoiceOutput, deliveries: list[Delivery]) -> None:
+        number = output.key.attempt
+        attempt = self._attempts.get(number)
+        if attempt is None or not self._generation.carries(number, output.choice):
+            return
+        if output.finish_reason == pb.FINISH_REASON_ERROR and output.error.code not in RETRIABLE:
+            raise run_error(output.error)
+        if output.finish_reason in (pb.FINISH_REASON_ERROR, pb.FINISH_REASON_CANCELLED):
+            self._retry(number, run_error(output.error), output.error.lost_worker)
+            return
+        delivery = self._generation.accept(output)
+        if delivery is None:
+            return
+        attempt.note(output, len(delivery.token_ids))
+        deliveries.append(delivery)
+        if delivery.finish is not None and self._generation.is_over(number):
+            del self._attempts[number]
+            attempt.end((), is_running=False)
+        elif output.first_position == len(attempt.plan.forced[output.choice]) and self._generation.has_prefilled(number):
+            attempt.leave_prefill()
+
+    def _refused(self, refusal: scheduler_pb2.Refusal) -> None:
+        attempt = self._attempts.get(refusal.key.attempt)
+        if attempt is None:
+            return
+        if attempt.placement is None:
+            raise refusal_error(refusal)
+        self._retry(refusal.key.attempt, refusal_error(refusal))  # the scheduler knows that its workers are gone
+
+    def _retry(self, number: int, error: TorchrelayError, lost_worker: str = "") -> None:
+        attempt = self._attempts.pop(number, None)
+        if attempt is None:
+            return
+        if lost_worker and lost_worker not in self._lost_workers:
+            self._lost_workers.append(lost_worker)
+        attempt.end(self._lost_workers, is_running=True)
+        for plan in self._generation.resume(number):
+            num_attempts = self._generation.num_attempts(plan.attempt)
+            if num_attempts > self._max_attempts:
+                raise error
+            log.info("request_resumed", request_id=self.call.request_id, attempt=plan.attempt, why=error.message)
+            delay_s = retry_delay_s(num_attempts)
+            if delay_s:
+                self._timers.append(asyncio.get_running_loop().call_later(delay_s, self._admit, plan))
+            else:
+                self._admit(plan)
+
+    def _admit(self, plan: AttemptPlan) -> None:
+        attempt = Attempt(self.call, plan, self._roads, self._traceparent)
+        self._attempts[plan.attempt] = attempt
+        attempt.admit(self._lost_workers, self._mailbox.put)

@@ -1,0 +1,67 @@
+"""/v1/models: OpenAI's list, with what is ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from torchrelay.gateway.catalogue import Scaling
+from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.rest.services import Caller, ServicesOf
+
+router = APIRouter(prefix="/v1/models")
+
+
+class ScalingBody(BaseModel):
+    """``None``: as it is; 0: the scheduler's default."""
+
+    model_config = ConfigDict(extra="forbid")
+    idle_timeout_s: float | None = Field(default=None, ge=0, le=30 * 86400)
+    max_instances: int | None = Field(default=None, ge=0, le=10_000)
+
+    def scaling(self) -> Scaling:
+        return Scaling(self.idle_timeout_s, self.max_instances)
+
+
+@router.get("")
+async def all_models(services: ServicesOf, caller: Caller) -> dict[str, Any]:
+    return {"object": "list", "data": [shown(model) for model in await services.catalogue.models(caller)]}
+
+
+@router.get("/{name:path}")
+async def one_model(services: ServicesOf, caller: Caller, name: str) -> dict[str, Any]:
+    return shown(await services.catalogue.resolve(caller, name))
+
+
+@router.patch("/{name:path}")
+async def change(services: ServicesOf, caller: Caller, name: str, wanted: ScalingBody) -> dict[str, Any]:
+    await services.catalogue.set_scaling(await services.catalogue.resolve(caller, name), wanted.scaling())
+    return shown(await services.catalogue.resolve(caller, name))
+
+
+@router.delete("/{name:path}")
+async def delete(services: ServicesOf, caller: Caller, name: str) -> dict[str, Any]:
+    model = await services.catalogue.resolve(caller, name)
+    await services.catalogue.delete(model)
+    await services.model_changed("deleted", model.name, None)
+    return {"id": model.name, "object": "model", "deleted": True}
+
+
+def shown(model: PublishedModel) -> dict[str, Any]:
+    """A model as OpenAI lists it, and as much of its version as its tenant may care for."""
+    version = model.version
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_unix_us // 1_000_000,
+        "owned_by": model.name.partition("/")[0],
+        "version": version.version_id,
+        "context_length": version.shape.max_context_tokens,
+        "architecture": version.architecture,
+        "dtype": version.dtype,
+        "size_bytes": version.pack_bytes,
+        "idle_timeout_s": model.idle_timeout_s,
+        "max_instances": model.max_instances,
+    }

@@ -1,0 +1,144 @@
+"""The param-store as the gateway sees it: the calls of an upload, with its errors as ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+
+from torchrelay.common.errors import NotFound
+from torchrelay.common.rpc import error_from_rpc, open_channel
+from torchrelay.control.v1 import param_store_pb2, types_pb2
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
+from torchrelay.gateway.core import Shape, Version
+from torchrelay.gateway.slices import Body, slices
+
+_QUICK_S = 10.0  # deadline of calls that only look something up
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredFile:
+    path: str
+    num_bytes: int
+    sha256: str  # hex
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One step of a commit; ``version`` comes with the last."""
+
+    stage: str
+    num_bytes_done: int
+    num_bytes_total: int
+    version: Version | None
+
+
+class StoreClient:
+    """All methods raise what the store raised, or ``Unavailable`` when it cannot be reached."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = open_channel(address)
+        self._stub = ParamStoreStub(self._channel)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def begin(
+        self, upload_id: str, tenant_id: str, files: Sequence[DeclaredFile], quota_bytes: int
+    ) -> list[param_store_pb2.FileState]:
+        declared = [
+            param_store_pb2.DeclaredFile(path=file.path, num_bytes=file.num_bytes, sha256=file.sha256) for file in files
+        ]
+        request = param_store_pb2.BeginUploadRequest(
+            upload_id=upload_id, tenant_id=tenant_id, files=declared, quota_bytes=quota_bytes
+        )
+        try:
+            return list((await self._stub.BeginUpload(request, timeout=_QUICK_S)).files)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+
+    async def describe(self, upload_id: str) -> list[param_store_pb2.FileState]:
+        request = param_store_pb2.DescribeUploadRequest(upload_id=upload_id)
+        try:
+            return list((await self._stub.DescribeUpload(request, timeout=_QUICK_S)).files)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+
+    async def put_file(self, upload_id: str, path: str, offset: int, body: Body) -> param_store_pb2.FileState:
+        """Streams ``body`` into the file. Flow control reaches back to the sender: memory is one slice."""
+
+        call = self._stub.PutFile()
+        opening = param_store_pb2.PutFileRequest.Open(upload_id=upload_id, path=path, offset=offset)
+        try:
+            with suppress(asyncio.InvalidStateError):  # the store has answered already: the call below says what
+                await call.write(param_store_pb2.PutFileRequest(open=opening))
+                async for data in slices(body):
+                    await call.write(param_store_pb2.PutFileRequest(data=data))
+                await call.done_writing()
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        finally:
+            call.cancel()
+
+    async def commit(self, upload_id: str, largest_slot_bytes: int) -> AsyncGenerator[Progress]:
+        """The steps of a commit as they happen; closing the iterator cancels it."""
+        request = param_store_pb2.CommitRequest(upload_id=upload_id, largest_slot_bytes=largest_slot_bytes)
+        call = self._stub.Commit(request)
+        try:
+            async for said in call:
+                version = version_of(said.version) if said.HasField("version") else None
+                yield Progress(said.stage, said.num_bytes_done, said.num_bytes_total, version)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        finally:
+            call.cancel()
+
+    async def abort(self, upload_id: str) -> None:
+        """Drops what was received; an upload the store does not know is no error."""
+        try:
+            await self._stub.AbortUpload(param_store_pb2.AbortUploadRequest(upload_id=upload_id), timeout=_QUICK_S)
+        except grpc.aio.AioRpcError as error:
+            mapped = error_from_rpc(error)
+            if not isinstance(mapped, NotFound):
+                raise mapped from error
+
+    async def delete_version(self, version_id: str) -> None:
+        """Frees a version's bytes; a version the store does not know is no error."""
+        try:
+            request = param_store_pb2.DeleteVersionRequest(version_id=version_id)
+            await self._stub.DeleteVersion(request, timeout=_QUICK_S)
+        except grpc.aio.AioRpcError as error:
+            mapped = error_from_rpc(error)
+            if not isinstance(mapped, NotFound):
+                raise mapped from error
+
+
+def version_of(said: param_store_pb2.VersionDescription) -> Version:
+    """The store's description as the catalogue keeps it."""
+    return Version(
+        version_id=said.version_id,
+        pack_id=said.pack_id,
+        pack_bytes=said.pack_bytes,
+        architecture=said.architecture,
+        dtype=said.dtype,
+        shape=_shape_of(said.shape),
+        routing_block_tokens=said.routing_block_tokens,
+        stored_bytes=said.stored_bytes,
+        eos_token_ids=tuple(said.eos_token_ids),
+        file_digests=dict(said.file_digests),
+    )
+
+
+def _shape_of(said: types_pb2.ModelShape) -> Shape:
+    return Shape(
+        num_layers=said.num_layers,
+        num_kv_heads=said.num_kv_heads,
+        head_dim=said.head_dim,
+        kv_dtype_bytes=said.kv_dtype_bytes,
+        max_context_tokens=said.max_context_tokens,
+        vocab_size=said.vocab_size,
+    )

@@ -1,0 +1,56 @@
+"""The settings of one param-store process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from pydantic import Field
+
+from torchrelay.common.ids import new_id
+from torchrelay.common.settings import ServiceSettings
+
+_SHARED_MEMORY = Path("/dev/shm")
+_DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
+
+
+class StoreSettings(ServiceSettings):
+    """One store per host. Every field is also a flag and an environment variable."""
+
+    store_id: str = Field(default_factory=lambda: new_id("sto"), description="Stable name of this store.")
+    host_id: str = Field("local", description="Name of this host; the workers of the same host carry the same.")
+    zone: str = Field("", description="Failure domain of this host; empty: none is known.")
+    port: int = Field(0, description="gRPC port; 0: any free one.")
+    data_port: int = Field(0, description="Port of the data plane; 0: any free one.")
+    node_key: str = Field(
+        pattern="^[0-9a-fA-F]{64}$", description="Hex key of 32 bytes: derive_node_key(cluster key, store_id)."
+    )
+    data_dir: Path = Field(Path("store-data"), description="Folder for uploads under way.")
+    remote_url: str = Field("file:store-remote", description="Where published packs lie: file:///a/folder.")
+    arena_path: Path | None = Field(
+        None, description="The arena's file, in shared memory; by default /dev/shm/torchrelay-STORE_ID."
+    )
+    arena_bytes: int = Field(0, ge=0, description="Size the arena may grow to; 0: half of what is free, at most 4 GiB.")
+    arena_step_bytes: int = Field(256 << 20, ge=1 << 20, description="Bytes faulted in at a time, in the background.")
+    keep_arena: bool = Field(False, description="Leave the arena's file behind at a clean end.")
+    recovery_grace_s: float = Field(
+        10.0, ge=0, description="After a crash: how long packs of the old arena are kept for their workers to return."
+    )
+    max_relays: int = Field(16, ge=1, description="Most packs filled at once; more are refused.")
+    remote_readers: int = Field(3, ge=1, le=16, description="Reads of the remote store under way at once, per pack.")
+    max_upload_bytes: int = Field(1 << 40, ge=1, description="Largest upload that is taken in.")
+    upload_expiry_s: float = Field(86400.0, gt=0, description="An upload untouched for so long is removed.")
+    packer_memory_bytes: int = Field(384 << 20, ge=64 << 20, description="Most memory that a packer process may use.")
+
+    @property
+    def arena_file(self) -> Path:
+        return self.arena_path or _SHARED_MEMORY / f"torchrelay-{self.store_id}"
+
+    def arena_capacity_bytes(self) -> int:
+        """``arena_bytes``, or what this machine can spare now."""
+        if self.arena_bytes:
+            return self.arena_bytes
+        memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        shared = shutil.disk_usage(self.arena_file.parent).free
+        return min(memory // 2, shared, _DEFAULT_ARENA_LIMIT_BYTES)

@@ -1,0 +1,142 @@
+"""Carries decisions out over gRPC and tells the desk how it went. Each command is a task of its own with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from torchrelay.common.errors import StaleEpoch, TorchrelayError, Unavailable
+from torchrelay.common.ids import new_id
+from torchrelay.common.rpc import error_from_rpc
+from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
+from torchrelay.scheduler import wire
+from torchrelay.scheduler.core import REMOTE
+from torchrelay.scheduler.desk import Desk
+from torchrelay.scheduler.effects import Command, Hop, LoadOrder, RolesCommand, UnloadCommand, WakeCommand
+from torchrelay.scheduler.peers import Peers
+
+if TYPE_CHECKING:
+    from torchrelay.control.v1.worker_pb2_grpc import WorkerAsyncStub  # exists in the stubs only
+
+_TIMEOUT_S = 5.0  # Relay, Load and SetRoles answer at once
+_TRIES = 2  # of a call that did not reach the peer
+_RETRY_S = 0.05
+
+
+class Actuator:
+    """``tasks`` owns the commands under way."""
+
+    def __init__(self, desk: Desk, peers: Peers, tasks: asyncio.TaskGroup) -> None:
+        self._desk = desk
+        self._peers = peers
+        self._tasks = tasks
+
+    def start(self, command: Command) -> None:
+        match command:
+            case WakeCommand():
+                self._tasks.create_task(self._wake(command), name=f"wake {command.model.name}")
+            case RolesCommand():
+                self._tasks.create_task(self._set_roles(command), name=f"set roles {command.instance_id}")
+            case UnloadCommand():
+                self._tasks.create_task(self._unload(command), name=f"unload {command.instance_id}")
+
+    async def _wake(self, command: WakeCommand) -> None:
+        """Relays in the order of the chain; each host's loads start as soon as its store has taken its relay."""
+        async with asyncio.TaskGroup() as loads:
+            for hop in command.hops:
+                try:
+                    await self._relay(command, hop)
+                except TorchrelayError as error:
+                    cause = f"the relay to {hop.store_id} could not be started: {error.message}"
+                    for order in hop.loads:
+                        self._desk.load_failed(order.instance_id, cause, relay_failed=hop.store_id)
+                    continue
+                for order in hop.loads:
+                    loads.create_task(self._load(command, order))
+
+    async def _relay(self, command: WakeCommand, hop: Hop) -> None:
+        stores = self._desk.policy.state.view.stores
+        store = stores.get(hop.store_id)
+        if store is None:
+            raise Unavailable("the store is gone")
+        holders = [stores.get(source) for source in hop.sources if source != REMOTE]
+        model, ticketing = command.model, self._desk.ticketing
+        sources = [ticketing.source(model.pack_id, holder, hop.store_id) for holder in holders if holder is not None]
+        sources.append(ticketing.source(model.pack_id, None, hop.store_id))
+        request = param_store_pb2.RelayRequest(
+            epoch=self._desk.epoch.value,
+            pack_id=model.pack_id,
+            pack_bytes=model.pack_bytes,
+            sources=sources,
+            relay_id=new_id("relay"),
+        )
+        stub = param_store_pb2_grpc.ParamStoreStub(self._peers.channel(store.grpc_address))
+        await self._call(lambda: stub.Relay(request, timeout=_TIMEOUT_S))
+
+    async def _load(self, command: WakeCommand, order: LoadOrder) -> None:
+        request = worker_pb2.LoadRequest(
+            epoch=self._desk.epoch.value,
+            instance_id=order.instance_id,
+            version=self._desk.version(command.model.version_id),
+            roles=wire.roles_to_wire(order.roles),
+            traceparent=command.traceparent,
+        )
+        try:
+            stub = self._worker(order.worker_id)
+            await self._call(lambda: stub.Load(request, timeout=_TIMEOUT_S))
+        except TorchrelayError as error:
+            cause = f"worker {order.worker_id} did not take the load: {error.message}"
+            self._desk.load_failed(order.instance_id, cause)
+            return
+        self._desk.load_accepted(order.instance_id)
+
+    async def _set_roles(self, command: RolesCommand) -> None:
+        request = worker_pb2.SetRolesRequest(
+            epoch=self._desk.epoch.value,
+            instance_id=command.instance_id,
+            roles=wire.roles_to_wire(command.roles),
+        )
+        try:
+            stub = self._worker(command.worker_id)
+            await self._call(lambda: stub.SetRoles(request, timeout=_TIMEOUT_S))
+        except TorchrelayError as error:
+            self._desk.roles_failed(command.instance_id, error.message)
+            return
+        self._desk.roles_set(command.instance_id)
+
+    async def _unload(self, command: UnloadCommand) -> None:
+        request = worker_pb2.UnloadRequest(
+            epoch=self._desk.epoch.value, instance_id=command.instance_id, drain_s=command.drain_s
+        )
+        try:
+            stub = self._worker(command.worker_id)
+            await self._call(lambda: stub.Unload(request, timeout=command.drain_s + _TIMEOUT_S))
+        except TorchrelayError as error:
+            self._desk.unload_failed(command.instance_id, error.message)
+
+    def _worker(self, worker_id: str) -> WorkerAsyncStub:
+        worker = self._desk.policy.state.view.workers.get(worker_id)
+        if worker is None:
+            raise Unavailable("the worker is gone")
+        return worker_pb2_grpc.WorkerStub(self._peers.channel(worker.grpc_address))
+
+    async def _call(self, call: Callable[[], Awaitable[object]]) -> None:
+        """One RPC, tried again when the peer was not reached. ``StaleEpoch`` ends the service after start-up."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                await call()
+                return
+            except grpc.aio.AioRpcError as error:
+                failure = error_from_rpc(error)
+                if isinstance(failure, StaleEpoch) and self._desk.epoch.refused(self._desk.clock.now()):
+                    self._tasks.create_task(_step_down(failure))
+                if error.code() != grpc.StatusCode.UNAVAILABLE or not tries_left:
+                    raise failure from error
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _step_down(error: StaleEpoch) -> None:
+    raise error

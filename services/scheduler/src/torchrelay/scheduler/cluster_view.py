@@ -1,0 +1,50 @@
+"""The cluster as the CLI and the gateways see it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.scheduler import wire
+from torchrelay.scheduler.core import Instance
+from torchrelay.scheduler.desk import Desk
+
+
+def cluster_view(desk: Desk) -> scheduler_pb2.ClusterView:
+    """Everything known now: reports as they came, instances and demand as the scheduler counts them."""
+    state = desk.policy.state
+    now = desk.clock.now()
+    waiting: Counter[str] = Counter()
+    running: Counter[str] = Counter()
+    for admission in state.queues:
+        waiting[state.models[admission.version_id].name] += 1
+    for attempt in state.books.attempts():
+        if model := state.models.get(attempt.admission.version_id):
+            running[model.name] += 1
+    return scheduler_pb2.ClusterView(
+        epoch=desk.epoch.value,
+        workers=[report for worker_id, report in desk.worker_reports.items() if worker_id in state.view.workers],
+        stores=[report for store_id, report in desk.store_reports.items() if store_id in state.view.stores],
+        instances=[_instance_view(desk, instance, now) for instance in state.fleet],
+        demand=[
+            scheduler_pb2.ModelDemand(model=name, num_waiting=waiting[name], num_running=running[name])
+            for name in sorted(waiting.keys() | running.keys())
+        ],
+        largest_slot_bytes=state.view.largest_slot_bytes,
+    )
+
+
+def _instance_view(desk: Desk, instance: Instance, now: float) -> scheduler_pb2.InstanceView:
+    num_open = desk.policy.state.books.num_open(instance.instance_id)
+    return scheduler_pb2.InstanceView(
+        instance_id=instance.instance_id,
+        model=instance.model,
+        version_id=instance.version_id,
+        pack_id=instance.pack_id,
+        worker_id=instance.worker_id,
+        roles=wire.roles_to_wire(instance.roles),
+        state=instance.phase.value,
+        in_state_s=now - instance.since,
+        num_running=num_open,
+        idle_s=0.0 if num_open else now - instance.last_active,
+    )

@@ -1,0 +1,132 @@
+"""What happened to a request and why: bounded rings of timelines and decisions, for ``Explain`` and ``torchrelay
+explain``.
+
+A timeline is put together when it is asked for: the queue and the plan from the scheduler's own times, the relay and
+the mapping from the reports of the instances that served the request cold, the rest from what its gateway sent with
+the release.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torchrelay.scheduler.core import AttemptKey, Copy, Instance, Measured, Slot
+from torchrelay.scheduler.effects import Happening, Opened
+
+_MAX_PHASES = 64  # per request
+_MAX_DECISIONS_PER_MODEL = 100
+_MAX_MODELS = 256
+_MAX_INSTANCES = 512
+
+
+def micros(at: float) -> int:
+    """Unix microseconds of a time of the scheduler's clock."""
+    return int(at * 1e6)
+
+
+@dataclass
+class _Timeline:
+    model: str = ""
+    phases: list[Measured] = field(default_factory=list)
+    cold_instances: list[str] = field(default_factory=list)
+
+    def add(self, phases: Iterable[Measured]) -> None:
+        self.phases += list(phases)[: max(_MAX_PHASES - len(self.phases), 0)]
+
+
+@dataclass
+class _InstanceTimes:
+    created_us: int
+    accepted_us: int = 0
+    worker_id: str = ""
+    pack_id: str = ""
+    relay: Measured | None = None
+    load_phases: tuple[Measured, ...] = ()
+
+    def phases(self) -> list[Measured]:
+        found = [Measured("plan", self.created_us, self.accepted_us, "scheduler")] if self.accepted_us else []
+        if self.relay is not None:
+            found.append(self.relay)
+        return [*found, *self.load_phases]
+
+
+class Explain:
+    """Keeps the last ``max_requests`` timelines and the last decisions of each model."""
+
+    def __init__(self, max_requests: int = 2048) -> None:
+        self._max_requests = max_requests
+        self._requests: OrderedDict[str, _Timeline] = OrderedDict()
+        self._decisions: OrderedDict[str, deque[Happening]] = OrderedDict()
+        self._instances: OrderedDict[str, _InstanceTimes] = OrderedDict()
+
+    def happened(self, happening: Happening) -> None:
+        ring = self._decisions.setdefault(happening.model, deque(maxlen=_MAX_DECISIONS_PER_MODEL))
+        ring.append(happening)
+        self._decisions.move_to_end(happening.model)
+        if len(self._decisions) > _MAX_MODELS:
+            self._decisions.popitem(last=False)
+
+    def opened(self, opened: Opened) -> None:
+        """A request was placed."""
+        timeline = self._timeline(opened.key)
+        timeline.model = opened.model
+        where = opened.placement
+        detail = f"attempt {opened.key.attempt}: prefill {where.prefill.worker_id}, decode {where.decode.worker_id}"
+        timeline.add([Measured("queue", micros(opened.admitted_at), micros(opened.placed_at), "scheduler", detail)])
+        if where.cold:
+            for instance_id in dict.fromkeys((where.prefill.instance_id, where.decode.instance_id)):
+                timeline.cold_instances.append(instance_id)
+
+    def released(self, key: AttemptKey, phases: Iterable[Measured]) -> None:
+        """A request ended; ``phases`` are what its gateway and workers measured."""
+        self._timeline(key).add(phases)
+
+    def _timeline(self, key: AttemptKey) -> _Timeline:
+        timeline = self._requests.setdefault(key.request_id, _Timeline())
+        self._requests.move_to_end(key.request_id)
+        if len(self._requests) > self._max_requests:
+            self._requests.popitem(last=False)
+        return timeline
+
+    def observe(self, instance: Instance, slot: Slot, store_id: str, copy: Copy | None) -> None:
+        """Notes how an instance came to its weights, from the reports of its worker and its host's store."""
+        times = self._instances.get(instance.instance_id)
+        if times is None:
+            times = _InstanceTimes(micros(instance.created_at), 0, instance.worker_id, instance.pack_id)
+            self._instances[instance.instance_id] = times
+            if len(self._instances) > _MAX_INSTANCES:
+                self._instances.popitem(last=False)
+        times.accepted_us = micros(instance.accepted_at)
+        if slot.instance_id == instance.instance_id and slot.load_phases:
+            times.load_phases = slot.load_phases
+        if copy is not None:
+            times.relay = _relay_phase(copy, store_id, times.created_us) or times.relay
+
+    def request(self, request_id: str) -> tuple[list[Measured], list[Happening]] | None:
+        """Phases in order of begin, and the decisions on its model since it came; None for an unknown request."""
+        timeline = self._requests.get(request_id)
+        if timeline is None:
+            return None
+        phases = list(timeline.phases)
+        for instance_id in dict.fromkeys(timeline.cold_instances):
+            if times := self._instances.get(instance_id):
+                phases += [phase for phase in times.phases() if phase not in phases]
+        phases.sort(key=lambda phase: (phase.begin_us, phase.end_us))
+        begin_us = min((phase.begin_us for phase in timeline.phases), default=0)
+        decisions = [one for one in self._decisions.get(timeline.model, ()) if micros(one.at) >= begin_us]
+        return phases, decisions
+
+    def model(self, name: str) -> list[Happening]:
+        """The model's last decisions, newest last."""
+        return list(self._decisions.get(name, ()))
+
+
+def _relay_phase(copy: Copy, store_id: str, created_us: int) -> Measured | None:
+    """The relay that filled a host for an instance; none when the copy was whole before the instance was decided."""
+    if not copy.relay_begin_us or (copy.relay_end_us and copy.relay_end_us < created_us):
+        return None
+    first_ms = max(copy.relay_first_us - copy.relay_begin_us, 0) / 1e3
+    detail = f"{copy.pack_bytes} bytes from {copy.source or 'unknown'}, first chunk after {first_ms:.1f} ms"
+    return Measured("relay", copy.relay_begin_us, copy.relay_end_us, store_id, detail)

@@ -1,0 +1,45 @@
+"""The scheduler's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+
+class Metrics:
+    """Instruments; ``waiting`` and ``dropped`` are read when metrics are collected."""
+
+    def __init__(self, waiting: Callable[[], int], dropped: Callable[[], int]) -> None:
+        meter = metrics.get_meter("torchrelay.scheduler")
+        self._wait = meter.create_histogram("torchrelay_scheduler_wait", "s", "From admission to placement.")
+        self._ttft_error = meter.create_histogram(
+            "torchrelay_scheduler_ttft_error", "s", "Measured time to first token less the predicted one."
+        )
+        self._answers = meter.create_counter(
+            "torchrelay_scheduler_answers", description="Answers to admissions, by kind."
+        )
+        meter.create_observable_gauge(
+            "torchrelay_scheduler_waiting", [_observed(waiting)], description="Requests waiting for a placement."
+        )
+        meter.create_observable_counter(
+            "torchrelay_scheduler_history_dropped", [_observed(dropped)], description="History events dropped."
+        )
+
+    def placed(self, wait_s: float, cold: bool) -> None:
+        self._wait.record(wait_s, {"cold": cold})
+
+    def answered(self, kind: str) -> None:
+        self._answers.add(1, {"kind": kind})
+
+    def ttft(self, measured_s: float, predicted_s: float) -> None:
+        """The error of the latency model, per warm request."""
+        self._ttft_error.record(measured_s - predicted_s)
+
+
+def _observed(read: Callable[[], int]) -> Callable[[CallbackOptions], Iterable[Observation]]:
+    def observe(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(read())]
+
+    return observe

@@ -1,0 +1,96 @@
+"""The RPCs of the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
+from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
+from torchrelay.scheduler import wire
+from torchrelay.scheduler.cluster_view import cluster_view
+from torchrelay.scheduler.desk import Desk
+from torchrelay.scheduler.sessions import Session
+
+_VIEW_EVERY_S = 0.1
+
+Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callbacks
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def Admit(
+        self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommand], context: Context
+    ) -> AsyncIterator[scheduler_pb2.AdmitEvent]:
+        """Reads commands beside sending events; when either ends, the stream does."""
+        session = self._desk.sessions.open()
+        reading = asyncio.create_task(self._read(request_iterator, session), name="admit-read")
+        # A stream that breaks may leave this generator suspended: leaving must not wait until it is collected.
+        context.add_done_callback(lambda _: self._leave(session, reading))
+        try:
+            async for event in session.events():
+                yield event
+        finally:
+            self._leave(session, reading)
+            await asyncio.wait((reading,))
+
+    async def _read(self, commands: AsyncIterator[scheduler_pb2.AdmitCommand], session: Session) -> None:
+        try:
+            async for command in commands:
+                self._obey(command, session)
+        except TorchrelayError as error:
+            session.close(error)
+        finally:
+            session.close()
+
+    def _obey(self, command: scheduler_pb2.AdmitCommand, session: Session) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "hello":
+            if session.gateway_id or not command.hello.gateway_id:
+                raise InvalidRequest("a stream says hello once, with the gateway's id", field="hello")
+            self._desk.sessions.arrived(session, command.hello.gateway_id)
+            self._desk.gateway_arrived(session.gateway_id)
+        elif not session.gateway_id:
+            raise InvalidRequest("the first message of a stream is its hello", field="command")
+        elif kind == "admit":
+            self._desk.admit(session.gateway_id, command.admit)
+        elif kind == "withdraw":
+            self._desk.withdraw(wire.key_of(command.withdraw.key))
+        elif kind == "release":
+            self._desk.release(command.release)
+
+    def _leave(self, session: Session, reading: asyncio.Task[None]) -> None:
+        reading.cancel()
+        session.close()
+        if self._desk.sessions.left(session):
+            self._desk.gateway_left(session.gateway_id)
+
+    async def Explain(self, request: scheduler_pb2.ExplainRequest, context: Context) -> scheduler_pb2.ExplainReply:
+        if not request.request_id:
+            decisions = self._desk.explain.model(request.model)
+            return scheduler_pb2.ExplainReply(decisions=[wire.decision_to_wire(one) for one in decisions])
+        found = self._desk.explain.request(request.request_id)
+        if found is None:
+            raise NotFound(f"No recent request has the id {request.request_id!r}.", field="request_id")
+        phases, decisions = found
+        return scheduler_pb2.ExplainReply(
+            phases=[wire.phase_to_wire(phase) for phase in phases],
+            decisions=[wire.decision_to_wire(one) for one in decisions],
+        )
+
+    async def WatchCluster(
+        self, request: scheduler_pb2.WatchClusterRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.ClusterView]:
+        changed = self._desk.watch()
+        context.add_done_callback(lambda _: self._desk.unwatch(changed))
+        try:
+            while True:
+                changed.clear()
+                yield cluster_view(self._desk)
+                await asyncio.sleep(_VIEW_EVERY_S)  # the bound on the rate
+                await changed.wait()
+        finally:
+            self._desk.unwatch(changed)

@@ -1,0 +1,51 @@
+"""Settings of the scheduler."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from torchrelay.common.settings import ServiceSettings
+from torchrelay.scheduler.rules import Rules
+
+
+class SchedulerSettings(ServiceSettings):
+    """Every field is a flag (``--port``), a variable (``TORCHRELAY_PORT``) and a line of the TOML file."""
+
+    port: int = Field(0, description="gRPC port; 0: any free one.")
+    cluster_key: str = Field(description="Hex key of at least 16 bytes that all tickets and node keys come from.")
+
+    idle_timeout_s: float = Field(
+        60.0, gt=0, description="A model unused this long goes back to zero; models may differ."
+    )
+    max_instances: int = Field(8, ge=1, description="Most instances of a model per role; models may differ.")
+    queue_limit: int = Field(1024, ge=1, description="Requests waiting per model; more are refused with Retry-After.")
+    queue_limit_total: int = Field(8192, ge=1, description="Requests waiting in all.")
+    requests_per_instance: int = Field(16, ge=1, description="As many waiting requests justify one more instance.")
+    max_open_per_instance: int = Field(64, ge=1, description="Most requests on one decode instance at once.")
+    queue_target_s: float = Field(2.0, gt=0, description="Longer queues justify more instances.")
+    drain_s: float = Field(30.0, ge=0, description="Running requests of a drained instance may take this long to end.")
+    load_tries: int = Field(3, ge=1, description="Failed loads before the requests that wait are told.")
+    gateway_grace_s: float = Field(10.0, ge=0, description="A gateway whose stream broke may take this long to return.")
+
+    @field_validator("cluster_key")
+    @classmethod
+    def _is_key(cls, value: str) -> str:
+        if len(bytes.fromhex(value)) < 16:
+            raise ValueError("needs at least 16 bytes in hex")
+        return value
+
+    @property
+    def rules(self) -> Rules:
+        """The numbers that decisions follow."""
+        return Rules(
+            idle_timeout_s=self.idle_timeout_s,
+            max_instances=self.max_instances,
+            queue_limit=self.queue_limit,
+            queue_limit_total=self.queue_limit_total,
+            requests_per_instance=self.requests_per_instance,
+            max_open_per_instance=self.max_open_per_instance,
+            queue_target_s=self.queue_target_s,
+            drain_s=self.drain_s,
+            load_tries=self.load_tries,
+            gateway_grace_s=self.gateway_grace_s,
+        )

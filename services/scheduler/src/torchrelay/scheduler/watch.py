@@ -1,0 +1,136 @@
+"""Who is there: discovered from load reports on the broker, then watched by a stream to each.
+
+A stream brings every change of a slot or a copy at once. When it breaks, the peer's port tells whether the process is
+gone; if it is, the peer is lost that moment, else it is lost after three seconds without a report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from torchrelay.common.events import Subjects
+from torchrelay.common.telemetry import get_logger
+from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
+from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
+from torchrelay.scheduler.desk import Desk
+from torchrelay.scheduler.peers import Peers, is_refused
+
+log = get_logger(__name__)
+
+_RETRY_S = 0.1
+
+Report = TypeVar("Report", WorkerReport, StoreReport)
+
+
+@dataclass(frozen=True)
+class _Following:
+    incarnation: str
+    task: asyncio.Task[None]
+
+
+class Watcher:
+    """Owns one following task per peer; ``tasks`` sees to their end."""
+
+    def __init__(self, desk: Desk, peers: Peers, nats: Client, subjects: Subjects, tasks: asyncio.TaskGroup) -> None:
+        self._desk = desk
+        self._peers = peers
+        self._nats = nats
+        self._subjects = subjects
+        self._tasks = tasks
+        self._following: dict[str, _Following] = {}  # by "worker <id>" or "store <id>"
+
+    async def start(self) -> None:
+        await self._nats.subscribe(self._subjects.worker_load(), cb=self._on_worker)
+        await self._nats.subscribe(self._subjects.store_load(), cb=self._on_store)
+
+    async def _on_worker(self, message: Msg) -> None:
+        report = _parsed(WorkerReport, message)
+        if report is None:
+            return
+        self._report(self._desk.worker_reported, report, False)
+        if report.worker_id in self._desk.policy.state.view.workers:
+            self._follow(f"worker {report.worker_id}", report.incarnation, lambda: self._follow_worker(report))
+
+    async def _on_store(self, message: Msg) -> None:
+        report = _parsed(StoreReport, message)
+        if report is None:
+            return
+        self._report(self._desk.store_reported, report)
+        if report.store_id in self._desk.policy.state.view.stores:
+            self._follow(f"store {report.store_id}", report.incarnation, lambda: self._follow_store(report))
+
+    def _report(self, take: Callable[..., None], *args: object) -> None:
+        # The broker's client only logs what a callback raises: an error here must end the service.
+        try:
+            take(*args)
+        except Exception as error:
+            self._tasks.create_task(_fail(error))
+
+    def _follow(self, name: str, incarnation: str, follow: Callable[[], Awaitable[None]]) -> None:
+        present = self._following.get(name)
+        if present is not None and present.incarnation == incarnation and not present.task.done():
+            return
+        if present is not None:
+            present.task.cancel()
+
+        async def run() -> None:
+            await follow()
+
+        self._following[name] = _Following(incarnation, self._tasks.create_task(run(), name=f"watch {name}"))
+
+    async def _follow_worker(self, first: WorkerReport) -> None:
+        view, worker_id = self._desk.policy.state.view, first.worker_id
+        stub = worker_pb2_grpc.WorkerStub(self._peers.channel(first.grpc_address))
+        while worker_id in view.workers:
+            async for report in _until_broken(stub.WatchSlot(worker_pb2.WatchSlotRequest()), worker_id):
+                if report.worker_id != worker_id or report.incarnation != first.incarnation:
+                    break  # the port belongs to somebody else by now
+                self._desk.worker_reported(report, streamed=True)
+            self._desk.worker_stream_closed(worker_id)
+            if await is_refused(first.grpc_address):
+                self._desk.worker_gone(worker_id)
+                await self._peers.forget(first.grpc_address)
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    async def _follow_store(self, first: StoreReport) -> None:
+        view, store_id = self._desk.policy.state.view, first.store_id
+        stub = param_store_pb2_grpc.ParamStoreStub(self._peers.channel(first.grpc_address))
+        while store_id in view.stores:
+            async for report in _until_broken(stub.WatchCopies(param_store_pb2.WatchCopiesRequest()), store_id):
+                if report.store_id != store_id or report.incarnation != first.incarnation:
+                    break
+                self._desk.store_reported(report)
+            if await is_refused(first.grpc_address):
+                self._desk.store_gone(store_id)
+                await self._peers.forget(first.grpc_address)
+                return
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _fail(error: Exception) -> None:
+    raise error
+
+
+async def _until_broken(stream: AsyncIterable[Report], peer: str) -> AsyncIterator[Report]:
+    try:
+        async for report in stream:
+            yield report
+    except grpc.aio.AioRpcError as error:
+        log.info("watch_broken", peer=peer, status=error.code().name, detail=error.details())
+
+
+def _parsed(kind: type[Report], message: Msg) -> Report | None:
+    try:
+        return kind.FromString(message.data)
+    except DecodeError as error:
+        log.warning("report_unreadable", subject=message.subject, error=str(error))
+        return None

@@ -1,0 +1,124 @@
+"""The whole platform as a person starts it: `torchrelay up` on a fresh home, for end-to-end tests and benches."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrelay.cli.client import Client
+from torchrelay.cli.cluster import watch
+from torchrelay.cli.home import Home
+from torchrelay.control.v1 import scheduler_pb2
+
+START_S = 90
+SCRIPTS = Path(sys.executable).parent
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """A running install: its home, its endpoints and its `up` process."""
+
+    home: Home
+    endpoints: dict[str, str]
+    process: subprocess.Popen[bytes]
+
+    @property
+    def http(self) -> str:
+        return self.endpoints["http"]
+
+    def admin(self) -> Client:
+        return Client(self.http, self.home.admin_key())
+
+    def tenant(self, name: str, **settings: Any) -> str:
+        """Makes a tenant and returns a key of it."""
+        with self.admin() as admin:
+            admin.call("POST", "/v1/tenants", json={"name": name, **settings})
+            key: str = admin.call("POST", "/v1/keys", json={"tenant": name, "name": "test"})["key"]
+            return key
+
+    def upload(self, key: str, folder: Path, name: str, **settings: Any) -> str:
+        """Publishes a model folder and returns the model's full name."""
+        with Client(self.http, key) as client:
+            model: str = client.upload(folder, name, settings, lambda *_: None)["id"]
+            return model
+
+    def pid(self, child: str) -> int:
+        """The process of one child, by its name in `up`: gateway, scheduler, param-store, prefill-0, decode-0, ..."""
+        found: int = json.loads((self.home.run / f"{child}.json").read_text())["pid"]
+        return found
+
+    def kill(self, child: str) -> int:
+        """kill -9; `up` starts the child again. Returns the pid that was killed."""
+        pid = self.pid(child)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def await_restart(self, child: str, old_pid: int) -> None:
+        """Until the child serves again in a new process."""
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            try:
+                if self.pid(child) != old_pid:
+                    return
+            except (FileNotFoundError, json.JSONDecodeError):
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"{child} did not come back within {START_S} s; see {self.home.logs / child}.log")
+
+    def views(self) -> Iterator[scheduler_pb2.ClusterView]:
+        """The scheduler's view, at once and after every change."""
+        return watch(self.endpoints["scheduler"])
+
+    def await_zero(self, timeout_s: float = 60) -> scheduler_pb2.ClusterView:
+        """Until no worker holds a model."""
+        deadline = time.monotonic() + timeout_s
+        for view in self.views():
+            if not view.instances:
+                return view
+            assert time.monotonic() < deadline, f"instances are still there: {view.instances}"
+        raise AssertionError("the scheduler ended its view")
+
+    def spans(self) -> list[dict[str, Any]]:
+        """The finished spans of all services so far."""
+        return [json.loads(line) for line in self.home.traces.read_text().splitlines()]
+
+
+@contextmanager
+def running_platform(
+    folder: Path, options: Sequence[str] = (), env: dict[str, str] | None = None
+) -> Iterator[Platform]:
+    """Starts `torchrelay up` on ``folder`` with the given flags; stops it with SIGINT, and checks that it ends well."""
+    home = Home(folder)
+    command = [str(SCRIPTS / "torchrelay"), "up", "--home", str(folder), *options]
+    log = folder / "up.log"
+    folder.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ, **(env or {})})
+    try:
+        _await_up(home, process, log)
+        yield Platform(home, home.endpoints(), process)
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            status = process.wait(60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert status == 0, f"torchrelay up ended with {status}:\n{log.read_text()[-3000:]}"
+
+
+def _await_up(home: Home, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while not home.endpoints_file.exists():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise AssertionError(f"torchrelay up did not come up:\n{log.read_text()[-3000:]}")
+        time.sleep(0.05)

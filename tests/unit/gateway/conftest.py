@@ -1,0 +1,125 @@
+"""A database for each test, SQLite and (where it is installed) PostgreSQL, and the gateway's parts upon it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import asyncpg
+import pytest
+
+from tests.unit.gateway.postgres import is_installed, postgres_server
+from torchrelay.gateway.catalogue import Catalogue
+from torchrelay.gateway.core import OpenedRequest
+from torchrelay.gateway.freshness import TableVersions
+from torchrelay.gateway.keys import Keys
+from torchrelay.gateway.ledger import Ledger
+from torchrelay.gateway.prices import Prices
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.migrate import ensure_schema
+from torchrelay.gateway.tenants import Tenant, Tenants
+
+PEPPER = b"p" * 32
+DATABASES = ["sqlite", pytest.param("postgresql", marks=[] if is_installed() else pytest.mark.skip("not installed"))]
+
+
+@pytest.fixture(scope="session")
+def postgres_template() -> Iterator[str]:
+    """The URL of a server, whose database ``migrated`` has the schema and is copied for each test."""
+    with postgres_server() as url:
+
+        async def migrate() -> None:
+            connection = await asyncpg.connect(url)
+            await connection.execute("CREATE DATABASE migrated")
+            await connection.close()
+            await _migrate(url.replace("/postgres", "/migrated"))
+
+        asyncio.run(migrate())
+        yield url
+
+
+@pytest.fixture(scope="session")
+def sqlite_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated SQLite file, copied for each test."""
+    path = tmp_path_factory.mktemp("sql") / "template.db"
+    asyncio.run(_migrate(f"sqlite:///{path}"))
+    return path
+
+
+async def _migrate(url: str) -> None:
+    database = Database(url)
+    await ensure_schema(database, url)
+    await database.close()
+
+
+@pytest.fixture(params=DATABASES)
+async def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A fresh, migrated database of each kind."""
+    if request.param == "sqlite":
+        path = tmp_path / "ledger.db"
+        path.write_bytes(request.getfixturevalue("sqlite_template").read_bytes())
+        return f"sqlite:///{path}"
+    server: str = request.getfixturevalue("postgres_template")
+    name = f"test_{secrets.token_hex(6)}"
+    connection = await asyncpg.connect(server)
+    await connection.execute(f"CREATE DATABASE {name} TEMPLATE migrated")
+    await connection.close()
+    return server.replace("/postgres", f"/{name}")
+
+
+@pytest.fixture
+async def database(database_url: str) -> AsyncIterator[Database]:
+    opened = Database(database_url)
+    yield opened
+    await opened.close()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A gateway's money side on a fresh database, with one tenant."""
+
+    database: Database
+    freshness: TableVersions
+    keys: Keys
+    prices: Prices
+    catalogue: Catalogue
+    ledger: Ledger
+    tenants: Tenants
+    acme: Tenant
+
+    def request(self, request_id: str = "req-1", *, gateway_id: str = "gw-1", num_choices: int = 1) -> OpenedRequest:
+        """An opened request of ``acme`` at the default price: 10 prompt tokens, at most 100 of output."""
+        return OpenedRequest(
+            request_id=request_id,
+            tenant_id=self.acme.tenant_id,
+            key_id="key-1",
+            model="acme/glossary",
+            version_id="v1",
+            price_id="price-default",
+            num_prompt_tokens=10,
+            max_tokens=100,
+            num_choices=num_choices,
+            gateway_id=gateway_id,
+            opened_unix_us=1,
+        )
+
+
+@pytest.fixture
+async def parts(database: Database) -> AsyncIterator[Parts]:
+    freshness = TableVersions(database, confirm_s=0.5)
+    prices = Prices(database, freshness)
+    tenants = Tenants(database)
+    async with Ledger(database) as ledger:
+        yield Parts(
+            database=database,
+            freshness=freshness,
+            keys=Keys(database, freshness, PEPPER, admin_key="tra-test"),
+            prices=prices,
+            catalogue=Catalogue(database, freshness, prices),
+            ledger=ledger,
+            tenants=tenants,
+            acme=await tenants.create("acme"),
+        )

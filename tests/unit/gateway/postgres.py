@@ -1,0 +1,51 @@
+"""A real PostgreSQL for tests, where its programs are installed: its own folder, port and user, without fsync."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.brokers import free_port, running
+
+
+def _program(name: str) -> str | None:
+    folders = [str(folder) for folder in sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)]
+    return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+
+
+def is_installed() -> bool:
+    return _program("initdb") is not None and _program("postgres") is not None
+
+
+@contextmanager
+def postgres_server() -> Iterator[str]:
+    """The URL of a fresh server. As root it runs as ``nobody``: PostgreSQL refuses to run as root."""
+    initdb, postgres = _program("initdb"), _program("postgres")
+    assert initdb and postgres
+    prefix: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="relay-pg-", dir="/tmp") as folder:  # pytest's folders are closed to nobody
+        if os.geteuid() == 0:
+            nobody = pwd.getpwnam("nobody")
+            os.chown(folder, nobody.pw_uid, nobody.pw_gid)
+            prefix = ["setpriv", f"--reuid={nobody.pw_uid}", f"--regid={nobody.pw_gid}", "--clear-groups"]
+        data = f"{folder}/data"
+        made = subprocess.run(
+            [*prefix, initdb, "-D", data, "-A", "trust", "-N", "-U", "torchrelay"],
+            capture_output=True,
+            cwd=folder,
+            timeout=60,
+            check=False,
+        )
+        if made.returncode != 0:
+            raise RuntimeError(f"initdb failed:\n{made.stderr.decode()}")
+        port = free_port()
+        command = [*prefix, postgres, "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", folder]
+        quick = ["-c", "fsync=off", "-c", "shared_buffers=16MB", "-c", "max_connections=60"]
+        with running([*command, *quick], Path(folder) / "postgres.log", port):
+            yield f"postgresql://torchrelay@127.0.0.1:{port}/postgres"

@@ -1,0 +1,70 @@
+"""Usage registers reach JetStream at the first token, every second and at the end."""
+
+from __future__ import annotations
+
+import asyncio
+
+from torchrelay.common.events import Subjects, connect, ensure_streams
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import types_pb2
+from torchrelay.engine.core import Finish, NewToken
+from torchrelay.worker.attempts import Attempt
+from torchrelay.worker.outbox import Outbox
+from torchrelay.worker.usage import UsagePublisher
+
+
+def attempt() -> Attempt:
+    start = pb.AttemptStart(
+        key=types_pb2.AttemptKey(request_id="req-7", attempt=1),
+        num_prompt_tokens=12,
+        choices=[pb.ChoiceStart(choice=0)],
+    )
+    return Attempt(start, Outbox("gw-1"), {})
+
+
+async def test_registers_are_published_first_periodically_and_last(nats_url: str) -> None:
+    client = await connect(nats_url, "test")
+    subjects = Subjects("usage-test")
+    await ensure_streams(client.jetstream(), subjects)
+    publisher = UsagePublisher(client, subjects)
+    running = asyncio.ensure_future(publisher.run())
+    subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
+
+    async def received() -> pb.UsageRegister:
+        message = await subscription.next_msg(timeout=5)
+        return pb.UsageRegister.FromString(message.data)
+
+    try:
+        one = attempt()
+        publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+        first = await received()
+        publisher.advance(one, one.output(NewToken("req-7/1", 0, 1, 5), None))
+        publisher.advance(one, one.output(NewToken("req-7/1", 0, 2, 5), None))
+        middle = await received()
+        publisher.advance(one, one.output(NewToken("req-7/1", 0, 3, 5, Finish.LENGTH), Finish.LENGTH))
+        last = await received()
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await client.close()
+    assert [first.output_position, middle.output_position, last.output_position] == [1, 3, 4]
+    assert (first.num_prompt_tokens, first.gateway_id, first.attempt) == (12, "gw-1", 1)
+    assert last.cause == pb.FINISH_REASON_LENGTH
+
+
+async def test_a_dropped_attempt_publishes_where_it_stands(nats_url: str) -> None:
+    client = await connect(nats_url, "test")
+    subjects = Subjects("usage-drop")
+    await ensure_streams(client.jetstream(), subjects)
+    publisher = UsagePublisher(client, subjects)
+    one = attempt()
+    publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+    publisher.advance(one, one.output(NewToken("req-7/1", 0, 1, 5), None))
+    publisher.forget(one, pb.FINISH_REASON_CANCELLED)
+    await publisher.flush()
+    await client.flush()
+    subscription = await client.jetstream().pull_subscribe(subjects.usage("gw-1"), "reader")
+    registers = [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(2, timeout=5)]
+    await client.close()
+    assert [register.output_position for register in registers] == [1, 2]
+    assert registers[-1].cause == pb.FINISH_REASON_CANCELLED
