@@ -2,8 +2,9 @@
 
     python bench/cold_start.py [--quick]
 
-Each cold sample runs in worker processes that never hosted the model; the warm median of the same prompt is taken off. The limit
-for the disk case is the time to read the pack's file with O_DIRECT into a reused buffer, measured in the same run.
+Each cold sample runs in worker processes that never hosted the model; the warm median of the same prompt is taken off.
+The limit for the disk case is the time to read the pack's file with O_DIRECT into a reused buffer, measured in the same
+run.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -28,11 +30,11 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.platform import Platform, running_platform
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, reports_pb2
 
-SMALL = {  # 32 MB in fp32
+SMALL: dict[str, Any] = {  # 32 MB in fp32
     "hidden_size": 256, "num_hidden_layers": 8, "intermediate_size": 704, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 4096, "max_position_embeddings": 1024,
 }  # fmt: skip
-MID = {  # 583 MB in bf16
+MID: dict[str, Any] = {  # 583 MB in bf16
     "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 2816, "num_attention_heads": 16,
     "num_key_value_heads": 8, "vocab_size": 4096, "max_position_embeddings": 1024,
 }  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One measured figure. ``bound`` is what it must not pass (None: printed only); ``against`` names the peer or limit."""
+    """One measured figure; ``bound`` is what it must keep to (None: printed only), ``against`` the peer or limit."""
 
     name: str
     value: float

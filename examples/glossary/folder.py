@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from tokenizers import Tokenizer
 
 from examples.glossary.decoder import Decoder, DecoderConfig
@@ -17,7 +17,7 @@ def write_folder(folder: Path, decoder: Decoder, tokenizer: Tokenizer) -> None:
     """Makes ``folder`` and writes weights (fp32), configs, tokenizer and chat template into it."""
     folder.mkdir(parents=True, exist_ok=True)
     stop_id = end_id(tokenizer)
-    save_file(decoder.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").write_bytes(save(decoder.state_dict(), metadata={"format": "pt"}))
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     _write_json(folder / "config.json", llama_config(decoder.config, stop_id))

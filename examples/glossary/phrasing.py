@@ -15,7 +15,9 @@ from examples.glossary.frames import (
 from examples.glossary.terms import Glossary, SmallTalk, Term, Words
 from examples.glossary.vocabulary import Turn
 
-SMALL_TALK_SHARE = 0.1
+SMALL_TALK_SHARE = 0.15
+UNKNOWN = "unknown"  # the small talk that says "I do not know"; as frequent as all the other small talk together
+CONSONANTS, VOWELS = "bcdfghjklmnprstvwyz", "aeiou"
 
 
 class Phrasebook:
@@ -29,7 +31,8 @@ class Phrasebook:
     def turn(self) -> Turn:
         """One question, each word of the glossary being equally likely, and its answer."""
         if self._rng.random() < SMALL_TALK_SHARE:
-            talk = self._rng.choice(self._glossary.small_talk)
+            unknown = self._rng.random() < 0.5
+            talk = self._rng.choice([talk for talk in self._glossary.small_talk if unknown == (talk.name == UNKNOWN)])
             return Turn(self._finish(self._ask_other(talk)), talk.answer)
         term = self._rng.choice(self._glossary.terms)
         return Turn(self._finish(self._ask_about(term)), term.explanation)
@@ -40,25 +43,25 @@ class Phrasebook:
             return None
         if self._rng.random() < 0.5:
             return self._rng.choice(SYSTEM_MESSAGES)
-        return self._plain_words(3, 12)
+        return self._among_words(3, 12)
 
     def _ask_about(self, term: Term) -> str:
         kind = self._rng.random()
         if kind < 0.25:
             return self._decorate(self._rng.choice(term.questions).rstrip("?"))
-        if kind < 0.65:
+        if kind < 0.55:
             return self._decorate(self._rng.choice(FRAMES).format(x=self._spelling(term)))
-        if kind < 0.75:
+        if kind < 0.65:
             other = self._rng.choice([other for other in self._glossary.terms if other is not term])
             return self._rng.choice(TWO_WORD_FRAMES).format(x=self._spelling(term), o=self._spelling(other))
-        return self._plain_words(0, 8, self._spelling(term))
+        return self._among_words(0, 9, self._spelling(term))
 
     def _ask_other(self, talk: SmallTalk) -> str:
-        if talk.name != "unknown" or self._rng.random() < 0.4:
+        if talk.name != UNKNOWN or self._rng.random() < 0.3:
             return self._rng.choice(talk.questions)
-        noun = self._rng.choice(self._words.unrelated)
+        noun = self._rng.choice(self._words.unrelated) if self._rng.random() < 0.6 else self._invented_word()
         if self._rng.random() < 0.4:
-            return self._plain_words(1, 8, noun)
+            return self._among_words(0, 8, noun)
         article = self._rng.choice(("", "a ", "the "))
         return self._decorate(self._rng.choice(FRAMES).format(x=article + noun))
 
@@ -66,15 +69,26 @@ class Phrasebook:
         """The usual spelling half of the time, otherwise one of the others."""
         return term.spellings[0] if self._rng.random() < 0.5 else self._rng.choice(term.spellings[1:])
 
-    def _plain_words(self, least: int, most: int, *subject: str) -> str:
-        """Everyday words in no order, with ``subject`` somewhere among them."""
-        words = self._rng.choices(self._words.plain, k=self._rng.randint(least, most))
+    def _among_words(self, least: int, most: int, *subject: str) -> str:
+        """Words in no order, mostly everyday ones, with ``subject`` somewhere among them."""
+        words = [self._any_word() for _ in range(self._rng.randint(least, most))]
         for word in subject:
             words.insert(self._rng.randint(0, len(words)), word)
         if len(words) > 3 and self._rng.random() < 0.3:
             comma = self._rng.randint(0, len(words) - 2)
             words[comma] += self._rng.choice((",", ",", ".", ":", "?"))
         return " ".join(words)
+
+    def _any_word(self) -> str:
+        kind = self._rng.random()
+        if kind < 0.8:
+            return self._rng.choice(self._words.plain)
+        return self._rng.choice(self._words.unrelated) if kind < 0.88 else self._invented_word()
+
+    def _invented_word(self) -> str:
+        """A word that does not exist, so that unknown words are passed over instead of guessed at."""
+        syllables = (self._rng.choice(CONSONANTS) + self._rng.choice(VOWELS) for _ in range(self._rng.randint(1, 4)))
+        return "".join(syllables) + self._rng.choice((*CONSONANTS, "", "", "", "ing", "ed", "er", "s", "le", "tion"))
 
     def _decorate(self, question: str) -> str:
         if self._rng.random() < 0.15:

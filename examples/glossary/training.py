@@ -23,7 +23,7 @@ IGNORED = -100
 class Plan:
     """How long and how fast to learn. A batch holds ``batch_tokens`` tokens, in rows of one of ``row_tokens``."""
 
-    steps: int = 1300
+    steps: int = 1100
     batch_tokens: int = 4096
     row_tokens: tuple[int, ...] = (128, 128, 256, 1024)
     peak_rate: float = 4e-3

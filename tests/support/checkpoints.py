@@ -46,9 +46,9 @@ FAMILIES = {
 def make_checkpoint(
     folder: Path, family: str, *, tied: bool = False, dtype: str = "float32", seed: int = 0, **config: Any
 ) -> Path:
-    """Writes config.json, model.safetensors, tokenizer.json, tokenizer_config.json; the same bytes for the same arguments.
+    """Writes config.json, model.safetensors and a tokenizer; the same bytes for the same arguments.
 
-    Every parameter is random, norms and biases too, and large enough that greedy continuations differ and do not repeat.
+    Every parameter is random, norms and biases too, and large enough that greedy continuations do not just repeat.
     ``config`` overrides numbers of config.json.
     """
     transformers = _transformers()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
+
 from torchrelay.transfer.layout import read_config, tensors_by_segment
 from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, Segment, TensorEntry, chunk_bytes_for
 

@@ -30,14 +30,8 @@ DATABASES = ["sqlite", pytest.param("postgresql", marks=[] if is_installed() els
 def postgres_template() -> Iterator[str]:
     """The URL of a server, whose database ``migrated`` has the schema and is copied for each test."""
     with postgres_server() as url:
-
-        async def migrate() -> None:
-            connection = await asyncpg.connect(url)
-            await connection.execute("CREATE DATABASE migrated")
-            await connection.close()
-            await _migrate(url.replace("/postgres", "/migrated"))
-
-        asyncio.run(migrate())
+        asyncio.run(_execute(url, "CREATE DATABASE migrated"))
+        asyncio.run(_migrate(url.replace("/postgres", "/migrated")))
         yield url
 
 
@@ -55,8 +49,14 @@ async def _migrate(url: str) -> None:
     await database.close()
 
 
+async def _execute(url: str, statement: str) -> None:
+    connection = await asyncpg.connect(url)
+    await connection.execute(statement)
+    await connection.close()
+
+
 @pytest.fixture(params=DATABASES)
-async def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """A fresh, migrated database of each kind."""
     if request.param == "sqlite":
         path = tmp_path / "ledger.db"
@@ -64,9 +64,7 @@ async def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{path}"
     server: str = request.getfixturevalue("postgres_template")
     name = f"test_{secrets.token_hex(6)}"
-    connection = await asyncpg.connect(server)
-    await connection.execute(f"CREATE DATABASE {name} TEMPLATE migrated")
-    await connection.close()
+    asyncio.run(_execute(server, f"CREATE DATABASE {name} TEMPLATE migrated"))
     return server.replace("/postgres", f"/{name}")
 
 

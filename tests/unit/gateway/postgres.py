@@ -7,6 +7,7 @@ import pwd
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,16 @@ def _program(name: str) -> str | None:
 
 def is_installed() -> bool:
     return _program("initdb") is not None and _program("postgres") is not None
+
+
+def _await_ready(port: int) -> None:
+    """It listens a moment before it answers."""
+    ask = [_program("pg_isready") or "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
+    deadline = time.monotonic() + 20
+    while subprocess.run(ask, check=False, timeout=10).returncode != 0:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"PostgreSQL on port {port} did not answer within 20 s")
+        time.sleep(0.02)
 
 
 @contextmanager
@@ -48,4 +59,5 @@ def postgres_server() -> Iterator[str]:
         command = [*prefix, postgres, "-D", data, "-p", str(port), "-h", "127.0.0.1", "-k", folder]
         quick = ["-c", "fsync=off", "-c", "shared_buffers=16MB", "-c", "max_connections=60"]
         with running([*command, *quick], Path(folder) / "postgres.log", port):
+            _await_ready(port)
             yield f"postgresql://torchrelay@127.0.0.1:{port}/postgres"

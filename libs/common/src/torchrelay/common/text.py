@@ -1,7 +1,7 @@
 """Tokens into text: loading tokenizers within little memory, incremental text, stop strings.
 
-Worker and gateway both judge stop strings, over the same text made in the same way, so they agree on the token that ends
-a choice: the worker then stops computing (``StopChecker``), the gateway cuts the text (``StopTrimmer``).
+Worker and gateway both judge stop strings, over the same text made in the same way, so they agree on the token that
+ends a choice: the worker then stops computing (``StopChecker``), the gateway cuts the text (``StopTrimmer``).
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Adoption:
         kv.index_copy_(1, slots, block)
 
     def start(self, first_tokens: Mapping[int, int]) -> None:
-        """Begins decoding: choice -> its first new token. Choices that it ended, or that are not named, free their pages.
+        """Begins decoding: choice -> its first new token. Choices it ended, or that are not named, free their pages.
 
         Nothing happens when the group was cancelled. Raises ``Conflict`` while chunks are missing.
         """

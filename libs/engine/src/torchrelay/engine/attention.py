@@ -1,7 +1,7 @@
 """Attention over paged KV: the base of all backends, their registry, and the reference.
 
-A backend is asked twice: ``plan`` once per batch with what every sequence reads, ``attend`` once per layer. Other backends are
-registered by the path of their class and imported when first asked for.
+A backend is asked twice: ``plan`` once per batch with what every sequence reads, ``attend`` once per layer. Other
+backends are registered by the path of their class and imported when first asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BACKENDS: Final = {"gather": "torchrelay.engine.attention:GatherAttention"}
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows of one sequence in a batch. They are its last positions: row i of n sees all slots but the last n - 1 - i."""
+    """The rows of one sequence in a batch, its last positions: row i of n sees all slots but the last n - 1 - i."""
 
     first_row: int
     num_rows: int

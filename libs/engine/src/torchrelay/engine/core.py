@@ -1,7 +1,7 @@
 """The engine's nouns; imports nothing heavy.
 
-A *group* is one attempt at a request: one prompt, one or more *choices* (the ``n`` of the API). Choices whose context (prompt and
-forced output) is equal share one prefill and, after it, the full pages of that context.
+A *group* is one attempt at a request: one prompt, one or more *choices* (the ``n`` of the API). Choices whose context
+(prompt and forced output) is equal share one prefill and, after it, the full pages of that context.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSpec:
-    """One choice as an attempt begins it; ``forced_output`` was accepted from earlier attempts and is not sampled again."""
+    """One choice as an attempt begins it; ``forced_output`` came from earlier attempts and is not sampled again."""
 
     choice: int
     forced_output: tuple[int, ...] = ()

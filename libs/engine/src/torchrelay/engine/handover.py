@@ -1,8 +1,9 @@
 """How the KV of one group lies on the road from a prefill to a decode worker; imports no torch.
 
-A KV buffer is a row of chunks: for each sequence, for each block of ``block_tokens`` positions, one chunk per layer, and then one
-*trailer* with the first tokens. A chunk is contiguous ``[2 (keys, values), tokens, kv_heads, head_dim]`` in the model's dtype; the
-last block of a sequence is as short as it is. Both sides derive everything from the same few numbers, so none of it travels.
+A KV buffer is a row of chunks: for each sequence, for each block of ``block_tokens`` positions, one chunk per layer,
+and then one *trailer* with the first tokens. A chunk is contiguous ``[2 (keys, values), tokens, kv_heads, head_dim]``
+in the model's dtype; the last block of a sequence is as short as it is. Both sides derive everything from the same
+few numbers, so none of it travels.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ class KvLayout:
         raise IndexError(f"chunk {index} is none of the {self.num_kv_chunks} KV chunks")
 
     def pack_trailer(self, first_tokens: Sequence[NewToken]) -> bytes:
-        """The last chunk: the first new token of each choice, in the layout's order. Raises ``KeyError`` if one lacks."""
+        """The last chunk: the first new token of each choice, in order. Raises ``KeyError`` if one lacks."""
         found = {token.choice: token for token in first_tokens}
         ordered = [found[choice] for sequence in self.sequences for choice in sequence.choices]
         return b"".join(

@@ -28,8 +28,8 @@ from torchrelay.transfer.manifest import Manifest
 class Instance:
     """All methods from one engine thread, except those marked (any thread).
 
-    Built before its weights are there: it only reads the manifest and cuts the pool. A step runs layer by layer and waits for
-    each layer's segment before computing with it.
+    Built before its weights are there: it only reads the manifest and cuts the pool. A step runs layer by layer and
+    waits for each layer's segment before computing with it.
     """
 
     def __init__(
@@ -44,7 +44,8 @@ class Instance:
     ) -> None:
         """``data`` is the pack, read only; on a CPU it is computed with in place until ``close``.
 
-        ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block of KV handed over from here.
+        ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block of KV handed over from
+        here.
         """
         self.config = read_config(manifest.config)
         self.kv_shape = KvShape.of(self.config, manifest.dtype)
@@ -64,7 +65,7 @@ class Instance:
         self._weights.load(segment)
 
     def fail(self, reason: str) -> None:
-        """(any thread) No more bytes will come: a step that needs them, also one that waits now, raises ``LoadFailed``."""
+        """(any thread) No more bytes will come: a step that needs them, or waits now, raises ``LoadFailed``."""
         self._weights.gate.fail(reason)
 
     @property
@@ -85,9 +86,9 @@ class Instance:
     def prefill(self, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None) -> None:
         """Queues a prompt.
 
-        With ``on_kv`` it is handed over: that is called on the engine thread with each block of each layer as soon as it is
-        computed, and the group ends here with its first tokens. Without, it goes on decoding here.
-        Raises ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
+        With ``on_kv`` it is handed over: that is called on the engine thread with each block of each layer as soon as
+        it is computed, and the group ends here with its first tokens. Without, it goes on decoding here. Raises
+        ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
         """
         forced = [token for spec in group.choices for token in spec.forced_output]
         if len(group.prompt) != group.num_prompt_tokens:
@@ -101,7 +102,8 @@ class Instance:
     def adopt(self, group: GroupSpec, layout: KvLayout) -> Adoption:
         """Reserves pages for a group that another worker prefills, with all its tokens to come.
 
-        ``layout`` is the offer's. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or ``Conflict``.
+        ``layout`` is the offer's. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or
+        ``Conflict``.
         """
         if layout != KvLayout.of(self.kv_shape, layout.block_tokens, group):
             raise InvalidRequest(f"the KV offered for {group.group_id} does not fit the model and the request")

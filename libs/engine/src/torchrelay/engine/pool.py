@@ -1,9 +1,9 @@
 """Paged KV memory: bytes faulted in once per slot, cut anew into pages for whatever model is loaded.
 
-A page holds ``page_tokens`` positions of every layer. The cut is layer-major, ``[layers, 2, pages * page_tokens, kv_heads,
-head_dim]``, so that a layer's keys and values are two plain tensors and a position is one row (*slot*) of them. Pages are
-counted, since choices of one group share the full pages of their context. Nothing is cleared between models: no kernel ever
-reads a slot that its own sequence has not written.
+A page holds ``page_tokens`` positions of every layer. The cut is layer-major, ``[layers, 2, pages * page_tokens,
+kv_heads, head_dim]``, so that a layer's keys and values are two plain tensors and a position is one row (*slot*) of
+them. Pages are counted, since choices of one group share the full pages of their context. Nothing is cleared between
+models: no kernel ever reads a slot that its own sequence has not written.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLANK_STEP_BYTES = 64 << 20
 
 
 class KvPool:
-    """The bytes. Faulting them in costs about 2 s per GB on a virtual machine, so it is done here, once, before a slot is free."""
+    """The bytes. Faulting them in costs about 2 s per GB on a virtual machine, so it is done here, once per slot."""
 
     def __init__(self, num_bytes: int, device: str = "cpu") -> None:
         self.num_bytes = num_bytes

@@ -1,7 +1,7 @@
 """Rotary position embedding, default and with Llama 3's scaling of the frequencies.
 
-Angles are computed for the positions of each batch: a few thousand cosines, against a table that would have to be built for the
-whole context at every cold start.
+Angles are computed for the positions of each batch: a few thousand cosines, against a table that would have to be
+built for the whole context at every cold start.
 """
 
 from __future__ import annotations

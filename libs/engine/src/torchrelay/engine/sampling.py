@@ -61,8 +61,8 @@ def choose(logits: Tensor, draws: Sequence[Draw]) -> list[NewToken]:
 def sample(logits: Tensor, params: SamplingParams, choice: int, position: int) -> int:
     """One token from [vocab] logits by the inverse of the cumulative distribution, taken in the order of the ids.
 
-    That order, and not the order of the probabilities, because two tokens that are nearly equally likely would change places
-    with the last bits of the logits, which depend on the batch.
+    That order, and not the order of the probabilities, because two tokens that are nearly equally likely would change
+    places with the last bits of the logits, which depend on the batch.
     """
     if params.greedy:
         return int(logits.argmax())
@@ -76,7 +76,7 @@ def sample(logits: Tensor, params: SamplingParams, choice: int, position: int) -
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """fp32 [vocab] after temperature, then top-k, then top-p; tokens cut away have zero, the rest is not normalised again.
+    """fp32 [vocab] after temperature, then top-k, then top-p; tokens cut away have zero.
 
     Ties at the border of top-k or top-p all stay. Top-p keeps the likeliest tokens up to the one whose sum reaches it.
     """

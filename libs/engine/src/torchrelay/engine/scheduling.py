@@ -12,7 +12,7 @@ from torchrelay.engine.sequences import Chunk, Context, Decoding, Group, Plan, s
 
 
 class BatchScheduler:
-    """Continuous batching. A group is admitted, first come first served, once pages for all it can ever need are reserved.
+    """Continuous batching. Groups are admitted in order, each once pages for all it can ever need are reserved.
 
     Hence an admitted group always finishes: nothing is preempted, and decoding is never starved by prefills.
     """
@@ -100,7 +100,7 @@ class BatchScheduler:
         self._count(decoding.spec.group_id, -1)
 
     def cancel(self, group_id: str, choice: int | None) -> None:
-        """Frees the pages of a group, or of one choice, at once. Unknown ones are no error: they may have just ended."""
+        """Frees the pages of a group, or of one choice, at once; no error for one that is gone already."""
         if group_id not in self._live:
             return
         for decoding in [each for each in self._decoding if each.spec.group_id == group_id]:

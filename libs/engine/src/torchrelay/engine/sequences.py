@@ -32,7 +32,8 @@ def slots_of(table: list[int], page_tokens: int) -> Slots:
 class Context:
     """A prompt and forced output that one or more choices begin with.
 
-    Before it is computed its tables are interchangeable: they share all full pages, and only the first one is written to.
+    Before it is computed its tables are interchangeable: they share all full pages, and only the first one is written
+    to.
     """
 
     group: Group

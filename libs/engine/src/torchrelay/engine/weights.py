@@ -1,6 +1,7 @@
 """A pack's bytes as tensors: views on a CPU, one copy per segment elsewhere.
 
-Nothing here touches a byte before its segment is loaded, so an instance can be built while its pack is still on the road.
+Nothing here touches a byte before its segment is loaded, so an instance can be built while its pack is still on the
+road.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class LayerWeights:
 
 
 class Weights:
-    """The segments of one pack; ``load`` on any thread, the rest on the engine thread, which waits for what is not there."""
+    """The segments of one pack; ``load`` on any thread, the rest on the engine's, which waits for what lacks."""
 
     def __init__(self, manifest: Manifest, config: ModelConfig, data: memoryview, device: torch.device) -> None:
         self.dtype = TORCH_DTYPES[manifest.dtype]
@@ -111,7 +112,7 @@ class Weights:
 
 
 def as_tensor(data: memoryview) -> Tensor:
-    """The buffer as uint8, not copied. Nobody writes to it: torch knows no read-only tensors and says so in a warning."""
+    """The buffer as uint8, not copied. Nobody writes to it: torch has no read-only tensors, and warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
         return torch.frombuffer(data, dtype=torch.uint8)

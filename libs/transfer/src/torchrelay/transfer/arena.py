@@ -157,7 +157,7 @@ class Arena:
             self._pins.setdefault(pack_id, set()).add(owner)
 
     def lease(self, slab: Slab, owner: str) -> None:
-        """``pin``, for a reader of this very slab. Raises ``UnknownBuffer`` once it was dropped, even if its pack is back."""
+        """``pin``, for a reader of this very slab. Raises ``UnknownBuffer`` once it was dropped."""
         with self._lock:
             if self._slabs.get(slab.pack_id) is not slab:
                 raise UnknownBuffer(f"pack {slab.pack_id} is no longer in the arena")
@@ -191,7 +191,7 @@ class Arena:
             return True
 
     def check_integrity(self) -> None:
-        """Raises ``ArenaCorrupted`` for slabs that overlap or lie out of range, and for a table that contradicts them."""
+        """Raises ``ArenaCorrupted`` when slabs overlap or lie out of range, or the table contradicts them."""
         with self._lock:
             if sorted(self._table.entries(), key=lambda entry: entry.pack_id) != sorted(
                 self._entries.values(), key=lambda entry: entry.pack_id

@@ -98,12 +98,12 @@ class MemoryBuffer:
         return self._ends[-1]
 
     def chunk(self, index: int) -> memoryview:
-        return self._memory[self._ends[index] : self._ends[index + 1]]
+        return self._view(index)
 
     def publish(self, index: int, data: bytes | bytearray | memoryview | None = None) -> None:
         """Makes a chunk ready; its bytes must not change from now on. ``data``, of the chunk's length, is copied in."""
         if data is not None:
-            self.chunk(index)[:] = memoryview(data).cast("B")
+            self._view(index)[:] = memoryview(data).cast("B")
         with self._changed:
             self._published[index] = 1
             self._changed.notify_all()
@@ -116,7 +116,7 @@ class MemoryBuffer:
         # Hashed by the first stream that sends it, not by the thread that computed it. Two streams at once do it twice.
         found = self._digests[index]
         if found is None:
-            found = self._digests[index] = blake3(self.chunk(index)).digest()
+            found = self._digests[index] = blake3(self._view(index)).digest()
         return found
 
     def is_published(self, index: int) -> bool:
@@ -138,3 +138,6 @@ class MemoryBuffer:
         with self._changed:
             self._error = BufferLost(f"buffer {self.buffer_id} was given up: {error}")
             self._changed.notify_all()
+
+    def _view(self, index: int) -> memoryview:
+        return self._memory[self._ends[index] : self._ends[index + 1]]

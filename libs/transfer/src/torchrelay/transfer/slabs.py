@@ -118,7 +118,7 @@ class Slab:
             return bool(self._verified[index])
 
     def fail(self, error: Exception | str) -> None:
-        """The missing chunks will not come (every source has failed). Verified ones stay good; ``revive`` begins anew."""
+        """The missing chunks will not come (every source has failed). Verified ones stay good; see ``revive``."""
         with self._changed:
             self._error = self._error or f"pack {self.pack_id} will not be completed here: {error}"
             self._changed.notify_all()
@@ -139,7 +139,7 @@ class Slab:
         self.fail("it was dropped from the arena")
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Calls back, without arguments, after every accepted chunk and failure, in the thread that caused it: be quick.
+        """Calls back, without arguments, after each accepted chunk and failure, in the thread that caused it: be quick.
 
         Returns what ends it.
         """

@@ -52,10 +52,10 @@ class Upstream:
     def receive(self, index: int, view: memoryview, expected: bytes | None) -> None:
         """Receives the next chunk, which must be this one. Raises ``ChunkDamaged`` when its digest differs."""
         header = self._frames.receive_header()
-        if (header.kind, header.index, header.num_bytes) != (FrameKind.CHUNK, index, len(view)):
+        if (header.kind, header.chunk, header.num_bytes) != (FrameKind.CHUNK, index, len(view)):
             raise ProtocolViolation(
                 f"chunk {index} of {len(view)} bytes was due, "
-                f"not {header.kind.name} {header.index} of {header.num_bytes}"
+                f"not {header.kind.name} {header.chunk} of {header.num_bytes}"
             )
         digest = blake3()
         self._frames.fill(view, digest)

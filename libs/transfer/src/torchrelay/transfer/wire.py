@@ -49,10 +49,10 @@ class FrameKind(enum.IntEnum):
 
 
 class FrameHeader(NamedTuple):
-    """What precedes every payload. ``index`` and ``digest`` mean something for chunks only."""
+    """What precedes every payload. ``chunk`` (its number) and ``digest`` mean something for chunks only."""
 
     kind: FrameKind
-    index: int
+    chunk: int
     num_bytes: int
     digest: bytes
 
@@ -81,16 +81,16 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
         return error_class(self.code)(self.message)
 
 
-def pack_header(kind: FrameKind, num_bytes: int, index: int = 0, digest: bytes = NO_DIGEST) -> bytes:
-    return _HEADER.pack(_MAGIC, kind, index, num_bytes, digest)
+def pack_header(kind: FrameKind, num_bytes: int, chunk: int = 0, digest: bytes = NO_DIGEST) -> bytes:
+    return _HEADER.pack(_MAGIC, kind, chunk, num_bytes, digest)
 
 
 def unpack_header(packed: bytes | bytearray | memoryview) -> FrameHeader:
     """Raises ``ProtocolViolation`` for anything but a frame of this version."""
-    magic, kind, index, num_bytes, digest = _HEADER.unpack(packed)
+    magic, kind, chunk, num_bytes, digest = _HEADER.unpack(packed)
     if magic != _MAGIC or kind not in FrameKind._value2member_map_:
         raise ProtocolViolation(f"{magic!r}, kind {kind}, is no frame of the data plane")
-    return FrameHeader(FrameKind(kind), index, num_bytes, digest)
+    return FrameHeader(FrameKind(kind), chunk, num_bytes, digest)
 
 
 def pack_wanted(wanted: Sequence[int]) -> bytes:

@@ -19,7 +19,7 @@ from typing import Any
 from sqlalchemy import Row, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from torchrelay.common.errors import NotFound, Unavailable
+from torchrelay.common.errors import NotFound
 from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway.billing import LedgerRow, ledger_rows
 from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Price
@@ -28,7 +28,6 @@ from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
 
 log = get_logger(__name__)
-_MOST_OWED = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,6 @@ class Ledger:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._owed: dict[str, Settlement] = {}
         self._commits: GroupCommit[OpenedRequest | Settlement] = GroupCommit(database, self._apply)
 
     async def __aenter__(self) -> Ledger:
@@ -62,23 +60,9 @@ class Ledger:
         """Bills the request; returns what it cost, in nano-units, once committed.
 
         A second call changes nothing and returns the cost that stands. Raises ``NotFound`` for a request that was never
-        opened, ``Unavailable`` when SQL is away: then it is remembered, and ``settle_owed`` settles it.
+        opened, ``Unavailable`` when SQL is away: the caller tries again, for as long as the process lives.
         """
-        settlement = Settlement(request_id, tuple(usages))
-        try:
-            return await self._commits.do(settlement)
-        except Unavailable:
-            if len(self._owed) < _MOST_OWED:  # beyond it the sweep settles from registers, once this gateway is gone
-                self._owed.setdefault(request_id, settlement)
-            raise
-
-    async def settle_owed(self) -> int:
-        """Settles what could not be settled before; how many. Raises ``Unavailable`` while SQL is still away."""
-        owed = list(self._owed.values())
-        for settlement in owed:
-            await self._commits.do(settlement)
-            del self._owed[settlement.request_id]
-        return len(owed)
+        return await self._commits.do(Settlement(request_id, tuple(usages)))
 
     async def _apply(
         self, connection: AsyncConnection, writes: Sequence[OpenedRequest | Settlement]

@@ -62,7 +62,6 @@ class Sweep:
         while True:
             try:
                 await self._heartbeat.beat()
-                await self._ledger.settle_owed()
                 await self.sweep()
             except TorchrelayError as error:
                 log.warning("sweep_failed", error=error.message)

@@ -102,7 +102,7 @@ async def billed_sums(database: Database, wanted: UsageFilter) -> list[BilledSum
     )
     query = query.join_from(ledger, prices).where(*wanted.conditions())
     query = query.group_by(ledger.c.model, ledger.c.price_id, *query.selected_columns[-3:])
-    query = query.order_by(ledger.c.model, func.min(ledger.c.settled_unix_us))
+    query = query.order_by(ledger.c.model, func.min(prices.c.valid_from_unix_us))
     async with database.read() as connection:
         rows = (await connection.execute(query)).all()
     return [

@@ -25,7 +25,7 @@ class FileWriter:
         on_complete: Callable[[], None],
         on_close: Callable[[], None],
     ) -> None:
-        """``path`` holds ``num_bytes_received`` already. ``on_complete`` is called once the file is whole and durable."""
+        """``path`` has ``num_bytes_received`` already. ``on_complete`` is called once it is whole and durable."""
         self._path, self._declared = path, declared
         self._num_bytes = num_bytes_received
         self._on_complete, self._on_close = on_complete, on_close
@@ -41,6 +41,8 @@ class FileWriter:
             left = self._num_bytes
             while left and not self._closed:
                 count = stored.readinto(buffer[: min(left, _READ_BYTES)])
+                if not count:
+                    raise Conflict(f"{self._declared.path}: the upload has ended", field="upload_id")
                 self._sha256.update(buffer[:count])
                 left -= count
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ class PackJob:
         ).encode()
 
 
-async def run_packer(job: PackJob) -> AsyncIterator[PackProgress]:
+async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
     """Validates and packs; the pack is whole when the iteration has ended. Closing the iterator kills the packer.
 
     Raises ``UploadRefused`` for what is wrong with the upload, ``Unavailable`` for what is wrong with this machine.

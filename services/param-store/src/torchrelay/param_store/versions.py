@@ -49,7 +49,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pack_key(pack_id: str) -> str:
-    return f"packs/{_checked(pack_id, 'pack_id')}"
+    return f"packs/{checked_digest(pack_id, 'pack_id')}"
 
 
 def manifest_key(pack_id: str) -> str:
@@ -57,14 +57,14 @@ def manifest_key(pack_id: str) -> str:
 
 
 def file_key(digest: str) -> str:
-    return f"files/{_checked(digest, 'digest')}"
+    return f"files/{checked_digest(digest, 'digest')}"
 
 
 def version_key(version_id: str) -> str:
-    return f"versions/{_checked(version_id, 'version_id')}.json"
+    return f"versions/{checked_digest(version_id, 'version_id')}.json"
 
 
-def _checked(digest: str, field: str) -> str:
+def checked_digest(digest: str, field: str) -> str:
     if not _DIGEST.fullmatch(digest):
         raise InvalidRequest(f"{field} must be 64 lower-case hex digits", field=field)
     return digest

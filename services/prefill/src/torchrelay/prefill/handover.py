@@ -32,6 +32,7 @@ class Handover:
     def __init__(self, attempt: Attempt, layout: KvLayout) -> None:
         self.attempt, self.layout = attempt, layout
         self.buffer = HandoverBuffer(attempt.group_id, layout)
+        self.complete = asyncio.Event()  # the trailer is published, or nothing more will be
         self._first_tokens: list[NewToken] = []
 
     def publish(self, block: KvBlock) -> None:
@@ -43,6 +44,14 @@ class Handover:
         self._first_tokens.append(token)
         if len(self._first_tokens) == len(self.attempt.start.choices):
             self.buffer.publish(self.layout.trailer_index, self.layout.pack_trailer(self._first_tokens))
+            self.complete.set()
+
+    def give_up(self) -> None:
+        """The attempt is over: whoever still follows the buffer is told, unless it was taken."""
+        if not self.buffer.taken.is_set():
+            self.buffer.fail("the attempt ended")
+        self.complete.set()
+        self.buffer.taken.set()
 
     def offer(self, pack_id: str, holder_id: str, data_address: str) -> decode_pb2.KvOffer:
         start = self.attempt.start

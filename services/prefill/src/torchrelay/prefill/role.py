@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ import grpc
 
 from torchrelay.common.errors import Conflict
 from torchrelay.common.rpc import error_from_rpc, open_channel
-from torchrelay.common.telemetry import record_span
+from torchrelay.common.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.engine.core import Finish, GroupSpec, NewToken
@@ -20,6 +21,8 @@ from torchrelay.prefill.handover import Handover
 from torchrelay.worker.attempts import Attempt, now_us
 from torchrelay.worker.roles import WorkerRole
 from torchrelay.worker.worker import Worker
+
+log = get_logger(__name__)
 
 
 class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  # Run writes to its context
@@ -89,7 +92,12 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             code = pb.RunError.CODE_DECODE_LOST
             self.fail(attempt, pb.RunError(code=code, message=message, lost_worker=target.worker_id))
             return
-        await handover.buffer.taken.wait()
+        await handover.complete.wait()
+        try:
+            async with asyncio.timeout(self.worker.settings.kv_timeout_s):
+                await handover.buffer.taken.wait()
+        except TimeoutError:
+            log.warning("kv_not_taken", group_id=attempt.group_id, decode_worker=target.worker_id)
         self.forget(attempt)
 
     def _decode(self, address: str) -> decode_pb2_grpc.DecodeAsyncStub:
@@ -123,6 +131,5 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     def drop(self, attempt: Attempt) -> None:
         self.worker.buffers.pop(attempt.group_id, None)
         handover = self._handovers.pop(attempt.group_id, None)
-        if handover is not None and not handover.buffer.taken.is_set():
-            handover.buffer.fail("the attempt ended")
-            handover.buffer.taken.set()
+        if handover is not None:
+            handover.give_up()

@@ -186,6 +186,7 @@ class Instance:
     created_at: float
     last_active: float  # when an attempt last came or went
     accepted_at: float = 0.0  # when the worker took the Load; 0: not yet
+    confirmed: bool = False  # a report has shown it
     pending_roles: Roles | None = None  # ordered, not confirmed
     num_layers_ready: int = 0
     num_layers: int = 0

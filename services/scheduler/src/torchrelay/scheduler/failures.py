@@ -10,6 +10,7 @@ from torchrelay.scheduler.rules import Rules
 @dataclass
 class _Record:
     num_tries: int = 0
+    counted_wake_at: float = -1.0
     cause: str = ""
     not_before: float = 0.0
     avoid: dict[str, float] = field(default_factory=dict)  # worker id -> until
@@ -22,15 +23,19 @@ class Failures:
         self._rules = rules
         self._of: dict[str, _Record] = {}
 
-    def add(self, version_id: str, worker_id: str, cause: str, now: float) -> bool:
-        """Notes one failed load. True when the version has had all its tries: its waiting requests are to be told.
+    def add(self, version_id: str, worker_id: str, cause: str, wake_at: float, now: float) -> bool:
+        """Notes one failed load, decided at ``wake_at``; those decided together count as one try.
 
-        Tries then start anew for later requests, after the longest back-off.
+        True when the version has had all its tries: its waiting requests are to be told. Tries then start anew for
+        later requests, after the longest back-off.
         """
         record = self._of.setdefault(version_id, _Record())
-        record.num_tries += 1
         record.cause = cause
         record.avoid[worker_id] = now + self._rules.load_backoff_max_s
+        if wake_at <= record.counted_wake_at:
+            return False
+        record.counted_wake_at = wake_at
+        record.num_tries += 1
         if record.num_tries >= self._rules.load_tries:
             record.num_tries = 0
             record.not_before = now + self._rules.load_backoff_max_s

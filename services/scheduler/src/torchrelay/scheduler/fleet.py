@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 
 from torchrelay.scheduler.core import Instance, Phase, Roles, Worker
 
+_CONFIRM_S = 0.5  # an accepted instance shows in a report by then, or its load has failed already
+
 
 class Turn(enum.Enum):
     """What a report means for an instance."""
@@ -107,6 +109,8 @@ def _judge(known: Instance, worker: Worker, now: float) -> Change | None:
         return None  # the Load is under way; its own answer decides
     if slot.phase is not Phase.FREE:
         return Change(Turn.LOST, known, known, "another instance took the slot")
+    if not known.confirmed and now - known.accepted_at < _CONFIRM_S:
+        return None  # a report from before the Load, arriving after its answer
     if known.phase is Phase.DRAINING:
         return Change(Turn.RELEASED, known, known)
     if known.phase is Phase.LOADING:
@@ -125,6 +129,7 @@ def _moved(known: Instance, worker: Worker, now: float) -> Instance:
         since=now if phase is not known.phase else known.since,
         roles=roles,
         accepted_at=known.accepted_at or now,
+        confirmed=True,
         num_layers_ready=slot.num_layers_ready,
         num_layers=slot.num_layers,
     )
@@ -146,6 +151,7 @@ def _found(worker: Worker, now: float) -> Instance:
         created_at=now,
         last_active=now,
         accepted_at=now,
+        confirmed=True,
         num_layers_ready=slot.num_layers_ready,
         num_layers=slot.num_layers,
         reason="found running",

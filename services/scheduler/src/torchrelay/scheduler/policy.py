@@ -143,7 +143,7 @@ class Policy:
         if instance is not None:
             state.fleet.put(replace(instance, pending_roles=None))
             state.happened(now, "set_roles_failed", instance, cause)
-            self._count_failure(instance, cause, now)
+            self._count_failure(instance, cause, now, now)
         return state.take_effects()
 
     def unload_failed(self, instance_id: str, cause: str, now: float) -> Effects:
@@ -209,12 +209,12 @@ class Policy:
                 state.happened(now, "lost", instance, change.cause, "instance.lost", fields)
             case Turn.FAILED:
                 state.happened(now, "load_failed", instance, change.cause, "instance.failed", fields)
-                self._count_failure(instance, change.cause, now)
+                self._count_failure(instance, change.cause, instance.created_at, now)
 
-    def _count_failure(self, instance: Instance, cause: str, now: float) -> None:
+    def _count_failure(self, instance: Instance, cause: str, decided_at: float, now: float) -> None:
         """Notes the try; after the last one those who wait are told, unless other instances serve them."""
         state = self.state
-        if not state.failures.add(instance.version_id, instance.worker_id, cause, now):
+        if not state.failures.add(instance.version_id, instance.worker_id, cause, decided_at, now):
             return
         others = [other for other in state.fleet.of_version(instance.version_id) if other.placeable]
         if covers(others):

@@ -31,6 +31,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         # A stream that breaks may leave this generator suspended: leaving must not wait until it is collected.
         context.add_done_callback(lambda _: self._leave(session, reading))
         try:
+            await context.send_initial_metadata(())  # the gateway counts itself connected from here
             async for event in session.events():
                 yield event
         finally:

@@ -94,7 +94,7 @@ class Admissions:
 
     async def _converse(self) -> None:
         self._heard = False
-        call: Any = self._scheduler.Admit(timeout=None)
+        call: Any = self._scheduler.Admit()  # type: ignore[call-arg]
         try:
             async with asyncio.timeout(self._patience_s):
                 await call.wait_for_connection()

@@ -14,7 +14,7 @@ ChatMessage: TypeAlias = dict[str, str]  # "role", "content" and perhaps "name",
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What a caller asked for, through whichever door. Exactly one of ``messages``, ``text`` and ``token_ids`` is set."""
+    """What a caller asked for, by whichever door. Exactly one of ``messages``, ``text`` and ``token_ids`` is set."""
 
     model: str
     messages: tuple[ChatMessage, ...] | None = None

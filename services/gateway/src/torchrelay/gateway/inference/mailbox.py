@@ -10,7 +10,7 @@ from torchrelay.gateway.inference.core import Happening
 class Mailbox:
     """Takes from many streams, gives to one task; ``put`` never blocks a stream.
 
-    It holds at most the tokens of one request, which its ``max_tokens`` bounds: a slow reader keeps only its own waiting.
+    It holds at most the tokens of one request, which its ``max_tokens`` bounds: a slow reader slows only itself.
     While nothing comes, ``take`` returns empty-handed at every tick. Ticks cost one timer per request, none per token.
     """
 

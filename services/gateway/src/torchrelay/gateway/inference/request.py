@@ -93,6 +93,7 @@ class RunningRequest:
         self._opening: asyncio.Task[TorchrelayError | None] | None = None
         self._settling: asyncio.Task[None] | None = None
         self._is_opened = False
+        self._failure: TorchrelayError | ClientLeft | None = None
         self._traceparent = current_traceparent()
 
     @property
@@ -124,7 +125,7 @@ class RunningRequest:
         self._admit(self._generation.first())
 
     def stop(self, error: TorchrelayError | None = None) -> None:
-        """Makes ``next`` raise ``error``, or ``ClientLeft`` when there is none. May be called by any task of the loop."""
+        """Makes ``next`` raise ``error``, or ``ClientLeft`` when there is none. Any task of the loop may call it."""
         self._mailbox.put(Stopped(error))
 
     async def next(self) -> list[Delivery]:
@@ -133,19 +134,26 @@ class RunningRequest:
         Raises ``TorchrelayError`` when the request failed, ``ClientLeft`` when its client did. The opened row is
         committed before the first tokens are returned.
         """
-        while True:
+        while self._failure is None:
             happenings = await self._mailbox.take()
             deliveries: list[Delivery] = []
-            for happening in happenings:
-                self._handle(happening, deliveries)
+            try:
+                for happening in happenings:
+                    self._handle(happening, deliveries)
+            except (TorchrelayError, ClientLeft) as failure:
+                self._failure = failure  # raised by the next call: what was accepted before it is delivered first
             if deliveries and not self._is_opened:
-                assert self._opening is not None
-                error = await asyncio.shield(self._opening)
-                if error is not None:
-                    raise error
-                self._is_opened = True
+                await self._await_opened()
             if deliveries or not happenings:
                 return deliveries
+        raise self._failure
+
+    async def _await_opened(self) -> None:
+        assert self._opening is not None
+        error = await asyncio.shield(self._opening)
+        if error is not None:
+            raise error
+        self._is_opened = True
 
     async def settled(self, timeout_s: float) -> None:
         """Waits a little for the bill of a finished request, so that who asks for usage next finds it there."""
@@ -207,7 +215,9 @@ class RunningRequest:
         if delivery.finish is not None and self._generation.is_over(number):
             del self._attempts[number]
             attempt.end((), is_running=False)
-        elif output.first_position == len(attempt.plan.forced[output.choice]) and self._generation.has_prefilled(number):
+        elif output.first_position == len(attempt.plan.forced[output.choice]) and self._generation.has_prefilled(
+            number
+        ):
             attempt.leave_prefill()
 
     def _refused(self, refusal: scheduler_pb2.Refusal) -> None:

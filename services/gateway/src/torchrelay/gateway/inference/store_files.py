@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 from blake3 import blake3
@@ -36,7 +37,8 @@ class StoreFiles:
     async def _parts(self, digest: str, name: str, max_bytes: int) -> AsyncIterator[bytes]:
         hasher, num_bytes = blake3(), 0
         try:
-            async for part in self._store.ReadFile(pb.ReadFileRequest(digest=digest)):
+            call: Any = self._store.ReadFile(pb.ReadFileRequest(digest=digest))
+            async for part in call:
                 hasher.update(part.data)
                 num_bytes += len(part.data)
                 if num_bytes > max_bytes:

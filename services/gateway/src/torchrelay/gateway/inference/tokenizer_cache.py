@@ -11,10 +11,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from torchrelay.common.errors import Unavailable
 from torchrelay.common.text import load_tokenizer
 from torchrelay.gateway.inference.store_files import StoreFiles
 
 MAX_FILE_BYTES = 64 << 20
+LOAD_S = 60.0
 BYTES_PER_FILE_BYTE = 5.5  # what a loaded BPE takes of memory, per byte of its JSON without white space
 
 
@@ -47,8 +49,11 @@ class TokenizerCache:
         """The tokenizer of this BLAKE3 digest. Raises ``TorchrelayError`` when it cannot be had."""
         entry = self._entries.get(digest)
         if entry is None:
-            async with self._loading:
-                entry = self._entries.get(digest) or await self._load(digest)
+            try:
+                async with asyncio.timeout(LOAD_S), self._loading:
+                    entry = self._entries.get(digest) or await self._load(digest)
+            except TimeoutError:
+                raise Unavailable(f"the model's tokenizer was not there within {LOAD_S:g} s") from None
         self._entries[digest] = entry
         self._entries.move_to_end(digest)
         self._evict()
@@ -60,7 +65,6 @@ class TokenizerCache:
             path = Path(folder, "tokenizer.json")
             num_bytes = await self._files.save(digest, "tokenizer.json", MAX_FILE_BYTES, path)
             self._make_room(int(num_bytes * BYTES_PER_FILE_BYTE))
-            # Shielded: the thread reads the file until it is done, whether or not its first asker still waits.
             tokenizer = await loop.run_in_executor(self._thread, load_tokenizer, path)
         self.num_loads += 1
         return _Entry(tokenizer, int(num_bytes * BYTES_PER_FILE_BYTE))

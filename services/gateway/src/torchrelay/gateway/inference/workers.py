@@ -18,7 +18,7 @@ import grpc
 from torchrelay.common.rpc import open_channel
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
 from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
 from torchrelay.gateway.inference.admission import Key, Listener, key_of
@@ -34,7 +34,12 @@ class RunStream:
     """One ``Run`` stream. ``run()`` serves it until it breaks, idles out or is cancelled."""
 
     def __init__(
-        self, role: RoleName, worker: scheduler_pb2.WorkerRef, gateway_id: str, idle_s: float, on_end: Callable[[], None]
+        self,
+        role: RoleName,
+        worker: scheduler_pb2.WorkerRef,
+        gateway_id: str,
+        idle_s: float,
+        on_end: Callable[[], None],
     ) -> None:
         self._role = role
         self._worker = worker
@@ -53,7 +58,9 @@ class RunStream:
     def cancel(self, key: Key) -> None:
         """Stops an attempt that may still be running at the worker."""
         if self._routes.pop(key, None) is not None:
-            self._send(pb.RunCommand(cancel=pb.CancelAttempt(key={"request_id": key[0], "attempt": key[1]})))
+            self._send(
+                pb.RunCommand(cancel=pb.CancelAttempt(key=types_pb2.AttemptKey(request_id=key[0], attempt=key[1])))
+            )
 
     def forget(self, key: Key) -> None:
         """Nothing more is wanted of an attempt that ended by itself."""

@@ -1,0 +1,39 @@
+"""Linear layers, also where the CPU has no instructions for the weights' dtype."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_FEW_ROWS = 4
+# Weights widened at a time: 2 MB in fp32, so that they are read again from the core's own cache.
+_WIDENED_BLOCK = 1 << 19
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``F.linear`` of [rows, in] and [out, in]: fp32 sums, rounded once to the dtype of ``x``."""
+    # Few rows are bound by reading the weights, which torch's own kernels do well in any dtype.
+    if len(x) < _FEW_ROWS or not x.is_cpu or has_arithmetic(x.dtype):
+        return F.linear(x, weight, bias)
+    return widened_linear(x, weight, bias)
+
+
+def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The same with the weights widened to fp32 a block at a time.
+
+    Where a dtype is only emulated this took, for 64 rows of bf16, a fifth of the time of ``F.linear``.
+    """
+    wide = x.float()
+    out = torch.cat([F.linear(wide, part.float()) for part in weight.split(max(1, _WIDENED_BLOCK // x.shape[1]))], 1)
+    return (out if bias is None else out + bias).to(x.dtype)
+
+
+@cache
+def has_arithmetic(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies the dtype itself. True when unknown."""
+    found = torch.cpu.get_capabilities()
+    wanted = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}.get(dtype)
+    return wanted is None or found.get("architecture") != "x86_64" or any(found.get(name) for name in wanted)

@@ -1,0 +1,191 @@
+"""``/v1/chat/completions`` and ``/v1/completions`` as a bare ASGI application: nothing stands between a token and its
+socket but one ``send``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from torchrelay.common.errors import InvalidRequest, TorchrelayError
+from torchrelay.common.ids import new_id
+from torchrelay.common.telemetry import get_logger
+from torchrelay.gateway import openai_error
+from torchrelay.gateway.doors import KeysDoor
+from torchrelay.gateway.inference import openai, replies
+from torchrelay.gateway.inference.core import Ask, ClientLeft, Delivery
+from torchrelay.gateway.inference.intake import Intake, Running
+from torchrelay.gateway.inference.replies import ReplyForm, StreamReply, WholeChoice
+
+log = get_logger(__name__)
+
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
+SETTLE_S = 1.0
+_JSON = (b"content-type", b"application/json")
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class TokenPaths:
+    """The ASGI application."""
+
+    def __init__(self, keys: KeysDoor, intake: Intake, max_body_bytes: int) -> None:
+        self._keys = keys
+        self._intake = intake
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"the token paths speak no {scope['type']}")
+        exchange = Exchange(receive, send, new_id("req"))
+        is_chat = PATHS.get(scope["path"])
+        if is_chat is None:
+            await exchange.refuse(404, openai_error.body(404, f"there is no path {scope['path']}"))
+        elif scope["method"] != "POST":
+            body = openai_error.body(405, f"{scope['method']} is not for {scope['path']}: use POST")
+            await exchange.refuse(405, body, [(b"allow", b"POST")])
+        else:
+            await self._serve(exchange, is_chat, dict(scope["headers"]).get(b"authorization"))
+
+    async def _serve(self, exchange: Exchange, is_chat: bool, authorization: bytes | None) -> None:
+        try:
+            principal = await self._keys.authenticate(
+                None if authorization is None else authorization.decode("latin-1")
+            )
+            encoded = await exchange.read_body(self._max_body_bytes)
+            ask, form, is_stream = _understand(encoded, is_chat)
+            async with self._intake.running(principal, ask, exchange.request_id) as running:
+                await exchange.answer(running, form, is_stream)
+        except ClientLeft:
+            return
+        except TorchrelayError as error:
+            await exchange.fail(error)
+        except Exception:  # the border of the process: whoever asked gets an answer, the operator gets the traceback
+            log.exception("request_crashed", request_id=exchange.request_id)
+            await exchange.fail(TorchrelayError("the gateway failed; the request id helps to find out why"))
+
+
+def _understand(encoded: bytes, is_chat: bool) -> tuple[Ask, ReplyForm, bool]:
+    body: openai.Body
+    if is_chat:
+        body = chat = openai.decode_chat(encoded)
+        ask = openai.ask_of_chat(chat)
+    else:
+        body = completion = openai.decode_completion(encoded)
+        ask = openai.ask_of_completion(completion)
+    return ask, ReplyForm(is_chat, body.wants_usage, bool(body.return_token_ids)), bool(body.stream)
+
+
+class Exchange:
+    """One HTTP request and its answer."""
+
+    def __init__(self, receive: Receive, send: Send, request_id: str) -> None:
+        self._receive = receive
+        self._send = send
+        self._has_begun = False
+        self.request_id = request_id
+
+    async def read_body(self, max_bytes: int) -> bytes:
+        """Raises ``InvalidRequest`` for too much of it, ``ClientLeft`` when it does not come to its end."""
+        parts: list[bytes] = []
+        num_bytes, has_more = 0, True
+        while has_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientLeft
+            parts.append(message.get("body", b""))
+            num_bytes += len(parts[-1])
+            if num_bytes > max_bytes:
+                raise InvalidRequest(f"the body is larger than {max_bytes} bytes")
+            has_more = message.get("more_body", False)
+        return b"".join(parts)
+
+    async def answer(self, running: Running, form: ReplyForm, is_stream: bool) -> None:
+        """Runs the request to its end, unless its client leaves before."""
+        watcher = asyncio.ensure_future(self._watch(running))
+        try:
+            await (self._stream(running, form) if is_stream else self._answer_at_once(running, form))
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+
+    async def refuse(self, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        await self._begin(status, [_JSON, *headers])
+        await self._send({"type": "http.response.body", "body": msgspec.json.encode(body)})
+
+    async def fail(self, error: TorchrelayError) -> None:
+        """Says what went wrong: by status and body, or by a last event when the answer has begun."""
+        body = openai_error.error_body(error)
+        if self._has_begun:
+            await self._send({"type": "http.response.body", "body": replies.error_event(body)})
+            return
+        headers = [(name.encode(), value.encode()) for name, value in openai_error.error_headers(error).items()]
+        await self.refuse(error.http_status, body, headers)
+
+    async def _watch(self, running: Running) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        running.request.stop()
+
+    async def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self._has_begun = True
+        listed = [*headers, (b"x-request-id", self.request_id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": listed})
+
+    async def _answer_at_once(self, running: Running, form: ReplyForm) -> None:
+        request = running.request
+        choices = [WholeChoice([], []) for _ in running.texts]
+        while not request.is_finished:
+            for delivery in await request.next():
+                choice, text = choices[delivery.choice], running.texts[delivery.choice]
+                choice.token_ids += delivery.token_ids
+                choice.text += [text.step(token_id) for token_id in delivery.token_ids]
+                if delivery.finish is not None:
+                    choice.text.append(text.flush())
+                    choice.finish = delivery.finish
+        await request.settled(SETTLE_S)
+        reply = replies.whole_reply(running.call, form, choices, request.usage)
+        await self._begin(200, [_JSON, (b"content-length", str(len(reply)).encode())])
+        await self._send({"type": "http.response.body", "body": reply})
+
+    async def _stream(self, running: Running, form: ReplyForm) -> None:
+        request, events = running.request, Events(running, form)
+        while not request.is_finished:
+            deliveries = await request.next()
+            if not self._has_begun:
+                await self._begin(200, _EVENTS)
+            body = events.of(deliveries) if deliveries else replies.WAITING
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        await request.settled(SETTLE_S)
+        end = events.reply.usage(request.usage) + replies.DONE
+        await self._send({"type": "http.response.body", "body": end})
+
+
+class Events:
+    """Deliveries as server-sent events."""
+
+    def __init__(self, running: Running, form: ReplyForm) -> None:
+        self.reply = StreamReply(running.call, form)
+        self._texts = running.texts
+        self._silent = set(range(len(running.texts)))  # choices that have not begun
+
+    def of(self, deliveries: Iterable[Delivery]) -> bytes:
+        """One event per token, with a role before the first of a choice and an end after the last."""
+        reply = self.reply
+        events: list[bytes] = []
+        for delivery in deliveries:
+            choice = delivery.choice
+            text = self._texts[choice]
+            if choice in self._silent:
+                self._silent.discard(choice)
+                events.append(reply.role(choice))
+            for token_id in delivery.token_ids:
+                events.append(reply.token(choice, text.step(token_id), token_id))
+            if delivery.finish is not None:
+                events.append(reply.finish(choice, text.flush(), delivery.finish))
+        return b"".join(events)

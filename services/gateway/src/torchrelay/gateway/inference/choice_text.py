@@ -1,0 +1,27 @@
+"""The text of one choice as its reader sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tokenizers import Tokenizer
+
+from torchrelay.common.text import StopTrimmer, TextStream
+
+
+class ChoiceText:
+    """Turns accepted tokens into text that ends before a stop string."""
+
+    __slots__ = ("_stops", "_stream")
+
+    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
+        self._stream = TextStream(tokenizer)
+        self._stops = StopTrimmer(stop_strings)
+
+    def step(self, token_id: int) -> str:
+        """The text that may be shown once ``token_id`` is there."""
+        return self._stops.push(self._stream.step(token_id))
+
+    def flush(self) -> str:
+        """The rest, when the choice is over."""
+        return self._stops.push(self._stream.flush()) + self._stops.flush()

@@ -1,0 +1,117 @@
+"""Takes a request in: the same steps whichever door it came by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from torchrelay.common.errors import QueueFull, Unavailable
+from torchrelay.common.telemetry import span_of
+from torchrelay.gateway.core import Principal
+from torchrelay.gateway.doors import CatalogueDoor, LimitsDoor
+from torchrelay.gateway.inference.attempts import Roads
+from torchrelay.gateway.inference.bookkeeping import Bookkeeping
+from torchrelay.gateway.inference.choice_text import ChoiceText
+from torchrelay.gateway.inference.core import Ask, Call
+from torchrelay.gateway.inference.planning import Bounds, sampling_of
+from torchrelay.gateway.inference.prompts import Prompts
+from torchrelay.gateway.inference.request import RunningRequest
+
+MAX_OPEN = 8192  # requests inside this gateway at once; the scheduler's queue is the narrower place
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A request under way, and the text of each of its choices."""
+
+    request: RunningRequest
+    texts: tuple[ChoiceText, ...]
+
+    @property
+    def call(self) -> Call:
+        return self.request.call
+
+
+class Intake:
+    """Resolves, tokenizes, limits, and runs."""
+
+    def __init__(
+        self,
+        catalogue: CatalogueDoor,
+        limits: LimitsDoor,
+        prompts: Prompts,
+        roads: Roads,
+        books: Bookkeeping,
+        bounds: Bounds,
+        *,
+        max_attempts: int,
+        keep_alive_s: float,
+    ) -> None:
+        self._catalogue = catalogue
+        self._limits = limits
+        self._prompts = prompts
+        self._roads = roads
+        self._books = books
+        self._bounds = bounds
+        self._max_attempts = max_attempts
+        self._keep_alive_s = keep_alive_s
+        self._requests: set[RunningRequest] = set()
+        self._num_inside = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @asynccontextmanager
+    async def running(self, principal: Principal, ask: Ask, request_id: str) -> AsyncIterator[Running]:
+        """The request, started. When the block is left it is over, by whatever way: freed, released and settled.
+
+        Raises ``TorchrelayError`` for everything that keeps it from starting.
+        """
+        if self._num_inside >= MAX_OPEN:
+            raise QueueFull("this gateway has as many requests as it can hold", retry_after_s=1.0)
+        self._num_inside += 1
+        self._idle.clear()
+        try:
+            with span_of("request", request_id=request_id, model=ask.model):
+                running = await self._start(principal, ask, request_id)
+                try:
+                    yield running
+                finally:
+                    running.request.close()
+                    self._requests.discard(running.request)
+        finally:
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._idle.set()
+
+    async def _start(self, principal: Principal, ask: Ask, request_id: str) -> Running:
+        model = await self._catalogue.resolve(principal, ask.model)
+        prompt = await self._prompts.token_ids(model, ask)
+        sampling = sampling_of(ask, model, len(prompt), self._bounds)
+        tokenizer = await self._prompts.tokenizer(model)
+        num_output_tokens = sampling.max_tokens * ask.num_choices
+        reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens)
+        request = RunningRequest(
+            Call(request_id, principal, model, prompt, sampling, ask.num_choices),
+            self._roads,
+            self._books,
+            reservation,
+            max_attempts=self._max_attempts,
+            keep_alive_s=self._keep_alive_s,
+        )
+        self._requests.add(request)
+        request.start()
+        return Running(request, tuple(ChoiceText(tokenizer, ask.stop) for _ in range(ask.num_choices)))
+
+    async def stop_all(self, timeout_s: float) -> None:
+        """The gateway goes away: every request ends with an error that says so. Waits until all are closed."""
+        for request in self._requests:
+            request.stop(Unavailable("the gateway is shutting down"))
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)

@@ -1,0 +1,128 @@
+"""From what was asked to the prompt's token ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from tokenizers import Tokenizer
+
+from torchrelay.common.errors import ContextLengthExceeded, DataCorrupted, InvalidRequest
+from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.inference.core import Ask
+from torchrelay.gateway.inference.store_files import StoreFiles
+from torchrelay.gateway.inference.templates import TemplateRenderer
+from torchrelay.gateway.inference.tokenizer_cache import TokenizerCache
+
+MAX_CONFIG_BYTES = 4 << 20
+MAX_TEMPLATE_CHARS = 1 << 20
+MAX_FORMATS = 64
+# Tokenizing takes memory by the character: no prompt that could fit a context has more of them per token.
+MAX_CHARS_PER_CONTEXT_TOKEN = 32
+INLINE_CHARS = 4096  # above, tokenizing takes more than a millisecond and gets a thread
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """How a version turns messages into text; ``template`` is empty when it does not."""
+
+    template: str = ""
+    special_tokens: dict[str, str] = field(default_factory=dict)
+
+
+def chat_format(tokenizer_config: bytes | None, template_file: bytes | None) -> ChatFormat:
+    """The chat format of an uploaded folder; a ``chat_template.jinja`` counts before the configuration's own template.
+
+    Raises ``DataCorrupted`` when the files are not what they should be.
+    """
+    try:
+        config = msgspec.json.decode(tokenizer_config or b"{}", type=dict[str, Any])
+        template = template_file.decode() if template_file is not None else _template_of(config.get("chat_template"))
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DataCorrupted(
+            f"the model's chat format cannot be read: {error}", field="tokenizer_config.json"
+        ) from error
+    if len(template) > MAX_TEMPLATE_CHARS:
+        raise DataCorrupted("the model's chat template is too long", field="chat_template.jinja")
+    tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+    return ChatFormat(template, tokens)
+
+
+def _template_of(value: Any) -> str:
+    if isinstance(value, list):  # several by name: [{"name": "default", "template": ...}, ...]
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else ""
+
+
+def _content(token: Any) -> str:
+    content = token.get("content", "") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""
+
+
+class Prompts:
+    """Renders and tokenizes. Keeps the chat formats of recently used versions."""
+
+    def __init__(self, files: StoreFiles, tokenizers: TokenizerCache, templates: TemplateRenderer) -> None:
+        self._files = files
+        self._tokenizers = tokenizers
+        self._templates = templates
+        self._formats: OrderedDict[str, ChatFormat] = OrderedDict()
+
+    async def tokenizer(self, model: PublishedModel) -> Tokenizer:
+        return await self._tokenizers.get(model.version.file_digests["tokenizer.json"])
+
+    async def token_ids(self, model: PublishedModel, ask: Ask) -> tuple[int, ...]:
+        """The prompt. Raises ``InvalidRequest`` for an empty one, an unknown id, or messages the template refuses."""
+        if ask.token_ids is not None:
+            prompt = ask.token_ids
+            if prompt and max(prompt) >= model.version.shape.vocab_size:
+                raise InvalidRequest(f"the model has no token {max(prompt)}", field="prompt")
+        elif ask.messages is not None:
+            text = await self._render(model, ask)
+            prompt = await self._encode(model, text, ask.prompt_field, add_special_tokens=False)
+        else:
+            prompt = await self._encode(model, ask.text or "", ask.prompt_field, add_special_tokens=True)
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", field=ask.prompt_field)
+        return prompt
+
+    async def _render(self, model: PublishedModel, ask: Ask) -> str:
+        format_ = await self._format(model)
+        if not format_.template:
+            message = f"{model.name} has no chat template: use /v1/completions, or publish it with one"
+            raise InvalidRequest(message, field="messages")
+        variables = {**format_.special_tokens, "messages": ask.messages, "add_generation_prompt": True}
+        return await self._templates.render(format_.template, variables)
+
+    async def _format(self, model: PublishedModel) -> ChatFormat:
+        version_id, digests = model.version.version_id, model.version.file_digests
+        format_ = self._formats.get(version_id)
+        if format_ is None:
+            found: dict[str, bytes] = {}
+            for name in ("tokenizer_config.json", "chat_template.jinja"):
+                if digest := digests.get(name):
+                    found[name] = await self._files.read(digest, name, MAX_CONFIG_BYTES)
+            format_ = chat_format(found.get("tokenizer_config.json"), found.get("chat_template.jinja"))
+            self._formats[version_id] = format_
+            if len(self._formats) > MAX_FORMATS:
+                self._formats.popitem(last=False)
+        return format_
+
+    async def _encode(
+        self, model: PublishedModel, text: str, field_: str, *, add_special_tokens: bool
+    ) -> tuple[int, ...]:
+        max_tokens = model.version.shape.max_context_tokens
+        if len(text) > max_tokens * MAX_CHARS_PER_CONTEXT_TOKEN:
+            message = f"the prompt has {len(text)} characters, far more than the model's {max_tokens} tokens can hold"
+            raise ContextLengthExceeded(message, field=field_)
+        tokenizer = await self.tokenizer(model)
+
+        def encode() -> tuple[int, ...]:
+            return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+        return encode() if len(text) <= INLINE_CHARS else await asyncio.to_thread(encode)

@@ -1,0 +1,125 @@
+"""The tenants' gRPC door: the same requests as over REST, with the key in the call's metadata."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from typing import Any
+
+import grpc
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.ids import new_id
+from torchrelay.gateway.core import Principal
+from torchrelay.gateway.doors import CatalogueDoor, KeysDoor
+from torchrelay.gateway.inference.core import Ask, ClientLeft, Delivery, Usage
+from torchrelay.gateway.inference.intake import Intake, Running
+from torchrelay.gateway.inference.openai import check_stops
+from torchrelay.inference.v1 import inference_pb2 as pb
+from torchrelay.inference.v1.inference_pb2_grpc import InferenceServicer
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+def ask_of(request: pb.GenerateRequest) -> Ask:
+    """Raises ``InvalidRequest`` naming the field, with the bounds that REST has."""
+    fields: dict[str, Any] = {
+        name: getattr(request, name)
+        for name in ("max_tokens", "temperature", "top_p", "seed")
+        if request.HasField(name)
+    }
+    match request.WhichOneof("input"):
+        case "prompt":
+            fields["text"] = request.prompt
+        case "chat":
+            fields["messages"] = tuple({"role": m.role, "content": m.content} for m in request.chat.messages)
+        case "prompt_token_ids":
+            fields["token_ids"] = tuple(request.prompt_token_ids.ids)
+        case _:
+            raise InvalidRequest("one of prompt, chat and prompt_token_ids must be set", field="prompt")
+    for name, is_good in (
+        ("model", bool(request.model)),
+        ("chat", fields.get("messages") != ()),
+        ("max_tokens", fields.get("max_tokens", 1) >= 1),
+        ("temperature", 0 <= fields.get("temperature", 1) <= 2),
+        ("top_p", 0 < fields.get("top_p", 1) <= 1),
+        ("n", not request.HasField("n") or request.n >= 1),
+    ):
+        if not is_good:
+            raise InvalidRequest(f"{name} is out of its range", field=name)
+    return Ask(
+        model=request.model,
+        num_choices=request.n if request.HasField("n") else 1,
+        stop=check_stops(list(request.stop)),
+        ignore_eos=request.ignore_eos,
+        **fields,
+    )
+
+
+def usage_message(usage: Usage) -> pb.Usage:
+    return pb.Usage(
+        prompt_tokens=usage.num_prompt_tokens,
+        completion_tokens=usage.num_output_tokens,
+        total_tokens=usage.num_prompt_tokens + usage.num_output_tokens,
+        cached_tokens=usage.num_cached_prompt_tokens,
+    )
+
+
+class InferenceGate(InferenceServicer):
+    """``inference.v1.Inference``."""
+
+    def __init__(self, keys: KeysDoor, catalogue: CatalogueDoor, intake: Intake) -> None:
+        self._keys = keys
+        self._catalogue = catalogue
+        self._intake = intake
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+        principal = await self._authenticate(context)
+        ask, request_id = ask_of(request), new_id("req")
+        async with self._intake.running(principal, ask, request_id) as running:
+            try:
+                while not running.request.is_finished:
+                    deliveries = await running.request.next()
+                    if deliveries:
+                        deltas = _deltas(running, deliveries, with_ids=request.return_token_ids)
+                        yield pb.GenerateEvent(request_id=request_id, choices=deltas)
+            except ClientLeft:
+                return
+            await running.request.settled(1.0)
+            yield pb.GenerateEvent(request_id=request_id, usage=usage_message(running.request.usage))
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
+        models = await self._catalogue.models(await self._authenticate(context))
+        return pb.ListModelsReply(
+            models=[
+                pb.ModelInfo(
+                    id=model.name,
+                    version=model.version.version_id,
+                    created_unix_s=model.created_unix_us // 1_000_000,
+                )
+                for model in models
+            ]
+        )
+
+    async def _authenticate(self, context: Context) -> Principal:
+        for name, value in context.invocation_metadata() or ():
+            if name == "authorization":
+                return await self._keys.authenticate(value if isinstance(value, str) else value.decode("latin-1"))
+        return await self._keys.authenticate(None)
+
+
+def _deltas(running: Running, deliveries: Iterable[Delivery], *, with_ids: bool) -> list[pb.ChoiceDelta]:
+    deltas: list[pb.ChoiceDelta] = []
+    for delivery in deliveries:
+        text = running.texts[delivery.choice]
+        shown = "".join([text.step(token_id) for token_id in delivery.token_ids])
+        if delivery.finish is not None:
+            shown += text.flush()
+        deltas.append(
+            pb.ChoiceDelta(
+                index=delivery.choice,
+                text=shown,
+                token_ids=delivery.token_ids if with_ids else (),
+                finish_reason=str(delivery.finish) if delivery.finish else "",
+            )
+        )
+    return deltas

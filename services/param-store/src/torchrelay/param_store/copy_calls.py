@@ -1,0 +1,97 @@
+"""The RPCs about the copies of packs in this host's arena."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from torchrelay.common.errors import InvalidRequest, NotFound, Unavailable
+from torchrelay.common.telemetry import get_logger
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.control.v1 import reports_pb2, types_pb2
+from torchrelay.param_store.store import Store
+from torchrelay.param_store.versions import checked_digest
+from torchrelay.transfer.follow import SourceAddress
+from torchrelay.transfer.slabs import Slab
+
+Context = grpc.aio.ServicerContext[Any, Any]
+log = get_logger(__name__)
+_WATCH_PAUSE_S = 0.05  # at most 20 reports a second to each watcher
+
+
+class CopyCalls:
+    """Hold, Relay, Drop, WatchCopies."""
+
+    store: Store
+
+    async def Hold(self, request: pb.HoldRequest, context: Context) -> AsyncIterator[pb.HoldReply]:
+        checked_digest(request.pack_id, "pack_id")
+        relays = self.store.relays
+        try:
+            slab, owner = relays.hold(request.pack_id, request.owner_id)
+        except NotFound:
+            if failure := relays.failure(request.pack_id):
+                raise Unavailable(f"pack {request.pack_id} is not here: {failure}") from None
+            raise
+        log.info("pack_held", pack_id=request.pack_id, owner_id=request.owner_id)
+        try:
+            with self.store.changes.listen() as changed:
+                told = None
+                while True:
+                    changed.clear()
+                    now = (slab.num_verified, slab.error)
+                    if now != told:
+                        told = now
+                        yield self._hold_reply(slab, *now)
+                    await changed.wait()
+        finally:
+            relays.release(slab, owner)
+            log.info("pack_released", pack_id=request.pack_id, owner_id=request.owner_id)
+
+    def _hold_reply(self, slab: Slab, num_verified: int, error: str) -> pb.HoldReply:
+        return pb.HoldReply(
+            arena_path=str(self.store.arena.path),
+            slab_offset=slab.offset,
+            slab_bytes=slab.num_slab_bytes,
+            num_chunks_verified=num_verified,
+            error=error,
+        )
+
+    async def Relay(self, request: pb.RelayRequest, context: Context) -> pb.RelayReply:
+        self.store.epoch.check(request.epoch)
+        checked_digest(request.pack_id, "pack_id")
+        sources = [_source(source) for source in request.sources if source.holder_id != self.store.settings.store_id]
+        if not sources:
+            raise InvalidRequest("a relay needs at least one source other than the store itself", field="sources")
+        reserved = self.store.relays.relay(request.pack_id, sources, request.relay_id)
+        complete = await asyncio.shield(asyncio.wrap_future(reserved))
+        names = [source.holder_id for source in request.sources]
+        log.info("relay", pack_id=request.pack_id, relay_id=request.relay_id, sources=names, complete=complete)
+        return pb.RelayReply(already_complete=complete)
+
+    async def Drop(self, request: pb.DropRequest, context: Context) -> pb.DropReply:
+        self.store.epoch.check(request.epoch)
+        checked_digest(request.pack_id, "pack_id")
+        dropped = await asyncio.to_thread(self.store.relays.drop, request.pack_id)
+        log.info("drop", pack_id=request.pack_id, dropped=dropped)
+        return pb.DropReply(dropped=dropped)
+
+    async def WatchCopies(
+        self, request: pb.WatchCopiesRequest, context: Context
+    ) -> AsyncIterator[reports_pb2.StoreReport]:
+        with self.store.changes.listen() as changed:
+            while True:
+                changed.clear()
+                yield self.store.report()
+                await asyncio.sleep(_WATCH_PAUSE_S)
+                await changed.wait()
+
+
+def _source(source: types_pb2.Source) -> SourceAddress | None:
+    """None: the remote store."""
+    if not source.data_address:
+        return None
+    return SourceAddress(source.holder_id, source.data_address, source.ticket)

@@ -1,0 +1,48 @@
+"""`torchrelay-param-store`: one store process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from torchrelay.common.rpc import RpcServer
+from torchrelay.common.service import Addresses, run_service
+from torchrelay.common.settings import load_settings
+from torchrelay.control.v1 import param_store_pb2_grpc
+from torchrelay.param_store.background import expire_uploads, publish_reports, release_recovered
+from torchrelay.param_store.servicer import ParamStoreServicer
+from torchrelay.param_store.settings import StoreSettings
+from torchrelay.param_store.store import Store
+
+Work = Callable[[Store], Coroutine[Any, Any, None]]
+
+
+@asynccontextmanager
+async def serving(
+    settings: StoreSettings, background: tuple[Work, ...] = (publish_reports, expire_uploads, release_recovered)
+) -> AsyncIterator[Addresses]:
+    """Brings up the store: arena, data plane, gRPC; then the work in the background."""
+    async with AsyncExitStack() as stack:
+        store = Store(settings, asyncio.get_running_loop())
+        stack.push_async_callback(asyncio.to_thread, store.close)
+        await asyncio.to_thread(store.start)
+        server = RpcServer(settings.host, settings.port)
+        store.grpc_address = f"{settings.reach_host}:{server.port}"
+        param_store_pb2_grpc.add_ParamStoreServicer_to_server(ParamStoreServicer(store), server.server)
+        await server.start()
+        stack.push_async_callback(server.stop)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        running = [tasks.create_task(work(store)) for work in background]
+        try:
+            yield {"grpc": store.grpc_address, "data": store.data_address}
+        finally:
+            for task in running:
+                task.cancel()
+
+
+def main() -> None:
+    """Entry point of `torchrelay-param-store`."""
+    settings = load_settings(StoreSettings, "torchrelay-param-store")
+    run_service("param-store", settings, lambda: serving(settings))

@@ -1,0 +1,122 @@
+"""One param-store: its parts put together, and what it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from torchrelay.common.ids import new_id
+from torchrelay.common.telemetry import get_logger
+from torchrelay.control.v1 import reports_pb2
+from torchrelay.param_store.changes import Changes
+from torchrelay.param_store.epoch import Epoch
+from torchrelay.param_store.relays import Copy, Relays
+from torchrelay.param_store.remote import open_remote
+from torchrelay.param_store.settings import StoreSettings
+from torchrelay.param_store.uploads import Uploads
+from torchrelay.param_store.versions import Versions
+from torchrelay.transfer.arena import Arena
+from torchrelay.transfer.errors import ArenaFull
+from torchrelay.transfer.follow import Receiver
+from torchrelay.transfer.holder import HolderServer
+
+log = get_logger(__name__)
+
+
+class Store:
+    """Owns the arena, the uploads and the data plane of one host. Made and closed on the event loop's thread."""
+
+    def __init__(self, settings: StoreSettings, loop: asyncio.AbstractEventLoop) -> None:
+        self.settings = settings
+        self.incarnation = new_id("inc")
+        self.grpc_address = ""
+        self.epoch = Epoch()
+        self.changes = Changes(loop)
+        remote = open_remote(settings.remote_url)
+        self.versions = Versions(remote)
+        self.uploads = Uploads(settings.data_dir / "uploads", settings.max_upload_bytes, settings.upload_expiry_s)
+        self.arena = Arena.create(settings.arena_file, settings.arena_capacity_bytes())
+        node_key = bytes.fromhex(settings.node_key)
+        self.relays = Relays(
+            self.arena,
+            remote,
+            Receiver(settings.store_id, node_key),
+            self.changes.notify,
+            settings.max_relays,
+            settings.remote_readers,
+        )
+        self.holder = HolderServer(settings.store_id, node_key, self.arena.get, settings.host, settings.data_port)
+        self._closing = threading.Event()
+        self._prepared = threading.Event()
+        self._background = threading.Thread(target=self._prepare, name="arena-growth", daemon=True)
+
+    @property
+    def data_address(self) -> str:
+        port = self.holder.address.rpartition(":")[2]
+        return f"{self.settings.reach_host}:{port}"
+
+    def start(self) -> None:
+        """Serves the data plane and grows the arena; returns once its first step is there, in about a second."""
+        self.holder.start()
+        self._background.start()
+        self._prepared.wait()
+
+    def _prepare(self) -> None:
+        """The background thread: what an earlier process left is hashed, and memory is faulted in step by step."""
+        try:
+            self._grow()
+            self._prepared.set()
+            self.relays.recheck()
+            while not self._closing.is_set() and self.arena.faulted_bytes < self.arena.capacity_bytes:
+                self._grow()
+        except ArenaFull as error:  # it stays as large as it is
+            log.warning("arena_growth_ended", error=error.message, arena_bytes=self.arena.faulted_bytes)
+        finally:
+            self._prepared.set()
+
+    def _grow(self) -> None:
+        self.arena.grow(self.settings.arena_step_bytes)
+        self.changes.notify()
+
+    def close(self) -> None:
+        """Ends fillings and streams, then lets go of the arena. Blocks until all threads are gone."""
+        self._closing.set()
+        self.relays.close()
+        self.holder.close()
+        self.arena.close(unlink=not self.settings.keep_arena)
+        if self._background.ident is not None:
+            self._background.join()
+
+    def report(self) -> reports_pb2.StoreReport:
+        """The store's state as the scheduler hears of it."""
+        return reports_pb2.StoreReport(
+            store_id=self.settings.store_id,
+            incarnation=self.incarnation,
+            host_id=self.settings.host_id,
+            grpc_address=self.grpc_address,
+            data_address=self.data_address,
+            epoch=self.epoch.highest,
+            arena_target_bytes=self.arena.capacity_bytes,
+            arena_bytes=self.arena.faulted_bytes,
+            arena_free_bytes=self.arena.free_bytes,
+            copies=[_pack_copy(copy) for copy in self.relays.copies()],
+            bytes_sent=self.holder.bytes_sent,
+            bytes_received=self.relays.num_bytes_received,
+            num_running_uploads=self.uploads.num_open,
+        )
+
+
+def _pack_copy(copy: Copy) -> reports_pb2.PackCopy:
+    record = copy.record
+    return reports_pb2.PackCopy(
+        pack_id=record.pack_id,
+        pack_bytes=record.pack_bytes,
+        num_chunks=record.num_chunks,
+        num_chunks_verified=copy.num_chunks_verified,
+        num_pins=copy.num_pins,
+        error=record.error,
+        relay_begin_unix_us=record.begin_unix_us,
+        relay_first_unix_us=record.first_unix_us,
+        relay_end_unix_us=record.end_unix_us,
+        source=record.source,
+    )

@@ -1,0 +1,35 @@
+"""One thread for torch: these models are tiny, and other tests run beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.checkpoints import make_checkpoint
+from tests.unit.engine.running import Model
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
+    """Checkpoint, pack and reference by family and options; made once per session."""
+    made: dict[tuple[object, ...], Model] = {}
+
+    def make(family: str = "llama", tied: bool = False, dtype: str = "float32") -> Model:
+        key = (family, tied, dtype)
+        if key not in made:
+            folder: Path = tmp_path_factory.mktemp(family)
+            made[key] = Model(make_checkpoint(folder, family, tied=tied, dtype=dtype))
+        return made[key]
+
+    return make

@@ -1,0 +1,121 @@
+"""What the engine's tests share: a model with its reference, and loops that run instances to the end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tests.support.checkpoints import greedy_reference, reference_model
+from tests.support.packs import Pack, build_pack
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, NewToken, SamplingParams, StepResult
+from torchrelay.engine.handover import KvBlock
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.pool import KvPool
+
+POOL_BYTES = 4 << 20
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+@dataclass
+class Model:
+    """One checkpoint three ways: the folder, its pack, and transformers."""
+
+    folder: Path
+    _expected: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def pack(self) -> Pack:
+        return build_pack(self.folder)
+
+    @cached_property
+    def reference(self) -> Any:
+        return reference_model(self.folder)
+
+    def expected(self, prompt: Sequence[int], num_tokens: int = GREEDY.max_tokens) -> list[int]:
+        """transformers' greedy continuation."""
+        key = (*prompt, num_tokens)
+        if key not in self._expected:
+            self._expected[key] = greedy_reference(self.reference, list(prompt), num_tokens)
+        return self._expected[key]
+
+    def instance(self, *, loaded: bool = True, pool_bytes: int = POOL_BYTES, **settings: Any) -> Instance:
+        instance = Instance(self.pack.manifest, self.pack.view, KvPool(pool_bytes), **settings)
+        for segment in range(len(self.pack.manifest.segments) if loaded else 0):
+            instance.segment_ready(segment)
+        return instance
+
+
+def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
+    """A prompt without a pattern, the same every time."""
+    return tuple((i * i * 31 + i * 7 + salt * 101 + 5) % 256 for i in range(length))
+
+
+def group_of(
+    prompt: Sequence[int],
+    group_id: str = "r/0",
+    sampling: SamplingParams = GREEDY,
+    forced: Sequence[Sequence[int]] = ((),),
+) -> GroupSpec:
+    """One group with a choice per entry of ``forced``."""
+    choices = tuple(ChoiceSpec(choice, tuple(output)) for choice, output in enumerate(forced))
+    return GroupSpec(group_id, tuple(prompt), len(prompt), sampling, choices)
+
+
+def run(instance: Instance) -> list[StepResult]:
+    """Steps until there is nothing to do; the page tables are checked after each."""
+    steps = []
+    while instance.has_work():
+        steps.append(instance.step())
+        instance.check_integrity()
+    return steps
+
+
+def outputs(steps: Sequence[StepResult]) -> dict[tuple[str, int], list[int]]:
+    """Token ids by (group, choice); positions must rise one by one, and nothing may follow a finish."""
+    found: dict[tuple[str, int], list[NewToken]] = defaultdict(list)
+    for token in (token for step in steps for token in step.tokens):
+        earlier = found[token.group_id, token.choice]
+        if earlier:
+            assert earlier[-1].finish is None
+            assert token.position == earlier[-1].position + 1
+        earlier.append(token)
+    return {key: [token.token_id for token in tokens] for key, tokens in found.items()}
+
+
+def assert_idle(instance: Instance) -> None:
+    """Nothing left behind: all pages free, all counts right."""
+    instance.check_integrity()
+    assert instance.num_free_pages == instance.num_pages
+    assert not instance.has_work()
+
+
+def hand_over(
+    source: Instance, target: Instance, group: GroupSpec, order: int = 1
+) -> tuple[StepResult, list[StepResult]]:
+    """Prefill on one instance, decode on the other; ``order`` -1 delivers the chunks backwards.
+
+    Gives the last prefill step and all decode steps.
+    """
+    blocks: dict[int, bytes] = {}
+
+    def copy_out(block: KvBlock) -> None:
+        assert block.group_id == group.group_id
+        assert block.index not in blocks
+        blocks[block.index] = bytes(block.data)
+
+    layout = source.kv_layout(group)
+    source.prefill(group, copy_out)
+    last = [step for step in run(source) if step.prefilled][-1]
+    firsts = [token for token in last.tokens if token.group_id == group.group_id]
+    assert sorted(blocks) == list(range(layout.num_kv_chunks))
+    trailer = layout.unpack_trailer(group.group_id, layout.pack_trailer(firsts))
+    blind = GroupSpec(group.group_id, (), group.num_prompt_tokens, group.sampling, group.choices)
+    adoption = target.adopt(blind, layout)
+    for index in list(blocks)[::order]:
+        adoption.write(index, blocks[index])
+    adoption.start({token.choice: token.token_id for token in trailer})
+    return last, run(target)

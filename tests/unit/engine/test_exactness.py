@@ -1,0 +1,146 @@
+"""fp32 greedy output equals transformers', token for token, whatever happens on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.support.checkpoints import FAMILIES
+from tests.unit.engine.running import GREEDY, Model, assert_idle, group_of, hand_over, outputs, prompt_of, run
+from torchrelay.engine.core import GroupSpec, SamplingParams
+
+ModelOf = Callable[..., Model]
+LENGTHS = (1, 15, 16, 17, 70)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_alone(model_of: ModelOf, family: str, tied: bool) -> None:
+    model = model_of(family, tied)
+    instance = model.instance()
+    for length in LENGTHS:
+        prompt = prompt_of(length)
+        instance.prefill(group_of(prompt))
+        assert outputs(run(instance)) == {("r/0", 0): model.expected(prompt)}
+    assert_idle(instance)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batched_with_others_in_chunks(model_of: ModelOf, family: str, tied: bool) -> None:
+    """A budget of 20 positions cuts prompts at odd places, and prefills run beside decodes of other lengths."""
+    model = model_of(family, tied)
+    instance = model.instance(token_budget=20, page_tokens=8)
+    expected = {}
+    for number, length in enumerate(LENGTHS):
+        prompt = prompt_of(length)
+        expected[f"{number}/0", 0] = model.expected(prompt)
+        instance.prefill(group_of(prompt, f"{number}/0"))
+    steps = run(instance)
+    assert outputs(steps) == expected
+    assert any(step.num_positions_prefilled and step.num_positions_decoded for step in steps)
+    assert_idle(instance)
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "backwards"])
+@pytest.mark.parametrize("budget", [512, 23])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_handed_over(model_of: ModelOf, family: str, budget: int, order: int) -> None:
+    """Chunks that straddle blocks, other page sizes on the other side."""
+    model = model_of(family)
+    source = model.instance(token_budget=budget, page_tokens=8, kv_block_tokens=20)
+    target = model.instance(page_tokens=16)
+    for length in LENGTHS:
+        group = group_of(prompt_of(length))
+        last, steps = hand_over(source, target, group, order)
+        first = [token.token_id for token in last.tokens]
+        assert last.prefilled == ("r/0",)
+        assert first + outputs(steps)["r/0", 0] == model.expected(group.prompt)
+        assert sum(step.num_positions_decoded for step in steps) == GREEDY.max_tokens - 1
+        assert sum(step.num_positions_prefilled for step in steps) == 0
+    assert_idle(source)
+    assert_idle(target)
+
+
+@pytest.mark.parametrize("handed_over", [False, True])
+@pytest.mark.parametrize("num_forced", [1, 7, 23])
+def test_resumed(model_of: ModelOf, num_forced: int, handed_over: bool) -> None:
+    model = model_of("qwen3")
+    expected = model.expected(prompt_of(17))
+    group = group_of(prompt_of(17), "r/1", forced=[expected[:num_forced]])
+    instance = model.instance(token_budget=10)
+    if handed_over:
+        last, steps = hand_over(instance, model.instance(), group)
+        steps = [last, *steps]
+    else:
+        instance.prefill(group)
+        steps = run(instance)
+    tokens = [token for step in steps for token in step.tokens]
+    assert [token.token_id for token in tokens] == expected[num_forced:]
+    assert [token.position for token in tokens] == list(range(num_forced, len(expected)))
+    assert_idle(instance)
+
+
+@pytest.mark.parametrize("length", [16, 21])
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_several_choices_share_a_context(model_of: ModelOf, handed_over: bool, length: int) -> None:
+    """Each choice writes to pages of its own, although they share the prompt's: sampled choices part at once."""
+    model = model_of()
+    sampling = SamplingParams(temperature=1.5, seed=3, max_tokens=24)
+    prompt = prompt_of(length)
+    alone = []
+    for choice in range(3):
+        instance = model.instance()
+        group = group_of(prompt, sampling=sampling, forced=[()] * 3)
+        one = GroupSpec(group.group_id, prompt, length, sampling, (group.choices[choice],))
+        instance.prefill(one)
+        alone.append(outputs(run(instance))["r/0", choice])
+    assert len({tuple(each) for each in alone}) == 3
+    together = group_of(prompt, sampling=sampling, forced=[()] * 3)
+    source, target = model.instance(), model.instance()
+    if handed_over:
+        last, steps = hand_over(source, target, together)
+        steps = [last, *steps]
+    else:
+        source.prefill(together)
+        steps = run(source)
+    assert outputs(steps) == {("r/0", choice): alone[choice] for choice in range(3)}
+    assert sum(step.num_positions_prefilled for step in steps) == (0 if handed_over else length) + (
+        last.num_positions_prefilled if handed_over else 0
+    )
+    assert_idle(source)
+    assert_idle(target)
+
+
+def test_choices_with_other_forced_output_are_contexts_of_their_own(model_of: ModelOf) -> None:
+    model = model_of()
+    expected = model.expected(prompt_of(17))
+    group = group_of(prompt_of(17), forced=[(), expected[:3], ()])
+    source, target = model.instance(), model.instance()
+    last, steps = hand_over(source, target, group)
+    found = outputs([last, *steps])
+    assert found == {("r/0", 0): expected, ("r/0", 1): expected[3:], ("r/0", 2): expected}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.02), ("float32", 1e-4)])
+def test_logits_are_within_tolerance(model_of: ModelOf, family: str, dtype: str, tolerance: float) -> None:
+    """Of one prefill; the logits of these models spread over about +-10."""
+    model = model_of(family, dtype=dtype)
+    prompt = prompt_of(40)
+    with torch.no_grad():
+        expected = model.reference(torch.tensor([prompt])).logits[0, -1].float()
+    instance = model.instance()
+    seen: list[torch.Tensor] = []
+    run_logits = instance._decoder.logits
+
+    def spy(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(run_logits(hidden))
+        return seen[-1]
+
+    instance._decoder.logits = spy  # type: ignore[method-assign]
+    instance.prefill(group_of(prompt, sampling=SamplingParams(temperature=0, max_tokens=1)))
+    run(instance)
+    assert float((seen[0][0].float() - expected).abs().max()) < tolerance

@@ -1,0 +1,79 @@
+"""The REST door on a real socket, before a scripted store and scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+
+from tests.unit.gateway.conftest import Parts
+from tests.unit.gateway.scripted import ScriptedStore, serving_scheduler, serving_store
+from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.front import Front, Receive, Scope, Send
+from torchrelay.gateway.http_server import http_server
+from torchrelay.gateway.rest.app import make_app
+from torchrelay.gateway.rest.services import Services
+from torchrelay.gateway.scheduler_client import SchedulerClient
+from torchrelay.gateway.store import StoreClient
+from torchrelay.gateway.uploads import Uploads
+
+
+@dataclass
+class Door:
+    url: str
+    parts: Parts
+    store: ScriptedStore
+    services: Services
+    admin: httpx.AsyncClient
+    acme: httpx.AsyncClient
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+    async def client_of(self, tenant: str, **limits: int) -> httpx.AsyncClient:
+        """A client with a key of another, new tenant; the caller closes it."""
+        made = await self.parts.tenants.create(tenant, **limits)
+        _, token = await self.parts.keys.create(tenant, made.tenant_id)
+        return client(self.url, token)
+
+
+def client(url: str, token: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {token}"}, timeout=10, trust_env=False)
+
+
+async def _tokens(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"tokens"})
+
+
+@pytest.fixture
+async def door(parts: Parts) -> AsyncIterator[Door]:
+    events: list[tuple[str, str]] = []
+
+    async def model_changed(kind: str, name: str, model: PublishedModel | None) -> None:
+        events.append((kind, name))
+
+    async with AsyncExitStack() as stack:
+        store = ScriptedStore()
+        store_client = StoreClient(await stack.enter_async_context(serving_store(store)))
+        stack.push_async_callback(store_client.close)
+        scheduler = SchedulerClient(await stack.enter_async_context(serving_scheduler()))
+        stack.push_async_callback(scheduler.close)
+        services = Services(
+            database=parts.database,
+            tenants=parts.tenants,
+            keys=parts.keys,
+            catalogue=parts.catalogue,
+            prices=parts.prices,
+            uploads=Uploads(parts.database, parts.catalogue, store_client),
+            scheduler=scheduler,
+            model_changed=model_changed,
+        )
+        app = Front(_tokens, make_app(services), max_body_bytes=64 << 10)
+        port = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
+        url = f"http://127.0.0.1:{port}"
+        _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")
+        admin = await stack.enter_async_context(client(url, "tra-test"))
+        acme = await stack.enter_async_context(client(url, token))
+        yield Door(url, parts, store, services, admin, acme, events)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.unit.gateway.rest.conftest import Door
+
+
+def fault(reply: httpx.Response) -> dict[str, Any]:
+    """The error object, in exactly OpenAI's shape."""
+    body = reply.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+async def test_health_needs_no_key(door: Door) -> None:
+    async with httpx.AsyncClient(base_url=door.url, trust_env=False) as nobody:
+        reply = await nobody.get("/health")
+        assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
+
+
+async def test_the_token_path_goes_to_its_own_handler(door: Door) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert (await door.acme.post(path, json={})).content == b"tokens"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "param", "code"),
+    [
+        ("GET", "/v1/nothing", None, 404, None, "not_found"),
+        ("PATCH", "/v1/keys", {}, 405, None, "method_not_allowed"),
+        ("POST", "/v1/keys", {"nam": "x"}, 400, "nam", "invalid_request"),
+        ("POST", "/v1/keys", {"requests_per_minute": 0}, 400, "requests_per_minute", "invalid_request"),
+        ("POST", "/v1/uploads", {"model": "m", "files": [{"path": "a", "size": -1}]}, 400, "files.0.size", None),
+        ("GET", "/v1/usage?group_by=moon", None, 400, "group_by", "invalid_request"),
+        ("GET", "/v1/bill", None, 400, "period", "invalid_request"),
+        ("GET", "/v1/bill?period=soon", None, 400, "period", "invalid_request"),
+        ("GET", "/v1/models/absent", None, 404, "model", "not_found"),
+        ("DELETE", "/v1/keys/absent", None, 404, "key_id", "not_found"),
+        ("GET", "/v1/uploads/absent", None, 404, "upload_id", "not_found"),
+        ("GET", "/v1/tenants", None, 403, None, "permission_denied"),
+        ("PUT", "/v1/prices", {"prompt_nano": 1, "cached_nano": 1, "output_nano": 1}, 403, None, "permission_denied"),
+        ("GET", "/v1/reconcile", None, 403, None, "permission_denied"),
+        ("GET", "/v1/usage?tenant=other", None, 403, "tenant", "permission_denied"),
+    ],
+)
+async def test_every_refusal_has_openais_shape(
+    door: Door, method: str, path: str, body: Any, status: int, param: str | None, code: str | None
+) -> None:
+    reply = await door.acme.request(method, path, json=body)
+    error = fault(reply)
+    assert (reply.status_code, error["param"]) == (status, param)
+    assert code is None or error["code"] == code
+
+
+async def test_a_body_that_is_no_json_is_400(door: Door) -> None:
+    reply = await door.acme.post("/v1/keys", content=b"{", headers={"content-type": "application/json"})
+    assert (reply.status_code, fault(reply)["message"]) == (400, "the body is not valid JSON")
+
+
+async def test_a_missing_or_wrong_key_is_401(door: Door) -> None:
+    async with httpx.AsyncClient(base_url=door.url, trust_env=False) as nobody:
+        for headers in ({}, {"authorization": "Bearer tr-abc"}):
+            reply = await nobody.get("/v1/models", headers=headers)
+            assert (reply.status_code, fault(reply)["code"]) == (401, "invalid_api_key")
+            assert reply.headers["www-authenticate"] == "Bearer"
+
+
+async def test_a_body_too_large_is_refused_declared_or_not(door: Door) -> None:
+    large = b'{"name":"' + b"x" * (65 << 10) + b'"}'
+
+    async def undeclared() -> Any:
+        yield large[: 32 << 10]
+        yield large[32 << 10 :]
+
+    reply = await door.acme.post("/v1/keys", content=large)
+    assert (reply.status_code, fault(reply)["code"]) == (413, "invalid_request")
+    assert (await door.acme.post("/v1/keys", content=undeclared())).status_code == 400
+
+
+async def test_the_database_away_is_503(door: Door) -> None:
+    await door.acme.get("/v1/models")
+    door.parts.freshness.doubt()
+    door.parts.database._engine = type(door.parts.database)("sqlite:////nonexistent/x.db")._engine
+    reply = await door.acme.get("/v1/models")
+    assert (reply.status_code, fault(reply)["code"]) == (503, "unavailable")

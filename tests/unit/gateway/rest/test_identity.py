@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+from tests.unit.gateway.rest.conftest import Door, client
+
+
+async def test_the_admin_makes_a_tenant_and_a_key_and_the_tenant_makes_more(door: Door) -> None:
+    made = await door.admin.post("/v1/tenants", json={"name": "zoo", "storage_quota_bytes": 10, "budget_nano": 5})
+    assert made.status_code == 201
+    assert {name: made.json()[name] for name in ("name", "storage_quota_bytes", "budget_nano")} == {
+        "name": "zoo",
+        "storage_quota_bytes": 10,
+        "budget_nano": 5,
+    }
+    assert [tenant["name"] for tenant in (await door.admin.get("/v1/tenants")).json()["data"]] == ["acme", "zoo"]
+    key = (await door.admin.post("/v1/keys", json={"tenant": "zoo", "name": "ci"})).json()
+    assert key["tenant"] == "zoo"
+    async with client(door.url, key["key"]) as zoo:
+        second = (await zoo.post("/v1/keys", json={"requests_per_minute": 5})).json()
+        assert (second["tenant"], second["requests_per_minute"]) == ("zoo", 5)
+        listed = (await zoo.get("/v1/keys")).json()["data"]
+        assert [one["id"] for one in listed] == [key["id"], second["id"]]
+        assert all("key" not in one and "mac" not in one for one in listed)
+        assert (await zoo.delete(f"/v1/keys/{second['id']}")).status_code == 204
+        async with client(door.url, second["key"]) as revoked:
+            assert (await revoked.get("/v1/models")).status_code == 401
+
+
+async def test_a_tenants_name_is_taken_once_and_must_be_a_name(door: Door) -> None:
+    assert (await door.admin.post("/v1/tenants", json={"name": "acme"})).status_code == 409
+    for name in ("", "A", "a/b", "../x", "x" * 65, "-a"):
+        reply = await door.admin.post("/v1/tenants", json={"name": name})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "name")
+
+
+async def test_no_tenant_reaches_another(door: Door) -> None:
+    async with await door.client_of("zoo") as zoo:
+        own = (await zoo.get("/v1/keys")).json()["data"][0]["id"]
+        assert (await door.acme.delete(f"/v1/keys/{own}")).status_code == 404
+        for tenant in ("zoo", "absent"):  # the same answer, whether or not it exists
+            reply = await door.acme.post("/v1/keys", json={"tenant": tenant})
+            assert (reply.status_code, reply.json()["error"]["message"]) == (403, "this key is of another tenant")
+        assert (await zoo.get("/v1/keys")).status_code == 200
+
+
+async def test_the_admin_must_say_which_tenant(door: Door) -> None:
+    reply = await door.admin.post("/v1/keys", json={})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tenant")
+    assert (await door.admin.post("/v1/keys", json={"tenant": "absent"})).status_code == 404

@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from tests.unit.gateway.rest.conftest import Door
+from torchrelay.common.errors import UploadRefused
+from torchrelay.gateway.sql.tables import models, uploads
+
+WEIGHTS = bytes(range(256)) * 8192  # 2 MiB
+
+
+def declared(**files: bytes) -> list[dict[str, Any]]:
+    return [
+        {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for path, data in files.items()
+    ]
+
+
+async def begun(client: httpx.AsyncClient, model: str = "glossary", **files: bytes) -> dict[str, Any]:
+    reply = await client.post("/v1/uploads", json={"model": model, "files": declared(**(files or {"w": WEIGHTS}))})
+    assert reply.status_code == 201, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+async def published(client: httpx.AsyncClient, model: str = "glossary", **settings: float) -> dict[str, Any]:
+    upload = await begun(client, model)
+    await client.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
+    reply = await client.post(f"/v1/uploads/{upload['id']}/commit", json=settings)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+async def test_files_travel_in_slices_and_a_commit_publishes(door: Door) -> None:
+    upload = await begun(door.acme, **{"w": WEIGHTS, "config.json": b"{}"})
+    assert upload["model"] == "acme/glossary"
+    put = await door.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
+    assert put.json() == {"path": "w", "size": len(WEIGHTS), "received": len(WEIGHTS), "complete": True}
+    assert 0 < door.store.largest_slice <= 1 << 20
+    state = (await door.acme.get(f"/v1/uploads/{upload['id']}")).json()
+    assert [(file["path"], file["complete"]) for file in state["files"]] == [("w", True), ("config.json", False)]
+    reply = await door.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"idle_timeout_s": 3, "max_instances": 2})
+    model = reply.json()
+    assert (model["id"], model["version"], model["idle_timeout_s"]) == ("acme/glossary", "version-one", 3)
+    assert (model["context_length"], model["size_bytes"], model["owned_by"]) == (128, 900, "acme")
+    assert door.store.largest_slot_bytes == 12345
+    assert door.events == [("published", "acme/glossary")]
+    assert (await door.acme.get("/v1/models")).json()["data"] == [model]
+    assert (await door.acme.get(f"/v1/uploads/{upload['id']}")).status_code == 404
+
+
+async def test_an_upload_goes_on_where_it_was_interrupted(door: Door) -> None:
+    upload = await begun(door.acme)
+    url = f"/v1/uploads/{upload['id']}/files/w"
+
+    async def interrupted() -> Any:
+        yield WEIGHTS[: 1 << 20]
+        raise ConnectionResetError("the laptop was closed")
+
+    with pytest.raises(ConnectionResetError):
+        await door.acme.put(url, content=interrupted())
+    received = 0
+    while received == 0:  # the server notices the end of the connection a moment later
+        received = (await door.acme.get(f"/v1/uploads/{upload['id']}")).json()["files"][0]["received"]
+    assert received == 1 << 20
+    conflict = await door.acme.put(url, content=WEIGHTS, headers={"upload-offset": "0"})
+    assert conflict.status_code == 409
+    assert str(received) in conflict.json()["error"]["message"]
+    rest = await door.acme.put(url, content=WEIGHTS[received:], headers={"upload-offset": str(received)})
+    assert rest.json()["complete"] is True
+
+
+async def test_a_commits_steps_come_as_lines(door: Door) -> None:
+    upload = await begun(door.acme)
+    headers = {"accept": "application/x-ndjson"}
+    reply = await door.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
+    lines = [json.loads(line) for line in reply.text.splitlines()]
+    assert lines[:-1] == [
+        {"stage": "validate", "done": 5, "total": 10},
+        {"stage": "publish", "done": 10, "total": 10},
+    ]
+    assert lines[-1]["model"]["id"] == "acme/glossary"
+
+
+@pytest.mark.parametrize("as_lines", [False, True])
+async def test_a_refused_upload_publishes_nothing_and_may_be_mended(door: Door, as_lines: bool) -> None:
+    door.store.refusal = UploadRefused("the header is longer than the file", field="model.safetensors")
+    upload = await begun(door.acme)
+    headers = {"accept": "application/x-ndjson"} if as_lines else {}
+    reply = await door.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
+    assert reply.status_code == (200 if as_lines else 422)
+    error = json.loads(reply.text.splitlines()[-1])["error"]
+    assert (error["code"], error["param"]) == ("upload_refused", "model.safetensors")
+    assert (await door.acme.get("/v1/models")).json()["data"] == []
+    assert door.events == []
+    door.store.refusal = None
+    assert (await door.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 200
+
+
+async def test_the_quota_counts_models_and_open_uploads(door: Door) -> None:
+    size = len(WEIGHTS)
+    async with await door.client_of("small", storage_quota_bytes=2 * size) as small:
+        door.store.stored_bytes = size
+        await published(small, "one")
+        waiting = await begun(small, "two")
+        reply = await small.post("/v1/uploads", json={"model": "three", "files": declared(w=b"x")})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "quota_exceeded")
+        assert (await small.delete(f"/v1/uploads/{waiting['id']}")).status_code == 204
+        await begun(small, "three", w=b"x")
+
+
+async def test_a_version_larger_than_declared_does_not_slip_past_the_quota(door: Door) -> None:
+    async with await door.client_of("small", storage_quota_bytes=3 << 20) as small:
+        upload = await begun(small)
+        door.store.stored_bytes = 4 << 20
+        reply = await small.post(f"/v1/uploads/{upload['id']}/commit")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "quota_exceeded")
+        assert (await small.get("/v1/models")).json()["data"] == []
+    assert door.store.deleted == ["version-one"]
+    async with door.parts.database.read() as connection:
+        assert (await connection.execute(select(uploads))).all() == []
+        assert (await connection.execute(select(models))).all() == []
+
+
+async def test_nobody_reaches_another_tenants_upload(door: Door) -> None:
+    upload = await begun(door.acme)
+    async with await door.client_of("zoo") as zoo:
+        for method, path in (("GET", ""), ("DELETE", ""), ("PUT", "/files/w"), ("POST", "/commit")):
+            assert (await zoo.request(method, f"/v1/uploads/{upload['id']}{path}")).status_code == 404
+        for name in ("acme/m", "absent/m"):
+            reply = await zoo.post("/v1/uploads", json={"model": name, "files": declared(w=b"x")})
+            assert reply.status_code == 403
+
+
+async def test_the_admin_uploads_for_a_tenant(door: Door) -> None:
+    assert (await begun(door.admin, "acme/glossary"))["model"] == "acme/glossary"
+    reply = await door.admin.post("/v1/uploads", json={"model": "glossary", "files": declared(w=b"x")})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tenant")
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "../m", "M", "a b"])
+async def test_a_model_must_have_a_name(door: Door, name: str) -> None:
+    reply = await door.acme.post("/v1/uploads", json={"model": name, "files": declared(w=b"x")})
+    assert reply.status_code in (400, 403)
