@@ -1,5 +1,8 @@
-# The decode image. Build from the repository's root: docker build -f deploy/images/decode.Dockerfile -t torchrelay/decode:0.1.0 .
+# The decode image; built from the repository's root:
+# docker build -f deploy/images/decode.Dockerfile -t torchrelay/decode:0.1.0 .
 FROM python:3.11.10-slim-bookworm AS build
+# pip options that choose the torch build, such as an index of CPU or CUDA wheels; without any, pip takes its default.
+ARG TORCH_OPTIONS=""
 WORKDIR /src
 COPY constraints.txt ./
 COPY proto ./proto
@@ -10,13 +13,18 @@ COPY libs/worker ./libs/worker
 COPY services/decode ./services/decode
 RUN python -m venv /opt/torchrelay \
     && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling \
-    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto "./libs/common[text]" ./libs/transfer ./libs/engine ./libs/worker ./services/decode
+    && /opt/torchrelay/bin/pip install --no-cache-dir $TORCH_OPTIONS torch==2.13.0 \
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[text]' ./libs/transfer ./libs/engine ./libs/worker ./services/decode
 
 FROM python:3.11.10-slim-bookworm
 RUN useradd --system --uid 10001 --create-home torchrelay
 COPY --from=build /opt/torchrelay /opt/torchrelay
 ENV PATH=/opt/torchrelay/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    TORCHRELAY_HOST=0.0.0.0
+    TORCHRELAY_HOST=0.0.0.0 \
+    TORCHRELAY_PORT=7201 \
+    TORCHRELAY_ROLES=decode
 USER torchrelay
+EXPOSE 7201
+HEALTHCHECK --interval=5s --timeout=3s --start-period=60s CMD ["torchrelay-health", "127.0.0.1:7201"]
 ENTRYPOINT ["torchrelay-worker"]

@@ -1,4 +1,5 @@
-# The param-store image. Build from the repository's root: docker build -f deploy/images/param-store.Dockerfile -t torchrelay/param-store:0.1.0 .
+# The param-store image; built from the repository's root:
+# docker build -f deploy/images/param-store.Dockerfile -t torchrelay/param-store:0.1.0 .
 FROM python:3.11.10-slim-bookworm AS build
 WORKDIR /src
 COPY constraints.txt ./
@@ -15,6 +16,9 @@ RUN useradd --system --uid 10001 --create-home torchrelay
 COPY --from=build /opt/torchrelay /opt/torchrelay
 ENV PATH=/opt/torchrelay/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    TORCHRELAY_HOST=0.0.0.0
+    TORCHRELAY_HOST=0.0.0.0 \
+    TORCHRELAY_PORT=7103
 USER torchrelay
+EXPOSE 7103
+HEALTHCHECK --interval=5s --timeout=3s --start-period=60s CMD ["torchrelay-health", "127.0.0.1:7103"]
 ENTRYPOINT ["torchrelay-param-store"]

@@ -1,4 +1,5 @@
-# The scheduler image. Build from the repository's root: docker build -f deploy/images/scheduler.Dockerfile -t torchrelay/scheduler:0.1.0 .
+# The scheduler image; built from the repository's root:
+# docker build -f deploy/images/scheduler.Dockerfile -t torchrelay/scheduler:0.1.0 .
 FROM python:3.11.10-slim-bookworm AS build
 WORKDIR /src
 COPY constraints.txt ./
@@ -15,6 +16,9 @@ RUN useradd --system --uid 10001 --create-home torchrelay
 COPY --from=build /opt/torchrelay /opt/torchrelay
 ENV PATH=/opt/torchrelay/bin:$PATH \
     PYTHONUNBUFFERED=1 \
-    TORCHRELAY_HOST=0.0.0.0
+    TORCHRELAY_HOST=0.0.0.0 \
+    TORCHRELAY_PORT=7101
 USER torchrelay
+EXPOSE 7101
+HEALTHCHECK --interval=5s --timeout=3s --start-period=60s CMD ["torchrelay-health", "127.0.0.1:7101"]
 ENTRYPOINT ["torchrelay-scheduler"]

@@ -18,6 +18,7 @@ from examples.glossary.vocabulary import Turn
 SMALL_TALK_SHARE = 0.15
 UNKNOWN = "unknown"  # the small talk that says "I do not know"; as frequent as all the other small talk together
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwyz", "aeiou"
+ENDINGS: tuple[str, ...] = (*CONSONANTS, "", "", "", "ing", "ed", "er", "s", "le", "tion")
 
 
 class Phrasebook:
@@ -88,7 +89,7 @@ class Phrasebook:
     def _invented_word(self) -> str:
         """A word that does not exist, so that unknown words are passed over instead of guessed at."""
         syllables = (self._rng.choice(CONSONANTS) + self._rng.choice(VOWELS) for _ in range(self._rng.randint(1, 4)))
-        return "".join(syllables) + self._rng.choice((*CONSONANTS, "", "", "", "ing", "ed", "er", "s", "le", "tion"))
+        return "".join(syllables) + self._rng.choice(ENDINGS)
 
     def _decorate(self, question: str) -> str:
         if self._rng.random() < 0.15:

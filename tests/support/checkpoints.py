@@ -80,7 +80,8 @@ def _transformers() -> Any:
     """Imported late, since it takes seconds, and without its progress bars."""
     import transformers
 
-    transformers.logging.disable_progress_bar()
+    logging: Any = transformers.logging
+    logging.disable_progress_bar()
     return transformers
 
 

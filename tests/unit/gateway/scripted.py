@@ -1,4 +1,4 @@
-"""A param-store and a scheduler that follow a script, behind real gRPC: a service's tests never import another service."""
+"""A param-store and a scheduler that follow a script, behind real gRPC: services and their unit tests stand alone."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import grpc
+
 from torchrelay.common.errors import Conflict, NotFound, TorchrelayError
-from torchrelay.common.rpc import RpcServer
+from torchrelay.common.rpc import RpcServer, open_channel
 from torchrelay.control.v1 import param_store_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
@@ -108,18 +110,20 @@ class ScriptedScheduler(SchedulerServicer):
 
 
 @asynccontextmanager
-async def serving_store(store: ScriptedStore) -> AsyncIterator[str]:
+async def serving_store(store: ScriptedStore) -> AsyncIterator[grpc.aio.Channel]:
     server = RpcServer("127.0.0.1")
     add_ParamStoreServicer_to_server(store, server.server)
     await server.start()
-    yield f"127.0.0.1:{server.port}"
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
     await server.stop(0)
 
 
 @asynccontextmanager
-async def serving_scheduler() -> AsyncIterator[str]:
+async def serving_scheduler() -> AsyncIterator[grpc.aio.Channel]:
     server = RpcServer("127.0.0.1")
-    add_SchedulerServicer_to_server(ScriptedScheduler(), server.server)
+    add_SchedulerServicer_to_server(ScriptedScheduler(), server.server)  # type: ignore[abstract]
     await server.start()
-    yield f"127.0.0.1:{server.port}"
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
     await server.stop(0)

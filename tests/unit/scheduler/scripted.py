@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -32,7 +33,7 @@ MB = 1 << 20
 NUM_LAYERS = 4
 
 
-class Reporting:
+class Reporting(abc.ABC):
     """A server whose report goes out on NATS ten times a second and on a Watch stream at every change."""
 
     def __init__(self, nats: Client, subject: str) -> None:
@@ -44,8 +45,9 @@ class Reporting:
         self._changed = asyncio.Condition()
         self._publishing: asyncio.Task[None] | None = None
 
+    @abc.abstractmethod
     def report(self) -> Any:
-        raise NotImplementedError
+        """What it says of itself now."""
 
     def check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
@@ -171,6 +173,8 @@ class ScriptedWorker(Reporting, worker_pb2_grpc.WorkerServicer):
 
 
 class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
+    """Uploads are not its concern; gRPC answers UNIMPLEMENTED for them."""
+
     def __init__(self, nats: Client, subjects: Subjects, store_id: str, host_id: str) -> None:
         super().__init__(nats, subjects.store_load(store_id))
         param_store_pb2_grpc.add_ParamStoreServicer_to_server(self, self.server.server)
@@ -294,7 +298,7 @@ class House:
     async def host(self, number: int) -> tuple[ScriptedStore, ScriptedWorker, ScriptedWorker]:
         """A host with a store and two workers that can play both roles."""
         host_id = f"host-{number}"
-        store = ScriptedStore(self.nats, self.subjects, f"store-{number}", host_id)
+        store = ScriptedStore(self.nats, self.subjects, f"store-{number}", host_id)  # type: ignore[abstract]
         workers = [ScriptedWorker(self.nats, self.subjects, f"w-{number}{letter}", host_id) for letter in "ab"]
         for peer in (store, *workers):
             await self._stack.enter_async_context(peer)

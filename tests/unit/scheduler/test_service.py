@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from typing import Any
 
+import grpc
 import pytest
 
 from tests.unit.scheduler.scripted import (
@@ -200,7 +202,7 @@ async def test_explain_tells_a_cold_start_from_queue_to_first_token(nats_url: st
             ]
             await door.send(release=scheduler_pb2.Release(key=placement.key, ttft_s=0.1, phases=phases))
             await cluster(address, lambda view: not view.demand)
-            reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r1"))  # type: ignore[misc]
+            reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r1"))
             names = [phase.name for phase in reply.phases]
             assert {"queue", "plan", "relay", "hold", "map", "prefill", "first_token"} == set(names)
             relay = next(phase for phase in reply.phases if phase.name == "relay")
@@ -208,7 +210,7 @@ async def test_explain_tells_a_cold_start_from_queue_to_first_token(nats_url: st
             assert relay.end_unix_us - relay.begin_unix_us == 9_000
             assert [one.begin_unix_us for one in reply.phases] == sorted(one.begin_unix_us for one in reply.phases)
             assert "wake" in [decision.kind for decision in reply.decisions]
-            model = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))  # type: ignore[misc]
+            model = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert all(decision.reason for decision in model.decisions)
 
 
@@ -235,11 +237,9 @@ async def test_at_its_start_a_scheduler_goes_above_every_epoch_it_sees(nats_url:
 
 
 async def test_a_stream_without_a_hello_is_refused(nats_url: str) -> None:
-    import grpc
-
     async with house(nats_url) as it, it.scheduler() as address, Door(address) as door:
-        call = door.stub.Admit()
-        await call.write(scheduler_pb2.AdmitCommand(admit=a_request("r1")))  # type: ignore[attr-defined]
+        call: Any = door.stub.Admit()
+        await call.write(scheduler_pb2.AdmitCommand(admit=a_request("r1")))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()  # type: ignore[attr-defined]
+            await call.read()
         assert isinstance(error_from_rpc(caught.value), InvalidRequest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
@@ -19,6 +20,14 @@ from torchrelay.gateway.rest.services import Services
 from torchrelay.gateway.scheduler_client import SchedulerClient
 from torchrelay.gateway.store import StoreClient
 from torchrelay.gateway.uploads import Uploads
+
+
+@pytest.fixture
+def database_url(sqlite_template: Path, tmp_path: Path) -> str:
+    """SQLite only: what differs between databases is tested below this door."""
+    path = tmp_path / "ledger.db"
+    path.write_bytes(sqlite_template.read_bytes())
+    return f"sqlite:///{path}"
 
 
 @dataclass
@@ -55,11 +64,9 @@ async def door(parts: Parts) -> AsyncIterator[Door]:
         events.append((kind, name))
 
     async with AsyncExitStack() as stack:
-        store = ScriptedStore()
+        store = ScriptedStore()  # type: ignore[abstract]
         store_client = StoreClient(await stack.enter_async_context(serving_store(store)))
-        stack.push_async_callback(store_client.close)
         scheduler = SchedulerClient(await stack.enter_async_context(serving_scheduler()))
-        stack.push_async_callback(scheduler.close)
         services = Services(
             database=parts.database,
             tenants=parts.tenants,
@@ -71,8 +78,8 @@ async def door(parts: Parts) -> AsyncIterator[Door]:
             model_changed=model_changed,
         )
         app = Front(_tokens, make_app(services), max_body_bytes=64 << 10)
-        port = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
-        url = f"http://127.0.0.1:{port}"
+        http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
+        url = f"http://127.0.0.1:{http.port}"
         _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")
         admin = await stack.enter_async_context(client(url, "tra-test"))
         acme = await stack.enter_async_context(client(url, token))

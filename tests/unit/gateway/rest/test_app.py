@@ -6,6 +6,7 @@ import httpx
 import pytest
 
 from tests.unit.gateway.rest.conftest import Door
+from torchrelay.gateway.sql.database import Database
 
 
 def fault(reply: httpx.Response) -> dict[str, Any]:
@@ -84,8 +85,8 @@ async def test_a_body_too_large_is_refused_declared_or_not(door: Door) -> None:
 
 
 async def test_the_database_away_is_503(door: Door) -> None:
-    await door.acme.get("/v1/models")
-    door.parts.freshness.doubt()
-    door.parts.database._engine = type(door.parts.database)("sqlite:////nonexistent/x.db")._engine
+    away = Database("sqlite:////nonexistent/folder/ledger.db")
+    door.parts.freshness._database = away
     reply = await door.acme.get("/v1/models")
     assert (reply.status_code, fault(reply)["code"]) == (503, "unavailable")
+    await away.close()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
@@ -10,7 +11,7 @@ from torchrelay.gateway.core import Cause, ChoiceUsage
 
 @pytest.fixture
 async def billed(door: Door) -> Door:
-    await door.parts.ledger.open(door.parts.request())
+    await door.parts.ledger.open(replace(door.parts.request(), max_tokens=50_000))
     await door.parts.ledger.settle("req-1", [ChoiceUsage("req-1", 0, 10, 4, 30_000, Cause.STOP)])
     return door
 

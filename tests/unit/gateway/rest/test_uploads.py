@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, TypeAlias
 
 import httpx
 import pytest
@@ -12,17 +12,18 @@ from tests.unit.gateway.rest.conftest import Door
 from torchrelay.common.errors import UploadRefused
 from torchrelay.gateway.sql.tables import models, uploads
 
+Files: TypeAlias = dict[str, bytes]
 WEIGHTS = bytes(range(256)) * 8192  # 2 MiB
 
 
-def declared(**files: bytes) -> list[dict[str, Any]]:
+def declared(files: Files) -> list[dict[str, Any]]:
     return [
         {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for path, data in files.items()
     ]
 
 
-async def begun(client: httpx.AsyncClient, model: str = "glossary", **files: bytes) -> dict[str, Any]:
-    reply = await client.post("/v1/uploads", json={"model": model, "files": declared(**(files or {"w": WEIGHTS}))})
+async def begun(client: httpx.AsyncClient, model: str = "glossary", files: Files | None = None) -> dict[str, Any]:
+    reply = await client.post("/v1/uploads", json={"model": model, "files": declared(files or {"w": WEIGHTS})})
     assert reply.status_code == 201, reply.text
     found: dict[str, Any] = reply.json()
     return found
@@ -38,7 +39,7 @@ async def published(client: httpx.AsyncClient, model: str = "glossary", **settin
 
 
 async def test_files_travel_in_slices_and_a_commit_publishes(door: Door) -> None:
-    upload = await begun(door.acme, **{"w": WEIGHTS, "config.json": b"{}"})
+    upload = await begun(door.acme, files={"w": WEIGHTS, "config.json": b"{}"})
     assert upload["model"] == "acme/glossary"
     put = await door.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
     assert put.json() == {"path": "w", "size": len(WEIGHTS), "received": len(WEIGHTS), "complete": True}
@@ -109,10 +110,10 @@ async def test_the_quota_counts_models_and_open_uploads(door: Door) -> None:
         door.store.stored_bytes = size
         await published(small, "one")
         waiting = await begun(small, "two")
-        reply = await small.post("/v1/uploads", json={"model": "three", "files": declared(w=b"x")})
+        reply = await small.post("/v1/uploads", json={"model": "three", "files": declared({"w": b"x"})})
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "quota_exceeded")
         assert (await small.delete(f"/v1/uploads/{waiting['id']}")).status_code == 204
-        await begun(small, "three", w=b"x")
+        await begun(small, "three", {"w": b"x"})
 
 
 async def test_a_version_larger_than_declared_does_not_slip_past_the_quota(door: Door) -> None:
@@ -134,17 +135,17 @@ async def test_nobody_reaches_another_tenants_upload(door: Door) -> None:
         for method, path in (("GET", ""), ("DELETE", ""), ("PUT", "/files/w"), ("POST", "/commit")):
             assert (await zoo.request(method, f"/v1/uploads/{upload['id']}{path}")).status_code == 404
         for name in ("acme/m", "absent/m"):
-            reply = await zoo.post("/v1/uploads", json={"model": name, "files": declared(w=b"x")})
+            reply = await zoo.post("/v1/uploads", json={"model": name, "files": declared({"w": b"x"})})
             assert reply.status_code == 403
 
 
 async def test_the_admin_uploads_for_a_tenant(door: Door) -> None:
     assert (await begun(door.admin, "acme/glossary"))["model"] == "acme/glossary"
-    reply = await door.admin.post("/v1/uploads", json={"model": "glossary", "files": declared(w=b"x")})
+    reply = await door.admin.post("/v1/uploads", json={"model": "glossary", "files": declared({"w": b"x"})})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tenant")
 
 
 @pytest.mark.parametrize("name", ["", "a/b/c", "../m", "M", "a b"])
 async def test_a_model_must_have_a_name(door: Door, name: str) -> None:
-    reply = await door.acme.post("/v1/uploads", json={"model": name, "files": declared(w=b"x")})
+    reply = await door.acme.post("/v1/uploads", json={"model": name, "files": declared({"w": b"x"})})
     assert reply.status_code in (400, 403)

@@ -105,7 +105,7 @@ class Instance:
         ``layout`` is the offer's. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or
         ``Conflict``.
         """
-        if layout != KvLayout.of(self.kv_shape, layout.block_tokens, group):
+        if layout.block_tokens < 1 or layout != KvLayout.of(self.kv_shape, layout.block_tokens, group):
             raise InvalidRequest(f"the KV offered for {group.group_id} does not fit the model and the request")
         return Adoption(group, layout, self._pages, self._scheduler, self.config.vocab_size)
 

@@ -13,7 +13,15 @@ import uvicorn
 from torchrelay.gateway.front import App
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
+    """``port`` is where it listens."""
+
+    port: int
+
+    def stop_accepting(self) -> None:
+        """Begins the end; leaving the block of ``http_server`` waits for it."""
+        self.should_exit = True
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to the process (``run_service``), not to one of its servers."""
@@ -21,9 +29,9 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def http_server(app: App, host: str, port: int, drain_s: float) -> AsyncIterator[int]:
-    """Serves ``app`` inside the block, whose value is the port. Leaving it stops accepting, lets running responses end
-    for ``drain_s``, and cancels those that have not.
+async def http_server(app: App, host: str, port: int, drain_s: float) -> AsyncIterator[HttpServer]:
+    """Serves ``app`` inside the block. Leaving it stops accepting, lets running responses end for ``drain_s``, and
+    cancels those that have not.
     """
     listening = socket.create_server((host, port), backlog=2048)
     listening.setblocking(False)
@@ -41,10 +49,11 @@ async def http_server(app: App, host: str, port: int, drain_s: float) -> AsyncIt
         timeout_keep_alive=75,  # longer than clients keep a pooled connection, so that they close it and not we
         timeout_graceful_shutdown=math.ceil(drain_s),
     )
-    server = _Server(config)
+    server = HttpServer(config)
+    server.port = listening.getsockname()[1]
     async with asyncio.TaskGroup() as group:
         group.create_task(server.serve(sockets=[listening]), name="http")
         try:
-            yield listening.getsockname()[1]
+            yield server
         finally:
-            server.should_exit = True
+            server.stop_accepting()

@@ -6,12 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+import grpc
 import uvloop
 
 from torchrelay.common import hotstate
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.ids import new_id
-from torchrelay.common.rpc import RpcServer
+from torchrelay.common.rpc import RpcServer, open_channel
 from torchrelay.common.service import Addresses, run_service
 from torchrelay.common.settings import load_settings
 from torchrelay.common.telemetry import get_logger
@@ -68,21 +69,28 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
                 catalogue=parts.services.catalogue,
                 ledger=parts.ledger,
                 limits=parts.limits,
+                scheduler=parts.scheduler_channel,
+                store=parts.store_channel,
             )
         )
-        app = Front(door.asgi, make_app(parts.services), settings.max_body_bytes)
+        addresses = await stack.enter_async_context(_servers(settings, door, parts.services))
+        yield {**addresses, "gateway_id": gateway_id}
+
+
+@asynccontextmanager
+async def _servers(settings: GatewaySettings, door: InferenceDoor, services: Services) -> AsyncIterator[Addresses]:
+    """Both doors, which drain together at the end."""
+    app = Front(door.asgi, make_app(services), settings.max_body_bytes)
+    async with http_server(app, settings.host, settings.http_port, settings.drain_s) as http:
         rpc = RpcServer(settings.host, settings.grpc_port)
         add_InferenceServicer_to_server(door.servicer, rpc.server)
         await rpc.start()
-        stack.push_async_callback(rpc.stop, settings.drain_s)
-        http_port = await stack.enter_async_context(
-            http_server(app, settings.host, settings.http_port, settings.drain_s)
-        )
-        yield {
-            "http": f"http://{settings.reach_host}:{http_port}",
-            "grpc": f"{settings.reach_host}:{rpc.port}",
-            "gateway_id": gateway_id,
-        }
+        try:
+            host = settings.reach_host
+            yield {"http": f"http://{host}:{http.port}", "grpc": f"{host}:{rpc.port}"}
+        finally:
+            http.stop_accepting()
+            await rpc.stop(settings.drain_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,8 @@ class _Parts:
     limits: Limits
     signals: Signals
     store: StoreClient
+    scheduler_channel: grpc.aio.Channel
+    store_channel: grpc.aio.Channel
 
 
 async def _make_parts(settings: GatewaySettings, gateway_id: str, database: Database, stack: AsyncExitStack) -> _Parts:
@@ -107,10 +117,11 @@ async def _make_parts(settings: GatewaySettings, gateway_id: str, database: Data
     )
     prices = Prices(database, freshness)
     catalogue = Catalogue(database, freshness, prices, settings.cached_models)
-    store = StoreClient(settings.store_address)
-    stack.push_async_callback(store.close)
-    scheduler = SchedulerClient(settings.scheduler_address)
-    stack.push_async_callback(scheduler.close)
+    store_channel = open_channel(settings.store_address)
+    stack.push_async_callback(store_channel.close)
+    store = StoreClient(store_channel)
+    scheduler_channel = open_channel(settings.scheduler_address)
+    stack.push_async_callback(scheduler_channel.close)
     redis = hotstate.connect(settings.redis_url) if settings.redis_url else None
     if redis is not None:
         stack.push_async_callback(redis.aclose)
@@ -121,11 +132,12 @@ async def _make_parts(settings: GatewaySettings, gateway_id: str, database: Data
         catalogue=catalogue,
         prices=prices,
         uploads=Uploads(database, catalogue, store),
-        scheduler=scheduler,
+        scheduler=SchedulerClient(scheduler_channel),
         model_changed=signals.model_changed,
     )
     ledger = await stack.enter_async_context(Ledger(database))
-    return _Parts(services, ledger, Limits(redis, database, settings.reservation_lease_s), signals, store)
+    limits = Limits(redis, database, settings.reservation_lease_s)
+    return _Parts(services, ledger, limits, signals, store, scheduler_channel, store_channel)
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import grpc
 
-from torchrelay.common.rpc import error_from_rpc, open_channel
+from torchrelay.common.rpc import error_from_rpc
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
@@ -13,12 +13,8 @@ log = get_logger(__name__)
 
 
 class SchedulerClient:
-    def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
-        self._stub = SchedulerStub(self._channel)
-
-    async def close(self) -> None:
-        await self._channel.close()
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = SchedulerStub(channel)
 
     async def largest_slot_bytes(self, timeout_s: float = 2.0) -> int:
         """Weights that the largest known slot can hold; 0 when none is known or the scheduler is away."""

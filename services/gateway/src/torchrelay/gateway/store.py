@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import grpc
 
 from torchrelay.common.errors import NotFound
-from torchrelay.common.rpc import error_from_rpc, open_channel
+from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.core import Shape, Version
@@ -39,12 +39,8 @@ class Progress:
 class StoreClient:
     """All methods raise what the store raised, or ``Unavailable`` when it cannot be reached."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = open_channel(address)
-        self._stub = ParamStoreStub(self._channel)
-
-    async def close(self) -> None:
-        await self._channel.close()
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub = ParamStoreStub(channel)
 
     async def begin(
         self, upload_id: str, tenant_id: str, files: Sequence[DeclaredFile], quota_bytes: int

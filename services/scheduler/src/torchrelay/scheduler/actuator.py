@@ -129,6 +129,13 @@ class Actuator:
             try:
                 await call()
                 return
+            except asyncio.CancelledError:
+                # Either we are cancelled, or the peer was lost and its channel closed under the call.
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                raise Unavailable("the peer was lost during the call") from None
+            except grpc.aio.UsageError as error:
+                raise Unavailable("the peer was lost before the call") from error
             except grpc.aio.AioRpcError as error:
                 failure = error_from_rpc(error)
                 if isinstance(failure, StaleEpoch) and self._desk.epoch.refused(self._desk.clock.now()):

@@ -77,14 +77,17 @@ def refuse(
 
 
 def refuse_impossible(state: State, now: float) -> None:
-    """Refuses waiting requests that no slot could ever take."""
+    """Refuses all waiting requests that no slot could ever take."""
+    for admission in list(state.queues):
+        refuse_if_impossible(state, admission, now)
+
+
+def refuse_if_impossible(state: State, admission: Admission, now: float) -> None:
+    """Refuses a waiting request that no slot could ever take; slots may still show up shortly after a start."""
     if now - state.started_at < state.rules.refusal_settle_s or not state.largest_slot_bytes:
         return
-    for version_id in state.queues.versions:
-        model = state.models[version_id]
-        for admission in state.queues.waiting(version_id):
-            if message := _impossible(state, model, admission):
-                refuse(state, admission, RefusalReason.NO_CAPACITY, message, now)
+    if message := _impossible(state, state.models[admission.version_id], admission):
+        refuse(state, admission, RefusalReason.NO_CAPACITY, message, now)
 
 
 def _impossible(state: State, model: Model, admission: Admission) -> str:

@@ -31,7 +31,7 @@ class Policy:
         """An admission, for the first time or again. ``current``: where it runs, if it was placed before."""
         state = self.state
         if admitting.admit(state, admission, model, current, now):
-            admitting.refuse_impossible(state, now)
+            admitting.refuse_if_impossible(state, admission, now)
             admitting.serve(state, now, (model.version_id,))
             opened = state.books.get(admission.key)
             if opened is None or opened.placement.cold:
@@ -85,7 +85,7 @@ class Policy:
     def worker_gone(self, worker_id: str, now: float) -> Effects:
         """Nobody listens at the worker's address any more."""
         state = self.state
-        if state.view.drop_worker(worker_id, now + state.rules.fence_s):
+        if state.view.drop_worker(worker_id, now):
             self._lose_worker(worker_id, "the worker's process is gone", now)
             self._react(now)
         return state.take_effects()
@@ -102,7 +102,7 @@ class Policy:
 
     def store_gone(self, store_id: str, now: float) -> Effects:
         """Nobody listens at the store's address any more; its arena, and the instances in it, may well live on."""
-        if self.state.view.drop_store(store_id, now + self.state.rules.fence_s):
+        if self.state.view.drop_store(store_id, now):
             self.state.relays.lose(store_id)
         return self.state.take_effects()
 

@@ -34,6 +34,8 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             await context.send_initial_metadata(())  # the gateway counts itself connected from here
             async for event in session.events():
                 yield event
+            if reading.done() and not reading.cancelled():
+                reading.result()  # a fault of our own breaks the stream, and is seen
         finally:
             self._leave(session, reading)
             await asyncio.wait((reading,))

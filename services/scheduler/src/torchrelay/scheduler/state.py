@@ -30,7 +30,7 @@ class State:
     queues: Queues
     failures: Failures
     gateways: Gateways
-    view: View = field(default_factory=View)
+    view: View
     fleet: Fleet = field(default_factory=Fleet)
     books: Books = field(default_factory=Books)
     relays: Relays = field(default_factory=Relays)
@@ -42,7 +42,8 @@ class State:
     @classmethod
     def fresh(cls, rules: Rules, new_id: Callable[[], str], now: float) -> State:
         queues = Queues(rules.queue_limit, rules.queue_limit_total)
-        return cls(rules, new_id, now, queues, Failures(rules), Gateways(rules.gateway_grace_s))
+        gateways, view = Gateways(rules.gateway_grace_s), View(rules.fence_s)
+        return cls(rules, new_id, now, queues, Failures(rules), gateways, view)
 
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()

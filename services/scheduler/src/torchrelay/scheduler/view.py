@@ -27,7 +27,8 @@ class Lost:
 class View:
     """Last report of every worker and store that is there; owned by the policy."""
 
-    def __init__(self) -> None:
+    def __init__(self, fence_s: float) -> None:
+        self._fence_s = fence_s
         self.workers: dict[str, Worker] = {}
         self.stores: dict[str, Store] = {}
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
@@ -48,6 +49,8 @@ class View:
         if self._is_fenced(worker.incarnation, worker.seen_at):
             return None
         old = self.workers.get(worker.worker_id)
+        if old is not None and old.incarnation != worker.incarnation:
+            self._fence(old.incarnation, worker.seen_at)
         if streamed:
             self._streaming[worker.worker_id] = worker.incarnation
         elif old is not None and self._streaming.get(worker.worker_id) == worker.incarnation == old.incarnation:
@@ -79,23 +82,23 @@ class View:
     def is_suspect(self, worker_id: str) -> bool:
         return worker_id in self._suspect_since
 
-    def drop_worker(self, worker_id: str, fenced_until: float) -> Worker | None:
-        """The worker's process is gone; reports it sent before are ignored until ``fenced_until``."""
+    def drop_worker(self, worker_id: str, now: float, gone: bool = True) -> Worker | None:
+        """The worker is lost. ``gone``: so is its process, and reports it sent before are ignored for a while."""
         self.stream_closed(worker_id)
         self._suspect_since.pop(worker_id, None)
         worker = self.workers.pop(worker_id, None)
-        if worker is not None:
-            self._fence(worker.incarnation, fenced_until)
+        if worker is not None and gone:
+            self._fence(worker.incarnation, now)
         return worker
 
-    def drop_store(self, store_id: str, fenced_until: float) -> Store | None:
+    def drop_store(self, store_id: str, now: float, gone: bool = True) -> Store | None:
         store = self.stores.pop(store_id, None)
-        if store is not None:
-            self._fence(store.incarnation, fenced_until)
+        if store is not None and gone:
+            self._fence(store.incarnation, now)
         return store
 
-    def _fence(self, incarnation: str, until: float) -> None:
-        self._fenced[incarnation] = until
+    def _fence(self, incarnation: str, now: float) -> None:
+        self._fenced[incarnation] = now + self._fence_s
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]
 
@@ -110,9 +113,9 @@ class View:
         workers = tuple(worker for worker in self.workers.values() if worker.seen_at < oldest)
         stores = tuple(store for store in self.stores.values() if store.seen_at < oldest)
         for worker in workers:
-            self.drop_worker(worker.worker_id, fenced_until=now)
+            self.drop_worker(worker.worker_id, now, gone=False)
         for store in stores:
-            self.drop_store(store.store_id, fenced_until=now)
+            self.drop_store(store.store_id, now, gone=False)
         return Lost(workers, stores)
 
     def store_of(self, host_id: str) -> Store | None:

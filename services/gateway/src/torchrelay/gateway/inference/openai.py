@@ -1,7 +1,7 @@
 """What OpenAI clients send: request bodies of ``/v1/chat/completions`` and ``/v1/completions``, decoded and checked.
 
-Fields this version does not know are ignored, except those that would change the answer: they are refused by name rather
-than passed over.
+Fields this version does not know are ignored, except those that would change the answer: they are refused by name
+rather than passed over.
 """
 
 from __future__ import annotations

@@ -1,0 +1,331 @@
+"""A scheduler, a store and workers that speak the real protocols but compute nothing: they answer with the prompt.
+
+The token at a position depends on (prompt, seed, choice, position) alone, as a real sampler's does, so a resumed attempt
+goes on with the same tokens. Every engine step sends one message per gateway with all its requests' tokens. What tests
+want to happen is set on the objects: pauses, refusals, errors, deaths.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, cast
+
+from tokenizers import Tokenizer
+
+from torchrelay.common.rpc import RpcServer
+from torchrelay.common.text import StopChecker
+from torchrelay.control.v1 import decode_pb2_grpc, param_store_pb2_grpc, prefill_pb2_grpc, scheduler_pb2_grpc
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import param_store_pb2 as store_pb
+from torchrelay.control.v1 import scheduler_pb2 as admit_pb
+
+Key: TypeAlias = tuple[str, int]
+Answer: TypeAlias = Callable[[Sequence[int], int, int, int], int]  # prompt, seed, choice, position -> token
+
+
+def echo(prompt: Sequence[int], seed: int, choice: int, position: int) -> int:
+    """The prompt over and over; each choice begins one token later."""
+    return prompt[(position + choice) % len(prompt)]
+
+
+@dataclass(slots=True)
+class EchoModel:
+    """What all workers of one test know."""
+
+    answer: Answer = echo
+    tokenizer: Tokenizer | None = None  # needed for stop strings
+    step_s: float = 0.0
+    prompts: dict[Key, Sequence[int]] = field(default_factory=dict)  # the "KV" handed over
+    handed_over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(slots=True, eq=False)
+class _Choice:
+    """One choice that a worker runs."""
+
+    start: pb.AttemptStart
+    choice: int
+    position: int
+    checker: StopChecker | None
+
+    def step(self, model: EchoModel, prompt: Sequence[int]) -> pb.ChoiceOutput:
+        sampling = self.start.sampling
+        token = model.answer(prompt, sampling.seed, self.choice, self.position)
+        output = pb.ChoiceOutput(
+            key=self.start.key, choice=self.choice, first_position=self.position, token_ids=(token,)
+        )
+        self.position += 1
+        if token in sampling.stop_token_ids or (self.checker is not None and self.checker.step(token)):
+            output.finish_reason = pb.FINISH_REASON_STOP
+        elif self.position >= sampling.max_tokens:
+            output.finish_reason = pb.FINISH_REASON_LENGTH
+        return output
+
+
+class _Gateway:
+    """One gateway's stream at one role."""
+
+    def __init__(self) -> None:
+        self.running: dict[Key, list[_Choice]] = {}
+        self.outputs: list[pb.ChoiceOutput] = []  # to be sent with the next step
+        self.filled = asyncio.Event()
+
+
+def _key(start: pb.AttemptStart | pb.CancelAttempt) -> Key:
+    return start.key.request_id, start.key.attempt
+
+
+class EchoWorker:
+    """One worker with both roles. ``pause_at`` holds decoding back at a position; ``errors`` answer the next starts."""
+
+    def __init__(self, worker_id: str, model: EchoModel) -> None:
+        self.worker_id = worker_id
+        self.model = model
+        self.starts: list[tuple[str, pb.AttemptStart]] = []  # (role, start)
+        self.cancelled: list[tuple[str, Key]] = []
+        self.errors: dict[str, list[pb.RunError]] = {"prefill": [], "decode": []}
+        self.num_cached = 0
+        self.pause_at: int | None = None
+        self.prefill_delay_s = 0.0
+        self.num_streams = 0
+        self.num_running = 0
+        self._server = RpcServer("127.0.0.1")
+        prefill_pb2_grpc.add_PrefillServicer_to_server(cast(Any, _Role(self, "prefill")), self._server.server)
+        decode_pb2_grpc.add_DecodeServicer_to_server(cast(Any, _Role(self, "decode")), self._server.server)
+
+    @property
+    def ref(self) -> admit_pb.WorkerRef:
+        address = f"127.0.0.1:{self._server.port}"
+        return admit_pb.WorkerRef(worker_id=self.worker_id, grpc_address=address, instance_id=f"i-{self.worker_id}")
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """Breaks every stream at once."""
+        await self._server.server.stop(None)
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    def checker(self, stop_strings: Sequence[str], forced: Sequence[int]) -> StopChecker | None:
+        if not stop_strings:
+            return None
+        assert self.model.tokenizer is not None
+        checker = StopChecker(self.model.tokenizer, stop_strings)
+        for token in forced:
+            checker.step(token)
+        return checker
+
+
+class _Role:
+    """``Run`` of one role of one worker."""
+
+    def __init__(self, worker: EchoWorker, role: str) -> None:
+        self._worker = worker
+        self._role = role
+
+    async def Run(self, requests: AsyncIterator[pb.RunCommand], context: object) -> AsyncIterator[pb.StepOutput]:
+        gateway = _Gateway()
+        reader = asyncio.ensure_future(self._read(requests, gateway))
+        self._worker.num_streams += 1
+        try:
+            while not reader.done():
+                outputs = self._step(gateway)
+                if outputs:
+                    yield pb.StepOutput(outputs=outputs)
+                    await asyncio.sleep(self._worker.model.step_s)
+                else:
+                    gateway.filled.clear()
+                    await asyncio.wait({reader, wait := asyncio.ensure_future(gateway.filled.wait())}, timeout=0.01)
+                    wait.cancel()
+        finally:
+            self._worker.num_streams -= 1
+            self._worker.num_running -= len(gateway.running)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    def _step(self, gateway: _Gateway) -> list[pb.ChoiceOutput]:
+        outputs, gateway.outputs = gateway.outputs, []
+        worker = self._worker
+        for key, choices in list(gateway.running.items()):
+            prompt = worker.model.prompts.get(key)
+            if prompt is None:  # its KV is not here yet
+                continue
+            for choice in list(choices):
+                if worker.pause_at is not None and choice.position >= worker.pause_at:
+                    continue
+                output = choice.step(worker.model, prompt)
+                outputs.append(output)
+                if output.finish_reason:
+                    choices.remove(choice)
+            if not choices:
+                self._forget(gateway, key)
+        return outputs
+
+    def _forget(self, gateway: _Gateway, key: Key) -> None:
+        if gateway.running.pop(key, None) is not None:
+            self._worker.num_running -= 1
+            self._worker.model.prompts.pop(key, None)
+
+    async def _read(self, requests: AsyncIterator[pb.RunCommand], gateway: _Gateway) -> None:
+        hello = await anext(aiter(requests))
+        assert hello.HasField("hello"), "the first message must be hello"
+        async for command in requests:
+            if command.HasField("start"):
+                self._worker.starts.append((self._role, command.start))
+                await self._start(command.start, gateway)
+            else:
+                self._worker.cancelled.append((self._role, _key(command.cancel)))
+                self._forget(gateway, _key(command.cancel))
+            gateway.filled.set()
+
+    async def _start(self, start: pb.AttemptStart, gateway: _Gateway) -> None:
+        worker = self._worker
+        if worker.errors[self._role]:
+            error = worker.errors[self._role].pop(0)
+            gateway.outputs += [
+                pb.ChoiceOutput(key=start.key, choice=one.choice, finish_reason=pb.FINISH_REASON_ERROR, error=error)
+                for one in start.choices
+            ]
+        elif self._role == "prefill":
+            await self._prefill(start, gateway)
+        else:
+            choices = [self._choice(start, one, len(one.forced_output) + 1, start.prompt) for one in start.choices]
+            gateway.running[_key(start)] = choices
+            worker.num_running += 1
+
+    async def _prefill(self, start: pb.AttemptStart, gateway: _Gateway) -> None:
+        began_us = time.time_ns() // 1000
+        model, prompt = self._worker.model, tuple(start.prompt)
+        outputs = []
+        for one in start.choices:
+            outputs.append(self._choice(start, one, len(one.forced_output), prompt).step(model, prompt))
+            outputs[-1].num_cached_prompt_tokens = self._worker.num_cached
+        ended_us = time.time_ns() // 1000
+        outputs[0].phases.append(pb.MeasuredPhase(name="prefill", begin_unix_us=began_us, end_unix_us=ended_us))
+        if not all(output.finish_reason for output in outputs):
+            model.prompts[_key(start)] = prompt
+        await asyncio.sleep(self._worker.prefill_delay_s)
+        gateway.outputs += outputs
+
+    def _choice(self, start: pb.AttemptStart, one: pb.ChoiceStart, position: int, prompt: Sequence[int]) -> _Choice:
+        checker = self._worker.checker(start.sampling.stop_strings, one.forced_output)
+        return _Choice(start, one.choice, position, checker)
+
+
+class EchoScheduler:
+    """Places every admission on the first worker that is not lost; ``refusals`` answer the next ones."""
+
+    def __init__(self, workers: Sequence[EchoWorker], *, decode: Sequence[EchoWorker] = ()) -> None:
+        self.prefill_workers = list(workers)
+        self.decode_workers = list(decode) or self.prefill_workers
+        self.refusals: list[admit_pb.Refusal] = []
+        self.open_gate = asyncio.Event()  # cleared: everybody waits
+        self.open_gate.set()
+        self.hellos: list[str] = []
+        self.admits: list[admit_pb.AdmitRequest] = []
+        self.releases: list[admit_pb.Release] = []
+        self.withdrawals: list[admit_pb.Withdraw] = []
+        self._server = self._new_server(0)
+        self.port = self._server.port
+
+    def _new_server(self, port: int) -> RpcServer:
+        server = RpcServer("127.0.0.1", port)
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(cast(Any, self), server.server)
+        return server
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def restart(self) -> None:
+        """Dies, forgets nothing that tests look at, and comes back on its port."""
+        await self._server.server.stop(None)
+        self._server = self._new_server(self.port)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    async def Admit(
+        self, commands: AsyncIterator[admit_pb.AdmitCommand], context: object
+    ) -> AsyncIterator[admit_pb.AdmitEvent]:
+        events: asyncio.Queue[admit_pb.AdmitEvent] = asyncio.Queue(10_000)
+        reader = asyncio.ensure_future(self._read(commands, events))
+        try:
+            while True:
+                yield await events.get()
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(
+        self, commands: AsyncIterator[admit_pb.AdmitCommand], events: asyncio.Queue[admit_pb.AdmitEvent]
+    ) -> None:
+        async with asyncio.TaskGroup() as placing:
+            async for command in commands:
+                match command.WhichOneof("command"):
+                    case "hello":
+                        self.hellos.append(command.hello.gateway_id)
+                    case "admit":
+                        self.admits.append(command.admit)
+                        placing.create_task(self._place(command.admit, events))
+                    case "release":
+                        self.releases.append(command.release)
+                    case "withdraw":
+                        self.withdrawals.append(command.withdraw)
+
+    async def _place(self, request: admit_pb.AdmitRequest, events: asyncio.Queue[admit_pb.AdmitEvent]) -> None:
+        if request.HasField("current"):
+            return
+        if self.refusals:
+            refusal = self.refusals.pop(0)
+            refusal.key.CopyFrom(request.key)
+            await events.put(admit_pb.AdmitEvent(refusal=refusal))
+            return
+        if not self.open_gate.is_set():
+            waiting = admit_pb.Waiting(key=request.key, queue_position=1, state="loading")
+            await events.put(admit_pb.AdmitEvent(waiting=waiting))
+            await self.open_gate.wait()
+        placement = admit_pb.Placement(
+            key=request.key,
+            prefill=self._alive(self.prefill_workers, request).ref,
+            decode=self._alive(self.decode_workers, request).ref,
+        )
+        await events.put(admit_pb.AdmitEvent(placement=placement))
+
+    def _alive(self, workers: Sequence[EchoWorker], request: admit_pb.AdmitRequest) -> EchoWorker:
+        return next((one for one in workers if one.worker_id not in request.lost_workers), workers[-1])
+
+
+class EchoStore:
+    """A param-store that knows ``ReadFile`` alone."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self.files = dict(files)  # by digest
+        self.reads: list[str] = []
+        self._server = RpcServer("127.0.0.1")
+        param_store_pb2_grpc.add_ParamStoreServicer_to_server(cast(Any, self), self._server.server)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._server.port}"
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    async def ReadFile(self, request: store_pb.ReadFileRequest, context: object) -> AsyncIterator[store_pb.FileBytes]:
+        self.reads.append(request.digest)
+        data = self.files[request.digest]
+        for begin in range(0, len(data), 1 << 20):
+            yield store_pb.FileBytes(data=data[begin : begin + (1 << 20)])

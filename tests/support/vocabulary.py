@@ -1,0 +1,64 @@
+"""Tokenizers for tests and benchmarks: byte-level BPE, made here rather than downloaded."""
+
+from __future__ import annotations
+
+import json
+import random
+
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+
+SENTENCES = (
+    "A cold start is the time from zero to the first token.",
+    "The torch is handed from runner to runner, and the flame never goes out.",
+    "Ein Läufer gibt die Fackel weiter; größer wird das Feuer dabei nicht. 🔥🔥",
+    "STOP here. User: hello\n\nAssistant: hello, hello!",
+)
+EOS = "<|end|>"
+
+
+def tiny_tokenizer(vocab_size: int = 420) -> bytes:
+    """The ``tokenizer.json`` of a byte-level BPE of a few hundred tokens, with one special token, ``EOS``."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(SENTENCES * 4, trainer)
+    return tokenizer.to_str().encode()
+
+
+def large_tokenizer(vocab_size: int = 128_000, seed: int = 0) -> bytes:
+    """The ``tokenizer.json`` of a byte-level BPE with a vocabulary of real size and random merges."""
+    rng = random.Random(seed)
+    tokens = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate(tokens)}
+    merges: list[tuple[str, str]] = []
+    letters = [token for token in tokens if token.isascii() and token.isalpha()] + ["Ġ"]
+    while len(vocab) < vocab_size:
+        left, right = rng.choice(letters if rng.random() < 0.5 else tokens[:4000]), rng.choice(tokens)
+        if len(left) + len(right) <= 12 and left + right not in vocab:
+            vocab[left + right] = len(vocab)
+            tokens.append(left + right)
+            merges.append((left, right))
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    added = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return json.dumps(
+        {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [{"id": vocab_size, "content": EOS, **added}],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": {"type": "BPE", "vocab": vocab, "merges": merges},
+        },
+        ensure_ascii=False,
+    ).encode()

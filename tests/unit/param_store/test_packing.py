@@ -1,0 +1,55 @@
+"""The packer as a process: its limits, its end, its verdicts as errors."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+
+from tests.unit.param_store.folders import write_folder
+from torchrelay.common.errors import Unavailable, UploadRefused
+from torchrelay.param_store.packing import PackJob, run_packer
+
+MEMORY_BYTES = 256 << 20
+
+
+def num_children() -> int:
+    return sum(len(task.read_text().split()) for task in Path("/proc/self/task").glob("*/children"))
+
+
+async def test_the_packer_writes_pack_and_manifest(tmp_path: Path) -> None:
+    job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
+    progress = [line async for line in run_packer(job)]
+    assert [line.stage for line in progress] == ["validate", "pack"]
+    assert (tmp_path / "a.pack").stat().st_size == progress[-1].num_bytes_total
+    assert (tmp_path / "a.manifest").exists()
+
+
+async def test_leaving_early_kills_the_packer(tmp_path: Path) -> None:
+    before = num_children()
+    job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
+    async with aclosing(run_packer(job)) as lines:
+        await anext(lines)
+        assert num_children() == before + 1
+    assert num_children() == before
+
+
+async def test_refusals_and_failures_are_told_apart(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    with pytest.raises(Unavailable, match=r"could not be packed: .*No such file"):
+        async for _ in run_packer(PackJob(folder, tmp_path / "none/a.pack", 0, MEMORY_BYTES)):
+            pass
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UploadRefused, match=r"tokenizer.json: it is missing") as refused:
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES)):
+            pass
+    assert refused.value.field == "tokenizer.json"
+
+
+async def test_documents_that_take_too_much_memory_are_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / "config.json").write_text("{" + ",".join(f'"{i}":[{"[]," * 8}0]' for i in range(100_000)) + "}")
+    with pytest.raises(UploadRefused, match="more memory than the packer may use"):
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, 64 << 20)):
+            pass

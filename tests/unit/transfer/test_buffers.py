@@ -1,0 +1,56 @@
+"""Chunks published one by one, from any thread, until the buffer fails."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from blake3 import blake3
+
+from torchrelay.transfer.buffers import BufferLost, Leased, MemoryBuffer
+
+
+def test_chunks_are_ready_once_published() -> None:
+    buffer = MemoryBuffer("kv-1", [3, 0, 5])
+    assert (buffer.num_chunks, buffer.num_bytes, buffer.head) == (3, 8, b"")
+    assert not buffer.wait(0, 0.0)
+    buffer.publish(0, b"abc")
+    buffer.chunk(2)[:] = b"hello"
+    buffer.publish(2)
+    assert buffer.wait(0, 0.0)
+    assert buffer.wait(2, 0.0)
+    assert not buffer.wait(1, 0.0)
+    assert bytes(buffer.chunk(2)) == b"hello"
+    assert buffer.digest(2) == blake3(b"hello").digest()
+    assert not isinstance(buffer, Leased)
+
+
+def test_bytes_of_another_length_are_refused() -> None:
+    with pytest.raises(ValueError, match="different structures"):
+        MemoryBuffer("kv-1", [3]).publish(0, b"four")
+
+
+def test_a_waiting_thread_wakes_at_once() -> None:
+    buffer = MemoryBuffer("kv-1", [3])
+    woken: list[float] = []
+
+    def wait() -> None:
+        if buffer.wait(0, 10.0):
+            woken.append(time.monotonic())
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    published = time.monotonic()
+    buffer.publish(0, b"abc")
+    waiting.join()
+    assert woken[0] - published < 1.0
+
+
+def test_a_failed_buffer_keeps_what_it_has() -> None:
+    buffer = MemoryBuffer("kv-1", [1, 1])
+    buffer.publish(0, b"a")
+    buffer.fail("the prefill worker is gone")
+    assert buffer.wait(0, 0.0)
+    with pytest.raises(BufferLost, match="the prefill worker is gone"):
+        buffer.wait(1, 10.0)

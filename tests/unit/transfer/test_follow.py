@@ -1,0 +1,306 @@
+"""follow over real sockets: order, chains, repair, stalls, refusals, and how it ends."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from tests.unit.transfer.relay_parts import (
+    FixedBuffer,
+    eventually,
+    make_pack,
+    meddling_door,
+    receiver,
+    serving,
+    silent_door,
+    source_at,
+)
+from torchrelay.transfer.buffers import MemoryBuffer
+from torchrelay.transfer.errors import (
+    BufferLost,
+    ChunkDamaged,
+    SourceClosed,
+    SourcesExhausted,
+    SourceStalled,
+    TicketExpired,
+    TicketRefused,
+    UnknownBuffer,
+    WrongHolder,
+    WrongReceiver,
+)
+from torchrelay.transfer.follow import fetch_head, follow
+from torchrelay.transfer.manifest import pack_id_of
+
+DATA, MANIFEST = make_pack(100_000)
+PACK_ID = pack_id_of(MANIFEST.encode())
+ALL = range(MANIFEST.num_chunks)
+
+
+class PackSink(FixedBuffer):
+    """A sink with the manifest's digests that notes what it accepted."""
+
+    def __init__(self) -> None:
+        super().__init__(PACK_ID, DATA, MANIFEST, published=0)
+        self.accepted: list[int] = []
+
+    def digest(self, index: int) -> bytes:
+        return MANIFEST.chunk_digests[index]
+
+    def accept(self, index: int) -> None:
+        self.accepted.append(index)
+        super().accept(index)
+
+    @property
+    def bytes_held(self) -> bytes:
+        return b"".join(bytes(self.chunk(index)) for index in range(self.num_chunks))
+
+
+def full_pack() -> FixedBuffer:
+    return FixedBuffer(PACK_ID, DATA, MANIFEST)
+
+
+def test_one_hop_brings_everything_in_the_order_asked_for() -> None:
+    wanted = [*reversed(range(5, 20)), 0, 24, *range(1, 5), *range(20, 24)]
+    sink = PackSink()
+    with serving(full_pack()) as holder:
+        source = source_at(holder.address, PACK_ID)
+        assert list(follow(PACK_ID, wanted, [source], sink, receiver())) == wanted
+        assert eventually(lambda: holder.bytes_sent == len(DATA))
+        assert fetch_head(source, receiver()) == MANIFEST.encode()
+    assert sink.accepted == wanted
+    assert sink.bytes_held == DATA
+
+
+def test_nothing_wanted_asks_nobody() -> None:
+    assert list(follow(PACK_ID, [], [], PackSink(), receiver())) == []
+
+
+def test_host_3_has_its_first_chunk_before_host_1_has_its_last() -> None:
+    first = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)
+    second, third = PackSink(), PackSink()
+    with ExitStack() as stack:
+        host1 = stack.enter_context(serving(first, holder_id="host-1"))
+        host2 = stack.enter_context(serving(second, holder_id="host-2"))
+        upper = source_at(host1.address, PACK_ID, "host-1", "host-2")
+        lower = source_at(host2.address, PACK_ID, "host-2", "host-3")
+        filling = threading.Thread(target=lambda: list(follow(PACK_ID, ALL, [upper], second, receiver("host-2"))))
+        filling.start()
+        stream = follow(PACK_ID, ALL, [lower], third, receiver("host-3"))
+        assert next(stream) == 0
+        for index in ALL[1:]:
+            first.publish(index, first.pieces[index])
+        assert list(stream) == list(ALL[1:])
+        filling.join()
+        assert eventually(lambda: host1.bytes_sent == host2.bytes_sent == len(DATA))
+    assert third.bytes_held == DATA
+
+
+def test_a_holder_that_dies_is_replaced_and_nothing_is_sent_twice() -> None:
+    sink = PackSink()
+    with serving(full_pack(), holder_id="host-2") as alternate:
+        first = FixedBuffer(PACK_ID, DATA, MANIFEST, published=10)
+        with serving(first, holder_id="host-1") as dying:
+            sources = [
+                source_at(dying.address, PACK_ID, "host-1"),
+                source_at(alternate.address, PACK_ID, "host-2"),
+            ]
+            stream = follow(PACK_ID, ALL, sources, sink, receiver())
+            assert [next(stream) for _ in range(10)] == list(range(10))
+        assert list(stream) == list(ALL[10:])
+        assert alternate.bytes_sent == len(DATA) - 10 * 4096
+    assert sink.accepted == list(ALL)
+    assert sink.bytes_held == DATA
+
+
+def test_a_holder_that_gives_up_is_replaced() -> None:
+    failing = FixedBuffer(PACK_ID, DATA, MANIFEST, published=3)
+    sink = PackSink()
+    with serving(failing, holder_id="host-1") as host1, serving(full_pack(), holder_id="host-2") as host2:
+        sources = [source_at(host1.address, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
+        stream = follow(PACK_ID, ALL, sources, sink, receiver())
+        assert [next(stream) for _ in range(3)] == [0, 1, 2]
+        failing.fail("its own sources are gone")
+        assert list(stream) == list(ALL[3:])
+    assert sink.bytes_held == DATA
+
+
+def test_damaged_bytes_are_never_accepted_and_come_anew_from_the_next_source() -> None:
+    def damage(data: bytes, offset: int) -> bytes:
+        place = 40_000 - offset
+        if 0 <= place < len(data):
+            return data[:place] + bytes([data[place] ^ 0x40]) + data[place + 1 :]
+        return data
+
+    sink = PackSink()
+    with (
+        serving(full_pack(), holder_id="host-1") as host1,
+        serving(full_pack(), holder_id="host-2") as host2,
+        meddling_door(host1.address, damage) as door,
+    ):
+        sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
+        assert list(follow(PACK_ID, ALL, sources, sink, receiver())) == list(ALL)
+        assert 0 < host2.bytes_sent < len(DATA)
+    assert sink.accepted == list(ALL)
+    assert sink.bytes_held == DATA
+
+
+def test_the_only_source_gets_a_second_chance_after_damage() -> None:
+    damaged: list[int] = []
+
+    def damage_once(data: bytes, offset: int) -> bytes:
+        if not damaged and offset + len(data) > 50_000:
+            damaged.append(offset)
+            return data[:-1] + bytes([data[-1] ^ 1])
+        return data
+
+    sink = PackSink()
+    with serving(full_pack()) as holder, meddling_door(holder.address, damage_once) as door:
+        assert list(follow(PACK_ID, ALL, [source_at(door, PACK_ID)], sink, receiver())) == list(ALL)
+    assert damaged
+    assert sink.bytes_held == DATA
+
+
+def test_a_source_that_always_damages_is_given_up() -> None:
+    wrong = FixedBuffer(PACK_ID, make_pack(100_000, seed=9)[0], MANIFEST)
+    sink = PackSink()
+    with serving(wrong) as holder, pytest.raises(SourcesExhausted) as exhausted:
+        list(follow(PACK_ID, ALL, [source_at(holder.address, PACK_ID)], sink, receiver()))
+    assert [type(cause) for _, cause in exhausted.value.failures] == [ChunkDamaged, ChunkDamaged]
+    assert sink.accepted == []
+
+
+def test_without_an_expected_digest_the_frame_s_own_counts() -> None:
+    sent, received = MemoryBuffer("kv-1", [100, 7]), MemoryBuffer("kv-1", [100, 7])
+    sent.publish(0, b"x" * 100)
+    sent.publish(1, b"trailer")
+
+    class Sink:
+        chunk = staticmethod(received.chunk)
+        accept = staticmethod(received.accept)
+
+        def digest(self, index: int) -> bytes | None:
+            return None
+
+    with serving(sent) as holder:
+        source = source_at(holder.address, "kv-1")
+        assert list(follow("kv-1", [0, 1], [source], Sink(), receiver())) == [0, 1]
+        assert fetch_head(source, receiver()) == b""
+    assert bytes(received.chunk(1)) == b"trailer"
+
+
+def test_a_silent_source_is_left_for_the_next() -> None:
+    sink = PackSink()
+    with silent_door() as door, serving(full_pack()) as holder:
+        sources = [source_at(door, PACK_ID), source_at(holder.address, PACK_ID)]
+        begin = time.monotonic()
+        assert list(follow(PACK_ID, ALL, sources, sink, receiver(), stall_s=0.3)) == list(ALL)
+        assert 0.3 <= time.monotonic() - begin < 2.0
+
+
+def test_a_source_that_falls_silent_midway_is_left_too() -> None:
+    released = threading.Event()
+
+    def hang(data: bytes, offset: int) -> bytes:
+        if offset > 20_000:
+            released.wait(5.0)
+        return data
+
+    sink = PackSink()
+    with serving(full_pack()) as holder, meddling_door(holder.address, hang) as door:
+        sources = [source_at(door, PACK_ID), source_at(holder.address, PACK_ID)]
+        assert list(follow(PACK_ID, ALL, sources, sink, receiver(), stall_s=0.3)) == list(ALL)
+        released.set()
+    assert sink.bytes_held == DATA
+
+
+def test_a_slow_holder_is_not_a_silent_one() -> None:
+    slow = FixedBuffer(PACK_ID, DATA, MANIFEST, published=2)
+    with serving(slow) as holder:
+        stream = follow(PACK_ID, range(3), [source_at(holder.address, PACK_ID)], PackSink(), receiver(), stall_s=0.3)
+        assert [next(stream), next(stream)] == [0, 1]
+        later = threading.Timer(1.0, lambda: slow.publish(2, slow.pieces[2]))
+        later.start()
+        assert next(stream) == 2
+        later.join()
+
+
+def test_refusals_have_names() -> None:
+    with serving(full_pack()) as holder:
+        good = source_at(holder.address, PACK_ID)
+        expired = source_at(holder.address, PACK_ID, expires=1)
+        elsewhere = source_at(holder.address, PACK_ID, holder_id="host-x")
+        unknown = source_at(holder.address, "another pack")
+        with pytest.raises(TicketExpired):
+            fetch_head(expired, receiver())
+        with pytest.raises(WrongHolder):
+            fetch_head(elsewhere, receiver())
+        with pytest.raises(UnknownBuffer):
+            fetch_head(unknown, receiver())
+        with pytest.raises(WrongReceiver):
+            fetch_head(good, receiver("host-x"))
+        assert fetch_head(good, receiver()) == MANIFEST.encode()
+        good.ticket.mac = bytes(32)
+        with pytest.raises(TicketRefused, match="MAC"):
+            fetch_head(good, receiver())
+
+
+def test_exhausted_sources_are_named_with_their_causes() -> None:
+    with silent_door() as door, serving(full_pack()) as holder:
+        sources = [
+            source_at(door, PACK_ID, "host-1"),
+            source_at("127.0.0.1:1", PACK_ID, "host-2"),
+            source_at(holder.address, PACK_ID, expires=1),
+        ]
+        with pytest.raises(SourcesExhausted) as exhausted:
+            list(follow(PACK_ID, ALL, sources, PackSink(), receiver(), stall_s=0.15))
+    causes = {holder_id: type(cause) for holder_id, cause in exhausted.value.failures}
+    assert causes == {"host-1": SourceStalled, "host-2": ConnectionRefusedError, "host-h": TicketExpired}
+    assert "host-2" in exhausted.value.message
+    with pytest.raises(SourcesExhausted, match="no source was given"):
+        list(follow(PACK_ID, ALL, [], PackSink(), receiver()))
+
+
+def test_closing_the_generator_closes_its_connection() -> None:
+    waiting = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)
+    with serving(waiting) as holder:
+        stream = follow(PACK_ID, ALL, [source_at(holder.address, PACK_ID)], PackSink(), receiver(), stall_s=0.2)
+        assert next(stream) == 0
+        assert holder.num_streams == 1
+        stream.close()
+        assert eventually(lambda: holder.num_streams == 0)
+
+
+@pytest.mark.parametrize("published", [0, 5])
+def test_stop_ends_it_within_a_tenth_of_a_second_or_so(published: int) -> None:
+    waiting = FixedBuffer(PACK_ID, DATA, MANIFEST, published=published)
+    stop = threading.Event()
+    with serving(waiting) as holder:
+        sink = PackSink()
+        timer = threading.Timer(0.2, stop.set)
+        timer.start()
+        begin = time.monotonic()
+        assert list(follow(PACK_ID, ALL, [source_at(holder.address, PACK_ID)], sink, receiver(), stop)) == list(
+            range(published)
+        )
+        assert time.monotonic() - begin < 0.6
+        timer.join()
+    with silent_door() as door, pytest.raises(SourceClosed):
+        fetch_head(source_at(door, PACK_ID), receiver(), stop)
+
+
+def test_what_the_sink_raises_is_not_the_source_s_fault() -> None:
+    class DroppedSink(PackSink):
+        def accept(self, index: int) -> None:
+            raise BufferLost("dropped meanwhile")
+
+    with serving(full_pack()) as holder, pytest.raises(BufferLost, match="dropped meanwhile"):
+        list(follow(PACK_ID, ALL, [source_at(holder.address, PACK_ID)] * 2, DroppedSink(), receiver()))
+
+
+def test_a_holder_must_prove_itself() -> None:
+    # The ticket says host-h; what answers at the address is host-x, which knows no session key of that ticket.
+    with serving(full_pack(), holder_id="host-x") as impostor, pytest.raises(TicketRefused):
+        fetch_head(source_at(impostor.address, PACK_ID), receiver())

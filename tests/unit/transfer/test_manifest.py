@@ -1,0 +1,71 @@
+"""Chunk ranges cover a pack exactly, segments need the chunks they overlap, and the encoding is canonical."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.transfer.relay_parts import make_pack
+from torchrelay.transfer.manifest import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    PAGE_BYTES,
+    Manifest,
+    Segment,
+    chunk_bytes_for,
+    decode_manifest,
+    pack_id_of,
+)
+
+
+@given(num_bytes=st.integers(0, 50_000), chunk_bytes=st.sampled_from([512, 4096, 16384]))
+def test_chunks_cover_the_pack_exactly(num_bytes: int, chunk_bytes: int) -> None:
+    _, manifest = make_pack(num_bytes, chunk_bytes)
+    end = 0
+    for index in range(manifest.num_chunks):
+        span = manifest.chunk_range(index)
+        assert span.begin == end < span.end <= span.begin + chunk_bytes
+        end = span.end
+    assert end == num_bytes
+
+
+@given(
+    num_bytes=st.integers(1, 40_000),
+    cuts=st.lists(st.integers(0, 40_000), max_size=4),
+)
+def test_a_segment_needs_exactly_the_chunks_it_overlaps(num_bytes: int, cuts: list[int]) -> None:
+    places = [0, *sorted(min(cut, num_bytes) for cut in cuts), num_bytes]
+    segments = tuple(Segment(begin, end) for begin, end in zip(places, places[1:], strict=False))
+    _, manifest = make_pack(num_bytes)
+    manifest = msgspec.structs.replace(manifest, segments=segments)
+    for number, segment in enumerate(segments):
+        overlapping = [
+            index
+            for index in range(manifest.num_chunks)
+            if manifest.chunk_range(index).begin < segment.end and segment.begin < manifest.chunk_range(index).end
+        ]
+        assert list(manifest.chunks_of(number)) == (overlapping if segment.begin < segment.end else [])
+
+
+@given(pack_bytes=st.integers(1, 1 << 40))
+def test_chunk_size_is_whole_pages_within_its_bounds(pack_bytes: int) -> None:
+    size = chunk_bytes_for(pack_bytes)
+    assert size % PAGE_BYTES == 0
+    assert MIN_CHUNK_BYTES <= size <= MAX_CHUNK_BYTES
+
+
+def test_equal_manifests_have_equal_ids_whatever_the_order_of_their_config() -> None:
+    _, manifest = make_pack(10_000)
+    one = msgspec.structs.replace(manifest, config={"a": 1, "b": [1, {"x": 0.5, "y": None}]})
+    other = msgspec.structs.replace(manifest, config={"b": [1, {"y": None, "x": 0.5}], "a": 1})
+    assert one.encode() == other.encode()
+    assert pack_id_of(one.encode()) == pack_id_of(other.encode()) != pack_id_of(manifest.encode())
+
+
+@given(num_bytes=st.integers(0, 30_000), seed=st.integers(0, 5))
+def test_encoding_goes_both_ways(num_bytes: int, seed: int) -> None:
+    _, manifest = make_pack(num_bytes, seed=seed)
+    assert decode_manifest(manifest.encode()) == manifest
+    assert decode_manifest(manifest.encode()).encode() == manifest.encode()
+    assert isinstance(decode_manifest(manifest.encode()), Manifest)
