@@ -1,8 +1,8 @@
 """A scheduler, a store and workers that speak the real protocols but compute nothing: they answer with the prompt.
 
-The token at a position depends on (prompt, seed, choice, position) alone, as a real sampler's does, so a resumed attempt
-goes on with the same tokens. Every engine step sends one message per gateway with all its requests' tokens. What tests
-want to happen is set on the objects: pauses, refusals, errors, deaths.
+The token at a position depends on (prompt, seed, choice, position) alone, as a real sampler's does, so a resumed
+attempt goes on with the same tokens. Every engine step sends one message per gateway with all its requests' tokens.
+What tests want to happen is set on the objects: pauses, refusals, errors, deaths.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
+import grpc
 from tokenizers import Tokenizer
 
 from torchrelay.common.rpc import RpcServer
 from torchrelay.common.text import StopChecker
-from torchrelay.control.v1 import decode_pb2_grpc, param_store_pb2_grpc, prefill_pb2_grpc, scheduler_pb2_grpc
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2 as store_pb
 from torchrelay.control.v1 import scheduler_pb2 as admit_pb
@@ -31,6 +31,19 @@ def echo(prompt: Sequence[int], seed: int, choice: int, position: int) -> int:
     return prompt[(position + choice) % len(prompt)]
 
 
+def _serve(
+    server: RpcServer, path: str, behaviour: Callable[..., AsyncIterator[Any]], parse: Callable[..., Any]
+) -> None:
+    """Serves one method of a control service that the tests need no more of."""
+    service, _, method = path.partition("/")
+    make: Any = grpc.unary_stream_rpc_method_handler if method == "ReadFile" else grpc.stream_stream_rpc_method_handler
+    handler = make(
+        behaviour, request_deserializer=parse, response_serializer=lambda message: message.SerializeToString()
+    )
+    listed = grpc.method_handlers_generic_handler(f"torchrelay.control.v1.{service}", {method: handler})
+    server.server.add_generic_rpc_handlers((listed,))
+
+
 @dataclass(slots=True)
 class EchoModel:
     """What all workers of one test know."""
@@ -39,7 +52,12 @@ class EchoModel:
     tokenizer: Tokenizer | None = None  # needed for stop strings
     step_s: float = 0.0
     prompts: dict[Key, Sequence[int]] = field(default_factory=dict)  # the "KV" handed over
-    handed_over: asyncio.Event = field(default_factory=asyncio.Event)
+    streams: set[_Gateway] = field(default_factory=set)
+
+    def wake(self) -> None:
+        """Something changed that a waiting stream may go on with."""
+        for stream in self.streams:
+            stream.filled.set()
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +111,8 @@ class EchoWorker:
         self.num_streams = 0
         self.num_running = 0
         self._server = RpcServer("127.0.0.1")
-        prefill_pb2_grpc.add_PrefillServicer_to_server(cast(Any, _Role(self, "prefill")), self._server.server)
-        decode_pb2_grpc.add_DecodeServicer_to_server(cast(Any, _Role(self, "decode")), self._server.server)
+        _serve(self._server, "Prefill/Run", _Role(self, "prefill").Run, pb.RunCommand.FromString)
+        _serve(self._server, "Decode/Run", _Role(self, "decode").Run, pb.RunCommand.FromString)
 
     @property
     def ref(self) -> admit_pb.WorkerRef:
@@ -103,6 +121,11 @@ class EchoWorker:
 
     async def start(self) -> None:
         await self._server.start()
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        self.pause_at = None
+        self.model.wake()
 
     async def kill(self) -> None:
         """Breaks every stream at once."""
@@ -131,7 +154,9 @@ class _Role:
     async def Run(self, requests: AsyncIterator[pb.RunCommand], context: object) -> AsyncIterator[pb.StepOutput]:
         gateway = _Gateway()
         reader = asyncio.ensure_future(self._read(requests, gateway))
+        reader.add_done_callback(lambda _: gateway.filled.set())
         self._worker.num_streams += 1
+        self._worker.model.streams.add(gateway)
         try:
             while not reader.done():
                 outputs = self._step(gateway)
@@ -140,10 +165,10 @@ class _Role:
                     await asyncio.sleep(self._worker.model.step_s)
                 else:
                     gateway.filled.clear()
-                    await asyncio.wait({reader, wait := asyncio.ensure_future(gateway.filled.wait())}, timeout=0.01)
-                    wait.cancel()
+                    await gateway.filled.wait()
         finally:
             self._worker.num_streams -= 1
+            self._worker.model.streams.discard(gateway)
             self._worker.num_running -= len(gateway.running)
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -209,6 +234,7 @@ class _Role:
         outputs[0].phases.append(pb.MeasuredPhase(name="prefill", begin_unix_us=began_us, end_unix_us=ended_us))
         if not all(output.finish_reason for output in outputs):
             model.prompts[_key(start)] = prompt
+            model.wake()
         await asyncio.sleep(self._worker.prefill_delay_s)
         gateway.outputs += outputs
 
@@ -235,7 +261,7 @@ class EchoScheduler:
 
     def _new_server(self, port: int) -> RpcServer:
         server = RpcServer("127.0.0.1", port)
-        scheduler_pb2_grpc.add_SchedulerServicer_to_server(cast(Any, self), server.server)
+        _serve(server, "Scheduler/Admit", self.Admit, admit_pb.AdmitCommand.FromString)
         return server
 
     @property
@@ -312,7 +338,7 @@ class EchoStore:
         self.files = dict(files)  # by digest
         self.reads: list[str] = []
         self._server = RpcServer("127.0.0.1")
-        param_store_pb2_grpc.add_ParamStoreServicer_to_server(cast(Any, self), self._server.server)
+        _serve(self._server, "ParamStore/ReadFile", self.ReadFile, store_pb.ReadFileRequest.FromString)
 
     @property
     def address(self) -> str:

@@ -51,6 +51,42 @@ class FixedBuffer(MemoryBuffer):
             self.publish(index, self.pieces[index])
 
 
+class PackSink(FixedBuffer):
+    """An empty pack to follow into, which can be served meanwhile; notes what it accepted."""
+
+    def __init__(self, buffer_id: str, data: bytes, manifest: Manifest) -> None:
+        super().__init__(buffer_id, data, manifest, published=0)
+        self.accepted: list[int] = []
+        self._expected = manifest.chunk_digests
+
+    def digest(self, index: int) -> bytes:
+        return self._expected[index]
+
+    def accept(self, index: int) -> None:
+        self.accepted.append(index)
+        self.publish(index)
+
+    @property
+    def bytes_held(self) -> bytes:
+        return b"".join(bytes(self.chunk(index)) for index in range(self.num_chunks))
+
+
+class BlindSink:
+    """A sink that believes each frame's own digest, as the receiver of KV does."""
+
+    def __init__(self, num_chunks: int, chunk_bytes: int) -> None:
+        self.chunks = [bytearray(chunk_bytes) for _ in range(num_chunks)]
+
+    def chunk(self, index: int) -> memoryview:
+        return memoryview(self.chunks[index])
+
+    def digest(self, index: int) -> bytes | None:
+        return None
+
+    def accept(self, index: int) -> None:
+        """Nothing to mark."""
+
+
 def receiver(receiver_id: str = "host-r") -> Receiver:
     return Receiver(receiver_id, derive_node_key(CLUSTER_KEY, receiver_id))
 
@@ -86,7 +122,7 @@ def silent_door() -> Iterator[str]:
 
 @contextmanager
 def meddling_door(behind: str, meddle: Callable[[bytes, int], bytes | None]) -> Iterator[str]:
-    """A relay in front of a holder. ``meddle(data, offset)`` changes what the holder sends; None cuts the connection."""
+    """A relay in front of a holder. ``meddle(data, offset)`` changes what the holder sends; None cuts it off."""
     listener = socket.create_server(("127.0.0.1", 0))
     threads: list[threading.Thread] = []
 

@@ -8,11 +8,24 @@ import time
 
 import pytest
 
-from tests.unit.transfer.relay_parts import FAR, OFFICE, FixedBuffer, eventually, make_pack, receiver, serving, source_at
+from tests.unit.transfer.relay_parts import (
+    CLUSTER_KEY,
+    FAR,
+    OFFICE,
+    FixedBuffer,
+    PackSink,
+    eventually,
+    make_pack,
+    receiver,
+    serving,
+    source_at,
+)
 from torchrelay.transfer.buffers import MemoryBuffer
-from torchrelay.transfer.errors import RangeRefused, SourcesExhausted, UnknownBuffer
+from torchrelay.transfer.errors import RangeRefused, SourcesExhausted, SourceStalled, UnknownBuffer
 from torchrelay.transfer.follow import SourceAddress, fetch_head, follow
+from torchrelay.transfer.holder import HolderServer
 from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.tickets import derive_node_key
 
 DATA, MANIFEST = make_pack(40_000)
 PACK_ID = pack_id_of(MANIFEST.encode())
@@ -65,7 +78,7 @@ def test_a_ticket_s_range_is_kept(begin: int, end: int, allowed: list[int]) -> N
         ticket = OFFICE.issue(PACK_ID, "host-h", "host-r", FAR, begin, end)
         source = SourceAddress("host-h", holder.address, ticket)
         for index in range(MANIFEST.num_chunks):
-            sink = FixedBuffer(PACK_ID, DATA, MANIFEST, published=0)
+            sink = PackSink(PACK_ID, DATA, MANIFEST)
             if index in allowed:
                 assert list(follow(PACK_ID, [index], [source], sink, receiver())) == [index]
             else:
@@ -93,7 +106,9 @@ def test_garbage_at_the_door_costs_nothing(greeting: bytes) -> None:
 
 def test_closing_ends_streams_that_wait() -> None:
     with serving(FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)) as holder:
-        stream = follow(PACK_ID, range(2), [source_at(holder.address, PACK_ID)], LeasedBuffer(), receiver())
+        stream = follow(
+            PACK_ID, range(2), [source_at(holder.address, PACK_ID)], PackSink(PACK_ID, DATA, MANIFEST), receiver()
+        )
         assert next(stream) == 0
         begin = time.monotonic()
         holder.close()
@@ -104,8 +119,6 @@ def test_closing_ends_streams_that_wait() -> None:
 
 
 def test_a_holder_that_never_started_closes() -> None:
-    from torchrelay.transfer.holder import HolderServer
-
     server = HolderServer("host-h", b"k" * 32, lambda _: None, "127.0.0.1")
     assert server.address.startswith("127.0.0.1:")
     server.close()
@@ -113,7 +126,7 @@ def test_a_holder_that_never_started_closes() -> None:
 
 def test_many_followers_at_once() -> None:
     sent = FixedBuffer(PACK_ID, DATA, MANIFEST)
-    sinks = [FixedBuffer(PACK_ID, DATA, MANIFEST, published=0) for _ in range(8)]
+    sinks = [PackSink(PACK_ID, DATA, MANIFEST) for _ in range(8)]
     with serving(sent) as holder:
         source = source_at(holder.address, PACK_ID)
         threads = [
@@ -125,4 +138,20 @@ def test_many_followers_at_once() -> None:
         for thread in threads:
             thread.join()
         assert eventually(lambda: holder.bytes_sent == 8 * len(DATA))
-    assert all(bytes(sink.chunk(9)) == sent.pieces[9] for sink in sinks)
+    assert all(sink.bytes_held == DATA for sink in sinks)
+
+
+def test_streams_beyond_the_limit_wait_for_their_turn() -> None:
+    sent = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)
+    key = derive_node_key(CLUSTER_KEY, "host-h")
+    server = HolderServer("host-h", key, {PACK_ID: sent}.get, "127.0.0.1", max_streams=1)
+    server.start()
+    source = source_at(server.address, PACK_ID)
+    first = follow(PACK_ID, range(2), [source], PackSink(PACK_ID, DATA, MANIFEST), receiver())
+    assert next(first) == 0
+    with pytest.raises(SourceStalled):
+        fetch_head(source, receiver(), stall_s=0.3)
+    first.close()
+    assert fetch_head(source, receiver()) == MANIFEST.encode()
+    server.close()
+    assert server.num_streams == 0

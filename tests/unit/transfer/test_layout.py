@@ -36,7 +36,8 @@ def test_tied_weights_are_stored_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "group"), [("Qwen2ForCausalLM", "qkv_bias"), ("Qwen3ForCausalLM", "q_norm"), ("Qwen3ForCausalLM", "k_norm")]
+    ("name", "group"),
+    [("Qwen2ForCausalLM", "qkv_bias"), ("Qwen3ForCausalLM", "q_norm"), ("Qwen3ForCausalLM", "k_norm")],
 )
 def test_families_differ_in_their_tensors(name: str, group: str) -> None:
     def groups(config: dict[str, Any]) -> set[str]:

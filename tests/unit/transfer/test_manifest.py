@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +38,7 @@ def test_chunks_cover_the_pack_exactly(num_bytes: int, chunk_bytes: int) -> None
 )
 def test_a_segment_needs_exactly_the_chunks_it_overlaps(num_bytes: int, cuts: list[int]) -> None:
     places = [0, *sorted(min(cut, num_bytes) for cut in cuts), num_bytes]
-    segments = tuple(Segment(begin, end) for begin, end in zip(places, places[1:], strict=False))
+    segments = tuple(Segment(begin, end) for begin, end in itertools.pairwise(places))
     _, manifest = make_pack(num_bytes)
     manifest = msgspec.structs.replace(manifest, segments=segments)
     for number, segment in enumerate(segments):

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import grpc
 
-from torchrelay.cli.problems import Problem
+from torchrelay.cli.problems import Problem, Unreachable
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 
 def watch(address: str) -> Iterator[scheduler_pb2.ClusterView]:
-    """A full view at once, then one after every change. Raises ``Problem`` when the scheduler is away."""
+    """A full view at once, then one after every change. Raises ``Unreachable`` when the scheduler is away."""
     with grpc.insecure_channel(address) as channel:
         try:
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
@@ -31,5 +31,5 @@ def explain(address: str, request_id: str = "", model: str = "") -> scheduler_pb
             raise _unreachable(address) from error
 
 
-def _unreachable(address: str) -> Problem:
-    return Problem(f"the scheduler at {address} does not answer", "is the platform up? torchrelay up")
+def _unreachable(address: str) -> Unreachable:
+    return Unreachable(f"the scheduler at {address} does not answer", "is the platform up? torchrelay up")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +25,7 @@ class Home:
     @classmethod
     def at(cls, path: Path | None) -> Home:
         """``path``, or TORCHRELAY_HOME, or ``.torchrelay`` below the current folder."""
-        chosen = path or Path(os.environ.get("TORCHRELAY_HOME", DEFAULT_HOME))
+        chosen = path or Path(os.environ.get("TORCHRELAY_HOME") or DEFAULT_HOME)
         return cls(chosen.absolute())
 
     @property
@@ -41,15 +44,35 @@ class Home:
     def endpoints_file(self) -> Path:
         return self.run / "up.json"
 
+    @property
+    def saved_key_file(self) -> Path:
+        return self.path / "cli.key"
+
     def make(self) -> None:
         """Creates the folders. Raises ``Problem`` when the place cannot be written."""
         try:
-            for folder in (self.path, self.run, self.logs, self.path / "store", self.path / "remote"):
-                folder.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
+            for folder in (self.run, self.logs, self.path / "store", self.path / "remote"):
+                folder.mkdir(exist_ok=True)
         except OSError as error:
             raise Problem(
                 f"{self.path} cannot be used as home: {error.strerror}", "choose another with --home"
             ) from error
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """One `up` at a time: the lock goes with the process, however that ends. Raises ``Problem`` when it is taken."""
+        with (self.run / "up.lock").open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                pid = self.running_pid()
+                who = f" (process {pid})" if pid is not None else ""
+                raise Problem(
+                    f"a platform already runs at {self.path}{who}", "stop it, or choose another --home"
+                ) from None
+            self.endpoints_file.unlink(missing_ok=True)  # left behind by a killed `up`
+            yield
 
     def admin_key(self) -> str:
         return self._key("admin.key", "tra-")
@@ -63,25 +86,47 @@ class Home:
             return path.read_text().strip()
         except FileNotFoundError:
             key = prefix + secrets.token_hex(32)
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(key + "\n")
+            _write_private(path, key, os.O_EXCL)
             return key
+
+    def saved_key(self) -> str | None:
+        """The tenant's key that `torchrelay key create` kept for the other commands."""
+        try:
+            return self.saved_key_file.read_text().strip() or None
+        except FileNotFoundError:
+            return None
+
+    def save_key(self, key: str) -> None:
+        _write_private(self.saved_key_file, key, os.O_TRUNC)
+
+    def forget_key(self) -> None:
+        self.saved_key_file.unlink(missing_ok=True)
 
     def endpoints(self) -> dict[str, str]:
         """The addresses of the running install. Raises ``Problem`` when none runs here."""
-        try:
-            found = json.loads(self.endpoints_file.read_text())
-        except FileNotFoundError:
-            raise Problem(f"no platform runs at {self.path}", "start one: torchrelay up") from None
+        if self.running_pid() is None:
+            raise Problem(
+                f"no platform runs at {self.path}",
+                "start one with `torchrelay up`, name its folder with --home, or name a gateway with --url and --key",
+            )
+        found = json.loads(self.endpoints_file.read_text())
         return {str(key): str(value) for key, value in found.items()}
 
     def running_pid(self) -> int | None:
-        """The process of the ``up`` that runs on this home."""
+        """The process of the ``up`` that runs on this home, once all of it is up."""
         try:
             pid = int(json.loads(self.endpoints_file.read_text())["pid"])
+        except (FileNotFoundError, NotADirectoryError, KeyError, ValueError):
+            return None
+        try:
             os.kill(pid, 0)
-        except (FileNotFoundError, ProcessLookupError, KeyError, ValueError):
+        except ProcessLookupError:
             return None
         except PermissionError:
             return pid
         return pid
+
+
+def _write_private(path: Path, text: str, flag: int) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600), "w") as file:
+        file.write(text + "\n")

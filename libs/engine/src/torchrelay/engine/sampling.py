@@ -72,7 +72,8 @@ def sample(logits: Tensor, params: SamplingParams, choice: int, position: int) -
     threshold = torch.minimum(
         total * uniform(params.seed, choice, position), torch.nextafter(total, torch.zeros_like(total))
     )
-    return int(torch.searchsorted(cumulative, threshold, right=True))
+    found = int(torch.searchsorted(cumulative, threshold, right=True))
+    return min(found, len(logits) - 1)  # NaN is above every sum; a broken model must not break the batch
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -184,6 +184,8 @@ def _need(context: Context) -> tuple[int, int, int]:
 def _check_numbers(spec: GroupSpec, max_context_tokens: int) -> None:
     if spec.num_prompt_tokens < 1 or not spec.choices:
         raise InvalidRequest("a group needs a prompt of at least one token, and a choice", field="prompt")
+    if len({choice.choice for choice in spec.choices}) < len(spec.choices):
+        raise InvalidRequest("a group names each choice once", field="choices")
     if any(len(choice.forced_output) >= spec.sampling.max_tokens for choice in spec.choices):
         raise InvalidRequest("forced_output leaves no token to generate", field="max_tokens")
     if spec.num_prompt_tokens + spec.sampling.max_tokens > max_context_tokens:

@@ -179,8 +179,11 @@ class Arena:
 
     def release_recovered(self) -> None:
         """Every worker that may map a recovered slab has pinned it again, or is gone: the others may be evicted."""
-        for slab in self.slabs():
-            self.unpin(slab.pack_id, RECOVERED)
+        with self._lock:
+            for pack_id, owners in list(self._pins.items()):
+                owners.discard(RECOVERED)  # not by unpin, which would count as a use
+                if not owners:
+                    del self._pins[pack_id]
 
     def drop(self, pack_id: str) -> bool:
         """Takes an unpinned pack's place back; False: pinned, or not there."""

@@ -74,8 +74,8 @@ class Sink(Protocol):
 class MemoryBuffer:
     """Chunks in this process's memory, published one by one: KV pages, activations.
 
-    Write into ``chunk(i)`` and ``publish(i)``, or hand the bytes to ``publish(i, data)``, which copies them. It is a
-    sink as well: ``accept`` publishes. Memory is freed when the last view of it is gone.
+    Write into ``chunk(i)`` and ``publish(i)``, or hand the bytes to ``publish(i, data)``, which copies them. The memory
+    is freed when the last view of it is gone.
     """
 
     head = b""
@@ -108,14 +108,11 @@ class MemoryBuffer:
             self._published[index] = 1
             self._changed.notify_all()
 
-    def accept(self, index: int) -> None:
-        """``publish``, under the name a sink has for it."""
-        self.publish(index)
-
     def digest(self, index: int) -> bytes:
         # Hashed by the first stream that sends it, not by the thread that computed it. Two streams at once do it twice.
         found = self._digests[index]
         if found is None:
+            assert self._published[index], "only a ready chunk has a digest"
             found = self._digests[index] = blake3(self._view(index)).digest()
         return found
 

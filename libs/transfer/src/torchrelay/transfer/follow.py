@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import closing
 
 from torchrelay.common.errors import TorchrelayError
@@ -32,7 +32,7 @@ def follow(
     stop: threading.Event | None = None,
     stall_s: float = STALL_S,
     transport: Transport | None = None,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     """Receives the wanted chunks into the sink; yields each index, in the order asked for, once verified and accepted.
 
     Blocks the thread that iterates. When a source breaks off, damages a chunk or sends nothing for ``stall_s``
@@ -75,7 +75,7 @@ def _follow(
     stop: threading.Event | None,
     stall_s: float,
     transport: Transport,
-) -> Iterator[int]:
+) -> Generator[int, None, None]:
     position = 0
     while position < len(wanted):
         source = rota.current()

@@ -254,7 +254,7 @@ class MappedSlab:
 
 
 def _map_read_only(path: Path, offset: int, num_bytes: int) -> mmap.mmap:
-    if offset % ALIGN_BYTES or num_bytes <= 0:
+    if offset < 0 or offset % ALIGN_BYTES or num_bytes <= 0:
         raise ArenaCorrupted(f"a slab cannot lie at {offset} with {num_bytes} bytes")
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

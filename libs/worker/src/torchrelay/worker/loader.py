@@ -75,6 +75,8 @@ class Loader:
         manifest = slab.manifest
         self._instance = await self._engine.call(lambda: self._build(slab))
         self._slot.add_phase("map", begin)
+        if self._slot.hosted is not None:
+            self._slot.hosted.settled.set()
         begin = now_us()
         await self._advance(slab, manifest, begin)
         while self._next_segment < len(manifest.segments):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import grpc
 
-from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable
+from torchrelay.common.errors import Conflict, InvalidRequest, TorchrelayError, Unavailable
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -136,13 +136,14 @@ class WorkerRole(ABC):
                 list(start.sampling.stop_strings),
                 {choice.choice: list(choice.forced_output) for choice in start.choices},
             )
-            if self.attempts.get(attempt.group_id) is attempt:  # not cancelled meanwhile
+            await hosted.settled.wait()  # a loading instance takes requests as soon as it is mapped
+            if self.attempts.get(attempt.group_id) is attempt:  # neither cancelled nor failed meanwhile
                 self._watch_deadline(attempt)
                 if (expected := self._expected.get(attempt.group_id)) is not None:
                     expected.set_result(attempt)
                 await self.begin(attempt)
         except TorchrelayError as error:
-            self.fail(attempt, pb.RunError(code=pb.RunError.CODE_INTERNAL, message=error.message))
+            self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
 
     def _watch_deadline(self, attempt: Attempt) -> None:
         if not attempt.start.deadline_unix_ms:
@@ -206,6 +207,15 @@ class WorkerRole(ABC):
     def fail_all(self, error: pb.RunError) -> None:
         for attempt in self.attempts:
             self.fail(attempt, error)
+
+
+def _code_of(error: TorchrelayError) -> pb.RunError.Code.ValueType:
+    """What the gateway shall make of it: try elsewhere, or give up."""
+    if isinstance(error, Conflict):
+        return pb.RunError.CODE_WRONG_INSTANCE
+    if isinstance(error, Unavailable):
+        return pb.RunError.CODE_LOAD_FAILED
+    return pb.RunError.CODE_INTERNAL
 
 
 def load_roles(names: Sequence[str], worker: Worker) -> list[WorkerRole]:

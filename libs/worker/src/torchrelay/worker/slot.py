@@ -33,6 +33,7 @@ class Hosted:
     roles: list[types_pb2.Role.ValueType]
     num_layers_ready: int = 0
     phases: list[reports_pb2.LoadPhase] = field(default_factory=list)
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # mapped and built, or given up
 
 
 class Slot:
@@ -77,6 +78,8 @@ class Slot:
 
     async def release(self, error: str = "") -> None:
         """Any state -> Free."""
+        if self.hosted is not None:
+            self.hosted.settled.set()
         self.hosted, self.error = None, error
         await self.move(FREE)
 

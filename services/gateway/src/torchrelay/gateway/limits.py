@@ -10,37 +10,44 @@ meanwhile, and to within the requests that settled while the copy from SQL was b
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from redis.asyncio import Redis
-from redis.exceptions import RedisError
 from sqlalchemy import select
 
 from torchrelay.common.errors import PermissionDenied, QuotaExceeded, RateLimited
 from torchrelay.common.ids import new_id
-from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway.core import Principal, PublishedModel, Reservation
 from torchrelay.gateway.limit_scripts import ADMIT, RELEASE
 from torchrelay.gateway.prices import cost_nano
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import balances
 
-log = get_logger(__name__)
+if TYPE_CHECKING:
+    from torchrelay.gateway.redis_scripts import RedisScripts
+
 _SPENT_TTL_S = 60
 
 
 class Limits:
     """Admits requests against their key's rate and their tenant's budget."""
 
-    def __init__(self, redis: Redis | None, database: Database, lease_s: float) -> None:
-        """``redis`` may be ``None``: then nothing is limited. ``lease_s``: longest life of a reservation."""
-        self._redis = redis
+    def __init__(
+        self, redis_url: str, database: Database, lease_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        """``redis_url`` may be empty: then nothing is limited. ``lease_s``: longest life of a reservation.
+
+        ``clock`` is the wall clock: gateways share buckets and leases.
+        """
+        self._clock = clock
+        self._redis_url = redis_url
         self._database = database
         self._lease_s = lease_s
-        self._admit = redis.register_script(ADMIT) if redis else None
-        self._release = redis.register_script(RELEASE) if redis else None
-        self._is_away = False
+        self._scripts: RedisScripts | None = None
+
+    async def close(self) -> None:
+        if self._scripts is not None:
+            await self._scripts.close()
 
     async def admit(
         self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
@@ -70,19 +77,14 @@ class Limits:
 
     async def release(self, reservation: Reservation, cost_nano: int) -> None:
         """Ends the reservation; ``cost_nano`` is what the request was billed. Never raises for an absent Redis."""
-        if reservation.reserved_nano == 0 or self._release is None:
-            return
-        script = self._release
-        keys = _budget_keys(reservation.tenant_id)
-        await self._or_allow(lambda: script(keys=keys, args=[reservation.reservation_id, cost_nano]))
+        if reservation.reserved_nano > 0:
+            keys = _budget_keys(reservation.tenant_id)
+            await self._run(RELEASE, keys, [reservation.reservation_id, cost_nano])
 
     async def _ask(self, principal: Principal, reservation: Reservation, spent_nano: int) -> list[bytes]:
-        if self._admit is None:
-            return [b"ok"]
-        script = self._admit
         keys = [f"relay:{{{principal.tenant_id}}}:rate:{principal.key_id}", *_budget_keys(principal.tenant_id)]
         args: list[str | int | float] = [
-            time.time(),
+            self._clock(),
             principal.requests_per_minute or 0,
             -1 if principal.budget_nano is None else principal.budget_nano,
             reservation.reservation_id,
@@ -91,21 +93,18 @@ class Limits:
             spent_nano,
             _SPENT_TTL_S,
         ]
-        answer: list[bytes] = await self._or_allow(lambda: script(keys=keys, args=args))
-        return answer
+        return await self._run(ADMIT, keys, args)
 
-    async def _or_allow(self, call: Callable[[], Awaitable[Any]]) -> Any:
-        try:
-            answer = await call()
-        except (RedisError, OSError) as error:
-            if not self._is_away:
-                log.warning("redis_away_requests_not_limited", error=str(error)[:200])
-            self._is_away = True
+    async def _run(self, script: str, keys: list[str], args: list[str | int | float]) -> list[bytes]:
+        """What the script answers; ``ok`` when there is nobody to ask."""
+        if not self._redis_url:
             return [b"ok"]
-        if self._is_away:
-            log.info("redis_back")
-            self._is_away = False
-        return answer
+        if self._scripts is None:
+            # Loaded when the first limit is met: redis-py is 6 MB that an install without limits never needs.
+            from torchrelay.gateway.redis_scripts import RedisScripts
+
+            self._scripts = RedisScripts(self._redis_url)
+        return await self._scripts.run(script, keys, args)
 
     async def _spent(self, tenant_id: str) -> int:
         query = select(balances.c.spent_nano).where(balances.c.tenant_id == tenant_id)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import grpc
 import uvloop
 
-from torchrelay.common import hotstate
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.rpc import RpcServer, open_channel
@@ -122,9 +121,6 @@ async def _make_parts(settings: GatewaySettings, gateway_id: str, database: Data
     store = StoreClient(store_channel)
     scheduler_channel = open_channel(settings.scheduler_address)
     stack.push_async_callback(scheduler_channel.close)
-    redis = hotstate.connect(settings.redis_url) if settings.redis_url else None
-    if redis is not None:
-        stack.push_async_callback(redis.aclose)
     services = Services(
         database=database,
         tenants=Tenants(database),
@@ -136,7 +132,8 @@ async def _make_parts(settings: GatewaySettings, gateway_id: str, database: Data
         model_changed=signals.model_changed,
     )
     ledger = await stack.enter_async_context(Ledger(database))
-    limits = Limits(redis, database, settings.reservation_lease_s)
+    limits = Limits(settings.redis_url, database, settings.reservation_lease_s)
+    stack.push_async_callback(limits.close)
     return _Parts(services, ledger, limits, signals, store, scheduler_channel, store_channel)
 
 

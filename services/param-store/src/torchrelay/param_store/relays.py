@@ -39,7 +39,7 @@ class Relays:
         receiver: Receiver,
         on_change: Callable[[], None],
         max_relays: int = 16,
-        num_remote_readers: int = 3,
+        num_remote_readers: int = 4,
     ) -> None:
         self._arena = arena
         self._remote = remote
@@ -87,7 +87,7 @@ class Relays:
         with self._lock:
             del self._fillings[pack_id]
             slab = self._arena.get(pack_id)
-            if slab is not None and not slab.complete:
+            if slab is not None and not slab.complete and not self._closed:  # a kept arena keeps what it has
                 self._arena.drop(pack_id)  # when it is held, the last hold does it
             self._forget_old_failures()
         self._on_change()
@@ -106,7 +106,7 @@ class Relays:
     def release(self, slab: Slab, owner: str) -> None:
         with self._lock:
             self._arena.unpin(slab.pack_id, owner)
-            if slab.error and slab.pack_id not in self._fillings:
+            if slab.error and slab.pack_id not in self._fillings and not self._closed:
                 self._arena.drop(slab.pack_id)
         self._on_change()
 

@@ -38,7 +38,7 @@ class StoreSettings(ServiceSettings):
         10.0, ge=0, description="After a crash: how long packs of the old arena are kept for their workers to return."
     )
     max_relays: int = Field(16, ge=1, description="Most packs filled at once; more are refused.")
-    remote_readers: int = Field(3, ge=1, le=16, description="Reads of the remote store under way at once, per pack.")
+    remote_readers: int = Field(4, ge=1, le=16, description="Reads of the remote store under way at once, per pack.")
     max_upload_bytes: int = Field(1 << 40, ge=1, description="Largest upload that is taken in.")
     upload_expiry_s: float = Field(86400.0, gt=0, description="An upload untouched for so long is removed.")
     packer_memory_bytes: int = Field(384 << 20, ge=64 << 20, description="Most memory that a packer process may use.")

@@ -33,8 +33,15 @@ class Actuator:
         self._desk = desk
         self._peers = peers
         self._tasks = tasks
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Nothing more is begun: the service ends."""
+        self._stopped = True
 
     def start(self, command: Command) -> None:
+        if self._stopped:
+            return
         match command:
             case WakeCommand():
                 self._tasks.create_task(self._wake(command), name=f"wake {command.model.name}")

@@ -41,6 +41,9 @@ class Actuating(Protocol):
     def start(self, command: Command) -> None:
         """Begins to carry a command out; its outcome comes back to the desk."""
 
+    def stop(self) -> None:
+        """Nothing more is begun."""
+
 
 class Desk:
     """Owner of the policy in the service."""

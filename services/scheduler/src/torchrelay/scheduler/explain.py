@@ -30,6 +30,7 @@ def micros(at: float) -> int:
 class _Timeline:
     model: str = ""
     phases: list[Measured] = field(default_factory=list)
+    places: list[Happening] = field(default_factory=list)
     cold_instances: list[str] = field(default_factory=list)
 
     def add(self, phases: Iterable[Measured]) -> None:
@@ -73,8 +74,10 @@ class Explain:
         timeline = self._timeline(opened.key)
         timeline.model = opened.model
         where = opened.placement
-        detail = f"attempt {opened.key.attempt}: prefill {where.prefill.worker_id}, decode {where.decode.worker_id}"
-        timeline.add([Measured("queue", micros(opened.admitted_at), micros(opened.placed_at), "scheduler", detail)])
+        attempt = f"attempt {opened.key.attempt}"
+        timeline.add([Measured("queue", micros(opened.admitted_at), micros(opened.placed_at), "scheduler", attempt)])
+        if len(timeline.places) < _MAX_PHASES:
+            timeline.places.append(_placing(opened))
         if where.cold:
             for instance_id in dict.fromkeys((where.prefill.instance_id, where.decode.instance_id)):
                 timeline.cold_instances.append(instance_id)
@@ -116,11 +119,21 @@ class Explain:
         phases.sort(key=lambda phase: (phase.begin_us, phase.end_us))
         begin_us = min((phase.begin_us for phase in timeline.phases), default=0)
         decisions = [one for one in self._decisions.get(timeline.model, ()) if micros(one.at) >= begin_us]
-        return phases, decisions
+        return phases, sorted([*decisions, *timeline.places], key=lambda one: one.at)
 
     def model(self, name: str) -> list[Happening]:
         """The model's last decisions, newest last."""
         return list(self._decisions.get(name, ()))
+
+
+def _placing(opened: Opened) -> Happening:
+    placement = opened.placement
+    reason = (
+        f"attempt {opened.key.attempt}: prefill on {placement.prefill.worker_id}, decode on "
+        f"{placement.decode.worker_id}; first token predicted in {placement.predicted_ttft_s * 1e3:.0f} ms"
+        f"{', still loading' if placement.cold else ''}"
+    )
+    return Happening(opened.placed_at, "place", opened.model, opened.key.request_id, reason)
 
 
 def _relay_phase(copy: Copy, store_id: str, created_us: int) -> Measured | None:

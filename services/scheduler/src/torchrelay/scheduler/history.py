@@ -57,15 +57,22 @@ class History:
         self._filled.set()
 
     async def run(self) -> None:
-        """Publishes in order, for ever."""
+        """Publishes in order until cancelled."""
+        task = asyncio.current_task()
+        assert task is not None
         while True:
             await self._filled.wait()
             self._filled.clear()
             while self._queue:
+                # NOTE: asyncio.wait_for of Python 3.11, inside nats-py, may swallow a cancellation: ask for it here.
+                if task.cancelling():
+                    return
                 event = self._queue.popleft()
                 if not await self._publish(event):
                     self._queue.appendleft(event)
                     await asyncio.sleep(_RETRY_S)
+            if task.cancelling():
+                return
 
     async def _publish(self, event: _Event) -> bool:
         try:

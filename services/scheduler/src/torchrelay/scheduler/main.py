@@ -80,10 +80,16 @@ async def _background(
     """Everything that runs beside the RPCs; cancelled as one."""
     async with asyncio.TaskGroup() as tasks:
         desk.actuator = Actuator(desk, peers, tasks)
-        await Watcher(desk, peers, nats, subjects, tasks).start()
+        watcher = Watcher(desk, peers, nats, subjects, tasks)
+        await watcher.start()
         tasks.create_task(history.run(), name="history")
         tasks.create_task(_ticking(desk, nats), name="ticks")
         ready.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            watcher.stop()
+            desk.actuator.stop()
 
 
 async def _ticking(desk: Desk, nats: Client) -> None:

@@ -7,7 +7,7 @@ gone; if it is, the peer is lost that moment, else it is lost after three second
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -45,15 +45,20 @@ class Watcher:
         self._nats = nats
         self._subjects = subjects
         self._tasks = tasks
+        self._stopped = False
         self._following: dict[str, _Following] = {}  # by "worker <id>" or "store <id>"
 
     async def start(self) -> None:
         await self._nats.subscribe(self._subjects.worker_load(), cb=self._on_worker)
         await self._nats.subscribe(self._subjects.store_load(), cb=self._on_store)
 
+    def stop(self) -> None:
+        """Reports that still come are ignored: their tasks would come too late."""
+        self._stopped = True
+
     async def _on_worker(self, message: Msg) -> None:
         report = _parsed(WorkerReport, message)
-        if report is None:
+        if report is None or self._stopped:
             return
         self._report(self._desk.worker_reported, report, False)
         if report.worker_id in self._desk.policy.state.view.workers:
@@ -61,7 +66,7 @@ class Watcher:
 
     async def _on_store(self, message: Msg) -> None:
         report = _parsed(StoreReport, message)
-        if report is None:
+        if report is None or self._stopped:
             return
         self._report(self._desk.store_reported, report)
         if report.store_id in self._desk.policy.state.view.stores:
@@ -72,19 +77,17 @@ class Watcher:
         try:
             take(*args)
         except Exception as error:
+            self._stopped = True
             self._tasks.create_task(_fail(error))
 
-    def _follow(self, name: str, incarnation: str, follow: Callable[[], Awaitable[None]]) -> None:
+    def _follow(self, name: str, incarnation: str, follow: Callable[[], Coroutine[None, None, None]]) -> None:
         present = self._following.get(name)
         if present is not None and present.incarnation == incarnation and not present.task.done():
             return
         if present is not None:
             present.task.cancel()
 
-        async def run() -> None:
-            await follow()
-
-        self._following[name] = _Following(incarnation, self._tasks.create_task(run(), name=f"watch {name}"))
+        self._following[name] = _Following(incarnation, self._tasks.create_task(follow(), name=f"watch {name}"))
 
     async def _follow_worker(self, first: WorkerReport) -> None:
         view, worker_id = self._desk.policy.state.view, first.worker_id

@@ -83,6 +83,13 @@ class AdmissionFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Opened:
+    """The ledger's opened row is committed, or cannot be (``error``)."""
+
+    error: TorchrelayError | None
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The request shall end: its client left (``error`` is None), or the gateway cannot go on with it."""
 
@@ -96,6 +103,7 @@ Happening: TypeAlias = (
     | scheduler_pb2.Waiting
     | WorkerLost
     | AdmissionFailed
+    | Opened
     | Stopped
 )
 

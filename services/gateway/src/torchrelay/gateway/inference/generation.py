@@ -82,9 +82,9 @@ class Generation:
         """The tokens that ``output`` adds, with those it makes room for; None when it adds nothing."""
         if not self.carries(output.key.attempt, output.choice):
             return None
-        if self._num_cached is None:
-            self._num_cached = output.num_cached_prompt_tokens
         progress = self.choices[output.choice]
+        if self._num_cached is None and output.first_position == progress.num_forced:  # only prefill knows
+            self._num_cached = output.num_cached_prompt_tokens
         tokens, position, num_before = list(output.token_ids), output.first_position, len(progress.tokens)
         cause = _CAUSES.get(output.finish_reason)
         if position > num_before:

@@ -46,7 +46,7 @@ class Body(msgspec.Struct, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
     n: Count | None = None
     stop: str | list[str] | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), lt=1 << 63)] | None = None
+    seed: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
@@ -147,6 +147,8 @@ def ask_of_completion(body: CompletionBody) -> Ask:
 
 
 def _ask(body: Body, **fields: Any) -> Ask:
+    if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
+        raise InvalidRequest("a seed has 64 bits", field="seed")
     return Ask(
         model=body.model,
         temperature=1.0 if body.temperature is None else body.temperature,

@@ -21,6 +21,7 @@ from torchrelay.gateway.inference.core import (
     ClientLeft,
     Delivery,
     Happening,
+    Opened,
     Stopped,
     Usage,
     WorkerLost,
@@ -90,6 +91,7 @@ class RunningRequest:
         self._lost_workers: list[str] = []
         self._timers: list[asyncio.TimerHandle] = []
         self._cause = Cause.ERROR
+        self._accepted: list[Delivery] = []  # not returned by ``next`` yet
         self._opening: asyncio.Task[TorchrelayError | None] | None = None
         self._settling: asyncio.Task[None] | None = None
         self._is_opened = False
@@ -98,7 +100,8 @@ class RunningRequest:
 
     @property
     def is_finished(self) -> bool:
-        return self._generation.is_finished
+        """Whether every choice has ended and ``next`` has returned all of it."""
+        return self._generation.is_finished and not self._accepted
 
     @property
     def usage(self) -> Usage:
@@ -122,7 +125,11 @@ class RunningRequest:
                 opened_unix_us=now_unix_us(),
             )
         )
+        self._opening.add_done_callback(self._opened)
         self._admit(self._generation.first())
+
+    def _opened(self, opening: asyncio.Task[TorchrelayError | None]) -> None:
+        self._mailbox.put(Opened(Unavailable("the ledger was closed") if opening.cancelled() else opening.result()))
 
     def stop(self, error: TorchrelayError | None = None) -> None:
         """Makes ``next`` raise ``error``, or ``ClientLeft`` when there is none. Any task of the loop may call it."""
@@ -134,26 +141,20 @@ class RunningRequest:
         Raises ``TorchrelayError`` when the request failed, ``ClientLeft`` when its client did. The opened row is
         committed before the first tokens are returned.
         """
-        while self._failure is None:
+        while True:
+            if self._accepted and self._is_opened:
+                deliveries, self._accepted = self._accepted, []
+                return deliveries
+            if self._failure is not None:
+                raise self._failure
             happenings = await self._mailbox.take()
-            deliveries: list[Delivery] = []
+            if not happenings:
+                return []
             try:
                 for happening in happenings:
-                    self._handle(happening, deliveries)
+                    self._handle(happening)
             except (TorchrelayError, ClientLeft) as failure:
-                self._failure = failure  # raised by the next call: what was accepted before it is delivered first
-            if deliveries and not self._is_opened:
-                await self._await_opened()
-            if deliveries or not happenings:
-                return deliveries
-        raise self._failure
-
-    async def _await_opened(self) -> None:
-        assert self._opening is not None
-        error = await asyncio.shield(self._opening)
-        if error is not None:
-            raise error
-        self._is_opened = True
+                self._failure = failure  # raised once what was accepted before it is delivered
 
     async def settled(self, timeout_s: float) -> None:
         """Waits a little for the bill of a finished request, so that who asks for usage next finds it there."""
@@ -176,9 +177,9 @@ class RunningRequest:
 
     # -- what can happen ---------------------------------------------------------------------------------------------
 
-    def _handle(self, happening: Happening, deliveries: list[Delivery]) -> None:
+    def _handle(self, happening: Happening) -> None:
         if isinstance(happening, pb.ChoiceOutput):
-            self._output(happening, deliveries)
+            self._output(happening)
         elif isinstance(happening, scheduler_pb2.Placement):
             attempt = self._attempts.get(happening.key.attempt)
             if attempt is not None and attempt.placement is None:
@@ -191,13 +192,17 @@ class RunningRequest:
         elif isinstance(happening, AdmissionFailed):
             if happening.attempt in self._attempts:
                 raise happening.error
+        elif isinstance(happening, Opened):
+            if happening.error is not None:
+                raise happening.error
+            self._is_opened = True
         elif isinstance(happening, Stopped):
             if happening.error is not None:
                 raise happening.error
             self._cause = Cause.CANCELLED
             raise ClientLeft
 
-    def _output(self, output: pb.ChoiceOutput, deliveries: list[Delivery]) -> None:
+    def _output(self, output: pb.ChoiceOutput) -> None:
         number = output.key.attempt
         attempt = self._attempts.get(number)
         if attempt is None or not self._generation.carries(number, output.choice):
@@ -211,7 +216,7 @@ class RunningRequest:
         if delivery is None:
             return
         attempt.note(output, len(delivery.token_ids))
-        deliveries.append(delivery)
+        self._accepted.append(delivery)
         if delivery.finish is not None and self._generation.is_over(number):
             del self._attempts[number]
             attempt.end((), is_running=False)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import Connection, Table, event
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
@@ -20,6 +20,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.telemetry import get_logger
+
+if TYPE_CHECKING:
+    from sqlalchemy.dialects import postgresql
 
 log = get_logger(__name__)
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
@@ -44,7 +47,7 @@ class Database:
         if self.is_sqlite:
             self._engine = create_async_engine(
                 parsed,
-                pool_size=3,
+                pool_size=2,  # one writes, one reads: each is a thread and a page cache
                 max_overflow=0,
                 hide_parameters=True,
                 connect_args={"isolation_level": None, "timeout": 5.0},
@@ -82,7 +85,11 @@ class Database:
 
     def insert(self, table: Table) -> sqlite.Insert | postgresql.Insert:
         """An INSERT that knows ON CONFLICT, in this database's dialect."""
-        return sqlite.insert(table) if self.is_sqlite else postgresql.insert(table)
+        if self.is_sqlite:
+            return sqlite.insert(table)
+        from sqlalchemy.dialects import postgresql  # loaded by the engine already; with SQLite it would cost 3 MB
+
+        return postgresql.insert(table)
 
     async def close(self) -> None:
         await self._engine.dispose()

@@ -1,0 +1,141 @@
+"""`torchrelay chat`: talk to a model."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.status import Status
+
+from torchrelay.cli import console
+from torchrelay.cli.access import HomeOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.chatting import Answer, ChatEvent, Message, stream_chat
+from torchrelay.cli.client import Client
+from torchrelay.cli.problems import Problem
+
+EXAMPLE = (
+    'Example:  torchrelay chat acme/glossary "What is a cold start?"\n\nPiped:    cat question.txt | torchrelay chat acme/glossary'
+)
+HELP = "/new  forget what was said    /exit or Ctrl-D  leave    Ctrl-C  stop an answer"
+
+
+def chat(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Its name: TENANT/MODEL, or MODEL of your own.")],
+    question: Annotated[str | None, typer.Argument(metavar="[QUESTION]", help="Ask once and leave.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: always the likeliest token.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message, said before everything else.")] = None,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Talk to a model; answers come as they are made.
+
+    Without a question it is a conversation: Ctrl-C stops an answer, /exit or Ctrl-D leaves. After each answer it
+    shows the time to the first token, the rate, and the request id that `torchrelay explain` takes.
+    """
+    access = tenant_access(home, url, key)
+    access.needs_tenant("chat")
+    options = {"max_tokens": max_tokens, "temperature": temperature}
+    with access.client() as client:
+        talk = Conversation(client, model, system, {name: one for name, one in options.items() if one is not None})
+        if question is None and not sys.stdin.isatty():
+            question = sys.stdin.read().strip()
+            if not question:
+                raise Problem("there is no question on standard input", 'ask: torchrelay chat MODEL "..."')
+        if question is not None:
+            if not talk.ask(question):
+                raise Problem("stopped before the answer ended")
+            return
+        client.call("GET", f"/v1/models/{model}")  # a wrong name is told before the first question
+        converse(talk)
+
+
+class Conversation:
+    """The messages so far, and how answers are shown."""
+
+    def __init__(self, client: Client, model: str, system: str | None, options: dict[str, Any]) -> None:
+        self._client, self._model, self._options = client, model, options
+        self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._messages = list(self._opening)
+        self._out, self._err = console.out(), console.err()
+
+    def restart(self) -> None:
+        self._messages = list(self._opening)
+
+    def ask(self, question: str) -> bool:
+        """Streams the answer to the terminal; False when Ctrl-C stopped it. Raises ``Problem``."""
+        asked = [*self._messages, {"role": "user", "content": question}]
+        answer, is_whole = Answer(time.monotonic), True
+        with closing(stream_chat(self._client, self._model, asked, self._options)) as events:
+            try:
+                self._show(events, answer)
+            except KeyboardInterrupt:
+                is_whole = False
+        self._out.print()
+        if answer.text:
+            self._messages = [*asked, {"role": "assistant", "content": answer.text}]
+        self._err.print(answer.summary() if is_whole else f"stopped · {answer.summary()}".rstrip(" ·"), style="dim")
+        return is_whole
+
+    def _show(self, events: Iterator[ChatEvent], answer: Answer) -> None:
+        with waiting(self._err) as status:
+            for event in events:
+                answer.add(event)
+                if event.text:
+                    status.stop()
+                    write(event.text)
+                elif event.is_waiting:
+                    status.update("waiting for a place, or for the model to wake", spinner_style="yellow")
+
+
+@contextmanager
+def waiting(where: Console) -> Iterator[Status]:
+    """A spinner until it is stopped; nothing where there is no terminal."""
+    with where.status("thinking") as status:
+        yield status
+
+
+def write(text: str) -> None:
+    """To standard output at once: as it is into a pipe, without control characters onto a terminal."""
+    sys.stdout.write(console.printable(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def converse(talk: Conversation) -> None:
+    """Reads questions until the person leaves."""
+    _line_editing()
+    shown = console.err()
+    shown.print(HELP, style="dim")
+    while True:
+        try:
+            line = input("\n> ").strip()
+        except EOFError:
+            shown.print()
+            return
+        except KeyboardInterrupt:
+            shown.print("\n(/exit or Ctrl-D leaves)", style="dim")
+            continue
+        if line in ("/exit", "/quit"):
+            return
+        if line == "/new":
+            talk.restart()
+        elif line.startswith("/"):
+            shown.print(HELP, style="dim")
+        elif line:
+            try:
+                talk.ask(line)
+            except Problem as problem:
+                problem.show(shown)
+
+
+def _line_editing() -> None:
+    try:
+        import readline  # noqa: F401 (imported for what it does to input())
+    except ImportError:
+        return

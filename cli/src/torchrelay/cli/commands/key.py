@@ -1,0 +1,117 @@
+"""`torchrelay key`: a tenant's API keys."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+
+from torchrelay.cli import console
+from torchrelay.cli.access import (
+    Access,
+    AdminKeyOption,
+    HomeOption,
+    JsonOption,
+    KeyOption,
+    UrlOption,
+    admin_access,
+    tenant_access,
+)
+from torchrelay.cli.client import Client
+from torchrelay.cli.problems import Problem, Refused
+
+app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
+
+
+@app.command(epilog="Example:  torchrelay key create --tenant acme --name laptop")
+def create(
+    tenant: Annotated[
+        str | None, typer.Option(help="Whose key; made when there is no such tenant. Needs the admin key.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="A label to know the key by.")] = "",
+    requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Rate limit; none by default.")] = None,
+    save: Annotated[bool, typer.Option(help="Keep it in the local home, for the other commands.")] = True,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: AdminKeyOption = None,
+) -> None:
+    """Make an API key and show it: the only time it can be seen.
+
+    The key alone goes to standard output. On the local platform the admin key is found by itself, and the new key is
+    kept for `upload`, `chat` and the others.
+    """
+    access = admin_access(home, url, key) if tenant else tenant_access(home, url, key)
+    if tenant is None and access.is_admin:
+        raise Problem("the admin key must say whose key this will be", "name the tenant: --tenant NAME")
+    wanted = {"tenant": tenant, "name": name, "requests_per_minute": requests_per_minute}
+    body = {field: value for field, value in wanted.items() if value}
+    with access.client() as client:
+        made = _create(client, body)
+    console.err().print(f"key {made['id']} of tenant [bold]{made['tenant']}[/]; it is not shown again:")
+    typer.echo(made["key"])
+    _keep(access, made, save)
+
+
+def _create(client: Client, body: dict[str, Any]) -> dict[str, Any]:
+    """The new key; an unknown tenant is made on the way."""
+    made: dict[str, Any]
+    try:
+        made = client.call("POST", "/v1/keys", json=body)
+    except Refused as refused:
+        if refused.status != 404 or "tenant" not in body:
+            raise
+        client.call("POST", "/v1/tenants", json={"name": body["tenant"]})
+        console.err().print(f"made tenant [bold]{body['tenant']}[/]")
+        made = client.call("POST", "/v1/keys", json=body)
+    return made
+
+
+def _keep(access: Access, made: dict[str, Any], save: bool) -> None:
+    if access.home is None or not save:
+        console.err().print(f"[dim]use it: export TORCHRELAY_API_URL={access.url} TORCHRELAY_API_KEY=<the key>[/]")
+        return
+    access.home.save_key(made["key"])
+    console.err().print("[dim]saved for the other commands here; next: torchrelay upload DIR[/]")
+
+
+@app.command("list", epilog="Example:  torchrelay key list")
+def list_keys(
+    home: HomeOption = None, url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False
+) -> None:
+    """List keys: those of the tenant, or with the admin key all."""
+    with tenant_access(home, url, key).client() as client:
+        listed = client.call("GET", "/v1/keys")
+    if as_json:
+        console.print_json(listed)
+        return
+    made = console.table("id", "tenant", "name", "per minute", "made", "state", right=("per minute",))
+    for one in listed["data"]:
+        limit, state = one.get("requests_per_minute"), "[red]revoked[/]" if one.get("revoked") else "good"
+        when = datetime.fromtimestamp(one["created"]).strftime("%Y-%m-%d %H:%M")
+        made.add_row(one["id"], one["tenant"], one["name"], str(limit or "no limit"), when, state)
+    console.out().print(made)
+
+
+@app.command(epilog="Example:  torchrelay key revoke 8x2kq0v3m1c9d7fz")
+def revoke(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="The key's id (see `key list`), or the whole key.")],
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: AdminKeyOption = None,
+) -> None:
+    """Revoke a key: within a second nobody can use it any more."""
+    access = admin_access(home, url, key)
+    key_id = id_of(key_id)
+    with access.client() as client:
+        client.call("DELETE", f"/v1/keys/{key_id}")
+    saved = access.home.saved_key() if access.home else None
+    if access.home and saved and id_of(saved) == key_id:
+        access.home.forget_key()
+    console.err().print(f"revoked {key_id}")
+
+
+def id_of(key: str) -> str:
+    """The id inside ``tr-<id>-<secret>``; anything else is taken for an id."""
+    parts = key.split("-")
+    return parts[1] if len(parts) == 3 and parts[0] == "tr" else key

@@ -1,0 +1,99 @@
+"""`torchrelay upload`: a model folder goes up and is published."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from torchrelay.cli import console
+from torchrelay.cli.access import Access, HomeOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.problems import Problem
+from torchrelay.cli.uploading import UploadMemory
+
+EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
+_STAGES = {"hash": "Hashing", "upload": "Uploading", "validate": "Checking", "pack": "Packing", "publish": "Publishing"}
+
+
+class StageBars:
+    """A progress bar per stage, in the order the stages come."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._bars: dict[str, TaskID] = {}
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage not in self._bars:
+            for bar in self._bars.values():
+                self._progress.stop_task(bar)
+            name = _STAGES.get(stage, stage.capitalize())
+            # An upload gone on with starts at what is already there, so that the rate shown is the real one.
+            self._bars[stage] = self._progress.add_task(name, total=max(total, 1), completed=done if total else 1)
+        else:
+            self._progress.update(self._bars[stage], completed=done, total=max(total, 1))
+
+
+def upload(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder: config, tokenizer, safetensors.")],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the model; by default the folder's. With the admin key: TENANT/NAME.")
+    ] = None,
+    idle_timeout_s: Annotated[
+        float | None, typer.Option(min=0, help="Idle seconds until it goes to zero; 0: the platform's default.")
+    ] = None,
+    max_instances: Annotated[
+        int | None, typer.Option(min=0, help="Most instances per role; 0: the platform's default.")
+    ] = None,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Upload a model folder and publish it under a name.
+
+    An upload that was interrupted goes on where it stopped when the same command is run again. Uploading to a name
+    that exists publishes a new version of it; running requests end with the old one.
+    """
+    access = tenant_access(home, url, key)
+    settings: dict[str, Any] = {"idle_timeout_s": idle_timeout_s, "max_instances": max_instances}
+    chosen = {field: value for field, value in settings.items() if value is not None}
+    model = _run(access, folder, _model_name(access, folder, name), chosen)
+    facts = f"{model['architecture']}, {model['dtype']}, {console.sized(model['size_bytes'])}"
+    console.out().print(f"[bold green]published[/] {model['id']}  [dim]({facts})[/]")
+    console.err().print(f"[dim]talk to it: torchrelay chat {model['id']}[/]")
+
+
+def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    columns = (
+        TextColumn("{task.description:<10}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
+    )
+    try:
+        with Progress(*columns, console=console.err()) as progress, access.client() as client:
+            return client.upload(folder, name, settings, StageBars(progress), UploadMemory.of_user())
+    except KeyboardInterrupt:
+        raise Problem("interrupted", "run the same command again: it goes on where it stopped") from None
+
+
+def _model_name(access: Access, folder: Path, name: str | None) -> str:
+    chosen = name or folder.resolve().name.lower()
+    if access.is_admin and "/" not in chosen:
+        raise Problem(
+            "the admin key does not say whose model this is",
+            f"make a tenant's key first: torchrelay key create --tenant NAME; or give --name TENANT/{chosen}",
+        )
+    return chosen

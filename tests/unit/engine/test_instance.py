@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.engine.running import GREEDY, assert_idle, group_of, outputs, prompt_of, run
+from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.common.errors import Conflict, ContextLengthExceeded, DataCorrupted, InvalidRequest
+from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, KvPoolFull, SamplingParams
+from torchrelay.engine.handover import KvBlock, KvLayout
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.pool import KvPool
+from torchrelay.engine.warm_up import warm_up
+
+PROMPT = prompt_of(20)
+
+
+def ignore(block: KvBlock) -> None:
+    """A hand-over that nobody receives."""
+
+
+def small(model_of: ModelOf, num_pages: int, **settings: Any) -> Instance:
+    """An instance with exactly so many pages of 16 positions."""
+    model = model_of()
+    shape = model.instance().kv_shape
+    return model.instance(pool_bytes=num_pages * 16 * shape.bytes_per_token, **settings)
+
+
+@pytest.mark.parametrize(
+    ("group", "error"),
+    [
+        (group_of(()), InvalidRequest),
+        (group_of((1, 320)), InvalidRequest),
+        (group_of((1, -1)), InvalidRequest),
+        (group_of(PROMPT, forced=[(400,)]), InvalidRequest),
+        (group_of(PROMPT, forced=[]), InvalidRequest),
+        (group_of(PROMPT, forced=[range(24)]), InvalidRequest),
+        (replace(group_of(PROMPT), choices=(ChoiceSpec(1), ChoiceSpec(1))), InvalidRequest),
+        (replace(group_of(PROMPT), num_prompt_tokens=21), InvalidRequest),
+        (group_of(prompt_of(489)), ContextLengthExceeded),
+    ],
+)
+def test_what_cannot_run_is_refused(model_of: ModelOf, group: GroupSpec, error: type[Exception]) -> None:
+    instance = model_of().instance()
+    with pytest.raises(error):
+        instance.prefill(group)
+    assert_idle(instance)
+
+
+def test_the_whole_context_can_be_used(model_of: ModelOf) -> None:
+    model = model_of()
+    instance = model.instance()
+    instance.prefill(group_of(prompt_of(488)))
+    assert outputs(run(instance))["r/0", 0] == model.expected(prompt_of(488))
+
+
+def test_more_than_the_pool_holds_is_refused(model_of: ModelOf) -> None:
+    instance = small(model_of, 2)
+    with pytest.raises(InvalidRequest, match="needs 3 KV pages, the slot has 2"):
+        instance.prefill(group_of(PROMPT))
+    instance.prefill(group_of(PROMPT), ignore)  # handed over, it needs its prompt's pages alone
+    run(instance)
+    assert_idle(instance)
+
+
+def test_a_group_id_is_used_once_at_a_time(model_of: ModelOf) -> None:
+    instance = model_of().instance()
+    instance.prefill(group_of(PROMPT))
+    with pytest.raises(Conflict):
+        instance.prefill(group_of(PROMPT))
+    run(instance)
+    instance.prefill(group_of(PROMPT))
+    run(instance)
+    assert_idle(instance)
+
+
+def test_no_work_is_an_empty_step(model_of: ModelOf) -> None:
+    assert model_of().instance().step() is EMPTY_STEP
+
+
+def test_groups_wait_for_pages_in_order(model_of: ModelOf) -> None:
+    """20 + 23 positions are 3 pages; of 4 pages one group runs at a time, also a small one that would fit beside."""
+    model = model_of()
+    instance = small(model_of, 4)
+    instance.prefill(group_of(PROMPT, "a/0"))
+    instance.prefill(group_of(PROMPT, "b/0"))
+    instance.prefill(group_of((5,), "c/0", replace(GREEDY, max_tokens=4)))
+    steps = run(instance)
+    assert [name for step in steps for name in step.prefilled] == ["a/0", "b/0", "c/0"]
+    assert outputs(steps)["b/0", 0] == model.expected(PROMPT)
+    assert outputs(steps)["c/0", 0] == model.expected((5,), 4)
+    assert_idle(instance)
+
+
+def test_positions_are_counted_exactly(model_of: ModelOf) -> None:
+    instance = model_of().instance(token_budget=16)
+    instance.prefill(group_of(PROMPT))
+    steps = run(instance)
+    assert [step.num_positions_prefilled for step in steps[:3]] == [16, 4, 0]
+    assert [step.prefilled for step in steps[:3]] == [(), ("r/0",), ()]
+    assert sum(step.num_positions_decoded for step in steps) == GREEDY.max_tokens - 1
+    assert [token.finish for token in steps[-1].tokens] == [Finish.LENGTH]
+    assert all(step.step_s > 0 for step in steps)
+
+
+@pytest.mark.parametrize("position", [0, 5])
+def test_a_stop_token_ends_its_choice(model_of: ModelOf, position: int) -> None:
+    model = model_of()
+    expected = model.expected(PROMPT)
+    stop = expected[position]
+    instance = model.instance()
+    instance.prefill(group_of(PROMPT, sampling=replace(GREEDY, stop_token_ids=frozenset({stop, 319}))))
+    steps = run(instance)
+    assert outputs(steps)["r/0", 0] == expected[: expected.index(stop) + 1]
+    assert steps[-1].tokens[-1].finish is Finish.STOP
+    assert_idle(instance)
+
+
+def test_decoding_goes_on_beside_a_long_prompt_and_the_prompt_beside_many_decodes(model_of: ModelOf) -> None:
+    instance = model_of().instance(token_budget=4, page_tokens=2)
+    for number in range(6):
+        instance.prefill(group_of((number + 1,), f"{number}/0", replace(GREEDY, max_tokens=60)))
+    while sum(step.num_positions_decoded for step in [instance.step()]) < 6:
+        pass
+    instance.prefill(group_of(PROMPT, "long/0"))
+    for _ in range(10):
+        step = instance.step()
+        assert (step.num_positions_decoded, step.num_positions_prefilled) == (6, 2)
+    assert step.prefilled == ("long/0",)
+
+
+def test_cancelling_one_choice_leaves_the_others(model_of: ModelOf) -> None:
+    model = model_of()
+    for num_steps in range(4):
+        instance = model.instance(token_budget=16)
+        instance.prefill(group_of(PROMPT, forced=[(), (), ()]))
+        steps = [instance.step() for _ in range(num_steps)]
+        instance.cancel("r/0", 0)
+        instance.check_integrity()
+        instance.cancel("r/0", 7)
+        found = outputs([*steps, *run(instance)])
+        assert found["r/0", 1] == found["r/0", 2] == model.expected(PROMPT)
+        assert len(found.get(("r/0", 0), [])) == max(0, num_steps - 1)
+        assert_idle(instance)
+
+
+def blind(group: GroupSpec) -> GroupSpec:
+    return replace(group, prompt=())
+
+
+def test_adoption_reserves_and_every_way_out_frees(model_of: ModelOf) -> None:
+    instance = small(model_of, 4)
+    group = blind(group_of(PROMPT))
+    layout = instance.kv_layout(group)
+    adoption = instance.adopt(group, layout)
+    assert instance.num_free_pages == 1
+    with pytest.raises(KvPoolFull):
+        instance.adopt(replace(group, group_id="s/0"), layout)
+    with pytest.raises(Conflict, match="3 KV chunks of r/0 are missing"):
+        adoption.start({0: 1})
+    assert not instance.has_work()
+    adoption.drop()
+    adoption.drop()
+    assert_idle(instance)
+    adoption = instance.adopt(group, layout)
+    instance.cancel("r/0")
+    assert_idle(instance)
+    adoption.write(0, bytes(layout.chunk_bytes(0)))  # a chunk that was under way
+    adoption.start({0: 1})
+    assert_idle(instance)
+
+
+def test_a_late_chunk_of_a_cancelled_adoption_harms_nobody(model_of: ModelOf) -> None:
+    model = model_of()
+    instance = small(model_of, 3)
+    group = blind(group_of(PROMPT, "gone/0"))
+    adoption = instance.adopt(group, instance.kv_layout(group))
+    instance.cancel("gone/0")
+    instance.prefill(group_of(PROMPT))  # takes the very pages that came free
+    steps = [instance.step()]
+    for index in range(adoption.layout.num_kv_chunks):
+        adoption.write(index, b"\xff" * adoption.layout.chunk_bytes(index))
+    assert outputs([*steps, *run(instance)])["r/0", 0] == model.expected(PROMPT)
+
+
+def test_adoption_that_does_not_fit_is_refused(model_of: ModelOf) -> None:
+    instance = model_of().instance()
+    group = blind(group_of(PROMPT))
+    right = instance.kv_layout(group)
+    wrong = [
+        replace(right, block_tokens=0),
+        replace(right, shape=replace(right.shape, num_layers=4)),
+        KvLayout(right.shape, right.block_tokens, (replace(right.sequences[0], num_context_tokens=21),)),
+    ]
+    for layout in wrong:
+        with pytest.raises(InvalidRequest):
+            instance.adopt(group, layout)
+    adoption = instance.adopt(group, right)
+    with pytest.raises(DataCorrupted):
+        adoption.write(0, bytes(8))
+    for index in range(right.num_kv_chunks):
+        adoption.write(index, bytes(right.chunk_bytes(index)))
+    assert adoption.num_missing == 0
+    with pytest.raises(InvalidRequest):
+        adoption.start({0: 320})
+    adoption.drop()
+    assert_idle(instance)
+
+
+def test_first_tokens_that_end_their_choice_never_decode(model_of: ModelOf) -> None:
+    instance = model_of().instance()
+    sampling = replace(GREEDY, stop_token_ids=frozenset({9}))
+    group = GroupSpec("r/0", (), 20, sampling, tuple(ChoiceSpec(choice) for choice in range(4)))
+    adoption = instance.adopt(group, instance.kv_layout(group))
+    for index in range(adoption.layout.num_kv_chunks):
+        adoption.write(index, bytes(adoption.layout.chunk_bytes(index)))
+    adoption.start({0: 9, 1: 5, 3: 6})  # choice 2 was cancelled on the way
+    instance.check_integrity()
+    assert {choice for _, choice in outputs(run(instance))} == {1, 3}
+    assert_idle(instance)
+
+
+def test_adoptions_queue_behind_groups_that_wait(model_of: ModelOf) -> None:
+    instance = small(model_of, 4)
+    instance.prefill(group_of(PROMPT, "a/0"))
+    instance.prefill(group_of(PROMPT, "b/0"))
+    instance.step()
+    small_group = GroupSpec("c/0", (), 4, replace(GREEDY, max_tokens=4), (ChoiceSpec(0),))
+    with pytest.raises(KvPoolFull, match="1 groups wait"):
+        instance.adopt(small_group, instance.kv_layout(small_group))
+    run(instance)
+    instance.adopt(small_group, instance.kv_layout(small_group)).drop()
+    assert_idle(instance)
+
+
+def test_a_pool_serves_one_model_after_another(model_of: ModelOf) -> None:
+    pool = KvPool(2 << 20)
+    warm_up(pool)
+    for family, dtype in (("llama", "float32"), ("qwen3", "bfloat16"), ("qwen2", "float32")):
+        model = model_of(family, dtype=dtype)
+        instance = Instance(model.pack.manifest, model.pack.view, pool)
+        for segment in range(len(model.pack.manifest.segments)):
+            instance.segment_ready(segment)
+        instance.prefill(group_of(PROMPT, sampling=SamplingParams(temperature=0, max_tokens=8)))
+        found = outputs(run(instance))["r/0", 0]
+        assert dtype == "bfloat16" or found == model.expected(PROMPT, 8)
+        assert_idle(instance)
+        instance.close()

@@ -1,0 +1,126 @@
+"""Whatever happens to groups, in whatever order, pages are accounted for after each move and free at the end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.engine.running import Model, assert_idle, group_of, prompt_of
+from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.engine.adoption import Adoption
+from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken, SamplingParams
+from torchrelay.engine.handover import KvBlock
+from torchrelay.engine.instance import Instance
+
+NUM_MOVES = 150
+
+
+class Chaos:
+    """Random moves on one instance with few pages, by one seed."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self.random = random.Random(seed)
+        shape = model.instance().kv_shape
+        self.instance: Instance = model.instance(
+            pool_bytes=40 * 4 * shape.bytes_per_token, page_tokens=4, token_budget=13, kv_block_tokens=6
+        )
+        self.model = model
+        self.groups: dict[str, GroupSpec] = {}
+        self.adoptions: list[Adoption] = []
+        self.cancelled: set[tuple[str, int]] = set()
+        self.tokens: list[NewToken] = []
+
+    def group(self) -> GroupSpec:
+        length = self.random.randint(1, 20)
+        sampling = SamplingParams(temperature=0, max_tokens=self.random.randint(3, 12))
+        forced = [(7,) * self.random.choice([0, 0, 0, 1, 2]) for _ in range(self.random.randint(1, 3))]
+        group = group_of(prompt_of(length, self.random.randrange(9)), f"g{len(self.groups)}/0", sampling, forced)
+        self.groups[group.group_id] = group
+        return group
+
+    def prefill(self) -> None:
+        group = self.group()
+        hands_over = self.random.random() < 0.4
+        if hands_over:
+            self.cancelled |= {(group.group_id, choice.choice) for choice in group.choices}  # ends early
+
+        def take(block: KvBlock) -> None:
+            assert len(block.data) == self.instance.kv_layout(group).chunk_bytes(block.index)
+
+        self.instance.prefill(group, take if hands_over else None)
+
+    def adopt(self) -> None:
+        group = replace(self.group(), prompt=())
+        self.cancelled |= {(group.group_id, choice.choice) for choice in group.choices}  # has no first token here
+        try:
+            self.adoptions.append(self.instance.adopt(group, self.instance.kv_layout(group)))
+        except KvPoolFull:
+            del self.groups[group.group_id]
+            self.groups[f"{group.group_id}-refused"] = group
+
+    def settle(self) -> None:
+        """An adoption is filled and starts, or is dropped halfway."""
+        if not self.adoptions:
+            return
+        adoption = self.adoptions.pop(self.random.randrange(len(self.adoptions)))
+        indices = list(range(adoption.layout.num_kv_chunks))
+        self.random.shuffle(indices)
+        complete = self.random.random() < 0.6
+        for index in indices if complete else indices[: len(indices) // 2]:
+            adoption.write(index, bytes(adoption.layout.chunk_bytes(index)))
+        if complete:
+            chosen = [choice.choice for choice in adoption.group.choices if self.random.random() < 0.8]
+            adoption.start(dict.fromkeys(chosen, 3))
+        else:
+            adoption.drop()
+
+    def cancel(self) -> None:
+        if not self.groups:
+            return
+        group = self.random.choice(list(self.groups.values()))
+        choice = self.random.choice([None, *(choice.choice for choice in group.choices)])
+        gone = [spec.choice for spec in group.choices if choice in (None, spec.choice)]
+        self.cancelled |= {(group.group_id, each) for each in gone}
+        self.instance.cancel(group.group_id, choice)
+
+    def step(self) -> None:
+        self.tokens += self.instance.step().tokens
+
+    def move(self) -> None:
+        moves = [self.prefill, self.adopt, self.settle, self.cancel, *[self.step] * 6]
+        self.random.choice(moves)()
+        self.instance.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_pages_never_leak_and_what_is_left_alone_ends(model_of: ModelOf, seed: int) -> None:
+    chaos = Chaos(model_of(), seed)
+    for _ in range(NUM_MOVES):
+        chaos.move()
+    while chaos.adoptions:
+        chaos.settle()
+    while chaos.instance.has_work():
+        chaos.step()
+        chaos.instance.check_integrity()
+    assert_idle(chaos.instance)
+    num_finished = 0
+    for group in chaos.groups.values():
+        for spec in group.choices:
+            if (group.group_id, spec.choice) in chaos.cancelled:
+                continue
+            key = (group.group_id, spec.choice)
+            got = [token.token_id for token in chaos.tokens if (token.group_id, token.choice) == key]
+            context = (*group.prompt, *spec.forced_output)
+            assert got == chaos.model.expected(context, group.sampling.max_tokens - len(spec.forced_output))
+            num_finished += 1
+    assert num_finished > 3
+
+
+def test_a_refused_group_leaves_nothing(model_of: ModelOf) -> None:
+    chaos = Chaos(model_of(), 0)
+    with pytest.raises(InvalidRequest):
+        chaos.instance.prefill(group_of(prompt_of(200)))
+    assert_idle(chaos.instance)

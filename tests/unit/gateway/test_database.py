@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select, text, update
+from sqlalchemy.exc import IntegrityError, ProgrammingError
+
+from torchrelay.common.errors import Unavailable
+from torchrelay.gateway.sql.database import Database, driver_url
+from torchrelay.gateway.sql.tables import balances, table_versions
+
+
+async def test_a_write_is_committed_whole_or_not_at_all(database: Database) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with database.write() as connection:
+            await connection.execute(update(table_versions).values(version=99))
+            _ = 1 // 0
+    async with database.read() as connection:
+        assert set((await connection.execute(select(table_versions.c.version))).scalars()) == {1}
+
+
+async def test_writes_at_once_lose_nothing(database: Database) -> None:
+    async def raise_it() -> None:
+        async with database.write() as connection:
+            await connection.execute(update(table_versions).values(version=table_versions.c.version + 1))
+
+    await asyncio.gather(*(raise_it() for _ in range(40)))
+    async with database.read() as connection:
+        assert set((await connection.execute(select(table_versions.c.version))).scalars()) == {41}
+
+
+async def test_foreign_keys_hold(database: Database) -> None:
+    with pytest.raises(IntegrityError):
+        async with database.write() as connection:
+            await connection.execute(balances.insert().values(tenant_id="nobody", spent_nano=0))
+
+
+async def test_a_database_that_is_away_is_unavailable_and_a_fault_of_ours_is_not(database: Database) -> None:
+    for url in ("sqlite:////nonexistent/folder/x.db", "postgresql://nobody@127.0.0.1:1/x"):
+        away = Database(url)
+        with pytest.raises(Unavailable):
+            async with away.read() as connection:
+                await connection.execute(text("SELECT 1"))
+        await away.close()
+    with pytest.raises((ProgrammingError, Unavailable)):
+        async with database.read() as connection:
+            await connection.execute(text("SELECT nothing FROM nowhere"))
+
+
+async def test_sqlite_keeps_what_it_committed(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/x.db")
+    async with database.read() as connection:
+        settings = {
+            name: (await connection.execute(text(f"PRAGMA {name}"))).scalar_one()
+            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
+        }
+    assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 5000}
+    await database.close()
+
+
+def test_only_two_databases_are_supported() -> None:
+    assert driver_url("postgresql://u:p@h/d").drivername == "postgresql+asyncpg"
+    assert driver_url("sqlite:///x.db").drivername == "sqlite+aiosqlite"
+    with pytest.raises(ValueError, match="only sqlite and postgresql"):
+        driver_url("mysql://h/d")

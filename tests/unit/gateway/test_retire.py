@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from sqlalchemy import insert, select, update
+
+from tests.unit.gateway.conftest import Parts
+from tests.unit.gateway.scripted import ScriptedStore, serving_store
+from tests.unit.gateway.test_catalogue import publish, version
+from torchrelay.common.errors import Unavailable
+from torchrelay.common.rpc import open_channel
+from torchrelay.gateway.core import Principal
+from torchrelay.gateway.retire import drop_old_uploads, free_retired_versions
+from torchrelay.gateway.sql.tables import retired_versions, uploads, versions
+from torchrelay.gateway.store import StoreClient
+
+
+@pytest.fixture
+def store() -> ScriptedStore:
+    return ScriptedStore()  # type: ignore[abstract]
+
+
+@pytest.fixture
+async def client(store: ScriptedStore) -> AsyncIterator[StoreClient]:
+    async with serving_store(store) as channel:
+        yield StoreClient(channel)
+
+
+async def version_ids(parts: Parts) -> set[str]:
+    async with parts.database.read() as connection:
+        return set((await connection.execute(select(versions.c.version_id))).scalars())
+
+
+async def begin_upload(parts: Parts) -> None:
+    async with parts.database.write() as connection:
+        row = {"upload_id": "upl-1", "tenant_id": parts.acme.tenant_id, "model": "m", "declared_bytes": 1}
+        await connection.execute(insert(uploads).values(**row, created_unix_us=1))
+
+
+async def test_a_replaced_version_is_freed_after_its_time(
+    parts: Parts, store: ScriptedStore, client: StoreClient
+) -> None:
+    await publish(parts, "glossary", version("v1"))
+    await publish(parts, "glossary", version("v2"))
+    assert await free_retired_versions(parts.database, client, retired_for_s=600) == 0
+    async with parts.database.write() as connection:
+        await connection.execute(update(retired_versions).values(retired_unix_us=1))
+    assert await free_retired_versions(parts.database, client, retired_for_s=600) == 1
+    assert (store.deleted, await version_ids(parts)) == (["v1"], {"v2"})
+    assert await free_retired_versions(parts.database, client, retired_for_s=0) == 0
+
+
+async def test_nothing_is_freed_while_an_upload_is_open_or_a_model_names_it(
+    parts: Parts, store: ScriptedStore, client: StoreClient
+) -> None:
+    await publish(parts, "glossary", version("v1"))
+    model = await parts.catalogue.resolve(Principal(parts.acme.tenant_id, "acme", "k"), "glossary")
+    await parts.catalogue.delete(model)
+    await begin_upload(parts)
+    assert await free_retired_versions(parts.database, client, retired_for_s=0) == 0
+    await publish(parts, "again", version("v1"))
+    assert await free_retired_versions(parts.database, client, retired_for_s=0) == 0
+    assert store.deleted == []
+
+
+async def test_with_the_store_away_it_is_tried_again(parts: Parts) -> None:
+    await publish(parts, "glossary", version("v1"))
+    await publish(parts, "glossary", version("v2"))
+    async with open_channel("127.0.0.1:1") as channel:
+        with pytest.raises(Unavailable):
+            await free_retired_versions(parts.database, StoreClient(channel), retired_for_s=0)
+    assert await version_ids(parts) == {"v1", "v2"}
+
+
+async def test_a_forgotten_upload_is_dropped_whether_or_not_the_store_knows_it(
+    parts: Parts, store: ScriptedStore, client: StoreClient
+) -> None:
+    await begin_upload(parts)
+    assert await drop_old_uploads(parts.database, client, lease_s=10**9 * 2) == 0
+    assert await drop_old_uploads(parts.database, client, lease_s=60) == 1
+    assert await drop_old_uploads(parts.database, client, lease_s=60) == 0

@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.gateway.conftest import Parts
+from torchrelay.common.errors import Conflict, InvalidRequest, NotFound
+from torchrelay.gateway.tenants import check_name
+
+
+async def test_a_tenant_is_made_once_and_found_by_name(parts: Parts) -> None:
+    made = await parts.tenants.create("zoo", storage_quota_bytes=7, budget_nano=8)
+    assert await parts.tenants.by_name("zoo") == made
+    assert [tenant.name for tenant in await parts.tenants.list()] == ["acme", "zoo"]
+    with pytest.raises(Conflict):
+        await parts.tenants.create("zoo")
+    with pytest.raises(NotFound):
+        await parts.tenants.by_name("absent")
+
+
+@given(st.text(max_size=70))
+def test_a_name_has_no_slash_no_space_and_no_surprise(name: str) -> None:
+    try:
+        check_name(name, "model")
+    except InvalidRequest as error:
+        assert error.field == "model"
+    else:
+        assert 1 <= len(name) <= 64
+        assert name.isascii() and name == name.lower()
+        assert not set(name) & set("/ \t\n\\") and name not in (".", "..")

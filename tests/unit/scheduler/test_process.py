@@ -1,0 +1,76 @@
+"""The scheduler as a process: it starts lean, says where it is, and ends when told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.scheduler.scripted import CLUSTER_KEY, Door, cluster, house
+from torchrelay.control.v1 import scheduler_pb2
+
+MAX_RSS_MB = 100
+
+
+def resident_mb(pid: int) -> float:
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found is not None
+    return int(found.group(1)) / 1024
+
+
+async def test_it_serves_in_little_memory_and_ends_cleanly(nats_url: str, tmp_path: Path) -> None:
+    ready = tmp_path / "scheduler.json"
+    async with house(nats_url) as it:
+        await it.host(1)
+        environment = os.environ | {
+            "TORCHRELAY_NATS_URL": nats_url,
+            "TORCHRELAY_NATS_PREFIX": it.prefix,
+            "TORCHRELAY_CLUSTER_KEY": CLUSTER_KEY,
+            "TORCHRELAY_READY_FILE": str(ready),
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            "from torchrelay.scheduler.main import main; main()",
+            env=environment,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        try:
+            async with asyncio.timeout(20):
+                while not ready.exists():  # noqa: ASYNC110
+                    await asyncio.sleep(0.02)
+            address = json.loads(ready.read_text())["grpc"]
+            await cluster(address, lambda view: len(view.workers) == 2)
+            async with Door(address) as door:
+                for number in range(500):
+                    await door.admit(f"r{number}")
+                placements = [await door.placement() for _ in range(60)]
+                for placement in placements:
+                    await door.send(release=scheduler_pb2.Release(key=placement.key))
+            assert resident_mb(process.pid) < MAX_RSS_MB
+        finally:
+            process.send_signal(signal.SIGTERM)
+            async with asyncio.timeout(10):
+                _, log = await process.communicate()
+        assert process.returncode == 0, log.decode()
+        assert not ready.exists()
+        assert b"Traceback" not in log
+        events = [json.loads(line)["event"] for line in log.decode().splitlines() if line.startswith("{")]
+        assert "wake" in events and "stopping" in events
+
+
+FOREIGN = ("torch", "numpy", "transformers", "fastapi", "sqlalchemy")
+OTHERS = ("gateway", "param_store", "worker", "engine", "prefill", "decode")
+
+
+def test_it_imports_no_torch_and_no_other_service() -> None:
+    code = "import sys, torchrelay.scheduler.main; print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    modules = set(done.stdout.split())
+    assert not modules & {*FOREIGN, *(f"torchrelay.{name}" for name in OTHERS)}
+    assert "torchrelay.scheduler.policy" in modules
