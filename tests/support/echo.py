@@ -271,9 +271,12 @@ class EchoScheduler:
     async def start(self) -> None:
         await self._server.start()
 
-    async def restart(self) -> None:
-        """Dies, forgets nothing that tests look at, and comes back on its port."""
+    async def kill(self) -> None:
+        """Breaks every stream at once."""
         await self._server.server.stop(None)
+
+    async def revive(self) -> None:
+        """Comes back on its port after ``kill``; what tests look at is kept."""
         self._server = self._new_server(self.port)
         await self._server.start()
 

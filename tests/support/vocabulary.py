@@ -41,7 +41,7 @@ def large_tokenizer(vocab_size: int = 128_000, seed: int = 0) -> bytes:
     merges: list[tuple[str, str]] = []
     letters = [token for token in tokens if token.isascii() and token.isalpha()] + ["Ġ"]
     while len(vocab) < vocab_size:
-        left, right = rng.choice(letters if rng.random() < 0.5 else tokens[:4000]), rng.choice(tokens)
+        left, right = rng.choice(letters if rng.random() < 0.5 else tokens), rng.choice(tokens)
         if len(left) + len(right) <= 12 and left + right not in vocab:
             vocab[left + right] = len(vocab)
             tokens.append(left + right)

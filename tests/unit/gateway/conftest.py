@@ -29,6 +29,8 @@ DATABASES = ["sqlite", pytest.param("postgresql", marks=[] if is_installed() els
 @pytest.fixture(scope="session")
 def postgres_template() -> Iterator[str]:
     """The URL of a server, whose database ``migrated`` has the schema and is copied for each test."""
+    if not is_installed():
+        pytest.skip("PostgreSQL is not installed")
     with postgres_server() as url:
         asyncio.run(_execute(url, "CREATE DATABASE migrated"))
         asyncio.run(_migrate(url.replace("/postgres", "/migrated")))

@@ -17,7 +17,7 @@ from torchrelay.gateway.signals import Signals
 async def until(condition: Callable[[], object], timeout_s: float = 10) -> None:
     """Waits for an event of the other side, which has no handle to await."""
     async with asyncio.timeout(timeout_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

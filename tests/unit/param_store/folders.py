@@ -55,6 +55,9 @@ def config_of(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[st
     }
 
 
+LARGER = config_of(hidden_size=128, intermediate_size=1024, num_hidden_layers=4)  # 28 chunks
+
+
 def tensors_of(config: dict[str, Any], dtype: str = "F32", seed: int = 0) -> Tensors:
     """Random bytes for every tensor that the config asks for, in an order other than the pack's."""
     randomness = random.Random(seed)

@@ -7,15 +7,22 @@ import json
 import os
 import signal
 import sys
+from asyncio.subprocess import Process
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.unit.param_store.stores import CLUSTER_KEY, running_store
+from tests.unit.param_store.holders import bytes_in
+from tests.unit.param_store.stores import CLUSTER_KEY, REMOTE, is_complete, running_store
 from torchrelay.common.events import Subjects, connect
 from torchrelay.common.ids import new_id
+from torchrelay.common.rpc import open_channel
 from torchrelay.common.settings import load_settings
+from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.param_store.background import publish_reports
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.transfer.tickets import derive_node_key
@@ -62,18 +69,18 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
-async def test_the_process_says_where_it_serves_and_leaves_nothing_behind(tmp_path: Path, nats_url: str) -> None:
-    store_id = new_id("sto")
-    ready = tmp_path / "ready.json"
+@asynccontextmanager
+async def store_process(folder: Path, store_id: str, nats_url: str) -> AsyncIterator[Process]:
+    """A store as its own process; entered once it serves, killed at the end if it still runs."""
     settings = {
         "STORE_ID": store_id,
         "NODE_KEY": derive_node_key(CLUSTER_KEY, store_id).hex(),
-        "DATA_DIR": str(tmp_path / "data"),
-        "REMOTE_URL": f"file://{tmp_path / 'remote'}",
-        "ARENA_BYTES": str(16 << 20),
-        "READY_FILE": str(ready),
+        "DATA_DIR": str(folder / "data"),
+        "REMOTE_URL": f"file://{folder / 'remote'}",
+        "ARENA_BYTES": str(32 << 20),
+        "READY_FILE": str(folder / "ready.json"),
         "NATS_URL": nats_url,
-        "NATS_PREFIX": new_id("t"),
+        "NATS_PREFIX": store_id,
     }
     environment = {**os.environ, **{f"TORCHRELAY_{name}": value for name, value in settings.items()}}
     command = (sys.executable, "-c", "from torchrelay.param_store.main import main; main()")
@@ -84,14 +91,43 @@ async def test_the_process_says_where_it_serves_and_leaves_nothing_behind(tmp_pa
             async for line in process.stderr:
                 if json.loads(line)["event"] == "serving":
                     break
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
+
+async def test_the_process_says_where_it_serves_and_leaves_nothing_behind(tmp_path: Path, nats_url: str) -> None:
+    store_id, ready = new_id("sto"), tmp_path / "ready.json"
+    async with store_process(tmp_path, store_id, nats_url) as process:
         assert set(json.loads(ready.read_text())) == {"grpc", "data", "pid"}
         assert f"torchrelay-{store_id}" in shared_memory()
         process.send_signal(signal.SIGTERM)
         _, errors = await asyncio.wait_for(process.communicate(), 10)
         assert process.returncode == 0, errors
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
     assert not ready.exists()
+    assert f"torchrelay-{store_id}" not in shared_memory()
+
+
+async def test_a_killed_store_comes_back_with_its_packs(
+    tmp_path: Path, nats_url: str, published: tuple[Path, pb.VersionDescription]
+) -> None:
+    pack, _ = published
+    store_id = new_id("sto")
+    async with store_process(tmp_path, store_id, nats_url) as process:
+        address = json.loads((tmp_path / "ready.json").read_text())["grpc"]
+        async with open_channel(address) as channel:
+            stub = ParamStoreStub(channel)
+            await stub.Relay(pb.RelayRequest(pack_id=pack.name, sources=[REMOTE]))
+            async for report in stub.WatchCopies(pb.WatchCopiesRequest()):
+                if is_complete(report.copies[0], pack.name):
+                    break
+        process.kill()
+        await process.communicate()
+    async with running_store(tmp_path, store_id=store_id) as store:
+        await store.until_complete(pack.name)
+        assert await store.relay(pack.name, REMOTE) is True
+        assert await bytes_in(store, pack.name) == pack.read_bytes()
+        assert (await store.report()).bytes_received == 0
     assert f"torchrelay-{store_id}" not in shared_memory()

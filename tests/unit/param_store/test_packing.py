@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import aclosing
+import asyncio
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.unit.param_store.folders import write_folder
-from torchrelay.common.errors import Unavailable, UploadRefused
-from torchrelay.param_store.packing import PackJob, run_packer
+from torchrelay.common.errors import Overloaded, Unavailable, UploadRefused
+from torchrelay.param_store.packing import PackingTurn, PackJob, run_packer
 
 MEMORY_BYTES = 256 << 20
 
@@ -53,3 +54,19 @@ async def test_documents_that_take_too_much_memory_are_refused(tmp_path: Path) -
     with pytest.raises(UploadRefused, match="more memory than the packer may use"):
         async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, 64 << 20)):
             pass
+
+
+async def test_commits_take_turns_and_few_may_wait() -> None:
+    turn = PackingTurn(max_waiting=1)
+    async with turn.taken():
+        waiting = asyncio.ensure_future(turn.taken().__aenter__())
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="1 commits wait"):
+            async with turn.taken():
+                pass
+        assert not waiting.done()
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+    async with turn.taken():
+        pass

@@ -128,8 +128,8 @@ class Scene:
         self.do(self.policy.admit(admission, model, current, self.now))
         return admission
 
-    def release(self, request_id: str, attempt: int = 1, lost: Iterable[str] = ()) -> None:
-        self.do(self.policy.release(AttemptKey(request_id, attempt), list(lost), self.now))
+    def release(self, request_id: str, attempt: int = 1, delivered: bool = True) -> None:
+        self.do(self.policy.release(AttemptKey(request_id, attempt), delivered, self.now))
 
     def do(self, effects: Effects) -> None:
         self.answers += effects.answers

@@ -182,6 +182,8 @@ class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
         self.incarnation = new_id("run")
         self.relays: list[param_store_pb2.RelayRequest] = []
         self.copies: dict[str, reports_pb2.PackCopy] = {}
+        self.answers = asyncio.Event()  # cleared: commands get no answer
+        self.answers.set()
 
     def report(self) -> reports_pb2.StoreReport:
         return reports_pb2.StoreReport(
@@ -198,6 +200,7 @@ class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
     async def Relay(self, request: param_store_pb2.RelayRequest, context: Any) -> param_store_pb2.RelayReply:
         self.check_epoch(request.epoch)
         self.relays.append(request)
+        await self.answers.wait()
         if request.pack_id in self.copies:
             return param_store_pb2.RelayReply(already_complete=True)
         self.copies[request.pack_id] = reports_pb2.PackCopy(

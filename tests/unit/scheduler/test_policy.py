@@ -133,6 +133,18 @@ def test_a_worker_a_gateway_saw_fail_is_not_used_before_it_reports_again() -> No
     assert scene.placement("r2") is not None
 
 
+def test_a_request_that_comes_again_without_a_token_is_not_sent_to_the_same_place_at_once() -> None:
+    scene = two_workers_one_host()
+    model = a_model()
+    scene.admit(model, "r1")
+    scene.release("r1", delivered=False)  # its workers said that the load failed; their own word is still on its way
+    scene.admit(model, "r1", attempt=2)
+    assert scene.placement("r1", attempt=2) is None
+    scene.pass_time(0.5)  # they report, and are well after all
+    assert scene.placement("r1", attempt=2) is not None
+    assert len(scene.wakes()) == 1
+
+
 def test_silence_of_three_seconds_is_loss() -> None:
     scene = two_workers_one_host()
     model = a_model()

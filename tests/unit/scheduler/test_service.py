@@ -125,6 +125,36 @@ async def test_a_killed_decode_worker_is_replaced_within_a_second(nats_url: str)
             assert list(first.role_changes[0].roles) == [types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE]
 
 
+async def test_a_store_lost_in_the_middle_of_a_command_loses_no_request(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        store, _, _ = await it.host(1)
+        store.answers.clear()
+        async with it.scheduler(2) as address, Door(address) as door:
+            await door.admit("r1")
+            await eventually(lambda: bool(store.relays))
+            await store.kill()
+            await cluster(address, lambda view: not view.stores and not view.instances)
+            await it.host(2)
+            placement = await door.placement()
+            assert placement.prefill.worker_id == "w-2a"
+
+
+async def test_a_load_that_breaks_is_tried_again(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        _, first, second = await it.host(1)
+        async with it.scheduler(2) as address, Door(address) as door:
+            await door.admit("r1")
+            broken = await door.placement()
+            await first.fail_load("no holder had chunk 7")
+            await second.fail_load("no holder had chunk 7")
+            await door.send(release=scheduler_pb2.Release(key=broken.key))
+            await door.admit("r1", 2)
+            again = await door.placement()
+            assert again.prefill.instance_id != broken.prefill.instance_id
+            model = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            assert "no holder had chunk 7" in [decision.reason for decision in model.decisions]
+
+
 async def test_a_restarted_scheduler_goes_on_within_two_seconds(nats_url: str) -> None:
     async with house(nats_url) as it:
         store, first, second = await it.host(1)

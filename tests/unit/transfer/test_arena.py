@@ -9,17 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.transfer.arena_parts import CAPACITY, PAGE, fill, pack, reserve
 from tests.unit.transfer.relay_parts import eventually, make_pack, receiver, serving, source_at
-from torchrelay.common.errors import Conflict, InvalidRequest, NotFound
-from torchrelay.transfer.arena import RECOVERED, Arena
+from torchrelay.common.errors import InvalidRequest, NotFound
+from torchrelay.transfer.arena import Arena
 from torchrelay.transfer.errors import ArenaCorrupted, ArenaFull, BufferLost, ProtocolViolation, UnknownBuffer
 from torchrelay.transfer.follow import follow
-from torchrelay.transfer.manifest import Manifest, pack_id_of
 from torchrelay.transfer.slab_table import MAX_SLABS, TABLE_BYTES
-from torchrelay.transfer.slabs import Slab
-
-PAGE = 4096
-CAPACITY = TABLE_BYTES + 64 * PAGE
 
 
 @pytest.fixture
@@ -34,23 +30,6 @@ def arena(path: Path) -> Iterator[Arena]:
     made.check_integrity()
     made.close(unlink=True)
     assert not path.exists()
-
-
-def pack(num_pages: int, seed: int = 0) -> tuple[bytes, Manifest]:
-    """A pack that takes ``num_pages`` in the arena, one of them for the slab's front."""
-    return make_pack((num_pages - 1) * PAGE, seed=seed)
-
-
-def fill(slab: Slab, data: bytes, count: int | None = None) -> Slab:
-    for index in range(slab.num_chunks if count is None else count):
-        span = slab.manifest.chunk_range(index)
-        slab.chunk(index)[:] = data[span.begin : span.end]
-        slab.accept(index)
-    return slab
-
-
-def reserve(arena: Arena, num_pages: int, seed: int, owner: str | None = None) -> Slab:
-    return arena.reserve(pack(num_pages, seed)[1].encode(), owner)
 
 
 def test_a_new_arena_is_sparse_and_grows_in_steps(arena: Arena, path: Path) -> None:
@@ -162,124 +141,27 @@ def test_the_table_is_bounded(tmp_path: Path) -> None:
     arena.close(unlink=True)
 
 
-def test_a_new_process_finds_complete_and_partial_slabs(path: Path) -> None:
-    (data, manifest), (part_data, part_manifest) = pack(9, seed=1), pack(5, seed=2)
-    old = Arena.create(path, CAPACITY)
-    fill(old.reserve(manifest.encode()), data)
-    fill(old.reserve(part_manifest.encode()), part_data, count=2)
-    dropped = reserve(old, 3, seed=3)
-    old.drop(dropped.pack_id)
-    faulted = old.faulted_bytes
-    old.close()
-
-    arena = Arena.create(path, CAPACITY)
-    whole, part = arena.slabs()
-    assert arena.faulted_bytes == faulted
-    assert (whole.pack_id, part.pack_id) == (pack_id_of(manifest.encode()), pack_id_of(part_manifest.encode()))
-    assert whole.num_verified == 0, "nothing is believed before it was hashed again"
-    assert whole.missing() == []
-    assert whole.complete
-    assert part.missing() == [2, 3]
-    assert part.num_verified == 2
-    assert bytes(whole.data) == data
-    arena.check_integrity()
-    arena.close(unlink=True)
-
-
-def test_what_may_still_be_mapped_is_not_evicted_until_released(path: Path) -> None:
-    old = Arena.create(path, CAPACITY)
-    slab = reserve(old, 40, seed=1)
-    old.close()
-    arena = Arena.create(path, CAPACITY)
-    assert arena.owners(slab.pack_id) == {RECOVERED}
-    with pytest.raises(ArenaFull):
-        reserve(arena, 40, seed=2)
-    arena.pin(slab.pack_id, "worker-1")
-    arena.release_recovered()
-    assert arena.owners(slab.pack_id) == {"worker-1"}
-    arena.unpin(slab.pack_id, "worker-1")
-    reserve(arena, 40, seed=2)
-    arena.close(unlink=True)
-
-
-def test_the_order_of_use_survives(path: Path) -> None:
-    old = Arena.create(path, CAPACITY)
-    slabs = [reserve(old, 32, seed=seed) for seed in (1, 2)]
-    old.get(slabs[0].pack_id)
-    old.close()
-    arena = Arena.create(path, CAPACITY)
-    arena.release_recovered()
-    reserve(arena, 20, seed=3)
-    assert arena.get(slabs[0].pack_id) is not None
-    assert arena.get(slabs[1].pack_id) is None
-    arena.close(unlink=True)
-
-
-def test_damage_between_two_processes_is_found_at_first_use(path: Path) -> None:
-    data, manifest = pack(9)
-    old = Arena.create(path, CAPACITY)
-    slab = fill(old.reserve(manifest.encode()), data)
-    place = slab.offset + slab.format.data_offset + 3 * PAGE + 17
-    old.close()
-    with path.open("r+b") as file:
-        file.seek(place)
-        file.write(bytes([data[3 * PAGE + 17] ^ 1]))
-    arena = Arena.create(path, CAPACITY)
-    (found,) = arena.slabs()
-    assert not found.wait(3, 0.0)
-    assert found.recheck() == found.num_chunks - 1
-    assert found.missing() == [3]
-    arena.close(unlink=True)
-
-
-def test_a_slab_whose_manifest_was_damaged_is_let_go(path: Path) -> None:
-    old = Arena.create(path, CAPACITY)
-    kept, damaged = reserve(old, 5, seed=1), reserve(old, 5, seed=2)
-    old.close()
-    with path.open("r+b") as file:
-        file.seek(damaged.offset + damaged.format.manifest.start + 5)
-        file.write(b"!")
-    arena = Arena.create(path, CAPACITY)
-    assert [slab.pack_id for slab in arena.slabs()] == [kept.pack_id]
-    arena.check_integrity()
-    arena.close(unlink=True)
-
-
-def test_one_process_owns_the_arena(arena: Arena, path: Path) -> None:
-    with pytest.raises(Conflict, match="belongs to another process"):
-        Arena.create(path, CAPACITY)
-
-
-@pytest.mark.parametrize("content", [b"not an arena", bytes(CAPACITY), b"TRARENA1" + bytes(CAPACITY - 8)])
-def test_a_file_of_another_kind_is_replaced(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    before = path.stat().st_ino
-    with path.open("rb") as mapped_by_a_worker:
-        arena = Arena.create(path, CAPACITY)
-        assert path.stat().st_ino != before
-        assert mapped_by_a_worker.read() == content
-    assert arena.slabs() == []
-    arena.close(unlink=True)
-
-
 def test_places_and_sizes_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest) as refused:
         Arena.create(tmp_path / "arena", TABLE_BYTES)
     assert refused.value.field == "arena_bytes"
     with pytest.raises(NotFound):
         Arena.create(tmp_path / "nowhere" / "arena", CAPACITY)
+
+
+def test_when_the_system_has_no_more_memory_packs_make_room_for_each_other(path: Path) -> None:
+    arena = Arena.create(path, CAPACITY)
+    first = reserve(arena, 10, seed=1)
+    file, arena._file = arena._file, os.open("/dev/full", os.O_RDWR)  # a file in which nothing can be allocated
     with pytest.raises(ArenaFull, match="cannot grow"):
-        _grow_beyond_the_system(tmp_path)
-
-
-def _grow_beyond_the_system(tmp_path: Path) -> None:
-    arena = Arena.create(tmp_path / "small", CAPACITY)
-    os.close(arena._file)
-    arena._file = os.open("/dev/full", os.O_RDWR)  # a file in which nothing can be allocated
-    try:
         arena.grow(PAGE)
-    finally:
-        arena.close(unlink=False)
+    with pytest.raises(ArenaFull, match="in one piece"):
+        reserve(arena, 11, seed=2)
+    assert reserve(arena, 10, seed=3).offset == first.offset
+    os.close(arena._file)
+    arena._file = file
+    assert reserve(arena, 11, seed=2, owner="filler").offset == TABLE_BYTES + 10 * PAGE
+    arena.close(unlink=True)
 
 
 @pytest.mark.parametrize("manifest", [b"", b"{}", b"[]"])

@@ -245,7 +245,7 @@ def test_exhausted_sources_are_named_with_their_causes() -> None:
 def test_closing_the_generator_closes_its_connection() -> None:
     waiting = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)
     with serving(waiting) as holder:
-        stream = follow(PACK_ID, ALL, [source_at(holder.address, PACK_ID)], empty_pack(), receiver(), stall_s=0.2)
+        stream = follow(PACK_ID, ALL, [source_at(holder.address, PACK_ID)], empty_pack(), receiver())
         assert next(stream) == 0
         assert holder.num_streams == 1
         stream.close()

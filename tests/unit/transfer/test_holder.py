@@ -152,6 +152,8 @@ def test_streams_beyond_the_limit_wait_for_their_turn() -> None:
     with pytest.raises(SourceStalled):
         fetch_head(source, receiver(), stall_s=0.3)
     first.close()
+    begin = time.monotonic()
     assert fetch_head(source, receiver()) == MANIFEST.encode()
+    assert time.monotonic() - begin < 1.0
     server.close()
     assert server.num_streams == 0

@@ -33,9 +33,7 @@ KeyOption = Annotated[
 ]
 AdminKeyOption = Annotated[
     str | None,
-    typer.Option(
-        "--key", help="Admin key; else the local platform's own, else $TORCHRELAY_API_KEY.", metavar="KEY"
-    ),
+    typer.Option("--key", help="Admin key; else the local platform's own, else $TORCHRELAY_API_KEY.", metavar="KEY"),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 

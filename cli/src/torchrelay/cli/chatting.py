@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,7 +48,9 @@ def parse_event(line: bytes) -> ChatEvent | None:
     )
 
 
-def stream_chat(client: Client, model: str, messages: list[Message], options: dict[str, Any]) -> Iterator[ChatEvent]:
+def stream_chat(
+    client: Client, model: str, messages: list[Message], options: dict[str, Any]
+) -> Generator[ChatEvent, None, None]:
     """Events of one answer, as they come. Closing the iterator cancels the answer. Raises ``Problem``."""
     body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}, **options}
     with client.stream("POST", "/v1/chat/completions", json=body) as lines:
@@ -104,7 +106,9 @@ class Answer:
         if self.num_output_tokens:
             parts.append(f"{self.num_output_tokens} token{'s' if self.num_output_tokens > 1 else ''}")
         if self.tokens_per_s is not None:
-            parts.append(f"{self.tokens_per_s:.3g} tokens/s" if self.tokens_per_s < 1000 else f"{self.tokens_per_s:.0f} tokens/s")
+            parts.append(
+                f"{self.tokens_per_s:.3g} tokens/s" if self.tokens_per_s < 1000 else f"{self.tokens_per_s:.0f} tokens/s"
+            )
         if self.finish == "length":
             parts.append("cut off at max_tokens")
         return " · ".join([*parts, self.request_id] if self.request_id else parts)

@@ -13,6 +13,7 @@ import httpx
 from torchrelay.cli.problems import Problem, Unreachable, refused
 from torchrelay.cli.uploading import ModelUpload, Progress, UploadMemory
 
+
 class Client:
     """Calls one gateway with one key; errors of the platform become ``Refused`` with the platform's own sentence."""
 

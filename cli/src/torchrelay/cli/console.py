@@ -9,6 +9,9 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from torchrelay.cli.problems import Problem
 
 _PIPED_WIDTH = 200  # a pipe has no width: tables must not be cut off at 80 columns
 
@@ -51,3 +54,11 @@ def sized(num_bytes: float) -> str:
 
 
 _NEXT = {"B": "kB", "kB": "MB", "MB": "GB", "GB": "TB"}
+
+
+def show_problem(problem: Problem) -> None:
+    """One sentence, and below it what to do. Never read as markup: both may quote what others wrote."""
+    where = err()
+    where.print(Text.assemble(("torchrelay: ", "bold red"), printable(problem.message)))
+    if problem.mend:
+        where.print(Text(printable(problem.mend)), style="dim", soft_wrap=True)

@@ -61,7 +61,7 @@ class Home:
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """One `up` at a time: the lock goes with the process, however that ends. Raises ``Problem`` when it is taken."""
+        """One `up` at a time; the lock goes with the process, however that ends. Raises ``Problem`` when it is held."""
         with (self.run / "up.lock").open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

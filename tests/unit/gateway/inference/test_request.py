@@ -127,7 +127,8 @@ async def test_a_restarted_scheduler_is_told_what_runs_and_what_waits(world: Wor
     waiting = asyncio.ensure_future(ask(world, 2))
     await until(lambda: len(world.scheduler.admits) == 2)
     world.scheduler.admits.clear()
-    await world.scheduler.restart()
+    await world.scheduler.kill()
+    await world.scheduler.revive()
     await until(lambda: len(world.scheduler.admits) == 2)
     world.scheduler.open_gate.set()
     assert await waiting == [world.echoed(PROMPT, 2)]
@@ -153,11 +154,13 @@ async def test_release_tells_where_the_time_went(world: World) -> None:
 
 
 async def test_a_slow_reader_slows_only_itself(world: World) -> None:
-    """A client that reads nothing fills its socket and its mailbox; another's stream goes on meanwhile."""
+    """What a client leaves unread holds back neither another's stream nor its own worker."""
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 500, "n": 16, "stream": True}
     async with world.http.stream("POST", "/v1/completions", json=body) as slow:
         for _ in range(3):
             assert await ask(world, 50) == [world.echoed(PROMPT, 50)]
+        await until(lambda: 16 * 500 in [release.num_output_tokens for release in world.scheduler.releases])
+        assert len(world.doors.settled) == 3  # it has not read its end
         text = "".join([part async for part in slow.aiter_text()])
     assert text.count('"finish_reason":null') == 16 * 500
 

@@ -50,9 +50,10 @@ def variables(**more: Any) -> dict[str, Any]:
 async def test_a_template_renders_as_in_transformers(renderer: TemplateRenderer) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    (expected,), _ = render_jinja_template(
+    rendered: Any = render_jinja_template(
         conversations=[MESSAGES], chat_template=CHATML, add_generation_prompt=True, bos_token="<s>"
     )
+    expected = rendered[0][0]
     assert await renderer.render(CHATML, variables()) == expected
     assert "<|user|>" in expected and "<brief>" in expected
 
@@ -69,10 +70,10 @@ async def test_the_time_is_there(renderer: TemplateRenderer) -> None:
         ("{% for %}", "Expected"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ messages.__init__.__globals__ }}", "unsafe"),
-        ("{{ messages.append(1) }}", "not safely callable"),
+        ("{{ messages.append(1) }}", "unsafe"),
         ("{{ raise_exception.__globals__['sys'] }}", "unsafe"),
         ("{{ namespace(__class__=1) }}", "underscore"),
-        ("{{ '{0.__class__}'.format(1) }}", "unsafe"),
+        ("{{ '{0.__class__.__mro__}'.format(1) }}", "unsafe"),
         ("{{ 'x' * 10000000000 }}", "memory"),
         ("{{ 'x' * 20000000 }}", "longer"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "deeply"),
@@ -106,7 +107,7 @@ async def test_an_endless_template_is_killed_in_time_and_then_refused_at_once(re
 
 async def test_one_huge_power_cannot_hold_the_process(renderer: TemplateRenderer) -> None:
     with pytest.raises(InvalidRequest):
-        await renderer.render("{{ 9 ** 9 ** 9 }}", {})
+        await renderer.render("{{ 9 ** (9 ** 9) }}", {})
     assert await renderer.render("fine", {}) == "fine"
 
 

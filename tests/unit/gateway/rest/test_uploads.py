@@ -73,6 +73,7 @@ async def test_an_upload_goes_on_where_it_was_interrupted(door: Door) -> None:
     conflict = await door.acme.put(url, content=WEIGHTS, headers={"upload-offset": "0"})
     assert conflict.status_code == 409
     assert str(received) in conflict.json()["error"]["message"]
+    assert (await door.acme.put(f"/v1/uploads/{upload['id']}/files/x", content=WEIGHTS)).status_code == 404
     rest = await door.acme.put(url, content=WEIGHTS[received:], headers={"upload-offset": str(received)})
     assert rest.json()["complete"] is True
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.status import Status
 
 from torchrelay.cli import console
 from torchrelay.cli.access import HomeOption, KeyOption, UrlOption, tenant_access
@@ -18,9 +16,9 @@ from torchrelay.cli.chatting import Answer, ChatEvent, Message, stream_chat
 from torchrelay.cli.client import Client
 from torchrelay.cli.problems import Problem
 
-EXAMPLE = (
-    'Example:  torchrelay chat acme/glossary "What is a cold start?"\n\nPiped:    cat question.txt | torchrelay chat acme/glossary'
-)
+EXAMPLE = """Example:  torchrelay chat acme/glossary "What is a cold start?"
+
+Piped:    torchrelay chat acme/glossary < question.txt"""
 HELP = "/new  forget what was said    /exit or Ctrl-D  leave    Ctrl-C  stop an answer"
 
 
@@ -84,7 +82,7 @@ class Conversation:
         return is_whole
 
     def _show(self, events: Iterator[ChatEvent], answer: Answer) -> None:
-        with waiting(self._err) as status:
+        with self._err.status("thinking") as status:
             for event in events:
                 answer.add(event)
                 if event.text:
@@ -92,13 +90,6 @@ class Conversation:
                     write(event.text)
                 elif event.is_waiting:
                     status.update("waiting for a place, or for the model to wake", spinner_style="yellow")
-
-
-@contextmanager
-def waiting(where: Console) -> Iterator[Status]:
-    """A spinner until it is stopped; nothing where there is no terminal."""
-    with where.status("thinking") as status:
-        yield status
 
 
 def write(text: str) -> None:
@@ -131,7 +122,7 @@ def converse(talk: Conversation) -> None:
             try:
                 talk.ask(line)
             except Problem as problem:
-                problem.show(shown)
+                console.show_problem(problem)
 
 
 def _line_editing() -> None:

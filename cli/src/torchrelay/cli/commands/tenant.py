@@ -17,7 +17,9 @@ app = typer.Typer(no_args_is_help=True, help="Make and list tenants (admin).")
 @app.command(epilog="Example:  torchrelay tenant create acme --storage-quota-gb 50 --budget 100")
 def create(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Also the first half of its models' names.")],
-    storage_quota_gb: Annotated[float | None, typer.Option(min=0, help="Room for models, in GB; none: no limit.")] = None,
+    storage_quota_gb: Annotated[
+        float | None, typer.Option(min=0, help="Room for models, in GB; none: no limit.")
+    ] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Most it may spend, in dollars; none: no limit.")] = None,
     home: HomeOption = None,
     url: UrlOption = None,

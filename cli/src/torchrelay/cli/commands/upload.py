@@ -10,12 +10,14 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    Task,
     TaskID,
     TaskProgressColumn,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from torchrelay.cli import console
 from torchrelay.cli.access import Access, HomeOption, KeyOption, UrlOption, tenant_access
@@ -39,9 +41,16 @@ class StageBars:
                 self._progress.stop_task(bar)
             name = _STAGES.get(stage, stage.capitalize())
             # An upload gone on with starts at what is already there, so that the rate shown is the real one.
-            self._bars[stage] = self._progress.add_task(name, total=max(total, 1), completed=done if total else 1)
-        else:
-            self._progress.update(self._bars[stage], completed=done, total=max(total, 1))
+            begin = done if stage == "upload" else 0
+            self._bars[stage] = self._progress.add_task(name, total=max(total, 1), completed=begin)
+        self._progress.update(self._bars[stage], completed=done, total=max(total, 1))
+
+
+class Rate(TransferSpeedColumn):
+    """Bytes per second; nothing while it is not known."""
+
+    def render(self, task: Task) -> Text:
+        return super().render(task) if task.finished_speed or task.speed else Text("")
 
 
 def upload(
@@ -79,7 +88,7 @@ def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> d
         BarColumn(),
         TaskProgressColumn(),
         DownloadColumn(),
-        TransferSpeedColumn(),
+        Rate(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     try:

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from torchrelay.cli.access import HomeOption
+from torchrelay.cli.console import out
 from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem
+from torchrelay.cli.up.herald import Herald
 from torchrelay.cli.up.options import UpOptions
-from torchrelay.cli.up.stack import Stack, StackPlan
+from torchrelay.cli.up.stack import StackPlan
 from torchrelay.cli.up.supervisor import Supervisor
 from torchrelay.common.service import announced
 
-console = Console(highlight=False)
+EXAMPLE = "Example:  torchrelay up --home /srv/torchrelay --http-port 8080"
 
 
 def up(
-    home: Annotated[Path | None, typer.Option(help="Where keys, data and logs lie.", envvar="TORCHRELAY_HOME")] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    home: HomeOption = None,
+    host: Annotated[
+        str, typer.Option(help="Address of the tenants' door; 0.0.0.0: all. The rest stays on loopback.")
+    ] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="REST port; 0: 8080 when free, else any.")] = 0,
     grpc_port: Annotated[int, typer.Option(help="gRPC port; 0: any free one.")] = 0,
     prefill_workers: Annotated[int, typer.Option(min=0, help="Workers for prompts.")] = 1,
@@ -40,7 +45,8 @@ def up(
     """Start the platform on this machine; Ctrl-C stops it.
 
     Starts redis-server and nats-server (unless TORCHRELAY_REDIS_URL and TORCHRELAY_NATS_URL name running ones), a
-    param-store, a scheduler, a gateway and workers, and starts again whatever dies.
+    param-store, a scheduler, a gateway and workers, and starts again whatever dies. Keys, models and the ledger are
+    kept in the home folder and are there at the next start.
     """
     if prefill_workers + both_workers < 1 or decode_workers + both_workers < 1:
         raise Problem(
@@ -65,33 +71,30 @@ def up(
 
 
 async def run_up(home: Home, options: UpOptions) -> None:
-    """Runs the platform until SIGINT or SIGTERM."""
-    if (pid := home.running_pid()) is not None:
-        raise Problem(f"a platform already runs at {home.path} (process {pid})", "stop it, or choose another --home")
+    """Runs the platform until SIGINT or SIGTERM; a second signal ends it at once."""
     home.make()
-    stack = StackPlan(home, options).stack()
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    with home.owned():
+        stack = StackPlan(home, options).stack()
+        herald = Herald(home, out())
+        stop, supervisor = asyncio.Event(), Supervisor(stack, herald)
 
-    async def until_stopped() -> None:
-        with announced(home.endpoints_file, stack.endpoints):
-            _greet(home, stack)
-            await stop.wait()
-        console.print("stopping ...")
+        def signalled() -> None:
+            if stop.is_set():
+                supervisor.kill_all()
+            stop.set()
 
-    await Supervisor(stack, _tell).run(until_stopped)
-    console.print("stopped; nothing is left running")
+        @contextmanager
+        def up() -> Iterator[None]:
+            herald.up(stack.endpoints)
+            with announced(home.endpoints_file, stack.endpoints):
+                yield
 
-
-def _tell(name: str, what: str) -> None:
-    console.print(f"  [bold]{name:<12}[/bold] {what}")
-
-
-def _greet(home: Home, stack: Stack) -> None:
-    console.print(
-        f"\n[bold green]Torchrelay is up[/bold green]  REST {stack.endpoints['http']}  gRPC {stack.endpoints['grpc']}"
-    )
-    console.print(f"  admin key  {home.path / 'admin.key'}\n  logs       {home.logs}")
-    console.print("  next       torchrelay upload DIR   (Ctrl-C here stops everything)\n")
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, signalled)
+        try:
+            await supervisor.run(up, stop)
+        finally:
+            if stack.arena is not None:
+                stack.arena.unlink(missing_ok=True)  # the store removes it itself unless it was killed
+        herald.stopped()

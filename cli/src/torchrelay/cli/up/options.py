@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 
+from torchrelay.cli.problems import Problem
+
 PREFERRED_HTTP_PORT = 8080
 
 
@@ -12,7 +14,7 @@ PREFERRED_HTTP_PORT = 8080
 class UpOptions:
     """Counts, sizes and ports of an embedded install; 0 leaves the choice to the program."""
 
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # where the tenants' door listens; all else stays on loopback
     http_port: int = 0
     grpc_port: int = 0
     num_prefill_workers: int = 1
@@ -27,13 +29,27 @@ class UpOptions:
 
 
 def free_port(host: str = "127.0.0.1", preferred: int = 0) -> int:
-    """``preferred`` when nobody listens on it, else any free port."""
+    """``preferred`` when nobody listens on it, else any free port. Raises ``Problem`` for an address not ours."""
     for port in (preferred, 0) if preferred else (0,):
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError:
-                continue
-            bound: int = probe.getsockname()[1]
+        if (bound := _bind(host, port)) is not None:
             return bound
-    raise OSError(f"no free port on {host}")
+    raise Problem(f"this machine cannot listen on {host}", "give one of its own addresses with --host")
+
+
+def wanted_port(host: str, port: int) -> int:
+    """``port`` itself. Raises ``Problem`` when it is taken."""
+    if _bind(host, port) is None:
+        raise Problem(f"port {port} of {host} is taken", "choose another, or 0 for any free one")
+    return port
+
+
+def _bind(host: str, port: int) -> int | None:
+    with socket.socket() as probe:
+        # As servers do: connections of a server that ended a moment ago do not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return None
+        bound: int = probe.getsockname()[1]
+        return bound

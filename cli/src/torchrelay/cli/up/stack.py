@@ -11,20 +11,35 @@ from pathlib import Path
 from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.child import ChildSpec
-from torchrelay.cli.up.options import PREFERRED_HTTP_PORT, UpOptions, free_port
+from torchrelay.cli.up.options import PREFERRED_HTTP_PORT, UpOptions, free_port, wanted_port
 from torchrelay.transfer.tickets import derive_node_key
 
 HOST_ID = "local"
 STORE_ID = "store-local"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Who starts when: ``brokers`` must be ready before ``services`` start; both stop in reverse order."""
+    """The children in groups, each group asked by those after it: brokers, store, scheduler, workers, gateway.
 
-    brokers: tuple[ChildSpec, ...]
-    services: tuple[ChildSpec, ...]
+    The brokers start first, then all services at once (they wait for each other). A group is stopped when all groups
+    behind it are.
+    """
+
+    groups: tuple[tuple[ChildSpec, ...], ...]
     endpoints: dict[str, str]
+    arena: Path | None = None  # shared memory to be gone at the end
+
+    @property
+    def waves(self) -> tuple[tuple[ChildSpec, ...], ...]:
+        """What starts together; a wave begins when the one before it is ready."""
+        brokers, *services = self.groups
+        return (brokers, tuple(spec for group in services for spec in group))
+
+    @property
+    def specs(self) -> tuple[ChildSpec, ...]:
+        return tuple(spec for group in self.groups for spec in group)
 
 
 def _program(name: str) -> str:
@@ -41,6 +56,10 @@ def _service_program(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
+def _port(host: str, wanted: int, preferred: int = 0) -> int:
+    return wanted_port(host, wanted) if wanted else free_port(host, preferred)
+
+
 class StackPlan:
     """Works out ports, keys and environments for one home."""
 
@@ -49,32 +68,36 @@ class StackPlan:
         self._cluster_key = bytes.fromhex(home.cluster_key())
         self._redis_url = os.environ.get("TORCHRELAY_REDIS_URL", "")
         self._nats_url = os.environ.get("TORCHRELAY_NATS_URL", "")
-        self._scheduler_port = free_port(options.host)
-        self._store_port = free_port(options.host)
-        self._http_port = options.http_port or free_port(options.host, PREFERRED_HTTP_PORT)
-        self._grpc_port = options.grpc_port or free_port(options.host)
+        self._scheduler_port = free_port()
+        self._store_port = free_port()
+        host = options.host
+        self._http_port = _port(host, options.http_port, PREFERRED_HTTP_PORT)
+        self._grpc_port = _port(host, options.grpc_port)
+        shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
+        self._arena = shared_memory / f"torchrelay-{self._cluster_key[:6].hex()}"
 
     def stack(self) -> Stack:
+        """Raises ``Problem`` when a broker is not installed."""
         brokers = tuple(spec for spec in (self._redis(), self._nats()) if spec is not None)
-        services = (self._store(), self._scheduler(), *self._workers(), self._gateway())
-        host = self._options.host
+        groups = (brokers, (self._store(),), (self._scheduler(),), tuple(self._workers()), (self._gateway(),))
+        door = LOOPBACK if self._options.host == "0.0.0.0" else self._options.host
         endpoints = {
-            "http": f"http://{host}:{self._http_port}",
-            "grpc": f"{host}:{self._grpc_port}",
-            "scheduler": f"{host}:{self._scheduler_port}",
-            "store": f"{host}:{self._store_port}",
+            "http": f"http://{door}:{self._http_port}",
+            "grpc": f"{door}:{self._grpc_port}",
+            "scheduler": f"{LOOPBACK}:{self._scheduler_port}",
+            "store": f"{LOOPBACK}:{self._store_port}",
             "nats": self._nats_url,
             "redis": self._redis_url,
         }
-        return Stack(brokers, services, endpoints)
+        return Stack(groups, endpoints, self._arena)
 
     def _redis(self) -> ChildSpec | None:
         if self._redis_url:
             return None
         port, folder = free_port(), self._home.path / "redis"
         folder.mkdir(exist_ok=True)
-        self._redis_url = f"redis://127.0.0.1:{port}/0"
-        command = (_program("redis-server"), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder))
+        self._redis_url = f"redis://{LOOPBACK}:{port}/0"
+        command = (_program("redis-server"), "--port", str(port), "--bind", LOOPBACK, "--dir", str(folder))
         options = ("--save", "", "--appendonly", "no", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
         return ChildSpec("redis", (*command, *options), self._home.logs / "redis.log", ready_port=port, ready_s=20)
 
@@ -82,14 +105,14 @@ class StackPlan:
         if self._nats_url:
             return None
         port, folder = free_port(), self._home.path / "nats"
-        self._nats_url = f"nats://127.0.0.1:{port}"
-        command = (_program("nats-server"), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(folder))
+        self._nats_url = f"nats://{LOOPBACK}:{port}"
+        command = (_program("nats-server"), "-a", LOOPBACK, "-p", str(port), "-js", "-sd", str(folder))
         return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
 
     def _service(self, name: str, program: str, env: dict[str, str], node_id: str = "") -> ChildSpec:
         ready_file = self._home.run / f"{name}.json"
         common = {
-            "TORCHRELAY_HOST": self._options.host,
+            "TORCHRELAY_HOST": LOOPBACK,
             "TORCHRELAY_NATS_URL": self._nats_url,
             "TORCHRELAY_READY_FILE": str(ready_file),
             "TORCHRELAY_TRACE_FILE": str(self._home.traces),
@@ -107,7 +130,7 @@ class StackPlan:
             "TORCHRELAY_PORT": str(self._store_port),
             "TORCHRELAY_DATA_DIR": str(self._home.path / "store"),
             "TORCHRELAY_REMOTE_URL": (self._home.path / "remote").as_uri(),
-            "TORCHRELAY_ARENA_PATH": f"/dev/shm/torchrelay-{self._cluster_key[:6].hex()}",
+            "TORCHRELAY_ARENA_PATH": str(self._arena),
         }
         if self._options.arena_bytes:
             env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)
@@ -132,7 +155,7 @@ class StackPlan:
             "TORCHRELAY_WORKER_ID": name,
             "TORCHRELAY_HOST_ID": HOST_ID,
             "TORCHRELAY_ROLES": roles,
-            "TORCHRELAY_STORE_ADDRESS": f"{self._options.host}:{self._store_port}",
+            "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
             "TORCHRELAY_DEVICE": self._options.device,
             "TORCHRELAY_THREADS": str(self._options.threads),
         }
@@ -142,13 +165,14 @@ class StackPlan:
 
     def _gateway(self) -> ChildSpec:
         env = {
+            "TORCHRELAY_HOST": self._options.host,
             "TORCHRELAY_DATABASE_URL": os.environ.get(
                 "TORCHRELAY_DATABASE_URL", f"sqlite:///{self._home.path / 'ledger.db'}"
             ),
             "TORCHRELAY_REDIS_URL": self._redis_url,
             "TORCHRELAY_ADMIN_KEY": self._home.admin_key(),
-            "TORCHRELAY_SCHEDULER_ADDRESS": f"{self._options.host}:{self._scheduler_port}",
-            "TORCHRELAY_STORE_ADDRESS": f"{self._options.host}:{self._store_port}",
+            "TORCHRELAY_SCHEDULER_ADDRESS": f"{LOOPBACK}:{self._scheduler_port}",
+            "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
             "TORCHRELAY_HTTP_PORT": str(self._http_port),
             "TORCHRELAY_GRPC_PORT": str(self._grpc_port),
         }

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
 
 from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.child import Child, ChildSpec
@@ -14,7 +15,15 @@ FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
 STEADY_S = 30.0  # a child that ran this long begins its back-off anew
 
-Tell = Callable[[str, str], None]  # name, what happened
+
+class Audience(Protocol):
+    """Who is told what happens to the children."""
+
+    def starting(self, names: Iterable[str]) -> None: ...
+    def ready(self, name: str, took_s: float, address: str) -> None: ...
+    def ended(self, name: str, how: str, wait_s: float) -> None: ...
+    def failed(self, problem: Problem) -> None: ...
+    def stopping(self) -> None: ...
 
 
 def backoff_s(previous_s: float, ran_s: float) -> float:
@@ -27,54 +36,76 @@ def backoff_s(previous_s: float, ran_s: float) -> float:
 class Supervisor:
     """Owns the children of one stack."""
 
-    def __init__(self, stack: Stack, tell: Tell) -> None:
-        self._stack, self._tell = stack, tell
+    def __init__(self, stack: Stack, audience: Audience) -> None:
+        self._stack, self._audience = stack, audience
         self._children: dict[str, Child] = {}
 
-    async def run(self, up: Callable[[], Awaitable[None]]) -> None:
-        """Starts everything, calls ``up`` once all is ready, and returns when ``up`` does, with everything stopped.
+    async def run(self, up: Callable[[], AbstractContextManager[None]], stop: asyncio.Event) -> None:
+        """Starts everything, holds ``up()`` open while all runs, and returns after ``stop`` with everything stopped.
 
-        Raises ``Problem`` when a child does not come up at the first start.
+        ``stop`` may come at any time, also while children are starting. Raises ``Problem`` when a child does not come
+        up at the first start.
         """
         try:
-            for wave in (self._stack.brokers, self._stack.services):
-                await asyncio.gather(*(self._start(spec) for spec in wave))
-            async with asyncio.TaskGroup() as keeping:
-                keepers = [
-                    keeping.create_task(self._keep(spec)) for spec in (*self._stack.brokers, *self._stack.services)
-                ]
-                await up()
-                for keeper in keepers:
-                    keeper.cancel()
+            async with asyncio.TaskGroup() as tasks:
+                living = tasks.create_task(self._live(up))
+                await stop.wait()
+                living.cancel()
+        except ExceptionGroup as group:
+            raise _first_cause(group) from None
         finally:
             await self._stop_all()
 
+    def kill_all(self) -> None:
+        """For the impatient: ends every child at once. ``run`` returns as it does after a stop."""
+        for child in self._children.values():
+            child.kill()
+
+    async def _live(self, up: Callable[[], AbstractContextManager[None]]) -> None:
+        for wave in self._stack.waves:
+            self._audience.starting(spec.name for spec in wave)
+            async with asyncio.TaskGroup() as starting:
+                for spec in wave:
+                    starting.create_task(self._start(spec))
+        with up():
+            async with asyncio.TaskGroup() as keeping:
+                for spec in self._stack.specs:
+                    keeping.create_task(self._keep(spec))
+
     async def _start(self, spec: ChildSpec) -> None:
         child = self._children[spec.name] = await Child.start(spec)
-        begin = time.monotonic()
         addresses = await child.ready()
-        where = addresses.get("http") or addresses.get("grpc") or ""
-        self._tell(spec.name, f"ready in {time.monotonic() - begin:.1f} s  {where}")
+        self._audience.ready(spec.name, child.age_s, addresses.get("http") or addresses.get("grpc") or "")
 
     async def _keep(self, spec: ChildSpec) -> None:
         """Restarts one child whenever it ends."""
         wait_s = 0.0
         while True:
-            begin = time.monotonic()
-            status = await self._children[spec.name].exited()
-            wait_s = backoff_s(wait_s, time.monotonic() - begin)
-            self._tell(spec.name, f"ended with status {status}; starting again in {wait_s:g} s")
+            child = self._children[spec.name]
+            how = await child.exited()
+            wait_s = backoff_s(wait_s, child.age_s)
+            self._audience.ended(spec.name, how, wait_s)
             await asyncio.sleep(wait_s)
             try:
                 await self._start(spec)
             except Problem as problem:
-                self._tell(spec.name, problem.message)
+                self._audience.failed(problem)
                 await self._children[spec.name].stop()
 
     async def _stop_all(self) -> None:
-        """In reverse order of the start: the door first, the brokers last; workers together."""
-        specs = [*self._stack.brokers, *self._stack.services]
-        for name in (spec.name for spec in reversed(specs)):
-            child = self._children.get(name)
-            if child is not None:
-                await child.stop()
+        """Group by group, against the direction of asking: the door first, the brokers last."""
+        if self._children:
+            self._audience.stopping()
+        for group in reversed(self._stack.groups):
+            async with asyncio.TaskGroup() as stopping:
+                for spec in group:
+                    if child := self._children.get(spec.name):
+                        stopping.create_task(child.stop())
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What the group began with: the others were cancelled because of it."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -26,11 +26,16 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from torchrelay.common.settings import ServiceSettings
 
+MAX_TRACE_BYTES = 64 << 20
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class SpanFile(SpanExporter):
-    """Appends finished spans to a file, one JSON object a line: the embedded install's trace store."""
+    """Appends finished spans to a file, one JSON object a line: the embedded install's trace store.
+
+    All services append to the same file. Whoever finds it over ``MAX_TRACE_BYTES`` empties it: the recent past is what
+    it is read for.
+    """
 
     def __init__(self, path: Path, service: str) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -53,6 +58,8 @@ class SpanFile(SpanExporter):
                 }
                 self._file.write(json.dumps(line, default=str) + "\n")
             self._file.flush()
+            if self._file.tell() > MAX_TRACE_BYTES:
+                self._file.truncate(0)
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
@@ -67,7 +74,8 @@ class Telemetry:
         resource = Resource.create({"service.name": service})
         self._tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
         if settings.trace_file:
-            self._tracers.add_span_processor(BatchSpanProcessor(SpanFile(settings.trace_file, service)))
+            spans = SpanFile(settings.trace_file, service)
+            self._tracers.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=500))
         readers: list[MetricReader] = []
         if settings.otlp_endpoint:
             readers.append(self._add_otlp(settings.otlp_endpoint))

@@ -6,7 +6,6 @@ A *group* is one attempt at a request: one prompt, one or more *choices* (the ``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final
@@ -105,9 +104,6 @@ class StepResult:
     num_positions_prefilled: int
     num_positions_decoded: int
     step_s: float
-
-    def first_tokens(self, group_id: str) -> Sequence[NewToken]:
-        return [token for token in self.tokens if token.group_id == group_id]
 
 
 EMPTY_STEP: Final = StepResult((), (), 0, 0, 0.0)

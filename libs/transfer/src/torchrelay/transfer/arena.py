@@ -113,18 +113,19 @@ class Arena:
     def reserve(self, encoded_manifest: bytes, owner: str | None = None) -> Slab:
         """The place of this pack: the one it has already, or a new, empty one; pinned by ``owner`` if one is named.
 
-        Grows when the faulted range has no room but the capacity has; then evicts the least recently used unpinned
-        packs. A slab whose filling failed may be filled again. Raises ``ArenaFull``, ``ProtocolViolation`` for a bad
-        manifest.
+        Grows when the faulted range has no room but the capacity has; where that is not enough, evicts the least
+        recently used unpinned packs. A slab whose filling failed may be filled again. Raises ``ArenaFull``, and
+        ``ProtocolViolation`` for a bad manifest.
         """
         pack_id = pack_id_of(encoded_manifest)
         form = SlabFormat.of(checked_manifest(encoded_manifest), len(encoded_manifest))
+        end_bytes = self.capacity_bytes
         while True:
             with self._lock:
                 num_missing_bytes = 0
                 slab = self.get(pack_id)
                 if slab is None:
-                    room = self._room_for(pack_id, form.num_slab_bytes)
+                    room = self._room_for(pack_id, form.num_slab_bytes, end_bytes)
                     num_missing_bytes = room.begin + form.num_slab_bytes - self.faulted_bytes
                     if num_missing_bytes <= 0:
                         slab = self._place(pack_id, room, form, encoded_manifest)
@@ -133,7 +134,10 @@ class Arena:
                     if owner is not None:
                         self.lease(slab, owner)
                     return slab
-            self.grow(num_missing_bytes)  # without the lock: others go on meanwhile
+            try:
+                self.grow(num_missing_bytes)  # without the lock: others go on meanwhile
+            except ArenaFull:
+                end_bytes = self.faulted_bytes  # the system has no more: there is room by eviction, or none
 
     def get(self, pack_id: str) -> Slab | None:
         """The slab, complete or not; counts as a use of it."""
@@ -231,19 +235,19 @@ class Arena:
         self._tick += 1
         return self._tick
 
-    def _room_for(self, pack_id: str, num_bytes: int) -> Room:
+    def _room_for(self, pack_id: str, num_bytes: int, end_bytes: int) -> Room:
         if self._closed:
             raise ArenaFull("the arena is closed")
         used = [
             UsedRange(entry.pack_id, entry.begin, entry.end, entry.last_used, entry.pack_id in self._pins)
             for entry in self._entries.values()
         ]
-        room = find_room(used, TABLE_BYTES, self.faulted_bytes, self.capacity_bytes, num_bytes)
+        room = find_room(used, TABLE_BYTES, self.faulted_bytes, end_bytes, num_bytes)
         if room is None:
             pinned = sum(taken.end - taken.begin for taken in used if taken.pinned)
             raise ArenaFull(
                 f"pack {pack_id} needs {num_bytes} bytes in one piece; "
-                f"of the arena's {self.capacity_bytes} bytes {pinned} are pinned",
+                f"of the arena's {end_bytes} bytes {pinned} are pinned",
                 field="arena_bytes",
             )
         return room

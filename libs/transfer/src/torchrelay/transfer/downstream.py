@@ -133,9 +133,11 @@ class Downstream:
             self._keep_alive()
 
     def _keep_alive(self) -> None:
-        """Tells the follower now and then that its holder is slow, not dead."""
+        """Tells the follower now and then that its holder is slow, not dead; notices when either has gone."""
         if self._aborted:
             raise ConnectionAbortedError("the holder shuts down")
+        if self._connection.ended():
+            raise ConnectionResetError("the follower has closed the stream")
         if time.monotonic() - self._last_sent >= self._alive_s:
             self._frames.send(FrameKind.ALIVE)
             self._last_sent = time.monotonic()

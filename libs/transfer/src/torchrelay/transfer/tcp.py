@@ -49,6 +49,12 @@ class TcpConnection:
             if num_sent:
                 pending[0] = pending[0][num_sent:]
 
+    def ended(self) -> bool:
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+
     def abort(self) -> None:
         with suppress(OSError):  # the peer may have gone first
             self._socket.shutdown(socket.SHUT_RDWR)

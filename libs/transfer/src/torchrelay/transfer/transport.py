@@ -23,6 +23,10 @@ class Connection(Protocol):
         """Sends all parts, without joining them. Raises ``TimeoutError`` when the peer takes nothing for too long."""
         ...
 
+    def ended(self) -> bool:
+        """Whether the peer, which is not to send anything now, has gone. Does not block."""
+        ...
+
     def abort(self) -> None:
         """Ends both directions; wakes the thread that is blocked in them."""
         ...

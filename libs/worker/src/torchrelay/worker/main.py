@@ -17,10 +17,10 @@ from torchrelay.common.service import Addresses, run_service
 from torchrelay.common.settings import load_settings
 from torchrelay.control.v1 import worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
+from torchrelay.engine.warm_up import warm_up
 from torchrelay.worker.reports import Reporter
 from torchrelay.worker.servicer import WorkerServicer
 from torchrelay.worker.settings import WorkerSettings
-from torchrelay.worker.warmup import warm_up
 from torchrelay.worker.worker import Worker
 
 
@@ -44,7 +44,7 @@ async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
         stack.push_async_callback(nats.close)
         channel = await stack.enter_async_context(open_channel(settings.store_address))
         worker = Worker(settings, nats, ParamStoreStub(channel))
-        await asyncio.to_thread(warm_up, settings.device)
+        await asyncio.to_thread(warm_up, worker.pool)
         worker.engine.start()
         worker.holder.start()
         server = RpcServer(settings.host, settings.port)

@@ -24,7 +24,11 @@ class WorkerSettings(ServiceSettings):
     kv_pool_bytes: int = Field(256 << 20, ge=1 << 20, description="Bytes for KV pages, faulted in at the start.")
     threads: int = Field(0, ge=0, description="Compute threads; 0: one per core.")
     token_budget: int = Field(512, ge=16, description="Most tokens in one engine step.")
-    kv_block_tokens: int = Field(256, ge=16, description="Tokens of one KV block that is handed over as one chunk.")
+    kv_block_tokens: int = Field(
+        512,
+        ge=16,
+        description="Tokens of one KV block, handed over as one chunk; at least token_budget is best.",
+    )
     max_attempts: int = Field(1024, ge=1, description="Most attempts running or waiting here; more are refused.")
     max_incoming: int = Field(64, ge=1, description="Most KV buffers received at once; more wait their turn.")
     kv_timeout_s: float = Field(

@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 
 import msgspec
 from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from torchrelay.common.errors import NotFound
 from torchrelay.gateway.cache import VersionedCache
 from torchrelay.gateway.core import Price, Principal, PublishedModel, Version
 from torchrelay.gateway.freshness import TableVersions, raise_version
 from torchrelay.gateway.prices import Prices, price_at
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.tables import models, retired_versions, tenants, versions
 
 
@@ -98,7 +97,7 @@ class Catalogue:
         self._freshness.doubt()
 
     async def publish_in(
-        self, connection: AsyncConnection, tenant_id: str, name: str, version: Version, scaling: Scaling
+        self, connection: SqlConnection, tenant_id: str, name: str, version: Version, scaling: Scaling
     ) -> None:
         """Within a transaction: the model names this version from now on; the one it named before is retired.
 
@@ -129,7 +128,7 @@ class Catalogue:
         self._freshness.doubt()
 
 
-async def _retire(database: Database, connection: AsyncConnection, version_id: str) -> None:
+async def _retire(database: Database, connection: SqlConnection, version_id: str) -> None:
     named = exists().where(models.c.version_id == version_id)
     if not (await connection.execute(select(named))).scalar_one():
         row = database.insert(retired_versions).values(version_id=version_id, retired_unix_us=time.time_ns() // 1000)

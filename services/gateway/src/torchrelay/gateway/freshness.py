@@ -17,15 +17,14 @@ from collections.abc import Callable
 from typing import Literal
 
 from sqlalchemy import select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
 
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.tables import table_versions
 
 TableName = Literal["keys", "catalogue"]
 
 
-async def raise_version(connection: AsyncConnection, name: TableName) -> None:
+async def raise_version(connection: SqlConnection, name: TableName) -> None:
     """Makes every gateway's cache of the table stale once the transaction commits."""
     row = table_versions.c
     await connection.execute(update(table_versions).where(row.name == name).values(version=row.version + 1))

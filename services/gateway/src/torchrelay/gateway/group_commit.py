@@ -6,17 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Generic, TypeAlias, TypeVar
 
-from sqlalchemy.ext.asyncio import AsyncConnection
-
 from torchrelay.common.errors import TorchrelayError, Unavailable
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import Database, SqlConnection
 
 _MOST_WAITING = 10_000  # writes of all running requests together; beyond it a caller waits for room
 _MOST_IN_ONE = 256
 
 W = TypeVar("W")
 Result: TypeAlias = int | TorchrelayError
-Apply: TypeAlias = Callable[[AsyncConnection, Sequence[W]], Awaitable[Mapping[int, Result]]]
+Apply: TypeAlias = Callable[[SqlConnection, Sequence[W]], Awaitable[Mapping[int, Result]]]
 
 
 class GroupCommit(Generic[W]):

@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Row, func, insert, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from torchrelay.common.errors import NotFound
 from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway.billing import LedgerRow, ledger_rows
 from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Price
 from torchrelay.gateway.group_commit import GroupCommit, Result
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
 
 log = get_logger(__name__)
@@ -65,7 +64,7 @@ class Ledger:
         return await self._commits.do(Settlement(request_id, tuple(usages)))
 
     async def _apply(
-        self, connection: AsyncConnection, writes: Sequence[OpenedRequest | Settlement]
+        self, connection: SqlConnection, writes: Sequence[OpenedRequest | Settlement]
     ) -> dict[int, Result]:
         """The results of ``writes``, by their index."""
         opens = {index: write for index, write in enumerate(writes) if isinstance(write, OpenedRequest)}
@@ -81,7 +80,7 @@ class Ledger:
         return results
 
 
-async def _settle(connection: AsyncConnection, settlements: Sequence[Settlement]) -> dict[str, int]:
+async def _settle(connection: SqlConnection, settlements: Sequence[Settlement]) -> dict[str, int]:
     """The cost that stands for each of these requests, by id; those never opened are missing."""
     usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # the first one counts
     now = time.time_ns() // 1000
@@ -109,12 +108,12 @@ async def _settle(connection: AsyncConnection, settlements: Sequence[Settlement]
     return costs | await _standing_costs(connection, usages.keys() - costs.keys())
 
 
-async def _prices(connection: AsyncConnection, price_ids: Iterable[str]) -> dict[str, Price]:
+async def _prices(connection: SqlConnection, price_ids: Iterable[str]) -> dict[str, Price]:
     rows = await connection.execute(select(prices).where(prices.c.price_id.in_(price_ids)))
     return {row.price_id: Price(*row) for row in rows}
 
 
-async def _standing_costs(connection: AsyncConnection, request_ids: Iterable[str]) -> dict[str, int]:
+async def _standing_costs(connection: SqlConnection, request_ids: Iterable[str]) -> dict[str, int]:
     """What requests settled before did cost."""
     wanted = list(request_ids)
     if not wanted:

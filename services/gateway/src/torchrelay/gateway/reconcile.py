@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sqlalchemy import func, select
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from torchrelay.gateway.core import Price
 from torchrelay.gateway.prices import cost_nano
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
 
 _MOST_FAULTS = 100
@@ -38,7 +37,7 @@ async def reconcile(database: Database) -> Reconciliation:
     return Reconciliation(num_opened, num_settled, num_rows, int(cost), tuple(faults[:_MOST_FAULTS]))
 
 
-async def _unbalanced(connection: AsyncConnection) -> list[str]:
+async def _unbalanced(connection: SqlConnection) -> list[str]:
     """Tenants whose balance is not the sum of their ledger rows."""
     total = func.coalesce(func.sum(ledger.c.cost_nano), 0)
     query = select(balances.c.tenant_id, balances.c.spent_nano, total.label("total"))
@@ -50,7 +49,7 @@ async def _unbalanced(connection: AsyncConnection) -> list[str]:
     ]
 
 
-async def _incomplete(connection: AsyncConnection) -> list[str]:
+async def _incomplete(connection: SqlConnection) -> list[str]:
     """Requests that are settled without a row for every choice, or have rows without being settled."""
     count = func.count(ledger.c.request_id)
     query = select(opened.c.request_id, opened.c.num_choices, opened.c.settled_unix_us, count.label("num_rows"))
@@ -64,7 +63,7 @@ async def _incomplete(connection: AsyncConnection) -> list[str]:
     return faults
 
 
-async def _mispriced(connection: AsyncConnection) -> list[str]:
+async def _mispriced(connection: SqlConnection) -> list[str]:
     """Ledger rows whose cost is not their quantities at their price, or that say more than was opened."""
     query = select(ledger, prices, opened.c.max_tokens, opened.c.num_prompt_tokens.label("opened_prompt"))
     query = query.join_from(ledger, prices, ledger.c.price_id == prices.c.price_id)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
-from torchrelay.common.errors import NotFound
+from torchrelay.common.errors import NotFound, Unavailable
 from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
@@ -76,6 +76,9 @@ class StoreClient:
                 await call.done_writing()
             return await call
         except grpc.aio.AioRpcError as error:
+            if error.code() == grpc.StatusCode.INTERNAL:  # grpcio's own: its write lost the race against the answer
+                message = f"the param-store ended the transfer of {path}: go on where the upload's state says it is"
+                raise Unavailable(message, field=path) from error
             raise error_from_rpc(error) from error
         finally:
             call.cancel()

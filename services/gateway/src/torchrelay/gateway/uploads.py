@@ -12,15 +12,14 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from sqlalchemy import delete, func, insert, select
-from sqlalchemy.ext.asyncio import AsyncConnection
 
-from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound, QuotaExceeded, TorchrelayError
+from torchrelay.common.errors import Conflict, DataCorrupted, NotFound, QuotaExceeded, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.catalogue import Catalogue, Scaling
 from torchrelay.gateway.core import Principal, Version
 from torchrelay.gateway.slices import Body
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.tables import models, tenants, uploads, versions
 from torchrelay.gateway.store import DeclaredFile, Progress, StoreClient
 from torchrelay.gateway.tenants import Tenant
@@ -89,9 +88,15 @@ class Uploads:
         return await self._store.describe(upload.upload_id)
 
     async def put(self, upload: Upload, path: str, offset: int, body: Body) -> param_store_pb2.FileState:
-        """Appends to a file at ``offset``. Raises ``Conflict`` when the store is at another offset."""
-        if offset < 0:
-            raise InvalidRequest("the offset is negative", field="Upload-Offset")
+        """Appends to a file at ``offset``. Raises ``Conflict`` when the store is at another offset.
+
+        Path and offset are checked before any byte is sent: a refusal in the middle of a stream may not get through.
+        """
+        states = {state.path: state for state in await self._store.describe(upload.upload_id)}
+        if path not in states:
+            raise NotFound(f"{path} is not among the declared files", field=path)
+        if (here := states[path].num_bytes_received) != offset:
+            raise Conflict(f"{path} goes on at offset {here}, not at {offset}", field="Upload-Offset")
         return await self._store.put_file(upload.upload_id, path, offset, body)
 
     async def commit(self, upload: Upload, scaling: Scaling, largest_slot_bytes: int) -> AsyncGenerator[Progress]:
@@ -138,14 +143,14 @@ class Uploads:
             await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
 
 
-async def _locked_quota(connection: AsyncConnection, tenant_id: str) -> int | None:
+async def _locked_quota(connection: SqlConnection, tenant_id: str) -> int | None:
     """The tenant's quota; its row is locked, so that two uploads cannot both take the last room."""
     query = select(tenants.c.storage_quota_bytes).where(tenants.c.tenant_id == tenant_id).with_for_update()
     quota: int | None = (await connection.execute(query)).scalar_one()
     return quota
 
 
-async def _check_quota(connection: AsyncConnection, tenant_id: str, quota_bytes: int, more_bytes: int) -> None:
+async def _check_quota(connection: SqlConnection, tenant_id: str, quota_bytes: int, more_bytes: int) -> None:
     own = select(models.c.version_id).where(models.c.tenant_id == tenant_id)
     stored = select(func.coalesce(func.sum(versions.c.stored_bytes), 0)).where(versions.c.version_id.in_(own))
     declared = select(func.coalesce(func.sum(uploads.c.declared_bytes), 0)).where(uploads.c.tenant_id == tenant_id)

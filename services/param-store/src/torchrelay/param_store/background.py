@@ -9,6 +9,7 @@ import nats.errors
 
 from torchrelay.common.events import Subjects, connect
 from torchrelay.common.telemetry import get_logger
+from torchrelay.param_store.recovery import release_unmapped
 from torchrelay.param_store.store import Store
 
 log = get_logger(__name__)
@@ -40,7 +41,9 @@ async def expire_uploads(store: Store) -> None:
 
 
 async def release_recovered(store: Store) -> None:
-    """After the grace: packs of an earlier process that no worker holds again may be evicted."""
-    await asyncio.sleep(store.settings.recovery_grace_s)
-    store.arena.release_recovered()
-    store.changes.notify()
+    """After the grace: packs of an earlier process that no worker holds again, nor still maps, may be evicted."""
+    left = True
+    while left:
+        await asyncio.sleep(store.settings.recovery_grace_s)
+        left = await asyncio.to_thread(release_unmapped, store.arena)
+        store.changes.notify()

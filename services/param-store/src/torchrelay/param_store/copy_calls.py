@@ -43,6 +43,8 @@ class CopyCalls:
                 while True:
                     changed.clear()
                     now = (slab.num_verified, slab.error)
+                    if told is None and slab.error:
+                        raise Unavailable(slab.error)
                     if now != told:
                         told = now
                         yield self._hold_reply(slab, *now)

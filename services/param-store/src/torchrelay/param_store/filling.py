@@ -146,10 +146,11 @@ class Filling:
             except (TorchrelayError, OSError) as error:
                 failures.append(f"{self.record.source}: {error}")
                 log.warning("source_failed", pack_id=slab.pack_id, source=self.record.source, error=str(error))
+        if slab.complete:  # even when it was stopped at that very moment
+            return
         if self.stop.is_set():
             raise Unavailable("the filling was stopped")
-        if not slab.complete:
-            raise Unavailable(f"no source has the missing chunks: {'; '.join(failures)}")
+        raise Unavailable(f"no source has the missing chunks: {'; '.join(failures)}")
 
     def _fill_from(self, peers: Sequence[SourceAddress], slab: Slab, missing: Sequence[int]) -> None:
         def on_chunk(index: int) -> None:

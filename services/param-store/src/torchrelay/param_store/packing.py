@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrelay.common.errors import TorchrelayError, Unavailable, UploadRefused
+from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, UploadRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,30 @@ class PackJob:
                 "memory_bytes": self.memory_bytes,
             }
         ).encode()
+
+
+class PackingTurn:
+    """One packer at a time, so that their memory does not add up; a bounded number of commits waits."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._turn = asyncio.Lock()
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+
+    @asynccontextmanager
+    async def taken(self) -> AsyncIterator[None]:
+        """Waits for the turn and has it inside the block. Raises ``Overloaded`` when too many wait already."""
+        if self._num_waiting >= self._max_waiting:
+            raise Overloaded(f"{self._num_waiting} commits wait to be packed already", retry_after_s=10.0)
+        self._num_waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._turn.release()
 
 
 async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:

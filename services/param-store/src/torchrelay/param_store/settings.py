@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
@@ -41,6 +40,7 @@ class StoreSettings(ServiceSettings):
     remote_readers: int = Field(4, ge=1, le=16, description="Reads of the remote store under way at once, per pack.")
     max_upload_bytes: int = Field(1 << 40, ge=1, description="Largest upload that is taken in.")
     upload_expiry_s: float = Field(86400.0, gt=0, description="An upload untouched for so long is removed.")
+    max_waiting_commits: int = Field(16, ge=1, description="Most commits waiting for the packer; more are refused.")
     packer_memory_bytes: int = Field(384 << 20, ge=64 << 20, description="Most memory that a packer process may use.")
 
     @property
@@ -51,6 +51,14 @@ class StoreSettings(ServiceSettings):
         """``arena_bytes``, or what this machine can spare now."""
         if self.arena_bytes:
             return self.arena_bytes
-        memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         shared = shutil.disk_usage(self.arena_file.parent).free
-        return min(memory // 2, shared, _DEFAULT_ARENA_LIMIT_BYTES)
+        return min(_available_bytes() // 2, shared, _DEFAULT_ARENA_LIMIT_BYTES)
+
+
+def _available_bytes() -> int:
+    """Memory that could be had without swapping; page cache counts, since the system gives it back."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) << 10
+    return 0

@@ -10,12 +10,14 @@ from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import reports_pb2
 from torchrelay.param_store.changes import Changes
 from torchrelay.param_store.epoch import Epoch
+from torchrelay.param_store.packing import PackingTurn
 from torchrelay.param_store.relays import Copy, Relays
 from torchrelay.param_store.remote import open_remote
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.param_store.uploads import Uploads
 from torchrelay.param_store.versions import Versions
 from torchrelay.transfer.arena import Arena
+from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.errors import ArenaFull
 from torchrelay.transfer.follow import Receiver
 from torchrelay.transfer.holder import HolderServer
@@ -35,8 +37,11 @@ class Store:
         remote = open_remote(settings.remote_url)
         self.versions = Versions(remote)
         self.uploads = Uploads(settings.data_dir / "uploads", settings.max_upload_bytes, settings.upload_expiry_s)
-        self.arena = Arena.create(settings.arena_file, settings.arena_capacity_bytes())
+        self.packing = PackingTurn(settings.max_waiting_commits)
         node_key = bytes.fromhex(settings.node_key)
+        # Before the arena: when the port is taken, no shared memory is left behind.
+        self.holder = HolderServer(settings.store_id, node_key, self._find, settings.host, settings.data_port)
+        self.arena = Arena.create(settings.arena_file, settings.arena_capacity_bytes())
         self.relays = Relays(
             self.arena,
             remote,
@@ -45,7 +50,6 @@ class Store:
             settings.max_relays,
             settings.remote_readers,
         )
-        self.holder = HolderServer(settings.store_id, node_key, self.arena.get, settings.host, settings.data_port)
         self._closing = threading.Event()
         self._prepared = threading.Event()
         self._background = threading.Thread(target=self._prepare, name="arena-growth", daemon=True)
@@ -54,6 +58,9 @@ class Store:
     def data_address(self) -> str:
         port = self.holder.address.rpartition(":")[2]
         return f"{self.settings.reach_host}:{port}"
+
+    def _find(self, buffer_id: str) -> Buffer | None:
+        return self.arena.get(buffer_id)
 
     def start(self) -> None:
         """Serves the data plane and grows the arena; returns once its first step is there, in about a second."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import grpc
 
 from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable
-from torchrelay.common.telemetry import get_logger, span_of
+from torchrelay.common.telemetry import get_logger, record_span
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.declared import DeclaredFile, is_weights
 from torchrelay.param_store.file_writer import FileWriter
@@ -62,42 +63,40 @@ class UploadCalls:
             known = await asyncio.to_thread(self.store.versions.describe, upload.record.version_id)
             yield pb.CommitProgress(stage="publish", version=version_description(known))
             return
+        begin_unix_ns = time.time_ns()
         await asyncio.to_thread(upload.begin_commit)
-        with span_of("commit", upload_id=request.upload_id):
-            packed = False
-            try:
-                async with aclosing(run_packer(self._job(upload, request.largest_slot_bytes))) as lines:
-                    async for line in lines:
-                        yield pb.CommitProgress(
-                            stage=line.stage, num_bytes_done=line.num_bytes_done, num_bytes_total=line.num_bytes_total
-                        )
-                packed = True
-            except TorchrelayError as error:
-                log.info("commit_failed", upload_id=request.upload_id, error=error.message)
-                raise
-            finally:
-                if not packed:
-                    await asyncio.to_thread(upload.end_commit)
-            # Shielded: once publishing has begun, it ends and is noted, whether or not somebody still listens.
-            version = await asyncio.shield(asyncio.to_thread(self._publish, upload))
-            num_bytes = version.manifest.num_bytes
-            yield pb.CommitProgress(
-                stage="publish",
-                num_bytes_done=num_bytes,
-                num_bytes_total=num_bytes,
-                version=version_description(version),
-            )
+        packed = False
+        try:
+            async with self.store.packing.taken(), aclosing(run_packer(self._job(upload, request))) as lines:
+                async for line in lines:
+                    yield pb.CommitProgress(
+                        stage=line.stage, num_bytes_done=line.num_bytes_done, num_bytes_total=line.num_bytes_total
+                    )
+            packed = True
+        except TorchrelayError as error:
+            log.info("commit_failed", upload_id=request.upload_id, error=error.message)
+            raise
+        finally:
+            if not packed:
+                await asyncio.to_thread(upload.end_commit)
+        # Shielded: once publishing has begun, it ends and is noted, whether or not somebody still listens.
+        loop = asyncio.get_running_loop()
+        version = await asyncio.shield(loop.run_in_executor(None, self._publish, upload, begin_unix_ns))
+        num_bytes = version.manifest.num_bytes
+        yield pb.CommitProgress(
+            stage="publish", num_bytes_done=num_bytes, num_bytes_total=num_bytes, version=version_description(version)
+        )
 
     async def AbortUpload(self, request: pb.AbortUploadRequest, context: Context) -> pb.AbortUploadReply:
         await asyncio.to_thread(self.store.uploads.abort, request.upload_id)
         log.info("upload_aborted", upload_id=request.upload_id)
         return pb.AbortUploadReply()
 
-    def _job(self, upload: StagedUpload, largest_slot_bytes: int) -> PackJob:
+    def _job(self, upload: StagedUpload, request: pb.CommitRequest) -> PackJob:
         memory_bytes = self.store.settings.packer_memory_bytes
-        return PackJob(upload.files.absolute(), upload.pack_path.absolute(), largest_slot_bytes, memory_bytes)
+        return PackJob(upload.files.absolute(), upload.pack_path.absolute(), request.largest_slot_bytes, memory_bytes)
 
-    def _publish(self, upload: StagedUpload) -> Version:
+    def _publish(self, upload: StagedUpload, begin_unix_ns: int) -> Version:
         version_id = ""
         try:
             names = [file.path for file in upload.record.files if not is_weights(file.path)]
@@ -107,14 +106,9 @@ class UploadCalls:
             raise Unavailable(f"the model cannot be published: {error.strerror}") from error
         finally:
             upload.end_commit(version_id)
-        log.info(
-            "version_published",
-            upload_id=upload.record.upload_id,
-            tenant_id=upload.record.tenant_id,
-            version_id=version_id,
-            pack_id=version.pack_id,
-            pack_bytes=version.manifest.num_bytes,
-        )
+        about = {"upload_id": upload.record.upload_id, "tenant_id": upload.record.tenant_id, "version_id": version_id}
+        record_span("commit", "", begin_unix_ns, time.time_ns(), **about)
+        log.info("version_published", pack_id=version.pack_id, pack_bytes=version.manifest.num_bytes, **about)
         return version
 
 

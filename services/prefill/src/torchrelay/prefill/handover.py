@@ -12,18 +12,26 @@ from torchrelay.worker.attempts import Attempt
 
 
 class HandoverBuffer(MemoryBuffer):
-    """A KV buffer that tells when its last chunk, the trailer, was taken by the decode worker."""
+    """A KV buffer that tells when the decode worker has taken it: the stream that was sent the trailer has ended."""
 
     def __init__(self, buffer_id: str, layout: KvLayout) -> None:
         super().__init__(buffer_id, layout.chunk_sizes)
         self.taken = asyncio.Event()
         self._trailer = layout.trailer_index
+        self._trailer_sent = False
         self._loop = asyncio.get_running_loop()
 
     def chunk(self, index: int) -> memoryview:
-        if index == self._trailer:
-            self._loop.call_soon_threadsafe(self.taken.set)
+        self._trailer_sent |= index == self._trailer
         return super().chunk(index)
+
+    def acquire(self, owner: str) -> None:
+        """transfer.Leased: a stream begins to read."""
+
+    def release(self, owner: str) -> None:
+        """transfer.Leased: a stream has ended."""
+        if self._trailer_sent:
+            self._loop.call_soon_threadsafe(self.taken.set)
 
 
 class Handover:

@@ -16,19 +16,17 @@ _RETRY_AFTER_S = (1.0, 60.0)
 
 
 def admit(state: State, admission: Admission, model: Model, current: Placement | None, now: float) -> bool:
-    """Takes an admission in. True when it is new and waits now: a decision may be due."""
+    """Takes an admission in. True when it waits now, for the first time or still: it may be served."""
     key = admission.key
     state.gateways.confirm(admission.gateway_id, key)
     state.note_model(model)
-    for worker_id in admission.lost_workers:
-        state.view.suspect(worker_id, now)
+    _doubt(state, admission, now)
     if opened := state.books.get(key):
         if current is None:
             _answer(state, Placed(admission.gateway_id, opened.placement))
         return False
     if key in state.queues:
-        _answer(state, _waits(state, admission, now))
-        return False
+        return True
     if current is not None:
         _open(state, admission, current, now)  # placed by an earlier scheduler: it runs, nothing is to be answered
         return False
@@ -40,6 +38,18 @@ def admit(state: State, admission: Admission, model: Model, current: Placement |
         return False
     state.queues.push(admission)
     return True
+
+
+def _doubt(state: State, admission: Admission, now: float) -> None:
+    """Workers that failed the request are not used until they have reported again.
+
+    A gateway may know of a failure before we do: when a load breaks, its attempts end and come again in a millisecond.
+    """
+    for worker_id in admission.lost_workers:
+        state.view.suspect(worker_id, now)
+    for instance_id in state.fruitless.pop(admission.key.request_id, frozenset()):
+        if instance := state.fleet.get(instance_id):
+            state.view.suspect(instance.worker_id, now)
 
 
 def say_waits(state: State, admission: Admission, now: float) -> None:

@@ -187,6 +187,7 @@ class Instance:
     last_active: float  # when an attempt last came or went
     accepted_at: float = 0.0  # when the worker took the Load; 0: not yet
     confirmed: bool = False  # a report has shown it
+    error_before: str = ""  # what the slot said of its load before this one
     pending_roles: Roles | None = None  # ordered, not confirmed
     num_layers_ready: int = 0
     num_layers: int = 0

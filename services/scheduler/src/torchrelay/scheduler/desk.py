@@ -96,7 +96,7 @@ class Desk:
         attempt = self.policy.state.books.get(key)
         if attempt is not None and release.ttft_s and not attempt.placement.cold:
             self._metrics.ttft(release.ttft_s, attempt.placement.predicted_ttft_s)
-        self._apply(self.policy.release(key, release.lost_workers, self.clock.now()))
+        self._apply(self.policy.release(key, release.ttft_s > 0, self.clock.now()))
 
     def version(self, version_id: str) -> types_pb2.ModelVersion:
         """A version as its last admission named it."""

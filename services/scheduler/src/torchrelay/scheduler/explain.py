@@ -83,8 +83,8 @@ class Explain:
                 timeline.cold_instances.append(instance_id)
 
     def released(self, key: AttemptKey, phases: Iterable[Measured]) -> None:
-        """A request ended; ``phases`` are what its gateway and workers measured."""
-        self._timeline(key).add(phases)
+        """A request ended; ``phases`` are what its gateway and workers measured. The queue is measured here."""
+        self._timeline(key).add(phase for phase in phases if phase.name != "queue")
 
     def _timeline(self, key: AttemptKey) -> _Timeline:
         timeline = self._requests.setdefault(key.request_id, _Timeline())

@@ -109,7 +109,8 @@ def _judge(known: Instance, worker: Worker, now: float) -> Change | None:
         return None  # the Load is under way; its own answer decides
     if slot.phase is not Phase.FREE:
         return Change(Turn.LOST, known, known, "another instance took the slot")
-    if not known.confirmed and now - known.accepted_at < _CONFIRM_S:
+    news = slot.error != known.error_before
+    if not known.confirmed and not news and now - known.accepted_at < _CONFIRM_S:
         return None  # a report from before the Load, arriving after its answer
     if known.phase is Phase.DRAINING:
         return Change(Turn.RELEASED, known, known)

@@ -27,6 +27,9 @@ class Gateways:
         self._of: dict[str, _Record] = {}
         self._owner: dict[AttemptKey, str] = {}
 
+    def __len__(self) -> int:
+        return len(self._of)
+
     def arrived(self, gateway_id: str, now: float) -> None:
         record = self._of.setdefault(gateway_id, _Record())
         record.present = True

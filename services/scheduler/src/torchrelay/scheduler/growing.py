@@ -96,6 +96,7 @@ def _wake(state: State, action: Wake, now: float) -> None:
             created_at=now,
             last_active=now,
             reason=action.reason,
+            error_before=worker.slot.error,
         )
         state.fleet.put(instance)
         order = LoadOrder(instance.instance_id, worker.worker_id, assignment.roles)

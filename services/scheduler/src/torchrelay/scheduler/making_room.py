@@ -10,8 +10,10 @@ from torchrelay.scheduler.situation import Action, Demand, Drain, Load, SetRoles
 from torchrelay.scheduler.slots import free_slots
 
 
-def make_room(demand: Demand, situation: Situation, decided: Sequence[Action], rules: Rules) -> list[SetRoles | Drain]:
-    """Drains that free the least that serves the model: one slot that plays both roles, else one for each.
+def make_room(
+    demand: Demand, missing: Roles, situation: Situation, decided: Sequence[Action], rules: Rules
+) -> list[SetRoles | Drain]:
+    """Drains that free the least that serves the model: one slot that plays all ``missing`` roles, else one for each.
 
     Nothing while a slot that will do is being freed already.
     """
@@ -19,16 +21,16 @@ def make_room(demand: Demand, situation: Situation, decided: Sequence[Action], r
     emptied = {action.instance_id for action in decided if isinstance(action, Drain)}
     for load in situation.loads:
         leaves = load.instance.phase is Phase.DRAINING or load.instance.instance_id in emptied
-        if leaves and usable.get(load.instance.worker_id, frozenset()) >= BOTH:
+        if leaves and usable.get(load.instance.worker_id, frozenset()) >= missing:
             return []
     idle = _idle_victims(demand.model, situation, usable)
     victims = [load for load in idle if load.instance.instance_id not in emptied]
-    if chosen := _fewest(victims, usable):
+    if chosen := _fewest(victims, missing, usable):
         reason = f"idle, and {demand.model.name} waits for a slot"
         return [Drain(load.instance.instance_id, "evict", reason) for load in chosen]
     if demand.oldest_wait_s < rules.share_after_s:
         return []
-    return _share(demand.model, situation, usable)
+    return _share(demand.model, missing, situation, usable)
 
 
 def _usable(model: Model, situation: Situation) -> dict[str, Roles]:
@@ -51,44 +53,53 @@ def _idle_victims(model: Model, situation: Situation, usable: Mapping[str, Roles
     return sorted(idle, key=lambda load: (load.instance.last_active, load.instance.instance_id))
 
 
-def _fewest(victims: Sequence[Load], usable: Mapping[str, Roles]) -> list[Load]:
+def _fewest(victims: Sequence[Load], missing: Roles, usable: Mapping[str, Roles]) -> list[Load]:
     for load in victims:
-        if usable[load.instance.worker_id] >= BOTH:
+        if usable[load.instance.worker_id] >= missing:
             return [load]
-    one_each = [next((load for load in victims if role in usable[load.instance.worker_id]), None) for role in Role]
-    return [load for load in one_each if load is not None] if all(one_each) else []
+    chosen: list[Load] = []
+    for role in sorted(missing):
+        found = next((load for load in victims if role in usable[load.instance.worker_id] and load not in chosen), None)
+        if found is None:
+            return []
+        chosen.append(found)
+    return chosen
 
 
-def _share(model: Model, situation: Situation, usable: Mapping[str, Roles]) -> list[SetRoles | Drain]:
-    """A busy model with two slots or more gives one up: the others cover its roles, or one of them takes both.
+def _share(model: Model, missing: Roles, situation: Situation, usable: Mapping[str, Roles]) -> list[SetRoles | Drain]:
+    """A model with two slots or more gives one up: the others cover its roles, or one of them takes both; or it cannot
+    serve with what it has anyway.
 
     The prefill instance goes first: its work ends soon, while decoding goes on undisturbed.
     """
     by_version: dict[str, list[Load]] = {}
     for load in situation.loads:
-        if load.instance.phase is Phase.READY and load.instance.pending_roles is None:
+        if load.instance.staying and load.instance.version_id != model.version_id:
             by_version.setdefault(load.instance.version_id, []).append(load)
-    reason = f"{model.name} waits for a slot, and this model has more than one"
+    reason = f"{model.name} waits for a slot, and this model can do without this one"
     best: tuple[tuple[bool, bool, int, str], list[SetRoles | Drain]] | None = None
     for loads in by_version.values():
         for victim in loads:
-            if not usable.get(victim.instance.worker_id, frozenset()) >= BOTH:
+            instance = victim.instance
+            if instance.phase is not Phase.READY or not usable.get(instance.worker_id, frozenset()) >= missing:
                 continue
-            rest = [load for load in loads if load is not victim]
-            keeper = next((load for load in rest if _can_play_both(load, situation.workers)), None)
-            covered = covers(load.instance for load in rest)
-            if not covered and keeper is None:
+            kept = _kept_by(loads, victim, situation.workers, reason)
+            if kept is None:
                 continue
-            actions: list[SetRoles | Drain] = [Drain(victim.instance.instance_id, "share", reason)]
-            if not covered and keeper is not None:
-                actions.insert(0, SetRoles(keeper.instance.instance_id, BOTH, reason))
-            decodes = victim.instance.plays(Role.DECODE)
-            cost = (not covered, decodes, victim.num_open, victim.instance.instance_id)
+            cost = (bool(kept), instance.plays(Role.DECODE), victim.num_open, instance.instance_id)
             if best is None or cost < best[0]:
-                best = (cost, actions)
+                best = (cost, [*kept, Drain(instance.instance_id, "share", reason)])
     return best[1] if best else []
 
 
-def _can_play_both(load: Load, workers: Mapping[str, Worker]) -> bool:
-    worker = workers.get(load.instance.worker_id)
-    return worker is not None and worker.can_play >= BOTH
+def _kept_by(loads: Sequence[Load], victim: Load, workers: Mapping[str, Worker], reason: str) -> list[SetRoles] | None:
+    """What lets a model go on without ``victim``; None when nothing does."""
+    rest = [load for load in loads if load is not victim]
+    if covers(load.instance for load in rest) or not covers(load.instance for load in loads):
+        return []
+    for load in rest:
+        worker = workers.get(load.instance.worker_id)
+        ready = load.instance.phase is Phase.READY and load.instance.pending_roles is None
+        if ready and worker is not None and worker.can_play >= BOTH:
+            return [SetRoles(load.instance.instance_id, BOTH, reason)]
+    return None

@@ -7,7 +7,7 @@ thread, one call at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from torchrelay.scheduler import admitting, growing
@@ -44,11 +44,15 @@ class Policy:
         admitting.serve(self.state, now)
         return self.state.take_effects()
 
-    def release(self, key: AttemptKey, lost_workers: Sequence[str], now: float) -> Effects:
-        for worker_id in lost_workers:
-            self.state.view.suspect(worker_id, now)
+    def release(self, key: AttemptKey, delivered: bool, now: float) -> Effects:
+        """The attempt is over. ``delivered``: it gave at least one token.
+
+        Workers the gateway saw fail are named by the admission that follows; a release may be of long after.
+        """
         attempt = admitting.release(self.state, key, now)
         if attempt is not None:
+            if not delivered:
+                self.state.note_fruitless(key.request_id, attempt.instance_ids)
             admitting.serve(self.state, now, (attempt.admission.version_id,))
         return self.state.take_effects()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from torchrelay.scheduler.core import BOTH, Phase, Role, Roles, Worker
+from torchrelay.scheduler.core import BOTH, Model, Phase, Role, Roles, Worker
 from torchrelay.scheduler.making_room import make_room
 from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.situation import Action, Demand, Drain, Load, SetRoles, Situation, Wake, covers
@@ -18,20 +18,61 @@ from torchrelay.scheduler.slots import assign, free_slots
 
 
 def decide(situation: Situation, rules: Rules) -> tuple[Action, ...]:
-    """Everything to be done now. Applying it and deciding again at once gives nothing more."""
+    """Everything to be done now. Applying it and deciding again at once gives nothing more.
+
+    First every model that is waited for gets what it needs to serve at all, longest wait first; then models grow, but not
+    into slots that a model without any is still waiting for.
+    """
     actions: list[Action] = []
-    occupied = {load.instance.worker_id for load in situation.loads}
-    free = {worker_id: worker for worker_id, worker in situation.workers.items() if worker_id not in occupied}
-    free = {worker_id: worker for worker_id, worker in free.items() if worker.slot.phase is Phase.FREE}
-    for demand in sorted(situation.demands, key=lambda demand: -demand.oldest_wait_s):
-        grown = _grow(demand, situation, free, actions, rules)
-        for action in grown:
-            if isinstance(action, Wake):
-                for assignment in action.assignments:
-                    del free[assignment.worker_id]
+    free = _free_workers(situation)
+    granted: dict[str, list[Roles]] = {}
+    starving: list[Demand] = []
+    demands = sorted(situation.demands, key=lambda demand: -demand.oldest_wait_s)
+    for demand in demands:
+        played = _played(_own(demand.model, situation))
+        if not demand.num_waiting or played >= BOTH or situation.now < demand.not_before:
+            continue
+        started, served = _start(demand, played, situation, free, actions, rules)
+        _take(started, free, granted)
+        actions += started
+        if not served:
+            starving.append(demand)
+    for demand in starving:
+        for slot in free_slots(demand.model, free.values(), situation.stores, frozenset()):
+            del free[slot.worker_id]
+    for demand in demands:
+        grown = _grow(demand, situation, free, granted.get(demand.model.version_id, []), rules)
+        _take(grown, free, granted)
         actions += grown
     actions += _idle(situation, actions, rules)
     return tuple(actions)
+
+
+def _free_workers(situation: Situation) -> dict[str, Worker]:
+    occupied = {load.instance.worker_id for load in situation.loads}
+    return {
+        worker_id: worker
+        for worker_id, worker in situation.workers.items()
+        if worker_id not in occupied and worker.slot.phase is Phase.FREE
+    }
+
+
+def _own(model: Model, situation: Situation) -> list[Load]:
+    loads = situation.loads
+    return [load for load in loads if load.instance.version_id == model.version_id and load.instance.staying]
+
+
+def _played(loads: Sequence[Load]) -> Roles:
+    return frozenset(role for load in loads for role in load.instance.roles_to_be)
+
+
+def _take(actions: Sequence[Action], free: dict[str, Worker], granted: dict[str, list[Roles]]) -> None:
+    """Slots given away are not free any more."""
+    for action in actions:
+        if isinstance(action, Wake):
+            for assignment in action.assignments:
+                del free[assignment.worker_id]
+                granted.setdefault(action.model.version_id, []).append(assignment.roles)
 
 
 def wanted_instances(demand: Demand, num_ready: int, num_loading: int, rules: Rules) -> int:
@@ -47,38 +88,45 @@ def wanted_instances(demand: Demand, num_ready: int, num_loading: int, rules: Ru
     return min(max(by_count, by_backlog, by_wait, least), demand.model.max_instances or rules.max_instances)
 
 
+def _start(
+    demand: Demand,
+    played: Roles,
+    situation: Situation,
+    free: Mapping[str, Worker],
+    decided: Sequence[Action],
+    rules: Rules,
+) -> tuple[list[Action], bool]:
+    """What gives a waiting model the roles it lacks, and whether that serves it without more ado."""
+    missing = BOTH - played
+    slots = free_slots(demand.model, free.values(), situation.stores, demand.avoid)
+    assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
+    if assignments:
+        return [Wake(demand.model, assignments, _wake_reason(demand, "role missing" if played else "at zero"))], True
+    if spread := _play_both(_own(demand.model, situation), situation.workers, missing):
+        return [spread], True
+    return list(make_room(demand, missing, situation, decided, rules)), False
+
+
 def _grow(
-    demand: Demand, situation: Situation, free: Mapping[str, Worker], decided: Sequence[Action], rules: Rules
+    demand: Demand, situation: Situation, free: Mapping[str, Worker], granted: Sequence[Roles], rules: Rules
 ) -> list[Action]:
-    model = demand.model
-    own = [load for load in situation.loads if load.instance.version_id == model.version_id and load.instance.staying]
-    num = {role: sum(role in load.instance.roles_to_be for load in own) for role in Role}
-    num_loading = sum(load.instance.phase is Phase.LOADING for load in own)
+    """More instances for a model that has what it needs to serve."""
+    own = _own(demand.model, situation)
+    roles = [*(load.instance.roles_to_be for load in own), *granted]
+    if not frozenset(role for one in roles for role in one) >= BOTH or situation.now < demand.not_before:
+        return []
+    num_loading = sum(load.instance.phase is Phase.LOADING for load in own) + len(granted)
     ready = [load.instance for load in own if load.instance.phase is Phase.READY]
     num_ready = min(sum(instance.plays(role) for instance in ready) for role in Role)
     wanted = wanted_instances(demand, num_ready, num_loading, rules)
-    missing = {role: max(wanted - num[role], 0) for role in Role}
-    if not any(missing.values()) or situation.now < demand.not_before:
-        return []
-    slots = free_slots(model, free.values(), situation.stores, demand.avoid)
+    missing = {role: max(wanted - sum(role in one for one in roles), 0) for role in Role}
+    slots = free_slots(demand.model, free.values(), situation.stores, demand.avoid)
     assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
-    actions: list[Action] = []
-    played: Roles = frozenset(role for load in own for role in load.instance.roles_to_be)
-    if assignments:
-        actions.append(Wake(model, assignments, _wake_reason(demand, bool(own), wanted)))
-        played = played.union(*(assignment.roles for assignment in assignments))
-    if played >= BOTH:
-        return actions
-    if spread := _play_both(own, situation.workers, BOTH - played):
-        return [*actions, spread]
-    if own:
-        return actions  # half of it is there; the other half comes with the next free slot
-    return [*actions, *make_room(demand, situation, decided, rules)]
+    return [Wake(demand.model, assignments, _wake_reason(demand, f"{wanted} per role wanted"))] if assignments else []
 
 
-def _wake_reason(demand: Demand, grows: bool, wanted: int) -> str:
-    asked = f"{demand.num_waiting} waiting, {demand.num_cold} on loading instances, wanted {wanted} per role"
-    return f"more instances: {asked}" if grows else f"woken from zero: {asked}"
+def _wake_reason(demand: Demand, why: str) -> str:
+    return f"{why}: {demand.num_waiting} waiting, {demand.num_cold} placed on loading instances"
 
 
 def _play_both(own: Sequence[Load], workers: Mapping[str, Worker], missing: Roles) -> SetRoles | None:

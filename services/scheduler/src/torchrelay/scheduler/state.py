@@ -17,6 +17,7 @@ from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.view import View
 
 _MAX_MODELS = 4096
+_MAX_FRUITLESS = 4096
 _REPORT_LAG_S = 0.02  # a report arriving now was made this long ago at most
 
 
@@ -36,6 +37,7 @@ class State:
     relays: Relays = field(default_factory=Relays)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     effects: Effects = field(default_factory=Effects)
+    fruitless: dict[str, frozenset[str]] = field(default_factory=dict)  # request id -> instances; see note_fruitless
     largest_slot_bytes: int = 0  # ever seen: a host that is away for now may come back
     largest_kv_pool_bytes: int = 0
 
@@ -58,6 +60,12 @@ class State:
             unused = next((version_id for version_id in self.models if version_id not in used), None)
             if unused is not None:
                 del self.models[unused]
+
+    def note_fruitless(self, request_id: str, instance_ids: frozenset[str]) -> None:
+        """An attempt ended without a token. Should the request come again, these instances are doubted."""
+        self.fruitless[request_id] = instance_ids
+        if len(self.fruitless) > _MAX_FRUITLESS:
+            del self.fruitless[next(iter(self.fruitless))]
 
     def happened(
         self,

@@ -28,6 +28,7 @@ Listener: TypeAlias = Callable[[Happening], None]
 Key: TypeAlias = tuple[str, int]
 
 MAX_UNSENT = 100_000  # releases kept while the scheduler is away; it forgets what is not admitted again anyhow
+STABLE_S = 1.0  # a stream that ends sooner served nobody: a scheduler that is not the active one refuses at once
 RETRY_S = (0.05, 0.1, 0.2, 0.5)
 
 
@@ -52,6 +53,7 @@ class Admissions:
         self._open: dict[Key, _Admission] = {}
         self._unsent: deque[pb.AdmitCommand] = deque(maxlen=MAX_UNSENT)
         self._filled = asyncio.Event()
+        self._connected_at: float | None = None
 
     @property
     def num_open(self) -> int:
@@ -75,30 +77,27 @@ class Admissions:
     async def run(self) -> None:
         """Keeps the stream until cancelled; tells who waits when the scheduler stays away too long."""
         clock = asyncio.get_running_loop().time
-        away_since: float | None = None
-        num_failures = 0
+        last_served, num_failures = clock(), 0
         while True:
+            self._connected_at = None
             try:
                 await self._converse()
-                num_failures = 0
             except grpc.aio.AioRpcError as error:
                 if num_failures == 0:
                     log.warning("scheduler_lost", why=error_from_rpc(error).message)
-            if self._heard:
-                away_since, num_failures = None, 0
-            away_since = clock() if away_since is None else away_since
-            if clock() - away_since > self._patience_s:
+            if self._connected_at is not None and clock() - self._connected_at > STABLE_S:
+                last_served, num_failures = clock(), 0
+            if clock() - last_served > self._patience_s:
                 self._fail_waiting(Unavailable("the scheduler cannot be reached"))
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
 
     async def _converse(self) -> None:
-        self._heard = False
         call: Any = self._scheduler.Admit()  # type: ignore[call-arg]
         try:
             async with asyncio.timeout(self._patience_s):
                 await call.wait_for_connection()
-            self._heard = True
+            self._connected_at = asyncio.get_running_loop().time()
             await call.write(pb.AdmitCommand(hello=pb.Hello(gateway_id=self._gateway_id)))
             self._admit_again()
             writer = asyncio.ensure_future(self._write(call))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from torchrelay.common.errors import QueueFull, Unavailable
 from torchrelay.common.telemetry import span_of
-from torchrelay.gateway.core import Principal
+from torchrelay.gateway.core import Cause, Principal
 from torchrelay.gateway.doors import CatalogueDoor, LimitsDoor
 from torchrelay.gateway.inference.attempts import Roads
 from torchrelay.gateway.inference.bookkeeping import Bookkeeping
 from torchrelay.gateway.inference.choice_text import ChoiceText
-from torchrelay.gateway.inference.core import Ask, Call
+from torchrelay.gateway.inference.core import Ask, Call, ClientLeft
 from torchrelay.gateway.inference.planning import Bounds, sampling_of
 from torchrelay.gateway.inference.prompts import Prompts
 from torchrelay.gateway.inference.request import RunningRequest
@@ -77,6 +77,9 @@ class Intake:
                 running = await self._start(principal, ask, request_id)
                 try:
                     yield running
+                except (asyncio.CancelledError, GeneratorExit, ClientLeft):
+                    running.request.close(Cause.CANCELLED)
+                    raise
                 finally:
                     running.request.close()
                     self._requests.discard(running.request)

@@ -74,7 +74,11 @@ class Prompts:
         self._formats: OrderedDict[str, ChatFormat] = OrderedDict()
 
     async def tokenizer(self, model: PublishedModel) -> Tokenizer:
-        return await self._tokenizers.get(model.version.file_digests["tokenizer.json"])
+        """Raises ``TorchrelayError`` when it cannot be had."""
+        digest = model.version.file_digests.get("tokenizer.json")
+        if digest is None:
+            raise InvalidRequest(f"{model.name} was published without tokenizer.json", field="model")
+        return await self._tokenizers.get(digest)
 
     async def token_ids(self, model: PublishedModel, ask: Ask) -> tuple[int, ...]:
         """The prompt. Raises ``InvalidRequest`` for an empty one, an unknown id, or messages the template refuses."""

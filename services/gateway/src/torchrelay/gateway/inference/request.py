@@ -1,7 +1,8 @@
 """The life of one request: admitted, placed, running, perhaps placed again, over.
 
-One task (the door's) calls ``next`` until ``is_finished`` and then, whatever happened, ``close``. All that other tasks
-have to say comes through the mailbox, so no state here is touched by two tasks.
+One task (the door's) calls ``next`` until ``is_finished`` and then, whatever happened, ``close``. Streams, timers and the
+ledger report by ``_hear``, which acts at once and never waits: a client that reads slowly holds back its own text, not
+its workers' release. Only accepted tokens lie here until they are read, at most ``max_tokens`` per choice.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import Cause, OpenedRequest, Reservation
 from torchrelay.gateway.inference.attempts import Attempt, Roads, now_unix_us
+from torchrelay.gateway.inference.bell import Bell
 from torchrelay.gateway.inference.bookkeeping import Bookkeeping
 from torchrelay.gateway.inference.core import (
     AdmissionFailed,
@@ -27,7 +29,6 @@ from torchrelay.gateway.inference.core import (
     WorkerLost,
 )
 from torchrelay.gateway.inference.generation import AttemptPlan, Generation
-from torchrelay.gateway.inference.mailbox import Mailbox
 
 log = get_logger(__name__)
 
@@ -86,11 +87,10 @@ class RunningRequest:
         self._reservation = reservation
         self._max_attempts = max_attempts
         self._generation = Generation(call.num_choices, call.sampling.max_tokens)
-        self._mailbox = Mailbox(FIRST_TICK_S, keep_alive_s)
+        self._bell = Bell(FIRST_TICK_S, keep_alive_s)
         self._attempts: dict[int, Attempt] = {}
         self._lost_workers: list[str] = []
         self._timers: list[asyncio.TimerHandle] = []
-        self._cause = Cause.ERROR
         self._accepted: list[Delivery] = []  # not returned by ``next`` yet
         self._opening: asyncio.Task[TorchrelayError | None] | None = None
         self._settling: asyncio.Task[None] | None = None
@@ -129,11 +129,11 @@ class RunningRequest:
         self._admit(self._generation.first())
 
     def _opened(self, opening: asyncio.Task[TorchrelayError | None]) -> None:
-        self._mailbox.put(Opened(Unavailable("the ledger was closed") if opening.cancelled() else opening.result()))
+        self._hear(Opened(Unavailable("the ledger was closed") if opening.cancelled() else opening.result()))
 
     def stop(self, error: TorchrelayError | None = None) -> None:
         """Makes ``next`` raise ``error``, or ``ClientLeft`` when there is none. Any task of the loop may call it."""
-        self._mailbox.put(Stopped(error))
+        self._hear(Stopped(error))
 
     async def next(self) -> list[Delivery]:
         """The tokens accepted since the last call; empty after every keep-alive interval without any.
@@ -147,14 +147,8 @@ class RunningRequest:
                 return deliveries
             if self._failure is not None:
                 raise self._failure
-            happenings = await self._mailbox.take()
-            if not happenings:
+            if not await self._bell.wait():
                 return []
-            try:
-                for happening in happenings:
-                    self._handle(happening)
-            except (TorchrelayError, ClientLeft) as failure:
-                self._failure = failure  # raised once what was accepted before it is delivered
 
     async def settled(self, timeout_s: float) -> None:
         """Waits a little for the bill of a finished request, so that who asks for usage next finds it there."""
@@ -162,20 +156,36 @@ class RunningRequest:
         if self._settling is not None:
             await asyncio.wait({self._settling}, timeout=timeout_s)
 
-    def close(self) -> None:
-        """Stops and releases all that still runs, and settles what was accepted. Calling it again does nothing."""
+    def close(self, unfinished: Cause = Cause.ERROR) -> None:
+        """Stops and releases all that still runs, and settles what was accepted. Calling it again does nothing.
+
+        ``unfinished`` is why choices that have not ended by themselves end here.
+        """
         if self._opening is None or self._settling is not None:
             return
-        self._mailbox.close()
+        self._bell.close()
+        self._free()
+        usages = self._generation.settlement(self.call.request_id, len(self.call.prompt), unfinished)
+        self._settling = self._books.settle(self._opening, self._reservation, self.call.request_id, usages)
+
+    def _free(self) -> None:
         for timer in self._timers:
             timer.cancel()
         for attempt in self._attempts.values():
             attempt.end(self._lost_workers, is_running=True)
         self._attempts.clear()
-        usages = self._generation.settlement(self.call.request_id, len(self.call.prompt), self._cause)
-        self._settling = self._books.settle(self._opening, self._reservation, self.call.request_id, usages)
 
     # -- what can happen ---------------------------------------------------------------------------------------------
+
+    def _hear(self, happening: Happening) -> None:
+        if self._failure is not None or self._settling is not None:
+            return
+        try:
+            self._handle(happening)
+        except (TorchrelayError, ClientLeft) as failure:
+            self._failure = failure  # raised by ``next`` once what was accepted before it is delivered
+            self._free()
+        self._bell.ring()
 
     def _handle(self, happening: Happening) -> None:
         if isinstance(happening, pb.ChoiceOutput):
@@ -183,7 +193,7 @@ class RunningRequest:
         elif isinstance(happening, scheduler_pb2.Placement):
             attempt = self._attempts.get(happening.key.attempt)
             if attempt is not None and attempt.placement is None:
-                attempt.place(happening, self._mailbox.put)
+                attempt.place(happening, self._hear)
         elif isinstance(happening, scheduler_pb2.Refusal):
             self._refused(happening)
         elif isinstance(happening, WorkerLost):
@@ -199,7 +209,6 @@ class RunningRequest:
         elif isinstance(happening, Stopped):
             if happening.error is not None:
                 raise happening.error
-            self._cause = Cause.CANCELLED
             raise ClientLeft
 
     def _output(self, output: pb.ChoiceOutput) -> None:
@@ -254,4 +263,4 @@ class RunningRequest:
     def _admit(self, plan: AttemptPlan) -> None:
         attempt = Attempt(self.call, plan, self._roads, self._traceparent)
         self._attempts[plan.attempt] = attempt
-        attempt.admit(self._lost_workers, self._mailbox.put)
+        attempt.admit(self._lost_workers, self._hear)

@@ -11,7 +11,7 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.doors import CatalogueDoor, KeysDoor
-from torchrelay.gateway.inference.core import Ask, ClientLeft, Delivery, Usage
+from torchrelay.gateway.inference.core import Ask, Delivery, Usage
 from torchrelay.gateway.inference.intake import Intake, Running
 from torchrelay.gateway.inference.openai import check_stops
 from torchrelay.inference.v1 import inference_pb2 as pb
@@ -38,7 +38,7 @@ def ask_of(request: pb.GenerateRequest) -> Ask:
             raise InvalidRequest("one of prompt, chat and prompt_token_ids must be set", field="prompt")
     for name, is_good in (
         ("model", bool(request.model)),
-        ("chat", fields.get("messages") != ()),
+        ("messages", fields.get("messages") != ()),
         ("max_tokens", fields.get("max_tokens", 1) >= 1),
         ("temperature", 0 <= fields.get("temperature", 1) <= 2),
         ("top_p", 0 < fields.get("top_p", 1) <= 1),
@@ -76,14 +76,11 @@ class InferenceGate(InferenceServicer):
         principal = await self._authenticate(context)
         ask, request_id = ask_of(request), new_id("req")
         async with self._intake.running(principal, ask, request_id) as running:
-            try:
-                while not running.request.is_finished:
-                    deliveries = await running.request.next()
-                    if deliveries:
-                        deltas = _deltas(running, deliveries, with_ids=request.return_token_ids)
-                        yield pb.GenerateEvent(request_id=request_id, choices=deltas)
-            except ClientLeft:
-                return
+            while not running.request.is_finished:
+                deliveries = await running.request.next()
+                if deliveries:
+                    deltas = _deltas(running, deliveries, with_ids=request.return_token_ids)
+                    yield pb.GenerateEvent(request_id=request_id, choices=deltas)
             await running.request.settled(1.0)
             yield pb.GenerateEvent(request_id=request_id, usage=usage_message(running.request.usage))
 

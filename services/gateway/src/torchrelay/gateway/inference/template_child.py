@@ -155,7 +155,10 @@ def cpu_seconds(limit_s: int) -> Iterator[None]:
 def main() -> None:
     max_memory_bytes, limit_s, max_output_bytes = (int(word) for word in sys.argv[1:4])
     renderer = Renderer(max_output_bytes)
-    renderer.render("{{ strftime_now('%Y') }}{{ x | tojson }}", {"x": {"loads": "all it needs"}})
+    # Whatever is imported late is imported now: how to fail, too.
+    renderer.render("{{ strftime_now('%Y') }}{{ x | tojson }}", {"x": {}})
+    renderer.answer('{"template": "{{ raise_exception(1) }}", "variables": {}}')
+    renderer.answer('{"template": "{% for %}", "variables": {}}')
     give_up_rights(max_memory_bytes)
     for line in sys.stdin:
         with cpu_seconds(limit_s):

@@ -16,10 +16,10 @@ import msgspec
 
 from torchrelay.common.errors import InvalidRequest, Unavailable
 from torchrelay.common.telemetry import get_logger
-from torchrelay.gateway.inference import template_child
 
 log = get_logger(__name__)
 
+CHILD = Path(__file__).with_name("template_child.py")  # not imported: this process shall not even load Jinja2
 MAX_MEMORY_BYTES = 512 << 20
 MAX_OUTPUT_CHARS = 8 << 20
 CONDEMNED_S = 60.0
@@ -101,7 +101,7 @@ class TemplateRenderer:
         limits = (MAX_MEMORY_BYTES, math.ceil(self._timeout_s), MAX_OUTPUT_CHARS)
         try:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-B", str(Path(template_child.__file__)), *map(str, limits)),
+                *(sys.executable, "-I", "-B", str(CHILD), *map(str, limits)),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.DEVNULL,

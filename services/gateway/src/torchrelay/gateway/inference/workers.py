@@ -2,7 +2,7 @@
 
 A stream opens when an attempt is first sent to its worker, and closes when it has carried none for a while. When it
 breaks, every attempt on it is told; the next attempt opens a new one. Nothing here waits for a request: what a slow
-client has not read yet lies in its own mailbox.
+client has not read yet lies with its own request.
 """
 
 from __future__ import annotations

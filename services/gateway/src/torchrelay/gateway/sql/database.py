@@ -2,21 +2,24 @@
 
 SQLite runs in WAL mode with ``synchronous=FULL``: with NORMAL a power cut may lose the last commits, and a lost opened
 row is a request whose tokens were delivered and never billed. The ledger commits in groups, which pays for the fsync.
+
+SQLAlchemy's Core runs here over its asyncio drivers by ``greenlet_spawn``, as its own ``AsyncEngine`` does. That one is
+not used because importing it brings the ORM along: 8 MB of a process that is to stay small.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, Table, event
+from sqlalchemy import Connection, CursorResult, Executable, Table, create_engine, event
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+from sqlalchemy.util import greenlet_spawn
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.telemetry import get_logger
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy.dialects import postgresql
 
 log = get_logger(__name__)
+T = TypeVar("T")
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000")
 
@@ -38,6 +42,23 @@ def driver_url(url: str) -> URL:
     return parsed.set(drivername=_DRIVERS[backend])
 
 
+class SqlConnection:
+    """A connection within a transaction."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def execute(
+        self, statement: Executable, parameters: Sequence[Mapping[str, Any]] | None = None
+    ) -> CursorResult[*tuple[Any, ...]]:
+        """The result, its rows already read. Several ``parameters``: the statement once for each."""
+        return await greenlet_spawn(self._connection.execute, statement, parameters)
+
+    async def run_sync(self, call: Callable[[Connection], T]) -> T:
+        """What ``call`` makes of the plain SQLAlchemy connection (for inspection and comparison)."""
+        return await greenlet_spawn(call, self._connection)
+
+
 class Database:
     """Owns the connections. ``read()`` and ``write()`` are one transaction each."""
 
@@ -45,40 +66,53 @@ class Database:
         parsed = driver_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         if self.is_sqlite:
-            self._engine = create_async_engine(
+            self._engine = create_engine(
                 parsed,
                 pool_size=2,  # one writes, one reads: each is a thread and a page cache
                 max_overflow=0,
                 hide_parameters=True,
                 connect_args={"isolation_level": None, "timeout": 5.0},
             )
-            event.listen(self._engine.sync_engine, "connect", _set_pragmas)
-            event.listen(self._engine.sync_engine, "begin", _begin_sqlite)
+            event.listen(self._engine, "connect", _set_pragmas)
+            event.listen(self._engine, "begin", _begin_sqlite)
         else:
             # Connections are checked before use: a database that was restarted costs no request.
-            self._engine = create_async_engine(
+            self._engine = create_engine(
                 parsed, pool_size=5, max_overflow=5, pool_pre_ping=True, pool_timeout=5, hide_parameters=True
             )
         self._writing = asyncio.Lock()
 
     @asynccontextmanager
-    async def read(self) -> AsyncIterator[AsyncConnection]:
+    async def read(self) -> AsyncIterator[SqlConnection]:
         """A connection in a transaction that only reads. Raises ``Unavailable`` when the database is away."""
         with _house_errors():
-            async with self._engine.connect() as connection:
-                yield connection
+            connection = await greenlet_spawn(self._engine.connect)
+            try:
+                yield SqlConnection(connection)
+            finally:
+                await asyncio.shield(greenlet_spawn(connection.close))
 
     @asynccontextmanager
-    async def write(self) -> AsyncIterator[AsyncConnection]:
+    async def write(self) -> AsyncIterator[SqlConnection]:
         """A transaction, committed at the end of the block and rolled back by an exception.
 
         SQLite has one writer at a time: it takes the lock at its beginning, so that it cannot fail half-way for it.
         """
         with _house_errors():
-            async with self._one_writer(), self._engine.connect() as connection:
-                await connection.execution_options(torchrelay_write=True)
-                async with connection.begin():
-                    yield connection
+            async with self._one_writer(), self._transaction() as connection:
+                yield connection
+
+    @asynccontextmanager
+    async def _transaction(self) -> AsyncIterator[SqlConnection]:
+        connection = await greenlet_spawn(self._engine.connect)
+        try:
+            await greenlet_spawn(connection.execution_options, torchrelay_write=True)
+            await greenlet_spawn(connection.begin)
+            yield SqlConnection(connection)
+            await greenlet_spawn(connection.commit)
+        finally:
+            # Closing rolls back what is not committed. Shielded: a cancelled caller leaves no transaction behind.
+            await asyncio.shield(greenlet_spawn(connection.close))
 
     def _one_writer(self) -> AbstractAsyncContextManager[Any]:
         return self._writing if self.is_sqlite else nullcontext()
@@ -92,7 +126,7 @@ class Database:
         return postgresql.insert(table)
 
     async def close(self) -> None:
-        await self._engine.dispose()
+        await greenlet_spawn(self._engine.dispose)
 
 
 @contextmanager

@@ -11,10 +11,9 @@ import sys
 from pathlib import Path
 
 from sqlalchemy import inspect, text
-from sqlalchemy.ext.asyncio import AsyncConnection
 
 from torchrelay.common.telemetry import get_logger
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import Database, SqlConnection
 
 log = get_logger(__name__)
 HEAD = "0001"  # revisions are rising numbers, so that an older gateway knows a newer schema when it meets one
@@ -40,7 +39,7 @@ async def ensure_schema(database: Database, url: str) -> None:
         raise RuntimeError(f"the database could not be brought to revision {HEAD}:\n{said.decode()[-2000:]}")
 
 
-async def _revision(connection: AsyncConnection) -> str:
+async def _revision(connection: SqlConnection) -> str:
     """The schema's revision; empty for a fresh database."""
     tables = await connection.run_sync(lambda sync: inspect(sync).get_table_names())
     if "alembic_version" not in tables:

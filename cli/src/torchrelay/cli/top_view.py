@@ -1,0 +1,222 @@
+"""What `torchrelay top` shows: views of the cluster as tables, with rates worked out from successive views."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from torchrelay.cli import console
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+
+RATE_WINDOW_S = 2.0
+Counters = Mapping[str, float]  # "<node>.<counter>" -> value since the node's start
+Rates = Mapping[str, float]  # the same names -> per second
+_STYLES = {"free": "dim", "loading": "yellow", "ready": "green", "draining": "magenta"}
+_ROLES: dict[int, str] = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Counters at a time."""
+
+    at_s: float
+    counters: Counters
+
+
+def counters_of(view: scheduler_pb2.ClusterView) -> dict[str, float]:
+    """The counters of which rates are shown; a new incarnation of a node counts anew under its own name."""
+    found: dict[str, float] = {}
+    for worker in view.workers:
+        node = f"{worker.worker_id}.{worker.incarnation}"
+        found[f"{node}.prefilled"] = worker.num_positions_prefilled
+        found[f"{node}.decoded"] = worker.num_positions_decoded
+    for store in view.stores:
+        node = f"{store.store_id}.{store.incarnation}"
+        found[f"{node}.in"], found[f"{node}.out"] = store.bytes_received, store.bytes_sent
+    return found
+
+
+def rates_of(samples: Iterable[Sample], now_s: float) -> dict[str, float]:
+    """Per second since the oldest sample; only of what that sample already counted."""
+    listed = list(samples)
+    if not listed or now_s <= listed[0].at_s:
+        return {}
+    first, last = listed[0], listed[-1]
+    span_s = now_s - first.at_s
+    return {
+        name: (value - first.counters[name]) / span_s for name, value in last.counters.items() if name in first.counters
+    }
+
+
+class Screen:
+    """The newest view and the samples of the last seconds; drawn by one thread, fed by another."""
+
+    def __init__(self, address: str, clock: Callable[[], float]) -> None:
+        self._address, self._clock = address, clock
+        self._view: scheduler_pb2.ClusterView | None = None
+        self._samples: deque[Sample] = deque(maxlen=256)
+        self._is_lost = False
+
+    def show(self, view: scheduler_pb2.ClusterView) -> None:
+        self._samples.append(Sample(self._clock(), counters_of(view)))
+        self._view, self._is_lost = view, False
+
+    def lost(self) -> None:
+        """The scheduler does not answer; the last view stays."""
+        self._is_lost = True
+
+    def render(self) -> RenderableType:
+        view, now_s = self._view, self._clock()
+        if view is None:
+            return Text(f"asking the scheduler at {self._address} ...")
+        samples = self._recent(now_s)
+        shown = cluster_screen(view, rates_of(samples, now_s), self._address)
+        lost = Text("the scheduler does not answer; this is its last view", style="bold red")
+        return Group(lost, shown) if self._is_lost else shown
+
+    def _recent(self, now_s: float) -> list[Sample]:
+        """Samples of the window, and the last one before it: without it a quiet cluster would have no rates."""
+        samples = list(self._samples)
+        old = [sample for sample in samples if sample.at_s < now_s - RATE_WINDOW_S]
+        return [*old[-1:], *samples[len(old) :]]
+
+
+def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str) -> Group:
+    """The whole view; without rates the columns of rates stay empty."""
+    time_of_day = datetime.now().strftime("%H:%M:%S")
+    waiting, running = (sum(getattr(d, name) for d in view.demand) for name in ("num_waiting", "num_running"))
+    head = Text.assemble(
+        ("Torchrelay", "bold"),
+        f"  {time_of_day}  scheduler {address}  epoch {view.epoch}  ",
+        f"{running} running, {waiting} waiting",
+    )
+    parts: list[RenderableType] = [head, "", workers_table(view.workers, rates), stores_table(view.stores, rates)]
+    if any(store.copies for store in view.stores):
+        parts.append(copies_table(view))
+    if view.instances or view.demand:
+        parts.append(models_table(view))
+    else:
+        parts.append(Text("no instances: every model is at zero", style="dim"))
+    return Group(*parts)
+
+
+def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates) -> Table:
+    numbers = ("run", "wait", "KV free", "prefill/s", "decode/s")
+    made = console.table("worker", "host", "roles", "state", "model", "layers", *numbers, right=(*numbers, "layers"))
+    for worker in sorted(workers, key=lambda one: one.worker_id):
+        slot, node = worker.slot, f"{worker.worker_id}.{worker.incarnation}"
+        state = reports_pb2.SlotState.State.Name(slot.state).removeprefix("STATE_").lower()
+        made.add_row(
+            worker.worker_id,
+            worker.host_id,
+            _roles(slot.roles or worker.roles),
+            Text(state, style=_STYLES.get(state, "")),
+            Text(slot.error, style="red") if slot.error else Text(slot.model or "-"),
+            f"{slot.num_layers_ready}/{slot.num_layers}" if slot.num_layers else "",
+            str(worker.num_running),
+            str(worker.num_waiting),
+            _part(worker.kv_free_bytes, worker.kv_pool_bytes),
+            _rate(rates.get(f"{node}.prefilled")),
+            _rate(rates.get(f"{node}.decoded")),
+        )
+    return made
+
+
+def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates) -> Table:
+    numbers = ("used", "arena", "limit", "packs", "in/s", "out/s", "received", "sent", "uploads")
+    made = console.table("store", "host", *numbers, right=numbers)
+    for store in sorted(stores, key=lambda one: one.store_id):
+        node = f"{store.store_id}.{store.incarnation}"
+        made.add_row(
+            store.store_id,
+            store.host_id,
+            console.sized(sum(copy.pack_bytes for copy in store.copies)),
+            console.sized(store.arena_bytes),
+            console.sized(store.arena_target_bytes),
+            str(len(store.copies)),
+            _rate(rates.get(f"{node}.in"), is_bytes=True),
+            _rate(rates.get(f"{node}.out"), is_bytes=True),
+            console.sized(store.bytes_received),
+            console.sized(store.bytes_sent),
+            str(store.num_running_uploads),
+        )
+    return made
+
+
+def copies_table(view: scheduler_pb2.ClusterView) -> Table:
+    """A line per copy: which host holds which pack, how much of it, and whence it came."""
+    models = {instance.pack_id: instance.model for instance in view.instances}
+    numbers = ("size", "chunks", "pins")
+    made = console.table("pack", "model", "holder", *numbers, "", "from", right=numbers)
+    for store in sorted(view.stores, key=lambda one: one.store_id):
+        for copy in store.copies:
+            done = Text.assemble((_progress(copy.num_chunks_verified, copy.num_chunks), "cyan"))
+            made.add_row(
+                copy.pack_id[:12],
+                Text(models.get(copy.pack_id, "-")),
+                store.store_id,
+                console.sized(copy.pack_bytes),
+                f"{copy.num_chunks_verified}/{copy.num_chunks}",
+                str(copy.num_pins),
+                Text(copy.error, style="red") if copy.error else done,
+                copy.source,
+            )
+    return made
+
+
+def models_table(view: scheduler_pb2.ClusterView) -> Table:
+    """Instances by model, then models that wait without any."""
+    demand = {one.model: one for one in view.demand}
+    made = console.table(
+        "model",
+        "instance",
+        "worker",
+        "roles",
+        "state",
+        "for",
+        "run",
+        "idle",
+        "waiting",
+        right=("for", "run", "idle", "waiting"),
+    )
+    for instance in sorted(view.instances, key=lambda one: (one.model, one.instance_id)):
+        waits = demand.get(instance.model)
+        made.add_row(
+            Text(instance.model),
+            instance.instance_id[:12],
+            instance.worker_id,
+            _roles(instance.roles),
+            Text(instance.state, style=_STYLES.get(instance.state, "")),
+            f"{instance.in_state_s:.0f} s",
+            str(instance.num_running),
+            f"{instance.idle_s:.0f} s" if instance.idle_s else "",
+            str(waits.num_waiting if waits else 0),
+        )
+    for model in sorted(demand.keys() - {instance.model for instance in view.instances}):
+        made.add_row(Text(model), "-", "", "", "", "", "", "", str(demand[model].num_waiting))
+    return made
+
+
+def _roles(roles: Iterable[int]) -> str:
+    return ", ".join(_ROLES[role] for role in roles if role in _ROLES)
+
+
+def _part(free: int, total: int) -> str:
+    return f"{free / total:.0%} of {console.sized(total)}" if total else "-"
+
+
+def _rate(per_s: float | None, is_bytes: bool = False) -> str:
+    if per_s is None:
+        return ""
+    return console.sized(per_s) if is_bytes else f"{per_s:,.0f}"
+
+
+def _progress(done: int, total: int, cells: int = 16) -> str:
+    filled = cells * done // total if total else 0
+    return "█" * filled + "░" * (cells - filled)

@@ -1,0 +1,70 @@
+"""What a person sees of `torchrelay up`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from torchrelay.cli.console import show_problem
+from torchrelay.cli.home import DEFAULT_HOME, Home
+from torchrelay.cli.problems import Problem
+
+
+class Herald:
+    """Prints a line per event; while children start, a spinner names those still awaited."""
+
+    def __init__(self, home: Home, console: Console) -> None:
+        self._home, self._console = home, console
+        self._begin_s = time.monotonic()
+        self._awaited: list[str] = []
+        self._spinner: Status = console.status("")
+        console.print(f"Starting Torchrelay in [bold]{home.path}[/]")
+
+    def starting(self, names: Iterable[str]) -> None:
+        self._awaited += names
+        self._show_awaited()
+        self._spinner.start()
+
+    def ready(self, name: str, took_s: float, address: str) -> None:
+        self._say(name, Text.assemble(("ready", "green"), f"  {took_s:4.1f} s  ", (address, "dim")))
+        if name in self._awaited:
+            self._awaited.remove(name)
+            self._show_awaited()
+
+    def ended(self, name: str, how: str, wait_s: float) -> None:
+        self._say(name, Text(f"{how}; starting again in {wait_s:g} s", style="yellow"))
+
+    def failed(self, problem: Problem) -> None:
+        show_problem(problem)
+
+    def up(self, endpoints: dict[str, str]) -> None:
+        """All is up: where, and what to do next."""
+        self._spinner.stop()
+        took_s = time.monotonic() - self._begin_s
+        show = self._console.print
+        show(f"\n[bold green]Torchrelay is up[/] after {took_s:.1f} s\n")
+        show(f"  REST   {endpoints['http']}/v1")
+        show(f"  gRPC   {endpoints['grpc']}")
+        show(f"  home   {self._home.path}  [dim](keys, ledger, logs/)[/]")
+        show("\nNext, in another terminal:\n")
+        if self._home.path != DEFAULT_HOME.absolute():
+            show(f"  export TORCHRELAY_HOME={self._home.path}", soft_wrap=True)
+        show("  torchrelay key create --tenant acme\n  torchrelay upload DIR --name mine\n  torchrelay chat mine")
+        show("\nCtrl-C stops everything.\n")
+
+    def stopping(self) -> None:
+        self._spinner.stop()
+        self._console.print("stopping ... [dim](again: at once)[/]")
+
+    def stopped(self) -> None:
+        self._console.print("stopped; nothing is left running")
+
+    def _show_awaited(self) -> None:
+        self._spinner.update(f"waiting for {', '.join(self._awaited)}" if self._awaited else "")
+
+    def _say(self, name: str, what: Text) -> None:
+        self._console.print(Text.assemble("  ", (f"{name:<12}", "bold"), "  ", what))

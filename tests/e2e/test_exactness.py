@@ -1,0 +1,79 @@
+"""Greedy output equals transformers' generate, token id for token id, through the whole HTTP path and a hand-over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.e2e.conftest import Tenant
+from tests.support.calls import complete, stream
+from tests.support.checkpoints import reference_model
+from tests.support.platform import Platform
+
+pytestmark = pytest.mark.e2e
+PROMPT = [(7 * i) % 251 for i in range(1, 90)]
+NUM_TOKENS = 24
+
+
+def reference(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
+    generated = reference_model(folder).generate(
+        torch.tensor([prompt]), max_new_tokens=num_tokens, do_sample=False, eos_token_id=None
+    )
+    tokens: list[int] = generated[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_greedy_output_equals_transformers(platform: Platform, tenant: Tenant, family: str, tied: bool) -> None:
+    model = tenant.model(family, tied)
+    answer = complete(platform, tenant.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
+    expected = reference(tenant.checkpoint(family, tied), PROMPT, NUM_TOKENS)
+    assert answer["choices"][0]["token_ids"] == expected
+    assert answer["usage"]["prompt_tokens"] == len(PROMPT)
+    assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+
+
+def test_streams_of_many_lengths_at_once_are_each_exact(platform: Platform, tenant: Tenant) -> None:
+    model = tenant.model("llama")
+    lengths = (1, 2, 17, 64, 65)
+    running = [
+        stream(platform, tenant.key, model, PROMPT[:length], max_tokens=NUM_TOKENS, ignore_eos=True)
+        for length in lengths
+    ]
+    states = [next(one) for one in running]  # all are running before any has ended
+    for one in running:
+        for _ in one:
+            pass
+    for state, length in zip(states, lengths, strict=True):
+        assert state.token_ids == reference(tenant.checkpoint("llama"), PROMPT[:length], NUM_TOKENS)
+
+
+def test_a_seed_gives_the_same_tokens_again(platform: Platform, tenant: Tenant) -> None:
+    model = tenant.model("llama")
+    options = {"max_tokens": 16, "temperature": 1.0, "top_p": 0.9, "ignore_eos": True}
+    first, again, other = (
+        complete(platform, tenant.key, model, PROMPT[:20], seed=seed, **options)["choices"][0]["token_ids"]
+        for seed in (7, 7, 8)
+    )
+    assert first == again
+    assert first != other
+
+
+def test_choices_differ_and_share_one_prompt(platform: Platform, tenant: Tenant) -> None:
+    answer = complete(
+        platform,
+        tenant.key,
+        tenant.model("llama"),
+        PROMPT[:20],
+        n=3,
+        seed=3,
+        temperature=1.0,
+        max_tokens=12,
+        ignore_eos=True,
+    )
+    outputs = [tuple(choice["token_ids"]) for choice in sorted(answer["choices"], key=lambda c: int(c["index"]))]
+    assert len(set(outputs)) == 3 and all(len(output) == 12 for output in outputs)
+    assert answer["usage"]["prompt_tokens"] == 20 and answer["usage"]["completion_tokens"] == 36

@@ -1,0 +1,155 @@
+"""What dies comes back, and nothing that was promised is lost. These tests start platforms of their own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import SMALL, Tenant
+from tests.support.calls import complete, headers, stream
+from tests.support.platform import Platform, running_platform
+
+pytestmark = pytest.mark.e2e
+PROMPT = list(range(30, 60))
+NUM_TOKENS = 400
+SERVICES = ["gateway", "scheduler", "param-store", "prefill-0", "decode-0"]
+
+
+@pytest.fixture(scope="module")
+def shaken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenant]:
+    """A tenant of a platform that these tests may break."""
+    options = (*SMALL, "--idle-timeout-s", "120")
+    with running_platform(tmp_path_factory.mktemp("shaken"), options, {"TORCHRELAY_SWEEP_AFTER_S": "2"}) as platform:
+        yield Tenant(platform, "acme", platform.tenant("acme"), tmp_path_factory.mktemp("checkpoints"))
+
+
+def usage(tenant: Tenant) -> dict[str, Any]:
+    response = httpx.get(f"{tenant.platform.http}/v1/usage", headers=headers(tenant.key))
+    total: dict[str, Any] = response.json()["total"]
+    return total
+
+
+def test_a_stream_survives_the_death_of_its_decode_worker(shaken: Tenant) -> None:
+    platform, model = shaken.platform, shaken.model()
+    options = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 5}
+    expected = complete(platform, shaken.key, model, PROMPT, **options)["choices"][0]["token_ids"]
+    before = usage(shaken)
+    killed = 0
+    for state in stream(platform, shaken.key, model, PROMPT, **options):
+        if not killed and len(state.token_ids) >= 20:
+            killed = platform.kill("decode-0")
+            num_seen = len(state.token_ids)
+    assert num_seen < NUM_TOKENS
+    assert state.error is None and state.done
+    assert state.token_ids == expected
+    after = usage(shaken)
+    assert after["completion_tokens"] - before["completion_tokens"] == NUM_TOKENS
+    assert after["prompt_tokens"] - before["prompt_tokens"] == len(PROMPT)
+    platform.await_restart("decode-0", killed)
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_after_a_kill_while_idle_and_a_restart_the_next_request_succeeds(shaken: Tenant, service: str) -> None:
+    platform, model = shaken.platform, shaken.model()
+    options = {"max_tokens": 8, "ignore_eos": True}
+    expected = complete(platform, shaken.key, model, PROMPT, **options)["choices"][0]["token_ids"]
+    before = usage(shaken)
+    platform.await_restart(service, platform.kill(service))
+    answer = complete(platform, shaken.key, model, PROMPT, **options)
+    assert answer["choices"][0]["token_ids"] == expected
+    listed = httpx.get(f"{platform.http}/v1/models", headers=headers(shaken.key)).json()["data"]
+    assert [entry["id"] for entry in listed] == [model]
+    assert usage(shaken)["completion_tokens"] == before["completion_tokens"] + 8
+
+
+@pytest.mark.parametrize("program", ["redis-server", "nats-server"])
+def test_a_broker_that_dies_comes_back(shaken: Tenant, program: str) -> None:
+    platform, model = shaken.platform, shaken.model()
+    expected = complete(platform, shaken.key, model, PROMPT, max_tokens=8)["choices"][0]["token_ids"]
+    pid = child_of(platform, program)
+    assert pid, f"{program} is not a child of up"
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while child_of(platform, program) in (0, pid):
+        assert time.monotonic() < deadline, f"{program} did not come back"
+        time.sleep(0.05)
+    answer = complete(platform, shaken.key, model, PROMPT, max_tokens=8)
+    assert answer["choices"][0]["token_ids"] == expected
+
+
+def child_of(platform: Platform, program: str) -> int:
+    """The running child of `up` with this name; 0 when there is none."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (path / "comm").read_text().strip()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if name == program and parent == platform.process.pid:
+            return int(path.name)
+    return 0
+
+
+def test_a_killed_gateways_requests_are_settled_between_seen_and_sent(shaken: Tenant) -> None:
+    platform, model = shaken.platform, shaken.model()
+    before = usage(shaken)["completion_tokens"]
+    began, killed, num_seen = time.monotonic(), 0, 0
+    with pytest.raises(httpx.TransportError):
+        for state in stream(platform, shaken.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True):
+            num_seen = len(state.token_ids)
+            if num_seen >= 30 and not killed:
+                rate = num_seen / (time.monotonic() - began)
+                killed = platform.kill("gateway")
+    platform.await_restart("gateway", killed)
+    deadline = time.monotonic() + 30
+    while (billed := usage(shaken)["completion_tokens"] - before) == 0:
+        assert time.monotonic() < deadline, "the sweep did not settle the request"
+        time.sleep(0.1)
+    assert num_seen <= billed <= num_seen + 2 * rate + 16  # what was on its way when the gateway died
+    with platform.admin() as admin:
+        report = admin.call("GET", "/v1/reconcile")
+    assert report["ok"], report
+
+
+def test_damaged_parameters_are_never_served(shaken: Tenant) -> None:
+    platform = shaken.platform
+    model = shaken.model("qwen2")
+    packs = sorted((platform.home.path / "remote" / "packs").glob("*[!t]"), key=lambda path: path.stat().st_mtime_ns)
+    pack = packs[-1]
+    with pack.open("r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)
+        file.seek(5000)
+        file.write(bytes([byte[0] ^ 1]))
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 4}
+    refused = httpx.post(f"{platform.http}/v1/completions", json=body, headers=headers(shaken.key), timeout=60)
+    assert refused.status_code == 503, refused.text
+    assert "digest" in refused.json()["error"]["message"]
+    with pack.open("r+b") as file:
+        file.seek(5000)
+        file.write(byte)
+    assert complete(platform, shaken.key, model, PROMPT, max_tokens=4)["usage"]["completion_tokens"] >= 1
+
+
+def test_two_installs_run_side_by_side_and_leave_nothing(tmp_path: Path) -> None:
+    with running_platform(tmp_path / "one", SMALL) as one, running_platform(tmp_path / "two", SMALL) as two:
+        assert one.http != two.http
+        keys = [platform.tenant("acme") for platform in (one, two)]
+        for platform, key in zip((one, two), keys, strict=True):
+            assert httpx.get(f"{platform.http}/v1/models", headers=headers(key)).status_code == 200
+        assert httpx.get(f"{two.http}/v1/models", headers=headers(keys[0])).status_code == 401
+        homes = [str(platform.home.path) for platform in (one, two)]
+        maps = Path(f"/proc/{one.pid('param-store')}/maps").read_text()
+        arena = next(line.split()[-1] for line in maps.splitlines() if "/dev/shm/torchrelay" in line)
+        assert Path(arena).exists()
+    assert not Path(arena).exists()
+    listing = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert not any(home in line for home in homes for line in listing.splitlines())

@@ -1,0 +1,59 @@
+"""Prefill and decode are two processes: KV crosses, and the prompt is never computed twice."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.e2e.conftest import Tenant
+from tests.support.calls import complete, stream
+from tests.support.platform import Platform
+
+pytestmark = pytest.mark.e2e
+PROMPT = list(range(40, 107))
+NUM_TOKENS = 21
+
+
+def test_decode_forwards_only_its_own_positions_and_the_kv_bytes_match_the_shape(
+    platform: Platform, tenant: Tenant
+) -> None:
+    model = tenant.model("qwen3")
+    before = {report.worker_id: report for report in platform.await_zero().workers}
+    answer = complete(platform, tenant.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == NUM_TOKENS
+    for view in platform.views():  # reports come ten times a second
+        after = {report.worker_id: report for report in view.workers}
+        if after["decode-0"].num_positions_decoded - before["decode-0"].num_positions_decoded >= NUM_TOKENS - 1:
+            break
+    assert platform.pid("prefill-0") != platform.pid("decode-0")
+    assert after["decode-0"].num_positions_decoded - before["decode-0"].num_positions_decoded == NUM_TOKENS - 1
+    assert after["decode-0"].num_positions_prefilled == before["decode-0"].num_positions_prefilled == 0
+    assert after["prefill-0"].num_positions_prefilled - before["prefill-0"].num_positions_prefilled == len(PROMPT)
+    assert after["prefill-0"].num_positions_decoded == before["prefill-0"].num_positions_decoded
+    config = json.loads((tenant.checkpoint("qwen3") / "config.json").read_text())
+    per_token = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * 4
+    trailer_bytes = 16
+    received = after["decode-0"].kv_bytes_received - before["decode-0"].kv_bytes_received
+    assert received == len(PROMPT) * per_token + trailer_bytes
+
+
+def test_one_event_per_token(platform: Platform, tenant: Tenant) -> None:
+    *_, state = stream(platform, tenant.key, tenant.model("llama"), PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert state.done
+    assert len(state.token_ids) == state.num_events_with_token == NUM_TOKENS
+    assert state.usage is not None and state.usage["completion_tokens"] == NUM_TOKENS
+    assert state.finish_reason == "length"
+
+
+def test_one_trace_crosses_all_services(platform: Platform, tenant: Tenant) -> None:
+    platform.await_zero()
+    answer = complete(platform, tenant.key, tenant.model("llama"), PROMPT, max_tokens=4, ignore_eos=True)
+    platform.await_zero()  # by then the batches of finished spans are on disk
+    spans = platform.spans()
+    roots = [span for span in spans if span["attributes"].get("request_id") == answer["id"] and not span["parent_id"]]
+    assert len(roots) == 1
+    trace = [span for span in spans if span["trace_id"] == roots[0]["trace_id"]]
+    services = {span["service"] for span in trace}
+    assert services >= {"gateway", "scheduler", "worker"}
+    assert {"prefill", "decode"} <= {span["name"] for span in trace}

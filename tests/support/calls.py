@@ -1,0 +1,68 @@
+"""Calls to a platform's token path, as plain as a client makes them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from tests.support.platform import Platform
+
+
+def headers(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+def complete(platform: Platform, key: str, model: str, prompt: list[int] | str, **options: Any) -> dict[str, Any]:
+    """One greedy completion with token ids; asserts that it succeeds."""
+    body = {"model": model, "prompt": prompt, "temperature": 0, "return_token_ids": True, **options}
+    response = httpx.post(f"{platform.http}/v1/completions", json=body, headers=headers(key), timeout=60)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+@dataclass(slots=True)
+class Streamed:
+    """What one streamed completion has delivered so far."""
+
+    request_id: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    num_events_with_token: int = 0
+    finish_reason: str = ""
+    usage: dict[str, Any] | None = None
+    done: bool = False
+    error: dict[str, Any] | None = None
+
+    def take(self, event: dict[str, Any]) -> None:
+        if "error" in event:
+            self.error = event["error"]
+            return
+        self.request_id = event["id"]
+        self.usage = event.get("usage") or self.usage
+        for choice in event["choices"]:
+            tokens = choice.get("token_ids") or []
+            self.token_ids += tokens
+            self.num_events_with_token += bool(tokens)
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+
+def stream(platform: Platform, key: str, model: str, prompt: list[int] | str, **options: Any) -> Iterator[Streamed]:
+    """A streamed greedy completion: yields its state after every event; the same object each time."""
+    body = {"model": model, "prompt": prompt, "temperature": 0, "return_token_ids": True, "stream": True}
+    state = Streamed()
+    url = f"{platform.http}/v1/completions"
+    usage = {"stream_options": {"include_usage": True}}
+    with httpx.stream("POST", url, json={**body, **usage, **options}, headers=headers(key), timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                state.done = True
+            elif line.startswith("data: "):
+                state.take(json.loads(line[6:]))
+            else:
+                continue
+            yield state

@@ -1,0 +1,50 @@
+"""Defaults and limits of a request."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.doors import published_model
+from torchrelay.common.errors import ContextLengthExceeded, InvalidRequest
+from torchrelay.gateway.inference.core import Ask
+from torchrelay.gateway.inference.planning import Bounds, sampling_of
+
+MODEL = published_model(file_digests={}, context=100, eos_token_ids=(2, 3))
+BOUNDS = Bounds(default_max_tokens=40, max_choices=4)
+
+
+def test_a_default_is_cut_to_the_room_and_a_given_number_is_not() -> None:
+    ask = Ask("m", text="x")
+    assert sampling_of(ask, MODEL, 10, BOUNDS).max_tokens == 40
+    assert sampling_of(ask, MODEL, 90, BOUNDS).max_tokens == 10
+    assert sampling_of(Ask("m", text="x", max_tokens=90), MODEL, 10, BOUNDS).max_tokens == 90
+    with pytest.raises(ContextLengthExceeded) as caught:
+        sampling_of(Ask("m", text="x", max_tokens=91), MODEL, 10, BOUNDS)
+    assert caught.value.field == "max_tokens"
+
+
+@pytest.mark.parametrize(("ask", "field"), [(Ask("m", text="x"), "prompt"), (Ask("m", messages=()), "messages")])
+def test_a_prompt_that_fills_the_context_is_too_long(ask: Ask, field: str) -> None:
+    with pytest.raises(ContextLengthExceeded) as caught:
+        sampling_of(ask, MODEL, 100, BOUNDS)
+    assert caught.value.field == field
+
+
+def test_seeds_are_kept_or_drawn() -> None:
+    assert sampling_of(Ask("m", text="x", seed=7), MODEL, 1, BOUNDS).seed == 7
+    assert sampling_of(Ask("m", text="x", seed=0), MODEL, 1, BOUNDS).seed == 0
+    drawn = {sampling_of(Ask("m", text="x"), MODEL, 1, BOUNDS).seed for _ in range(8)}
+    assert len(drawn) == 8
+
+
+def test_stops_are_the_models_and_the_users() -> None:
+    sampling = sampling_of(Ask("m", text="x", stop=("a", "b")), MODEL, 1, BOUNDS)
+    assert (list(sampling.stop_token_ids), list(sampling.stop_strings)) == ([2, 3], ["a", "b"])
+    ignoring = sampling_of(Ask("m", text="x", ignore_eos=True), MODEL, 1, BOUNDS)
+    assert (list(ignoring.stop_token_ids), ignoring.ignore_eos) == ([], True)
+
+
+def test_choices_are_bounded() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        sampling_of(Ask("m", text="x", num_choices=5), MODEL, 1, BOUNDS)
+    assert caught.value.field == "n"

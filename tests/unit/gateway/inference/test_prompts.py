@@ -1,0 +1,45 @@
+"""What a model's folder says about chats."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from torchrelay.common.errors import DataCorrupted
+from torchrelay.gateway.inference.prompts import MAX_TEMPLATE_CHARS, chat_format
+
+
+def encoded(**fields: object) -> bytes:
+    return json.dumps(fields).encode()
+
+
+def test_special_tokens_come_in_both_forms() -> None:
+    config = encoded(bos_token="<s>", eos_token={"content": "</s>", "lstrip": False}, pad_token=None, chat_template="x")
+    found = chat_format(config, None)
+    assert found.template == "x"
+    assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+def test_a_template_file_counts_before_the_configuration() -> None:
+    assert chat_format(encoded(chat_template="old"), b"new").template == "new"
+    assert chat_format(None, b"new").template == "new"
+
+
+def test_of_named_templates_the_default_is_taken() -> None:
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    assert chat_format(encoded(chat_template=named), None).template == "d"
+    assert chat_format(encoded(chat_template=named[:1]), None).template == ""
+
+
+@pytest.mark.parametrize("config", [b"[]", b"{", b'"x"'])
+def test_senseless_files_are_refused(config: bytes) -> None:
+    with pytest.raises(DataCorrupted) as caught:
+        chat_format(config, None)
+    assert caught.value.field == "tokenizer_config.json"
+
+
+def test_a_template_has_a_size() -> None:
+    with pytest.raises(DataCorrupted):
+        chat_format(None, b"x" * (MAX_TEMPLATE_CHARS + 1))
+    assert chat_format(None, None).template == ""

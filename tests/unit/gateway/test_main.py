@@ -1,0 +1,94 @@
+"""The gateway as a process: it starts alone, survives kill -9 with all it had committed, and ends in order."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+START_S = 30
+
+
+@contextmanager
+def gateway(home: Path, nats_url: str, redis_url: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+    """A gateway process with no scheduler, no store and no worker in sight."""
+    ready = home / "ready.json"
+    ready.unlink(missing_ok=True)
+    settings = {
+        "admin-key": "tra-test",
+        "database-url": f"sqlite:///{home}/ledger.db",
+        "nats-url": nats_url,
+        "nats-prefix": home.name,
+        "redis-url": redis_url,
+        "ready-file": str(ready),
+        "heartbeat-s": "0.2",
+        "scheduler-address": "127.0.0.1:1",
+        "store-address": "127.0.0.1:1",
+        "drain-s": "1",
+    }
+    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    with (home / "gateway.log").open("ab") as log:
+        process = subprocess.Popen(
+            [Path(sys.executable).with_name("torchrelay-gateway"), *flags], stderr=log, stdout=log
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while not ready.exists():
+            assert process.poll() is None, (home / "gateway.log").read_text()[-2000:]
+            assert time.monotonic() < deadline, "not ready in time"
+            time.sleep(0.05)
+        yield process, json.loads(ready.read_text())
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    made = tmp_path / f"t{secrets.token_hex(4)}"
+    made.mkdir()
+    return made
+
+
+def test_keys_outlive_kill_9_and_sigterm_ends_in_order(home: Path, nats_url: str, redis_url: str) -> None:
+    with gateway(home, nats_url, redis_url) as (process, addresses):
+        first_id = addresses["gateway_id"]
+        with httpx.Client(base_url=addresses["http"], trust_env=False) as client:
+            admin = {"authorization": "Bearer tra-test"}
+            assert client.post("/v1/tenants", json={"name": "acme"}, headers=admin).status_code == 201
+            key = client.post("/v1/keys", json={"tenant": "acme"}, headers=admin).json()["key"]
+            absent = client.post(
+                "/v1/chat/completions",
+                json={"model": "absent", "messages": [{"role": "user", "content": "?"}]},
+                headers={"authorization": f"Bearer {key}"},
+            )
+            assert (absent.status_code, absent.json()["error"]["param"]) == (404, "model")
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    with gateway(home, nats_url, redis_url) as (process, addresses):
+        assert addresses["gateway_id"] != first_id
+        with httpx.Client(base_url=addresses["http"], trust_env=False) as client:
+            reply = client.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+            assert (reply.status_code, reply.json()["data"]) == (200, [])
+        with grpc.insecure_channel(addresses["grpc"]) as channel:
+            stub: Any = health_pb2_grpc.HealthStub(channel)
+            health = stub.Check(health_pb2.HealthCheckRequest(), timeout=5)
+            assert health.status == health_pb2.HealthCheckResponse.SERVING
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(15) == 0
+        assert not (home / "ready.json").exists()
+    errors = [line for line in (home / "gateway.log").read_text().splitlines() if "Traceback" in line]
+    assert errors == []

@@ -1,0 +1,40 @@
+"""Notices cross from threads to coroutines, and never pile up."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+from torchrelay.param_store.changes import Changes
+
+
+async def test_notices_from_threads_reach_every_listener() -> None:
+    changes = Changes(asyncio.get_running_loop())
+    with changes.listen() as first, changes.listen() as second:
+        for _ in range(3):
+            threading.Thread(target=changes.notify).start()
+            await asyncio.wait_for(first.wait(), 5)
+            await asyncio.wait_for(second.wait(), 5)
+            first.clear()
+            second.clear()
+    changes.notify()
+    await asyncio.sleep(0)
+
+
+async def test_many_notices_become_one_wake_up() -> None:
+    loop = asyncio.get_running_loop()
+    changes = Changes(loop)
+    scheduled = 0
+    original = loop.call_soon_threadsafe
+
+    def counting(*args: object) -> object:
+        nonlocal scheduled
+        scheduled += 1
+        return original(*args)  # type: ignore[arg-type]
+
+    loop.call_soon_threadsafe = counting  # type: ignore[method-assign, assignment]
+    with changes.listen() as event:
+        for _ in range(1000):
+            changes.notify()
+        await event.wait()
+    assert scheduled == 1

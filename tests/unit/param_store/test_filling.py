@@ -1,0 +1,89 @@
+"""The filling of one pack, without the service around it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.param_store.folders import LARGER, write_folder
+from torchrelay.common.errors import Unavailable
+from torchrelay.common.ids import new_id
+from torchrelay.param_store.filling import CopyRecord, Filling, Plan
+from torchrelay.param_store.folder_store import FolderStore
+from torchrelay.param_store.packer.__main__ import pack
+from torchrelay.transfer.arena import Arena
+from torchrelay.transfer.follow import Receiver, SourceAddress
+from torchrelay.transfer.tickets import Ticket
+
+
+@pytest.fixture
+def arena() -> Iterator[Arena]:
+    made = Arena.create(Path("/dev/shm") / new_id("torchrelay-test"), 16 << 20)
+    yield made
+    made.close(unlink=True)
+
+
+@pytest.fixture
+def filling(tmp_path: Path, arena: Arena) -> Filling:
+    remote = FolderStore(tmp_path / "remote")
+    pack_id = pack(write_folder(tmp_path / "model", LARGER), tmp_path / "a.pack", 0)["pack_id"]
+    remote.put_file(f"packs/{pack_id}", tmp_path / "a.pack")
+    remote.put_file(f"packs/{pack_id}.manifest", tmp_path / "a.manifest")
+    plan = Plan(pack_id, (None,), Receiver("sto-1", bytes(32)), 2)
+    return Filling(plan, arena, remote, CopyRecord(pack_id), lambda num_bytes: None, lambda: None)
+
+
+def test_a_filling_ends_complete_and_unpinned(arena: Arena, filling: Filling) -> None:
+    filling.run()
+    slab = arena.get(filling.plan.pack_id)
+    assert slab is not None
+    assert slab.complete
+    assert filling.reserved.result() is False
+    assert filling.record.error == ""
+    assert arena.owners(slab.pack_id) == frozenset()
+    arena.check_integrity()
+
+
+def test_a_stop_that_comes_after_the_last_chunk_is_no_failure(arena: Arena, filling: Filling) -> None:
+    filling.run()
+    again = Filling(
+        filling.plan, arena, filling.remote, CopyRecord("p"), lambda num_bytes: None, lambda: None, filling.stop
+    )
+    again.stop.set()
+    again.run()
+    assert again.reserved.result() is True
+    assert again.record.error == ""
+
+
+def test_a_stop_before_it_fails_and_keeps_what_is_there(arena: Arena, filling: Filling) -> None:
+    filling.stop.set()
+    filling.run()
+    slab = arena.get(filling.plan.pack_id)
+    assert slab is not None
+    assert "stopped" in filling.record.error
+    assert "stopped" in slab.error
+
+
+def test_an_unexpected_error_is_told_and_not_swallowed(filling: Filling) -> None:
+    def broken(num_bytes: int) -> None:
+        raise ZeroDivisionError
+
+    filling.on_bytes = broken
+    filling.run()
+    assert filling.record.error == "internal error: ZeroDivisionError()"
+
+
+def test_neighbouring_peers_are_alternates_of_one_another() -> None:
+    a, b, c = (SourceAddress(name, "127.0.0.1:1", Ticket()) for name in "abc")
+    plan = Plan("p", (a, b, None, c), Receiver("sto-1", bytes(32)), 1)
+    assert list(plan.groups()) == [(a, b), (), (c,)]
+
+
+def test_without_a_manifest_nothing_is_reserved(arena: Arena, filling: Filling) -> None:
+    filling.remote.delete(f"packs/{filling.plan.pack_id}.manifest")
+    filling.run()
+    with pytest.raises(Unavailable, match="no source gave the manifest"):
+        filling.reserved.result()
+    assert arena.slabs() == []

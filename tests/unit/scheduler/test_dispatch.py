@@ -1,0 +1,113 @@
+"""Dispatch: the pair of instances with the least predicted latency that has the KV."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.scheduler.scene import MB, a_model, a_worker, an_admission
+from torchrelay.scheduler.core import BOTH, Instance, Phase, Placement, Role, Roles
+from torchrelay.scheduler.dispatch import Candidate, NoPlace, place
+from torchrelay.scheduler.rules import Rules
+
+PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+RULES = Rules()
+MODEL = a_model()
+
+
+def a_candidate(
+    worker_id: str,
+    roles: Roles,
+    load_left_s: float = 0.0,
+    queued: int = 0,
+    free: int = 64 * MB,
+    num_decoding: int = 0,
+    tokens_per_s: float = 1000.0,
+) -> Candidate:
+    phase = Phase.LOADING if load_left_s else Phase.READY
+    instance = Instance(
+        f"i-{worker_id}", MODEL.name, MODEL.version_id, MODEL.pack_id, worker_id, "", "host-1", roles, phase, 0, 0, 0, 1
+    )
+    worker = a_worker(worker_id, prefill_tokens_per_s=tokens_per_s, step_s=0.01)
+    return Candidate(instance, worker, load_left_s, queued, free, num_decoding)
+
+
+def placed(*candidates: Candidate, num_prompt_tokens: int = 100) -> tuple[str, str]:
+    admission = an_admission(MODEL, "r1", num_prompt_tokens=num_prompt_tokens)
+    placement = place(admission, MODEL, candidates, RULES)
+    assert isinstance(placement, Placement)
+    return placement.prefill.worker_id, placement.decode.worker_id
+
+
+def test_the_shorter_queue_wins() -> None:
+    decode = a_candidate("d", DECODE)
+    assert placed(a_candidate("p1", PREFILL, queued=500), a_candidate("p2", PREFILL, queued=100), decode) == ("p2", "d")
+
+
+def test_a_ready_queue_beats_a_long_load_and_a_short_load_beats_a_long_queue() -> None:
+    decode, loading = a_candidate("d", DECODE), a_candidate("p2", PREFILL, load_left_s=2.0)
+    assert placed(a_candidate("p1", PREFILL, queued=1000), loading, decode) == ("p1", "d")
+    assert placed(a_candidate("p1", PREFILL, queued=3000), loading, decode) == ("p2", "d")
+
+
+def test_measured_rates_count() -> None:
+    slow = a_candidate("p1", PREFILL, queued=100, tokens_per_s=100.0)
+    fast = a_candidate("p2", PREFILL, queued=500, tokens_per_s=2000.0)
+    assert placed(slow, fast, a_candidate("d", DECODE)) == ("p2", "d")
+
+
+def test_decode_goes_where_fewer_run_and_must_have_the_kv() -> None:
+    prefill = a_candidate("p", PREFILL)
+    busy, calm = a_candidate("d1", DECODE, num_decoding=30), a_candidate("d2", DECODE, num_decoding=2)
+    assert placed(prefill, busy, calm) == ("p", "d2")
+    full = a_candidate("d2", DECODE, num_decoding=2, free=1000)
+    assert placed(prefill, busy, full) == ("p", "d1")
+
+
+def test_one_worker_that_plays_both_is_taken_when_it_is_best() -> None:
+    both = a_candidate("b", BOTH)
+    assert placed(both, a_candidate("d", DECODE)) == ("b", "b")  # no hand-over
+    interrupted = a_candidate("b", BOTH, queued=512)
+    assert placed(interrupted, a_candidate("p", PREFILL), a_candidate("d", DECODE)) == ("p", "d")
+
+
+def test_why_there_is_no_place() -> None:
+    admission = an_admission(MODEL, "r1")
+    alone = place(admission, MODEL, [a_candidate("p", PREFILL)], RULES)
+    assert alone == NoPlace("no instance plays decode")
+    full = place(admission, MODEL, [a_candidate("b", BOTH, free=5)], RULES)
+    assert isinstance(full, NoPlace) and str(admission.kv_bytes(MODEL)) in full.reason and "5 are" in full.reason
+    crowded = place(admission, MODEL, [a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance)], RULES)
+    assert isinstance(crowded, NoPlace)
+
+
+def test_kv_is_counted_in_whole_pages_for_every_choice() -> None:
+    admission = an_admission(MODEL, "r1", num_prompt_tokens=100, max_tokens=50, num_choices=3)
+    assert admission.kv_bytes(MODEL) == 3 * 160 * MODEL.kv_bytes_per_token
+
+
+candidates = st.builds(
+    a_candidate,
+    worker_id=st.uuids().map(str),
+    roles=st.sampled_from([PREFILL, DECODE, BOTH]),
+    load_left_s=st.sampled_from([0.0, 0.5, 3.0]),
+    queued=st.integers(0, 5000),
+    free=st.integers(0, 1 << 20),
+    num_decoding=st.integers(0, 70),
+)
+
+
+@given(st.lists(candidates, max_size=6), st.integers(1, 2000), st.integers(1, 4))
+def test_a_place_always_has_the_roles_and_the_kv(found: list[Candidate], tokens: int, choices: int) -> None:
+    admission = an_admission(MODEL, "r1", num_prompt_tokens=tokens, num_choices=choices)
+    placement = place(admission, MODEL, found, RULES)
+    by_worker = {candidate.worker.worker_id: candidate for candidate in found}
+    fits = [one for one in found if one.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and one.num_decoding < 64]
+    if isinstance(placement, NoPlace):
+        assert not any(one.instance.plays(Role.DECODE) for one in fits) or not any(
+            one.instance.plays(Role.PREFILL) for one in found
+        )
+        return
+    prefill, decode = by_worker[placement.prefill.worker_id], by_worker[placement.decode.worker_id]
+    assert prefill.instance.plays(Role.PREFILL) and decode.instance.plays(Role.DECODE) and decode in fits
+    assert placement.cold == bool(prefill.load_left_s or decode.load_left_s)

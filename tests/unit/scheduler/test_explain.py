@@ -1,0 +1,73 @@
+"""Timelines and decisions: bounded, in order, and only what belongs to the request."""
+
+from __future__ import annotations
+
+from tests.unit.scheduler.scene import NUM_CHUNKS, two_workers_one_host
+from tests.unit.scheduler.scene import a_model as model_of
+from torchrelay.scheduler.core import AttemptKey, Copy, Instance, Measured, Phase, Placement, Seat, Slot
+from torchrelay.scheduler.effects import Happening, Opened
+from torchrelay.scheduler.explain import Explain
+
+SEAT = Seat("w", "w:1", "i1")
+KEY = AttemptKey("r1", 1)
+
+
+def opened(cold: bool, key: AttemptKey = KEY) -> Opened:
+    return Opened(key, "acme/tiny", 10.0, 10.5, Placement(key, SEAT, SEAT, cold, predicted_ttft_s=0.25))
+
+
+def an_instance() -> Instance:
+    roles = frozenset[object]()
+    return Instance(
+        "i1", "acme/tiny", "v", "p", "w", "", "h", roles, Phase.READY, 0, 10.1, 0, accepted_at=10.4  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_a_cold_request_shows_the_load_of_its_instances() -> None:
+    explain = Explain()
+    copy = Copy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 10_150_000, 10_160_000, 10_300_000, "store-9")
+    slot = Slot(Phase.READY, "i1", load_phases=(Measured("map", 10_310_000, 10_320_000, "w"),))
+    explain.opened(opened(cold=True))
+    explain.observe(an_instance(), slot, "store-1", copy)
+    explain.released(KEY, [Measured("queue", 10_000_000, 10_600_000), Measured("first_token", 10_600_000, 10_700_000)])
+    found = explain.request("r1")
+    assert found is not None
+    phases, decisions = found
+    assert [phase.name for phase in phases] == ["queue", "plan", "relay", "map", "first_token"]
+    assert phases[2].where == "store-1" and phases[2].detail == "1000 bytes from store-9, first chunk after 10.0 ms"
+    assert [one.kind for one in decisions] == ["place"] and "250 ms" in decisions[0].reason
+
+
+def test_a_copy_that_was_there_before_is_no_relay_and_a_warm_request_shows_no_load() -> None:
+    explain = Explain()
+    old = Copy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 5_000_000, 5_000_001, 6_000_000, "remote")
+    explain.observe(an_instance(), Slot(), "store-1", old)
+    explain.opened(opened(cold=True))
+    explain.opened(opened(cold=False, key=AttemptKey("r2", 1)))
+    cold, warm = explain.request("r1"), explain.request("r2")
+    assert cold is not None and [phase.name for phase in cold[0]] == ["queue", "plan"]
+    assert warm is not None and [phase.name for phase in warm[0]] == ["queue"]
+
+
+def test_rings_are_bounded() -> None:
+    explain = Explain(max_requests=3)
+    for number in range(10):
+        explain.opened(opened(cold=False, key=AttemptKey(f"r{number}", 1)))
+    assert explain.request("r6") is None and explain.request("r9") is not None
+    explain.released(AttemptKey("r9", 1), [Measured("x", 1, 2)] * 1000)
+    found = explain.request("r9")
+    assert found is not None and len(found[0]) <= 64
+    for number in range(1000):
+        explain.happened(Happening(float(number), "wake", "acme/tiny", "i", "because"))
+    assert len(explain.model("acme/tiny")) == 100
+    assert explain.model("acme/none") == []
+
+
+def test_every_decision_of_the_policy_has_a_reason() -> None:
+    scene = two_workers_one_host(idle_timeout_s=1.0)
+    scene.admit(model_of(), "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.pass_time(2.0)
+    assert {"wake", "plan", "ready", "drain", "idle", "released"} <= set(scene.kinds())
+    assert all(happening.reason for happening in scene.happenings)

@@ -1,0 +1,158 @@
+"""Scaling: how many instances, in which slots, and whose slot when none is free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.scheduler.scene import a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.core import BOTH, Instance, Model, Phase, Role, Roles, Slot, Store, Tier, Worker
+from torchrelay.scheduler.rules import Rules
+from torchrelay.scheduler.scaling import decide, wanted_instances
+from torchrelay.scheduler.situation import Demand, Drain, Load, SetRoles, Situation, Wake, covers
+from torchrelay.scheduler.slots import FreeSlot, assign, free_slots
+
+PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+RULES = Rules()
+
+
+def a_demand(model: Model, num_waiting: int = 1, **changes: object) -> Demand:
+    return replace(Demand(model, num_waiting, 0, 0.0), **changes)  # type: ignore[arg-type]
+
+
+def an_instance(model: Model, worker: Worker, roles: Roles = BOTH, phase: Phase = Phase.READY) -> Instance:
+    return Instance(
+        f"i-{worker.worker_id}", model.name, model.version_id, model.pack_id, worker.worker_id, worker.incarnation,
+        worker.host_id, roles, phase, 0, 0, 0, accepted_at=1.0,
+    )  # fmt: skip
+
+
+def a_situation(
+    demands: list[Demand], loads: list[Load], workers: list[Worker], stores: list[Store], now: float = 100.0
+) -> Situation:
+    taken = {load.instance.worker_id: load.instance for load in loads}
+    seated = [
+        replace(worker, slot=Slot(taken[worker.worker_id].phase)) if worker.worker_id in taken else worker
+        for worker in workers
+    ]
+    return Situation(
+        now, demands, loads, {w.worker_id: w for w in seated}, {s.host_id: s for s in stores}, idle_timeouts_s={}
+    )
+
+
+def test_how_many_are_wanted() -> None:
+    model = a_model(max_instances=5)
+    assert wanted_instances(a_demand(model, 0), 0, 0, RULES) == 0
+    assert wanted_instances(a_demand(model, 1), 0, 0, RULES) == 1
+    assert wanted_instances(a_demand(model, 16), 0, 1, RULES) == 1
+    assert wanted_instances(a_demand(model, 10, num_cold=7), 0, 1, RULES) == 2  # placed on loading ones count as well
+    assert wanted_instances(a_demand(model, 1000), 0, 0, RULES) == 5
+    assert wanted_instances(a_demand(model, 15), 2, 0, RULES) == 2  # a moment's wait is no reason
+    assert wanted_instances(a_demand(model, 32), 2, 0, RULES) == 4
+    assert wanted_instances(a_demand(model, 1, oldest_wait_s=2.5), 2, 0, RULES) == 3
+    assert wanted_instances(a_demand(model, 1, oldest_wait_s=2.5), 2, 1, RULES) == 2  # help is on its way
+    assert wanted_instances(a_demand(model, 0, backlog_s=7.0), 1, 0, RULES) == 4
+
+
+def test_pairs_go_to_one_host_and_near_copies() -> None:
+    slots = [
+        FreeSlot("a1", "a", BOTH, Tier.REMOTE),
+        FreeSlot("b1", "b", BOTH, Tier.HOST),
+        FreeSlot("b2", "b", BOTH, Tier.HOST),
+        FreeSlot("c1", "c", BOTH, Tier.PEER),
+    ]
+    assert [(one.worker_id, one.roles) for one in assign(slots, 1, 1)] == [("b1", PREFILL), ("b2", DECODE)]
+    rest = assign(slots, 2, 2)
+    assert [one.worker_id for one in rest] == ["b1", "b2", "c1", "a1"]  # a pair over two hosts before one slot for both
+    assert [one.roles for one in assign(slots[:1], 1, 1)] == [BOTH]
+    assert assign([FreeSlot("p", "a", PREFILL, Tier.HOST)], 1, 1) == ()
+    assert [one.worker_id for one in assign([*slots, FreeSlot("d", "b", DECODE, Tier.HOST)], 0, 1)] == ["d"]
+
+
+def test_slots_need_a_store_with_room() -> None:
+    model, other = a_model(), a_model("acme/other")
+    pinned = replace(a_copy(other), num_pins=1)
+    stores = {
+        "small": a_store("s1", "small", arena_bytes=model.pack_bytes - 1),
+        "pinned": a_store("s2", "pinned", [pinned], arena_bytes=2 * model.pack_bytes - 1),
+        "evictable": a_store("s3", "evictable", [a_copy(other)], arena_bytes=2 * model.pack_bytes - 1),
+        "there": a_store("s4", "there", [a_copy(model), pinned], arena_bytes=2 * model.pack_bytes),
+    }
+    workers = [a_worker(f"w {host_id}", host_id) for host_id in (*stores, "no store")]
+    slots = free_slots(model, workers, stores, frozenset(["w there"]))
+    assert [(slot.worker_id, slot.tier, slot.avoided) for slot in slots] == [
+        ("w evictable", Tier.PEER, False),
+        ("w there", Tier.HOST, True),
+    ]
+
+
+def test_the_missing_role_is_set_only_when_no_slot_is_free() -> None:
+    model = a_model()
+    prefill, free = a_worker("w1"), a_worker("w2")
+    load = Load(an_instance(model, prefill, PREFILL), 0, 0)
+    store = a_store("s1", "host-1")
+    with_slot = decide(a_situation([a_demand(model)], [load], [prefill, free], [store]), RULES)
+    assert [type(action) for action in with_slot] == [Wake]
+    without = decide(a_situation([a_demand(model)], [load], [prefill], [store]), RULES)
+    assert [(type(action), action.roles) for action in without if isinstance(action, SetRoles)] == [(SetRoles, BOTH)]
+    only_prefill = replace(prefill, can_play=PREFILL)
+    assert decide(a_situation([a_demand(model)], [load], [only_prefill], [store]), RULES) == ()
+
+
+def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
+    first, waiting = a_model("acme/first"), a_model("acme/waiting")
+    w1, w2, w3 = (a_worker(f"w{number}") for number in (1, 2, 3))
+    loads = [
+        Load(replace(an_instance(first, w1, PREFILL), last_active=50.0), 0, 0),
+        Load(replace(an_instance(first, w2, DECODE), last_active=60.0), 0, 0),
+        Load(an_instance(a_model("acme/busy"), w3), 1, 0),
+    ]
+    store = a_store("s1", "host-1")
+    drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2, w3], [store]), RULES)
+    assert [(one.instance_id, one.kind) for one in drains if isinstance(one, Drain)] == [("i-w1", "evict")]
+    leaving = [replace(loads[0], instance=replace(loads[0].instance, phase=Phase.DRAINING)), *loads[1:]]
+    assert decide(a_situation([a_demand(waiting)], leaving, [w1, w2, w3], [store]), RULES) == ()
+    both_wait = [a_demand(waiting), a_demand(first)]
+    assert decide(a_situation(both_wait, loads, [w1, w2, w3], [store]), RULES) == ()
+
+
+def test_roles_apart_need_two_victims() -> None:
+    first, waiting = a_model("acme/first"), a_model("acme/waiting")
+    w1, w2 = a_worker("w1", can_play=PREFILL), a_worker("w2", can_play=DECODE)
+    loads = [Load(an_instance(first, w1, PREFILL), 0, 0), Load(an_instance(first, w2, DECODE), 0, 0)]
+    drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2], [a_store("s1", "host-1")]), RULES)
+    assert [action.kind for action in drains if isinstance(action, Drain)] == ["evict", "evict"]
+
+
+def test_idle_instances_others_can_do_without_go_first() -> None:
+    model = a_model()
+    workers = [a_worker(f"w{number}") for number in range(3)]
+    busy = [Load(an_instance(model, workers[0], PREFILL), 1, 0), Load(an_instance(model, workers[1], DECODE), 1, 0)]
+    spare = Load(an_instance(model, workers[2]), 0, 0)
+    store = a_store("s1", "host-1")
+    drains = decide(a_situation([], [*busy, spare], workers, [store]), RULES)
+    assert [action.instance_id for action in drains if isinstance(action, Drain)] == ["i-w2"]
+    idle_prefill = [Load(busy[0].instance, 0, 0), busy[1]]
+    assert decide(a_situation([], idle_prefill, workers, [store]), RULES) == ()  # its decode instance needs it
+
+
+@given(
+    st.lists(st.sampled_from([PREFILL, DECODE, BOTH]), max_size=8),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+def test_assignments_never_load_half_a_pair_or_a_slot_twice(can: list[Roles], prefills: int, decodes: int) -> None:
+    slots = [FreeSlot(f"w{n}", f"h{n % 2}", roles, Tier.REMOTE) for n, roles in enumerate(can)]
+    chosen = assign(slots, prefills, decodes)
+    can_play = {slot.worker_id: slot.can_play for slot in slots}
+    assert len({one.worker_id for one in chosen}) == len(chosen)
+    assert all(one.roles <= can_play[one.worker_id] for one in chosen)
+    num = {role: sum(role in one.roles for one in chosen) for role in Role}
+    assert num[Role.PREFILL] <= prefills and num[Role.DECODE] <= decodes
+    if prefills == decodes:
+        assert num[Role.PREFILL] == num[Role.DECODE]
+    if chosen and prefills and decodes:
+        worker = a_worker("w")
+        assert covers(an_instance(a_model(), worker, one.roles) for one in chosen)

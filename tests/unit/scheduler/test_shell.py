@@ -1,0 +1,96 @@
+"""The small parts of the shell: epoch, sessions, history, settings, peers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from nats.js.errors import NoStreamResponseError
+from pydantic import ValidationError
+
+from torchrelay.common.errors import Overloaded, StaleEpoch
+from torchrelay.common.events import Subjects, connect, ensure_streams
+from torchrelay.common.ids import new_id
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
+from torchrelay.scheduler.effects import Happening
+from torchrelay.scheduler.epoch import STARTUP_S, Epoch
+from torchrelay.scheduler.history import History
+from torchrelay.scheduler.peers import is_refused
+from torchrelay.scheduler.sessions import Sessions
+from torchrelay.scheduler.settings import SchedulerSettings
+
+
+def test_the_epoch_rises_at_the_start_and_yields_later() -> None:
+    epoch = Epoch(1000.0)
+    assert epoch.value == 1_000_000
+    epoch.seen(2_000_000, now=1000.5)
+    assert epoch.value == 2_000_001 and not epoch.refused(1000.5)
+    epoch.seen(2_000_001, now=2000.0)
+    with pytest.raises(StaleEpoch):
+        epoch.seen(2_000_002, now=1000.1 + STARTUP_S)
+    assert epoch.refused(2000.0)
+
+
+async def test_a_slow_gateway_loses_its_stream_and_nothing_else_grows() -> None:
+    sessions = Sessions(max_queued=3)
+    session = sessions.open()
+    sessions.arrived(session, "g")
+    for _ in range(4):
+        sessions.send("g", AdmitEvent())
+    with pytest.raises(Overloaded):
+        async for _ in session.events():
+            pass
+
+
+async def test_a_newer_stream_of_a_gateway_replaces_the_older() -> None:
+    sessions = Sessions(max_queued=3)
+    older, newer = sessions.open(), sessions.open()
+    sessions.arrived(older, "g")
+    sessions.arrived(newer, "g")
+    assert [event async for event in older.events()] == []
+    assert not sessions.left(older)  # the gateway is still here
+    sessions.send("g", AdmitEvent())
+    sessions.close()
+    assert [event async for event in newer.events()] == [AdmitEvent()]
+    assert sessions.left(newer)
+
+
+async def test_history_drops_the_oldest_while_the_stream_is_away_and_keeps_order(nats_url: str) -> None:
+    subjects = Subjects(new_id("t"))
+    nats = await connect(nats_url, "test")
+    try:
+        js = nats.jetstream()
+        history = History(js, subjects, max_queued=3)
+        history.note(Happening(1.0, "place", "m", "i", "not published"))
+        for number in range(5):
+            history.note(Happening(float(number), "wake", "m", "i", f"{number}", "instance.loading", {"n": number}))
+        assert history.num_dropped == 2
+        publishing = asyncio.create_task(history.run())
+        with pytest.raises(NoStreamResponseError):
+            await js.publish(subjects.event("x"), b"", timeout=1)  # nobody keeps it yet
+        await ensure_streams(js, subjects)
+        subscription = await js.subscribe(subjects.event(">"), stream=subjects.history_stream)
+        numbers = [json.loads((await subscription.next_msg(timeout=5)).data)["n"] for _ in range(3)]
+        assert numbers == [2, 3, 4]
+        publishing.cancel()
+        await asyncio.wait((publishing,))
+    finally:
+        await nats.close()
+
+
+async def test_a_port_nobody_listens_on_is_refused() -> None:
+    server = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    assert not await is_refused(f"127.0.0.1:{port}")
+    server.close()
+    await server.wait_closed()
+    assert await is_refused(f"127.0.0.1:{port}")
+
+
+def test_settings_become_rules_and_a_bad_key_is_refused() -> None:
+    settings = SchedulerSettings(cluster_key="ab" * 16, idle_timeout_s=5, requests_per_instance=3)
+    assert settings.rules.idle_timeout_s == 5 and settings.rules.requests_per_instance == 3
+    for key in ("abcd", "not hex at all, is it"):
+        with pytest.raises(ValidationError):
+            SchedulerSettings(cluster_key=key)
