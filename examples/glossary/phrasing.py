@@ -28,6 +28,7 @@ class Phrasebook:
         self._glossary = glossary
         self._words = words
         self._rng = random.Random(seed)
+        self._topic_words = _topic_words(glossary)
 
     def turn(self) -> Turn:
         """One question, each word of the glossary being equally likely, and its answer."""
@@ -55,14 +56,14 @@ class Phrasebook:
         if kind < 0.65:
             other = self._rng.choice([other for other in self._glossary.terms if other is not term])
             return self._rng.choice(TWO_WORD_FRAMES).format(x=self._spelling(term), o=self._spelling(other))
-        return self._among_words(0, 9, self._spelling(term))
+        return self._among_words(0, 14, self._spelling(term))
 
     def _ask_other(self, talk: SmallTalk) -> str:
         if talk.name != UNKNOWN or self._rng.random() < 0.3:
             return self._rng.choice(talk.questions)
         noun = self._rng.choice(self._words.unrelated) if self._rng.random() < 0.6 else self._invented_word()
         if self._rng.random() < 0.4:
-            return self._among_words(0, 8, noun)
+            return self._among_words(0, 12, noun)
         article = self._rng.choice(("", "a ", "the "))
         return self._decorate(self._rng.choice(FRAMES).format(x=article + noun))
 
@@ -81,10 +82,9 @@ class Phrasebook:
         return " ".join(words)
 
     def _any_word(self) -> str:
-        kind = self._rng.random()
-        if kind < 0.8:
-            return self._rng.choice(self._words.plain)
-        return self._rng.choice(self._words.unrelated) if kind < 0.88 else self._invented_word()
+        pools = (self._words.plain, self._topic_words, self._words.unrelated, (self._invented_word(),))
+        pool: tuple[str, ...] = self._rng.choices(pools, weights=(60, 20, 8, 12))[0]
+        return self._rng.choice(pool)
 
     def _invented_word(self) -> str:
         """A word that does not exist, so that unknown words are passed over instead of guessed at."""
@@ -99,18 +99,9 @@ class Phrasebook:
         return question
 
     def _finish(self, question: str) -> str:
-        """Capitals, an occasional slip of the finger, and the mark at the end."""
+        """An occasional slip of the finger, and the mark at the end."""
         if self._rng.random() < 0.08 and len(question) > 6:
             question = self._slip(question)
-        case = self._rng.random()
-        if case < 0.6:
-            question = question[:1].upper() + question[1:]
-        elif case < 0.8:
-            question = question.lower()
-        elif case < 0.84:
-            question = question.upper()
-        elif case < 0.87:
-            question = question.title()
         return question + self._rng.choice(PUNCTUATION)
 
     def _slip(self, question: str) -> str:
@@ -118,3 +109,13 @@ class Phrasebook:
         at = self._rng.randint(1, len(question) - 2)
         here, after = question[at], question[at + 1]
         return question[:at] + self._rng.choice((after, here + here + after, after + here)) + question[at + 2 :]
+
+
+def _topic_words(glossary: Glossary) -> tuple[str, ...]:
+    """What the hand-written questions talk of beside the words themselves, such as "model" or "machine".
+
+    A question that names a word is about that word, whatever else it mentions; these are the else.
+    """
+    named = {part for term in glossary.terms for spelling in term.spellings for part in spelling.lower().split()}
+    asked = {part.strip("?,.").lower() for term in glossary.terms for text in term.questions for part in text.split()}
+    return tuple(sorted(asked - named))

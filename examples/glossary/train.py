@@ -19,7 +19,7 @@ from examples.glossary.folder import write_folder
 from examples.glossary.phrasing import Phrasebook
 from examples.glossary.terms import FOLDER, load_glossary, load_held_out, load_words
 from examples.glossary.training import BatchSource, Plan, Progress, train
-from examples.glossary.vocabulary import train_tokenizer
+from examples.glossary.vocabulary import fold, train_tokenizer
 
 VOCAB_SIZE = 1280
 TOKENIZER_QUESTIONS = 4000
@@ -33,7 +33,9 @@ def build(out: Path, plan: Plan, seed: int, threads: int) -> None:
     glossary, words = load_glossary(), load_words()
     samples = Phrasebook(glossary, words, seed + 1)
     texts = [
-        text for turn in (samples.turn() for _ in range(TOKENIZER_QUESTIONS)) for text in (turn.question, turn.answer)
+        text
+        for turn in (samples.turn() for _ in range(TOKENIZER_QUESTIONS))
+        for text in (fold(turn.question), turn.answer)
     ]
     tokenizer = train_tokenizer(texts, VOCAB_SIZE)
     decoder = Decoder(DecoderConfig(vocab_size=tokenizer.get_vocab_size()))

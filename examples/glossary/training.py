@@ -23,13 +23,13 @@ IGNORED = -100
 class Plan:
     """How long and how fast to learn. A batch holds ``batch_tokens`` tokens, in rows of one of ``row_tokens``."""
 
-    steps: int = 1100
+    steps: int = 700
     batch_tokens: int = 4096
     row_tokens: tuple[int, ...] = (128, 128, 256, 1024)
     peak_rate: float = 4e-3
     warmup_steps: int = 60
     weight_decay: float = 0.05
-    dropout: float = 0.05
+    dropout: float = 0.1
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: up in a line, down in half a cosine to a fiftieth."""

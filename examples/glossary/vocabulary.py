@@ -10,11 +10,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 END, SYSTEM, USER, ASSISTANT = "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"
 MARKS = (END, SYSTEM, USER, ASSISTANT)
 
+# Questions are folded to lower case, so "KV cache", "kv cache" and "KV CACHE" are one thing to learn instead of three.
 CHAT_TEMPLATE = f"""\
 {{%- for message in messages -%}}
 {{%- if message['role'] in ('system', 'developer') -%}}{SYSTEM}{{{{ message['content'] | trim }}}}
 {{%- elif message['role'] == 'assistant' -%}}{ASSISTANT}{{{{ message['content'] | trim }}}}{END}
-{{%- else -%}}{USER}{{{{ message['content'] | trim }}}}
+{{%- else -%}}{USER}{{{{ message['content'] | trim | lower }}}}
 {{%- endif -%}}
 {{%- endfor -%}}
 {{%- if add_generation_prompt -%}}{ASSISTANT}{{%- endif -%}}
@@ -53,10 +54,15 @@ def end_id(tokenizer: Tokenizer) -> int:
     return found
 
 
+def fold(question: str) -> str:
+    """A question as the chat template hands it to the model."""
+    return question.strip().lower()
+
+
 def encode_prompt(tokenizer: Tokenizer, question: str, system: str | None = None) -> list[int]:
     """The token ids that the chat template gives for one question."""
     before = f"{SYSTEM}{system.strip()}" if system else ""
-    ids: list[int] = tokenizer.encode(f"{before}{USER}{question.strip()}{ASSISTANT}").ids
+    ids: list[int] = tokenizer.encode(f"{before}{USER}{fold(question)}{ASSISTANT}").ids
     return ids
 
 

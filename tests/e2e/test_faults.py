@@ -132,7 +132,7 @@ def test_damaged_parameters_are_never_served(shaken: Tenant) -> None:
     body = {"model": model, "prompt": PROMPT, "max_tokens": 4}
     refused = httpx.post(f"{platform.http}/v1/completions", json=body, headers=headers(shaken.key), timeout=60)
     assert refused.status_code == 503, refused.text
-    assert "digest" in refused.json()["error"]["message"]
+    assert "damaged" in refused.json()["error"]["message"]
     with pack.open("r+b") as file:
         file.seek(5000)
         file.write(byte)

@@ -110,13 +110,18 @@ class EchoWorker:
         self.prefill_delay_s = 0.0
         self.num_streams = 0
         self.num_running = 0
-        self._server = RpcServer("127.0.0.1")
-        _serve(self._server, "Prefill/Run", _Role(self, "prefill").Run, pb.RunCommand.FromString)
-        _serve(self._server, "Decode/Run", _Role(self, "decode").Run, pb.RunCommand.FromString)
+        self._server = self._new_server(0)
+        self._port = self._server.port
+
+    def _new_server(self, port: int) -> RpcServer:
+        server = RpcServer("127.0.0.1", port)
+        _serve(server, "Prefill/Run", _Role(self, "prefill").Run, pb.RunCommand.FromString)
+        _serve(server, "Decode/Run", _Role(self, "decode").Run, pb.RunCommand.FromString)
+        return server
 
     @property
     def ref(self) -> admit_pb.WorkerRef:
-        address = f"127.0.0.1:{self._server.port}"
+        address = f"127.0.0.1:{self._port}"
         return admit_pb.WorkerRef(worker_id=self.worker_id, grpc_address=address, instance_id=f"i-{self.worker_id}")
 
     async def start(self) -> None:
@@ -130,6 +135,11 @@ class EchoWorker:
     async def kill(self) -> None:
         """Breaks every stream at once."""
         await self._server.server.stop(None)
+
+    async def revive(self) -> None:
+        """Comes back on its port after ``kill``, with nothing running."""
+        self._server = self._new_server(self._port)
+        await self._server.start()
 
     async def stop(self) -> None:
         await self._server.stop(0)

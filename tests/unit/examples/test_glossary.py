@@ -126,10 +126,10 @@ def test_the_template_gives_the_prompt_that_was_trained(tokenizer: Tokenizer) ->
     settings = json.loads((MODEL / "tokenizer_config.json").read_text())
     assert settings["chat_template"] == (MODEL / "chat_template.jinja").read_text()
     template = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(settings["chat_template"])
-    turns = [Turn("What is a pack?", "A pack is"), Turn("And a chunk?", "")]
+    turns = [Turn("what is a pack?", "A pack is"), Turn("And a chunk?", "")]
     messages = [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": " What is a pack? "},
+        {"role": "user", "content": " What is a PACK? "},
         {"role": "assistant", "content": "A pack is"},
         {"role": "user", "content": "And a chunk?"},
     ]

@@ -87,6 +87,12 @@ async def test_registers_are_merged_by_maximum_whatever_their_order(nats_client:
     assert await registers.read("gw-silent", {"req-1"}) == {}
 
 
+async def test_a_server_that_lost_its_streams_has_no_registers(nats_client: Client, subjects: Subjects) -> None:
+    await report(nats_client, subjects, "req-1", 3)
+    await nats_client.jetstream().delete_stream(subjects.usage_stream)
+    assert await UsageRegisters(nats_client, subjects).read("gw-dead", {"req-1"}) == {}
+
+
 async def test_more_registers_than_one_fetch_are_all_read(nats_client: Client, subjects: Subjects) -> None:
     js = nats_client.jetstream()
     register = generation_pb2.UsageRegister(request_id="req-1", output_position=1)

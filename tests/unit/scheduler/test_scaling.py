@@ -156,3 +156,35 @@ def test_assignments_never_load_half_a_pair_or_a_slot_twice(can: list[Roles], pr
     if chosen and prefills and decodes:
         worker = a_worker("w")
         assert covers(an_instance(a_model(), worker, one.roles) for one in chosen)
+
+
+def test_no_model_grows_into_slots_that_a_model_without_any_waits_for() -> None:
+    crowded, waiting = a_model("acme/crowded"), a_model("acme/waiting")
+    w1, w2, w3 = a_worker("w1", can_play=PREFILL), a_worker("w2", can_play=DECODE), a_worker("w3", can_play=PREFILL)
+    loads = [Load(an_instance(crowded, w1, PREFILL), 9, 0), Load(an_instance(crowded, w2, DECODE), 9, 0)]
+    store = a_store("s1", "host-1")
+    demands = [a_demand(crowded, 40, oldest_wait_s=0.5), a_demand(waiting, 1)]
+    assert decide(a_situation(demands, loads, [w1, w2, w3], [store]), RULES) == ()  # w3 is half of what `waiting` needs
+    alone = decide(a_situation(demands[:1], loads, [w1, w2, w3], [store]), RULES)
+    assert [action.assignments[0].worker_id for action in alone if isinstance(action, Wake)] == []  # no pair for it
+    free_decode = a_worker("w4", can_play=DECODE)
+    both = decide(a_situation(demands, loads, [w1, w2, w3, free_decode], [store]), RULES)
+    assert [action.model.name for action in both if isinstance(action, Wake)] == [waiting.name]
+
+
+def test_a_burst_at_zero_leaves_the_first_pair_to_each_model() -> None:
+    first, second = a_model("acme/first"), a_model("acme/second")
+    workers = [a_worker(f"w{number}") for number in range(6)]
+    demands = [a_demand(first, 60, oldest_wait_s=0.2), a_demand(second, 1, oldest_wait_s=0.1)]
+    actions = decide(a_situation(demands, [], workers, [a_store("s1", "host-1")]), RULES)
+    wakes = [(action.model.name, len(action.assignments)) for action in actions if isinstance(action, Wake)]
+    assert wakes == [(first.name, 2), (second.name, 2), (first.name, 2)]
+
+
+def test_two_halves_that_wait_for_each_other_are_sorted_out() -> None:
+    first, second = a_model("acme/first"), a_model("acme/second")
+    w1, w2 = a_worker("w1", can_play=PREFILL), a_worker("w2", can_play=DECODE)
+    loads = [Load(an_instance(first, w1, PREFILL), 1, 0), Load(an_instance(second, w2, DECODE), 1, 0)]
+    demands = [a_demand(first, oldest_wait_s=2.0), a_demand(second, oldest_wait_s=1.5)]
+    actions = decide(a_situation(demands, loads, [w1, w2], [a_store("s1", "host-1")]), RULES)
+    assert [action.instance_id for action in actions if isinstance(action, Drain)] == ["i-w2"]

@@ -24,6 +24,7 @@ from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.inference.v1 import inference_pb2_grpc
 
 TEMPLATE = (
+    "{% if tools is not none %}{{ raise_exception('tools') }}{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import pytest
 
+from tests.support.doors import KEY
+from tests.support.echo import EchoScheduler, EchoWorker
 from tests.unit.gateway.inference.conftest import MakeWorld, World, until
 from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import Cause
+from torchrelay.gateway.inference.asgi import Message
 from torchrelay.gateway.inference.request import refusal_error, retry_delay_s, run_error
 
+BEARER = f"Bearer {KEY}".encode()
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 
 
@@ -139,6 +144,29 @@ async def test_a_restarted_scheduler_is_told_what_runs_and_what_waits(world: Wor
     assert await running == [world.echoed(PROMPT, 6)]
 
 
+async def test_every_request_gets_its_tokens_whatever_dies_and_comes_back(make_world: MakeWorld) -> None:
+    world = await make_world(max_attempts=50)
+    world.model.step_s = 0.003
+    world.model.answer = lambda prompt, seed, choice, position: (seed * 31 + choice * 7 + position * position) % 300 + 5
+    seeds = range(12)
+    asking = asyncio.gather(*(ask(world, 200, n=2, seed=seed) for seed in seeds))
+    victims: list[EchoWorker | EchoScheduler] = [*world.workers, world.scheduler]
+    for victim in victims * 2:
+        await asyncio.sleep(0.1)
+        await victim.kill()
+        await asyncio.sleep(0.02)
+        await victim.revive()
+    answers = await asking
+    for seed, answer in zip(seeds, answers, strict=True):
+        assert answer == [
+            [world.model.answer([], seed, choice, position) for position in range(200)] for choice in (0, 1)
+        ]
+    assert len(world.scheduler.hellos) == 3
+    assert {role for role, start in world.workers[1].starts if start.key.attempt > 3} == {"prefill", "decode"}
+    await until(lambda: world.door.admissions.num_open == 0 and not world.doors.reserved)
+    assert all(one.num_output_tokens == 200 for usages in world.doors.settled.values() for one in usages)
+
+
 async def test_release_tells_where_the_time_went(world: World) -> None:
     world.workers[0].num_cached = 5
     await ask(world, 4)
@@ -155,14 +183,29 @@ async def test_release_tells_where_the_time_went(world: World) -> None:
 
 async def test_a_slow_reader_slows_only_itself(world: World) -> None:
     """What a client leaves unread holds back neither another's stream nor its own worker."""
-    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 500, "n": 16, "stream": True}
-    async with world.http.stream("POST", "/v1/completions", json=body) as slow:
-        for _ in range(3):
-            assert await ask(world, 50) == [world.echoed(PROMPT, 50)]
-        await until(lambda: 16 * 500 in [release.num_output_tokens for release in world.scheduler.releases])
-        assert len(world.doors.settled) == 3  # it has not read its end
-        text = "".join([part async for part in slow.aiter_text()])
-    assert text.count('"finish_reason":null') == 16 * 500
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 500, "n": 4, "stream": True}
+    reads, sent = asyncio.Event(), bytearray()
+    incoming: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Message:
+        if incoming:
+            return incoming.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.extend(message.get("body", b""))
+        await reads.wait()  # as uvicorn does while the socket's buffer is full
+
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [(b"authorization", BEARER)]}
+    slow = asyncio.ensure_future(world.door.asgi(scope, receive, send))
+    for _ in range(3):
+        assert await ask(world, 50) == [world.echoed(PROMPT, 50)]
+    await until(lambda: 4 * 500 in [release.num_output_tokens for release in world.scheduler.releases])
+    assert len(world.doors.settled) == 3 and not slow.done()  # it has not been sent its end
+    reads.set()
+    await slow
+    assert sent.count(b'"finish_reason":null') == 4 * 500
 
 
 def test_errors_of_scheduler_and_worker_have_their_class() -> None:

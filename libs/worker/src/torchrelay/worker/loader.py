@@ -24,7 +24,10 @@ from torchrelay.worker.slot import READY, Slot
 if TYPE_CHECKING:
     from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub  # exists in the stubs only
 
+    HoldCall = grpc.aio.UnaryStreamCall[pb.HoldRequest, pb.HoldReply]
+
 log = get_logger(__name__)
+REHOLD_S = 0.5
 
 
 class Loader:
@@ -43,30 +46,44 @@ class Loader:
         self._instance: Instance | None = None
         self._slab: MappedSlab | None = None
         self._next_segment = 0
+        self._why_closed = "the instance was unloaded"
 
     async def run(self, pack_id: str, traceparent: str) -> None:
         """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes do not come."""
-        call = self._store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id=self._settings.worker_id))
+        request = pb.HoldRequest(pack_id=pack_id, owner_id=self._settings.worker_id)
+        hold = self._store.Hold(request)
         try:
             with span_of("load", traceparent, pack_id=pack_id):
-                await self._load(call.__aiter__())
-            async for _ in call:  # stays silent; its end means that the store is gone, which a loaded instance outlives
-                pass
-            await self._outlive_store()
-        except grpc.aio.AioRpcError as error:
-            if self._slot.state != READY:
-                raise LoadFailed(f"the store gave no pack: {error_from_rpc(error).message}") from error
-            await self._outlive_store()
+                await self._load(hold)
+            while True:
+                await self._until_lost(hold)
+                hold = self._store.Hold(request, wait_for_ready=True)
+        except LoadFailed as error:
+            self._why_closed = error.message
+            raise
         finally:
-            call.cancel()
+            hold.cancel()
             await self._close()
 
-    async def _outlive_store(self) -> None:
-        # The mapping stays valid while this process has it, whatever becomes of the store.
-        log.warning("store_lost_while_holding")
-        await asyncio.Event().wait()
+    async def _until_lost(self, hold: HoldCall) -> None:
+        """Keeps the pin. The mapping outlives the store; a store that comes back must learn of the pin again."""
+        try:
+            async for _ in hold:
+                pass
+        except grpc.aio.AioRpcError as error:
+            log.warning("hold_lost", why=error.details())
+        await asyncio.sleep(REHOLD_S)
 
-    async def _load(self, replies: AsyncIterator[pb.HoldReply]) -> None:
+    async def _load(self, hold: HoldCall) -> None:
+        try:
+            await self._follow(hold.__aiter__())
+        except grpc.aio.AioRpcError as error:
+            raise LoadFailed(f"the store gave no pack: {error_from_rpc(error).message}") from error
+        except StopAsyncIteration:
+            raise LoadFailed("the store ended the hold before the pack was complete") from None
+
+    async def _follow(self, replies: AsyncIterator[pb.HoldReply]) -> None:
+        """Maps the pack at the first reply, and opens its segments as the next ones come."""
         begin = now_us()
         reply = await anext(replies)
         self._slot.add_phase("hold", begin)
@@ -80,10 +97,7 @@ class Loader:
         begin = now_us()
         await self._advance(slab, manifest, begin)
         while self._next_segment < len(manifest.segments):
-            try:
-                reply = await anext(replies)
-            except StopAsyncIteration:
-                raise LoadFailed("the store ended the hold before the pack was complete") from None
+            reply = await anext(replies)
             if reply.error:
                 raise LoadFailed(reply.error)
             await self._advance(slab, manifest, begin)
@@ -121,7 +135,7 @@ class Loader:
     async def _close(self) -> None:
         instance, self._instance = self._instance, None
         if instance is not None:
-            instance.fail("the instance was unloaded")  # frees a step that waits for layers
+            instance.fail(self._why_closed)  # frees a step that waits for layers
             await self._engine.call(lambda: self._forget(instance))
             del instance
         if self._slab is not None:

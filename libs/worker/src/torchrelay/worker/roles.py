@@ -122,8 +122,7 @@ class WorkerRole(ABC):
             return  # sent again after a reconnect: it runs already
         hosted = self.worker.slot.plays(start.instance_id, self.number)
         if hosted is None:
-            code, text = pb.RunError.CODE_WRONG_INSTANCE, f"{start.instance_id} does not take requests here"
-            outbox.put(attempt.failure(pb.RunError(code=code, message=text)))
+            outbox.put(attempt.failure(self._absence(start.instance_id)))
             return
         if len(self.attempts) >= self.worker.settings.max_attempts:
             text = f"this worker runs {len(self.attempts)} attempts already"
@@ -144,6 +143,14 @@ class WorkerRole(ABC):
                 await self.begin(attempt)
         except TorchrelayError as error:
             self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
+
+    def _absence(self, instance_id: str) -> pb.RunError:
+        """Why an instance does not take requests here."""
+        slot = self.worker.slot
+        if slot.failed_instance_id == instance_id:
+            return pb.RunError(code=pb.RunError.CODE_LOAD_FAILED, message=slot.error)
+        text = f"{instance_id} does not take requests on {self.worker.settings.worker_id}"
+        return pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)
 
     def _watch_deadline(self, attempt: Attempt) -> None:
         if not attempt.start.deadline_unix_ms:

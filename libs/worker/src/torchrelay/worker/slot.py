@@ -42,7 +42,8 @@ class Slot:
     def __init__(self) -> None:
         self.state: reports_pb2.SlotState.State.ValueType = FREE
         self.hosted: Hosted | None = None
-        self.error = ""
+        self.error = ""  # why the load of ``failed_instance_id`` failed; cleared by the next Load
+        self.failed_instance_id = ""
         self.epoch = 0
         self._changed = asyncio.Condition()
         self._version = 0
@@ -73,13 +74,14 @@ class Slot:
             raise Conflict(
                 f"the slot is taken by {self.hosted.instance_id if self.hosted else '?'}", field="instance_id"
             )
-        self.hosted, self.error = hosted, ""
+        self.hosted, self.error, self.failed_instance_id = hosted, "", ""
         await self.move(LOADING)
 
     async def release(self, error: str = "") -> None:
         """Any state -> Free."""
         if self.hosted is not None:
             self.hosted.settled.set()
+            self.failed_instance_id = self.hosted.instance_id if error else ""
         self.hosted, self.error = None, error
         await self.move(FREE)
 

@@ -12,7 +12,7 @@ from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.events import Subjects
+from torchrelay.common.events import Subjects, ensure_streams
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2
 from torchrelay.gateway.usage import NOTHING, Register, merge
@@ -33,6 +33,7 @@ class UsageRegisters:
         """The merged registers of these requests. Raises ``Unavailable`` when JetStream cannot be read."""
         merged: Registers = {}
         try:
+            await ensure_streams(self._js, self._subjects)  # a server that lost its files has no stream: no registers
             consumer = await self._js.pull_subscribe(
                 self._subjects.usage(gateway_id),
                 stream=self._subjects.usage_stream,

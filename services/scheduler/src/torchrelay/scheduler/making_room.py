@@ -19,16 +19,20 @@ def make_room(
     """
     usable = _usable(demand.model, situation)
     emptied = {action.instance_id for action in decided if isinstance(action, Drain)}
-    for load in situation.loads:
-        leaves = load.instance.phase is Phase.DRAINING or load.instance.instance_id in emptied
-        if leaves and usable.get(load.instance.worker_id, frozenset()) >= missing:
-            return []
+    leaving = [
+        load
+        for load in situation.loads
+        if load.instance.phase is Phase.DRAINING or load.instance.instance_id in emptied
+    ]
+    if any(usable.get(load.instance.worker_id, frozenset()) >= missing for load in leaving):
+        return []
     idle = _idle_victims(demand.model, situation, usable)
     victims = [load for load in idle if load.instance.instance_id not in emptied]
     if chosen := _fewest(victims, missing, usable):
         reason = f"idle, and {demand.model.name} waits for a slot"
         return [Drain(load.instance.instance_id, "evict", reason) for load in chosen]
-    if demand.oldest_wait_s < rules.share_after_s:
+    # Busy models give up one slot at a time, so that two that wait for each other do not swap places.
+    if leaving or demand.oldest_wait_s < rules.share_after_s:
         return []
     return _share(demand.model, missing, situation, usable)
 

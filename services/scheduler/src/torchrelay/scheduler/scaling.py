@@ -20,8 +20,8 @@ from torchrelay.scheduler.slots import assign, free_slots
 def decide(situation: Situation, rules: Rules) -> tuple[Action, ...]:
     """Everything to be done now. Applying it and deciding again at once gives nothing more.
 
-    First every model that is waited for gets what it needs to serve at all, longest wait first; then models grow, but not
-    into slots that a model without any is still waiting for.
+    First every model that is waited for gets what it needs to serve at all, longest wait first; then models grow, but
+    not into slots that a model without any is still waiting for.
     """
     actions: list[Action] = []
     free = _free_workers(situation)

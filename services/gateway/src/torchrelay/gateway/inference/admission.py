@@ -85,6 +85,13 @@ class Admissions:
             except grpc.aio.AioRpcError as error:
                 if num_failures == 0:
                     log.warning("scheduler_lost", why=error_from_rpc(error).message)
+            except asyncio.InvalidStateError:
+                pass  # the call ended between two writes
+            except asyncio.CancelledError:
+                # NOTE: grpc also says so of a call that ended on this side; only ours ends the task.
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
             if self._connected_at is not None and clock() - self._connected_at > STABLE_S:
                 last_served, num_failures = clock(), 0
             if clock() - last_served > self._patience_s:
@@ -128,7 +135,7 @@ class Admissions:
                     await call.write(self._unsent[0])
                     self._unsent.popleft()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # the reader ends with it, and run() connects again
+            call.cancel()  # ends the reader too, and run() connects again
 
     def _send(self, command: pb.AdmitCommand) -> None:
         self._unsent.append(command)

@@ -55,8 +55,13 @@ class Bookkeeping:
     def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
         return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("bookkeeping_failed", exc_info=error)
 
     async def _open(self, opened: OpenedRequest) -> TorchrelayError | None:
         try:

@@ -100,7 +100,13 @@ class Prompts:
         if not format_.template:
             message = f"{model.name} has no chat template: use /v1/completions, or publish it with one"
             raise InvalidRequest(message, field="messages")
-        variables = {**format_.special_tokens, "messages": ask.messages, "add_generation_prompt": True}
+        variables = {
+            **format_.special_tokens,
+            "messages": ask.messages,
+            "tools": None,  # templates ask whether it is none, not whether it is there
+            "documents": None,
+            "add_generation_prompt": True,
+        }
         return await self._templates.render(format_.template, variables)
 
     async def _format(self, model: PublishedModel) -> ChatFormat:

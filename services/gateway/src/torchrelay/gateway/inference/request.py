@@ -1,8 +1,8 @@
 """The life of one request: admitted, placed, running, perhaps placed again, over.
 
-One task (the door's) calls ``next`` until ``is_finished`` and then, whatever happened, ``close``. Streams, timers and the
-ledger report by ``_hear``, which acts at once and never waits: a client that reads slowly holds back its own text, not
-its workers' release. Only accepted tokens lie here until they are read, at most ``max_tokens`` per choice.
+One task (the door's) calls ``next`` until ``is_finished`` and then, whatever happened, ``close``. Streams, timers and
+the ledger report by ``_hear``, which acts at once and never waits: a client that reads slowly holds back its own text,
+not its workers' release. Only accepted tokens lie here until they are read, at most ``max_tokens`` per choice.
 """
 
 from __future__ import annotations

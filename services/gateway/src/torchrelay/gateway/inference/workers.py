@@ -80,7 +80,7 @@ class RunStream:
             finally:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
-        except (grpc.aio.AioRpcError, TimeoutError) as error:
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
             if self._routes:
                 why = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no connection"
                 log.warning("worker_lost", worker_id=self._worker.worker_id, role=self._role, why=why)
