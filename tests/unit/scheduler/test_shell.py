@@ -1,4 +1,4 @@
-"""The small parts of the shell: epoch, sessions, history, settings, peers."""
+"""The small parts of the shell: epoch, streams, history, settings, peers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torchrelay.scheduler.effects import Happening
 from torchrelay.scheduler.epoch import STARTUP_S, Epoch
 from torchrelay.scheduler.history import History
 from torchrelay.scheduler.peers import is_refused
-from torchrelay.scheduler.sessions import Sessions
 from torchrelay.scheduler.settings import SchedulerSettings
+from torchrelay.scheduler.streams import AdmitStreams
 
 
 def test_the_epoch_rises_at_the_start_and_yields_later() -> None:
@@ -33,27 +33,27 @@ def test_the_epoch_rises_at_the_start_and_yields_later() -> None:
 
 
 async def test_a_slow_gateway_loses_its_stream_and_nothing_else_grows() -> None:
-    sessions = Sessions(max_queued=3)
-    session = sessions.open()
-    sessions.arrived(session, "g")
+    streams = AdmitStreams(max_queued=3)
+    stream = streams.open()
+    streams.arrived(stream, "g")
     for _ in range(4):
-        sessions.send("g", AdmitEvent())
+        streams.send("g", AdmitEvent())
     with pytest.raises(Overloaded):
-        async for _ in session.events():
+        async for _ in stream.events():
             pass
 
 
 async def test_a_newer_stream_of_a_gateway_replaces_the_older() -> None:
-    sessions = Sessions(max_queued=3)
-    older, newer = sessions.open(), sessions.open()
-    sessions.arrived(older, "g")
-    sessions.arrived(newer, "g")
+    streams = AdmitStreams(max_queued=3)
+    older, newer = streams.open(), streams.open()
+    streams.arrived(older, "g")
+    streams.arrived(newer, "g")
     assert [event async for event in older.events()] == []
-    assert not sessions.left(older)  # the gateway is still here
-    sessions.send("g", AdmitEvent())
-    sessions.close()
+    assert not streams.left(older)  # the gateway is still here
+    streams.send("g", AdmitEvent())
+    streams.close()
     assert [event async for event in newer.events()] == [AdmitEvent()]
-    assert sessions.left(newer)
+    assert streams.left(newer)
 
 
 async def test_history_drops_the_oldest_while_the_stream_is_away_and_keeps_order(nats_url: str) -> None:

@@ -33,16 +33,21 @@ def announced(path: Path | None, addresses: Addresses) -> Iterator[None]:
 
 
 def run_service(
-    name: str, settings: ServiceSettings, serving: Callable[[], AbstractAsyncContextManager[Addresses]]
+    name: str,
+    settings: ServiceSettings,
+    serving: Callable[[], AbstractAsyncContextManager[Addresses]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> None:
     """Runs ``serving()`` until SIGTERM or SIGINT.
 
     ``serving`` is an async context manager: it yields the process's addresses once it serves (for the ready file), and
     shuts everything down in order when it is left. If it raises, the process ends with a traceback and status 1.
+    ``loop_factory`` makes another event loop than asyncio's own.
     """
     telemetry = Telemetry(name, settings)
     try:
-        asyncio.run(_until_signal(settings, serving))
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_until_signal(settings, serving))
     finally:
         telemetry.close()
 

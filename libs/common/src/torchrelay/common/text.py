@@ -27,9 +27,10 @@ BPE_CACHE_WORDS = 4096
 # would decode all it holds at every step.
 MAX_HELD_TOKENS = 16
 
-_STRING = rb'"(?:[^"\\]|\\.)*"'
-_PAIR = re.compile(rb"\s*\[\s*(" + _STRING + rb")\s*,\s*(" + _STRING + rb")\s*\]\s*,?")
-_LINE = re.compile(rb"\s*(" + _STRING + rb")\s*,?")
+# A slice of a merges list, in either of its forms. Possessive: never slower than linear, whatever was uploaded.
+_STRING = rb'"(?:[^"\\]|\\.)*+"'
+_PAIRS = re.compile(rb"(?:\s*+\[\s*+" + _STRING + rb"\s*+,\s*+" + _STRING + rb"\s*+\]\s*+,?+){1,1024}+")
+_LINES = re.compile(rb"(?:\s*+" + _STRING + rb"\s*+,?+){1,1024}+")
 _OPTIONS = (
     "unk_token",
     "continuing_subword_prefix",
@@ -131,24 +132,23 @@ def _split(json_bytes: bytes, folder: Path) -> _Parts:
 
 
 def _merge_lines(merges: msgspec.Raw) -> Iterator[bytes]:
-    """Lines ``a b`` of a merges list, in either of its two forms. Raises ``_NotPlain`` for what a line cannot say."""
+    """Lines ``a b`` of a merges list, a thousand at a time. Raises ``_NotPlain`` for what lines cannot say."""
     data = memoryview(merges)
     begin = 1
-    pattern = _PAIR if _PAIR.match(data, begin) else _LINE
+    form: Any = list[tuple[str, str]] if _PAIRS.match(data, begin) else list[str]
+    pattern = _LINES if form is list[str] else _PAIRS
     while (found := pattern.match(data, begin)) is not None:
-        words = [_unquoted(group) for group in found.groups()]
-        line = b" ".join(words)
-        if line.count(b" ") != 1 or b"\n" in line or b"\r" in line or line.startswith(b"#version"):
+        part = msgspec.json.decode(b"[" + found[0].rstrip().rstrip(b",") + b"]", type=form)
+        lines = part if form is list[str] else [f"{left} {right}" for left, right in part]
+        if any(line.count(" ") != 1 or line.startswith("#version") for line in lines):
             raise _NotPlain
-        yield line + b"\n"
+        text = "\n".join(lines) + "\n"
+        if text.count("\n") != len(lines) or "\r" in text:
+            raise _NotPlain
+        yield text.encode()
         begin = found.end()
     if bytes(data[begin:]).strip() != b"]":
         raise _NotPlain
-
-
-def _unquoted(literal: bytes) -> bytes:
-    text: str = msgspec.json.decode(literal)
-    return text.encode()
 
 
 def _add_tokens(tokenizer: Tokenizer, added: list[dict[str, Any]]) -> None:

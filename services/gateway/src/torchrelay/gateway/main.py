@@ -170,5 +170,4 @@ async def _leave(heartbeat: Heartbeat) -> None:
 def main() -> None:
     """The ``torchrelay-gateway`` program."""
     settings = load_settings(GatewaySettings, "torchrelay-gateway")
-    uvloop.install()
-    run_service("gateway", settings, lambda: serving(settings))
+    run_service("gateway", settings, lambda: serving(settings), loop_factory=uvloop.new_event_loop)

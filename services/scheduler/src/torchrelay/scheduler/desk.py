@@ -19,7 +19,7 @@ from torchrelay.scheduler.explain import Explain
 from torchrelay.scheduler.history import History
 from torchrelay.scheduler.metrics import Metrics
 from torchrelay.scheduler.policy import Policy
-from torchrelay.scheduler.sessions import Sessions
+from torchrelay.scheduler.streams import AdmitStreams
 from torchrelay.scheduler.ticketing import Ticketing
 
 log = get_logger(__name__)
@@ -53,7 +53,7 @@ class Desk:
         policy: Policy,
         clock: Clock,
         epoch: Epoch,
-        sessions: Sessions,
+        streams: AdmitStreams,
         ticketing: Ticketing,
         explain: Explain,
         history: History,
@@ -61,7 +61,7 @@ class Desk:
         self.policy = policy
         self.clock = clock
         self.epoch = epoch
-        self.sessions = sessions
+        self.streams = streams
         self.ticketing = ticketing
         self.explain = explain
         self.actuator: Actuating | None = None  # set once, before anything is admitted
@@ -214,7 +214,7 @@ class Desk:
             event.waiting.state = answer.state
             event.waiting.predicted_wait_s = answer.predicted_wait_s
         self._metrics.answered(type(answer).__name__.lower())
-        self.sessions.send(answer.gateway_id, event)
+        self.streams.send(answer.gateway_id, event)
 
     def _opened(self, opened: Opened) -> None:
         self.explain.opened(opened)

@@ -23,8 +23,8 @@ from torchrelay.scheduler.history import History
 from torchrelay.scheduler.peers import Peers
 from torchrelay.scheduler.policy import Policy
 from torchrelay.scheduler.servicer import SchedulerServicer
-from torchrelay.scheduler.sessions import Sessions
 from torchrelay.scheduler.settings import SchedulerSettings
+from torchrelay.scheduler.streams import AdmitStreams
 from torchrelay.scheduler.ticketing import Ticketing
 from torchrelay.scheduler.watch import Watcher
 
@@ -51,7 +51,7 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
             try:
                 yield {"grpc": f"{settings.reach_host}:{server.port}"}
             finally:
-                desk.sessions.close()
+                desk.streams.close()
                 await server.stop()
                 background.cancel()
     finally:
@@ -66,7 +66,7 @@ def _desk(settings: SchedulerSettings, clock: Clock, nats: Client, subjects: Sub
         clock=clock,
         epoch=Epoch(clock.now()),
         # A stream holds an answer for each of its requests at most a few times over.
-        sessions=Sessions(max_queued=4 * settings.queue_limit_total),
+        streams=AdmitStreams(max_queued=4 * settings.queue_limit_total),
         ticketing=Ticketing(bytes.fromhex(settings.cluster_key)),
         explain=Explain(),
         history=history,

@@ -11,7 +11,7 @@ from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler import wire
 from torchrelay.scheduler.cluster_view import cluster_view
 from torchrelay.scheduler.desk import Desk
-from torchrelay.scheduler.sessions import Session
+from torchrelay.scheduler.streams import AdmitStream
 
 _VIEW_EVERY_S = 0.1
 
@@ -26,50 +26,50 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommand], context: Context
     ) -> AsyncIterator[scheduler_pb2.AdmitEvent]:
         """Reads commands beside sending events; when either ends, the stream does."""
-        session = self._desk.sessions.open()
-        reading = asyncio.create_task(self._read(request_iterator, session), name="admit-read")
+        stream = self._desk.streams.open()
+        reading = asyncio.create_task(self._read(request_iterator, stream), name="admit-read")
         # A stream that breaks may leave this generator suspended: leaving must not wait until it is collected.
-        context.add_done_callback(lambda _: self._leave(session, reading))
+        context.add_done_callback(lambda _: self._leave(stream, reading))
         try:
             await context.send_initial_metadata(())  # the gateway counts itself connected from here
-            async for event in session.events():
+            async for event in stream.events():
                 yield event
             if reading.done() and not reading.cancelled():
                 reading.result()  # a fault of our own breaks the stream, and is seen
         finally:
-            self._leave(session, reading)
+            self._leave(stream, reading)
             await asyncio.wait((reading,))
 
-    async def _read(self, commands: AsyncIterator[scheduler_pb2.AdmitCommand], session: Session) -> None:
+    async def _read(self, commands: AsyncIterator[scheduler_pb2.AdmitCommand], stream: AdmitStream) -> None:
         try:
             async for command in commands:
-                self._obey(command, session)
+                self._obey(command, stream)
         except TorchrelayError as error:
-            session.close(error)
+            stream.close(error)
         finally:
-            session.close()
+            stream.close()
 
-    def _obey(self, command: scheduler_pb2.AdmitCommand, session: Session) -> None:
+    def _obey(self, command: scheduler_pb2.AdmitCommand, stream: AdmitStream) -> None:
         kind = command.WhichOneof("command")
         if kind == "hello":
-            if session.gateway_id or not command.hello.gateway_id:
+            if stream.gateway_id or not command.hello.gateway_id:
                 raise InvalidRequest("a stream says hello once, with the gateway's id", field="hello")
-            self._desk.sessions.arrived(session, command.hello.gateway_id)
-            self._desk.gateway_arrived(session.gateway_id)
-        elif not session.gateway_id:
+            self._desk.streams.arrived(stream, command.hello.gateway_id)
+            self._desk.gateway_arrived(stream.gateway_id)
+        elif not stream.gateway_id:
             raise InvalidRequest("the first message of a stream is its hello", field="command")
         elif kind == "admit":
-            self._desk.admit(session.gateway_id, command.admit)
+            self._desk.admit(stream.gateway_id, command.admit)
         elif kind == "withdraw":
             self._desk.withdraw(wire.key_of(command.withdraw.key))
         elif kind == "release":
             self._desk.release(command.release)
 
-    def _leave(self, session: Session, reading: asyncio.Task[None]) -> None:
+    def _leave(self, stream: AdmitStream, reading: asyncio.Task[None]) -> None:
         reading.cancel()
-        session.close()
-        if self._desk.sessions.left(session):
-            self._desk.gateway_left(session.gateway_id)
+        stream.close()
+        if self._desk.streams.left(stream):
+            self._desk.gateway_left(stream.gateway_id)
 
     async def Explain(self, request: scheduler_pb2.ExplainRequest, context: Context) -> scheduler_pb2.ExplainReply:
         if not request.request_id:

@@ -10,7 +10,7 @@ from torchrelay.common.errors import Overloaded, TorchrelayError
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 
 
-class Session:
+class AdmitStream:
     """One stream. A gateway that reads too slowly loses the stream, not the admissions: it sends them again."""
 
     def __init__(self, max_queued: int) -> None:
@@ -46,35 +46,35 @@ class Session:
             await self._news.wait()
 
 
-class Sessions:
+class AdmitStreams:
     """The present stream of each gateway; a newer one replaces the older."""
 
     def __init__(self, max_queued: int) -> None:
         self._max_queued = max_queued
-        self._of: dict[str, Session] = {}
+        self._of: dict[str, AdmitStream] = {}
 
-    def open(self) -> Session:
-        return Session(self._max_queued)
+    def open(self) -> AdmitStream:
+        return AdmitStream(self._max_queued)
 
-    def arrived(self, session: Session, gateway_id: str) -> None:
+    def arrived(self, stream: AdmitStream, gateway_id: str) -> None:
         older = self._of.get(gateway_id)
-        if older is not None and older is not session:
+        if older is not None and older is not stream:
             older.close()
-        session.gateway_id = gateway_id
-        self._of[gateway_id] = session
+        stream.gateway_id = gateway_id
+        self._of[gateway_id] = stream
 
-    def left(self, session: Session) -> bool:
+    def left(self, stream: AdmitStream) -> bool:
         """True when this was the gateway's present stream."""
-        if self._of.get(session.gateway_id) is not session:
+        if self._of.get(stream.gateway_id) is not stream:
             return False
-        del self._of[session.gateway_id]
+        del self._of[stream.gateway_id]
         return True
 
     def send(self, gateway_id: str, event: AdmitEvent) -> None:
         """To a gateway that is away nothing is sent: it asks again when it is back."""
-        if session := self._of.get(gateway_id):
-            session.send(event)
+        if stream := self._of.get(gateway_id):
+            stream.send(event)
 
     def close(self) -> None:
-        for session in self._of.values():
-            session.close()
+        for stream in self._of.values():
+            stream.close()
