@@ -87,6 +87,18 @@ async def test_a_release_while_the_scheduler_is_away_arrives_later() -> None:
         assert len(there.admits) == 1  # what is over is not admitted again
 
 
+async def test_flush_waits_for_what_is_unsent_but_not_for_ever() -> None:
+    async with scheduler() as there, admissions_to(there.address) as admissions:
+        for name in "abc":
+            admissions.admit(pb.AdmitRequest(key=key(name)), lambda _: None)
+        await admissions.flush(5)
+        await until(lambda: len(there.admits) == 3)
+        await there.kill()
+        admissions.admit(pb.AdmitRequest(key=key("d")), lambda _: None)
+        await admissions.flush(0.05)
+        assert len(there.admits) == 3
+
+
 async def test_each_hears_of_its_own() -> None:
     heard: dict[str, list[Happening]] = {name: [] for name in "abcdef"}
     async with scheduler() as there, admissions_to(there.address) as admissions:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -53,6 +54,8 @@ class Admissions:
         self._open: dict[Key, _Admission] = {}
         self._unsent: deque[pb.AdmitCommand] = deque(maxlen=MAX_UNSENT)
         self._filled = asyncio.Event()
+        self._emptied = asyncio.Event()
+        self._emptied.set()
         self._connected_at: float | None = None
 
     @property
@@ -73,6 +76,12 @@ class Admissions:
             self._send(pb.AdmitCommand(release=release))
         else:
             self._send(pb.AdmitCommand(withdraw=pb.Withdraw(key=release.key)))
+
+    async def flush(self, timeout_s: float) -> None:
+        """Waits until the scheduler has been sent everything, but no longer than ``timeout_s``."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._emptied.wait()
 
     async def run(self) -> None:
         """Keeps the stream until cancelled; tells who waits when the scheduler stays away too long."""
@@ -134,11 +143,13 @@ class Admissions:
                 while self._unsent:
                     await call.write(self._unsent[0])
                     self._unsent.popleft()
+                self._emptied.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             call.cancel()  # ends the reader too, and run() connects again
 
     def _send(self, command: pb.AdmitCommand) -> None:
         self._unsent.append(command)
+        self._emptied.clear()
         self._filled.set()
 
     def _route(self, event: pb.AdmitEvent) -> None:

@@ -90,6 +90,7 @@ class InferenceDoor:
         await self._stack.aclose()
 
     async def _stop_admitting(self) -> None:
+        await self.admissions.flush(0.5)
         self._admitting.cancel()
         with suppress(asyncio.CancelledError):
             await self._admitting

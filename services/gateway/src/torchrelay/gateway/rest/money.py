@@ -61,9 +61,12 @@ async def usage(
 
 
 @router.get("/bill")
-async def bill(services: ServicesOf, caller: Caller, period: str, tenant: str | None = None) -> dict[str, Any]:
-    """A month's bill of a tenant: a line per model and price."""
+async def bill(
+    services: ServicesOf, caller: Caller, period: str | None = None, tenant: str | None = None
+) -> dict[str, Any]:
+    """A month's bill of a tenant, by default this month's so far: a line per model and price."""
     of = await tenant_of(services, caller, tenant)
+    period = period or datetime.now(UTC).strftime("%Y-%m")
     begin, end = month_bounds(period)
     wanted = UsageFilter(tenant_id=of.tenant_id, from_unix_us=begin, to_unix_us=end)
     made = bill_of(period, await billed_sums(services.database, wanted))
