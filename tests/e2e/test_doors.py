@@ -17,6 +17,7 @@ from tests.e2e.conftest import Tenant
 from tests.support.calls import complete, headers
 from tests.support.platform import Platform
 from torchrelay.cli.client import Client
+from torchrelay.cli.problems import Problem
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
 
 pytestmark = pytest.mark.e2e
@@ -153,14 +154,24 @@ def test_an_upload_goes_on_where_it_stopped(platform: Platform, tenant: Tenant) 
             with pytest.raises(httpx.TransportError), httpx.Client(base_url=platform.http) as broken:
                 declared_length = {**headers(tenant.key), "Content-Length": str(len(data))}
                 broken.put(url, content=cut_off(data[:half]), headers=declared_length)
-            states = client.call("GET", f"/v1/uploads/{upload['id']}")["files"]
-            state = next(state for state in states if state["path"] == path.name)
-            rest = data[state["received"] :]
-            state = client.call("PUT", url, content=rest, headers={"Upload-Offset": str(state["received"])})
-            assert state["complete"]
+            assert put_rest(client, str(upload["id"]), path.name, data)["complete"]
         model = client.call("POST", f"/v1/uploads/{upload['id']}/commit", json={})
     assert model["id"] == "acme/resumed"
     assert complete(platform, tenant.key, "resumed", [1, 2], max_tokens=2)["usage"]["prompt_tokens"] == 2
+
+
+def put_rest(client: Client, upload_id: str, path: str, data: bytes) -> dict[str, Any]:
+    """What a client does after a break: asks how much is there and sends the rest, until the platform agrees."""
+    for _ in range(20):
+        states = client.call("GET", f"/v1/uploads/{upload_id}")["files"]
+        received = next(int(state["received"]) for state in states if state["path"] == path)
+        try:
+            url, offset = f"/v1/uploads/{upload_id}/files/{path}", {"Upload-Offset": str(received)}
+            state: dict[str, Any] = client.call("PUT", url, content=data[received:], headers=offset)
+        except Problem:
+            continue  # the broken transfer was still being written
+        return state
+    raise AssertionError(f"{path} could not be resumed")
 
 
 def cut_off(data: bytes) -> Any:

@@ -68,6 +68,12 @@ def test_pairs_go_to_one_host_and_near_copies() -> None:
     assert [one.worker_id for one in rest] == ["b1", "b2", "c1", "a1"]  # a pair over two hosts before one slot for both
     assert [one.roles for one in assign(slots[:1], 1, 1)] == [BOTH]
     assert assign([FreeSlot("p", "a", PREFILL, Tier.HOST)], 1, 1) == ()
+    named = [
+        FreeSlot("one", "a", BOTH, Tier.HOST, prefers=Role.DECODE),
+        FreeSlot("two", "a", BOTH, Tier.HOST, prefers=Role.PREFILL),
+    ]
+    assert [(one.worker_id, one.roles) for one in assign(named, 1, 1)] == [("two", PREFILL), ("one", DECODE)]
+    assert [one.worker_id for one in assign(named, 1, 0)] == ["two"]
     assert [one.worker_id for one in assign([*slots, FreeSlot("d", "b", DECODE, Tier.HOST)], 0, 1)] == ["d"]
 
 

@@ -16,7 +16,8 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 from tests.support.doors import KEY, MemoryDoors, published_model
-from tests.support.echo import EchoModel, EchoScheduler, EchoStore, EchoWorker
+from tests.support.echo import EchoModel, EchoWorker
+from tests.support.echo_control import EchoScheduler, EchoStore
 from tests.support.vocabulary import EOS, tiny_tokenizer
 from torchrelay.common.rpc import RpcServer, open_channel
 from torchrelay.gateway.inference.door import InferenceDoor

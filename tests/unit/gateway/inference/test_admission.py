@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from tests.support.brokers import free_port
-from tests.support.echo import EchoModel, EchoScheduler, EchoWorker
+from tests.support.echo import EchoModel, EchoWorker
+from tests.support.echo_control import EchoScheduler
 from tests.unit.gateway.inference.conftest import until
 from torchrelay.common.rpc import open_channel
 from torchrelay.control.v1 import scheduler_pb2 as pb

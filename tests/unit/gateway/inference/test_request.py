@@ -8,7 +8,8 @@ import json
 import pytest
 
 from tests.support.doors import KEY
-from tests.support.echo import EchoScheduler, EchoWorker
+from tests.support.echo import EchoWorker
+from tests.support.echo_control import EchoScheduler
 from tests.unit.gateway.inference.conftest import MakeWorld, World, until
 from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
 from torchrelay.control.v1 import generation_pb2 as pb

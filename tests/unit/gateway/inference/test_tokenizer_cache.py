@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 from blake3 import blake3
 
-from tests.support.echo import EchoStore
+from tests.support.echo_control import EchoStore
 from tests.support.vocabulary import tiny_tokenizer
 from torchrelay.common.errors import DataCorrupted, InvalidRequest
 from torchrelay.common.rpc import open_channel

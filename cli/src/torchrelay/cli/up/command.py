@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Annotated
 
 import typer
@@ -16,6 +16,7 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.herald import Herald
 from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.stack import StackPlan
 from torchrelay.cli.up.supervisor import Supervisor
 from torchrelay.common.service import announced
@@ -73,8 +74,8 @@ def up(
 async def run_up(home: Home, options: UpOptions) -> None:
     """Runs the platform until SIGINT or SIGTERM; a second signal ends it at once."""
     home.make()
-    with home.owned():
-        stack = StackPlan(home, options).stack()
+    with home.owned(), closing(Ports()) as ports:
+        stack = StackPlan(home, options, ports).stack()
         herald = Herald(home, out())
         stop, supervisor = asyncio.Event(), Supervisor(stack, herald)
 

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
-
-from torchrelay.cli.problems import Problem
-
-PREFERRED_HTTP_PORT = 8080
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +21,3 @@ class UpOptions:
     threads: int = 0
     device: str = "cpu"
     log_level: str = "info"
-
-
-def free_port(host: str = "127.0.0.1", preferred: int = 0) -> int:
-    """``preferred`` when nobody listens on it, else any free port. Raises ``Problem`` for an address not ours."""
-    for port in (preferred, 0) if preferred else (0,):
-        if (bound := _bind(host, port)) is not None:
-            return bound
-    raise Problem(f"this machine cannot listen on {host}", "give one of its own addresses with --host")
-
-
-def wanted_port(host: str, port: int) -> int:
-    """``port`` itself. Raises ``Problem`` when it is taken."""
-    if _bind(host, port) is None:
-        raise Problem(f"port {port} of {host} is taken", "choose another, or 0 for any free one")
-    return port
-
-
-def _bind(host: str, port: int) -> int | None:
-    with socket.socket() as probe:
-        # As servers do: connections of a server that ended a moment ago do not count.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return None
-        bound: int = probe.getsockname()[1]
-        return bound

@@ -11,7 +11,8 @@ from pathlib import Path
 from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.child import ChildSpec
-from torchrelay.cli.up.options import PREFERRED_HTTP_PORT, UpOptions, free_port, wanted_port
+from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.transfer.tickets import derive_node_key
 
 HOST_ID = "local"
@@ -56,23 +57,21 @@ def _service_program(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-def _port(host: str, wanted: int, preferred: int = 0) -> int:
-    return wanted_port(host, wanted) if wanted else free_port(host, preferred)
-
-
 class StackPlan:
     """Works out ports, keys and environments for one home."""
 
-    def __init__(self, home: Home, options: UpOptions) -> None:
-        self._home, self._options = home, options
+    def __init__(self, home: Home, options: UpOptions, ports: Ports) -> None:
+        self._home, self._options, self._ports = home, options, ports
         self._cluster_key = bytes.fromhex(home.cluster_key())
         self._redis_url = os.environ.get("TORCHRELAY_REDIS_URL", "")
         self._nats_url = os.environ.get("TORCHRELAY_NATS_URL", "")
-        self._scheduler_port = free_port()
-        self._store_port = free_port()
+        self._scheduler_port = ports.free()
+        self._store_port = ports.free()
         host = options.host
-        self._http_port = _port(host, options.http_port, PREFERRED_HTTP_PORT)
-        self._grpc_port = _port(host, options.grpc_port)
+        self._http_port = (
+            ports.exactly(host, options.http_port) if options.http_port else ports.free(host, PREFERRED_HTTP_PORT)
+        )
+        self._grpc_port = ports.exactly(host, options.grpc_port) if options.grpc_port else ports.free(host)
         shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
         self._arena = shared_memory / f"torchrelay-{self._cluster_key[:6].hex()}"
 
@@ -94,7 +93,7 @@ class StackPlan:
     def _redis(self) -> ChildSpec | None:
         if self._redis_url:
             return None
-        port, folder = free_port(), self._home.path / "redis"
+        port, folder = self._ports.free(), self._home.path / "redis"
         folder.mkdir(exist_ok=True)
         self._redis_url = f"redis://{LOOPBACK}:{port}/0"
         command = (_program("redis-server"), "--port", str(port), "--bind", LOOPBACK, "--dir", str(folder))
@@ -104,7 +103,7 @@ class StackPlan:
     def _nats(self) -> ChildSpec | None:
         if self._nats_url:
             return None
-        port, folder = free_port(), self._home.path / "nats"
+        port, folder = self._ports.free(), self._home.path / "nats"
         self._nats_url = f"nats://{LOOPBACK}:{port}"
         command = (_program("nats-server"), "-a", LOOPBACK, "-p", str(port), "-js", "-sd", str(folder))
         return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
@@ -144,8 +143,10 @@ class StackPlan:
 
     def _workers(self) -> list[ChildSpec]:
         counts = (
-            ("prefill", "prefill", self._options.num_prefill_workers),
-            ("decode", "decode", self._options.num_decode_workers),
+            # Every worker can play both roles and names first the one it is meant for: when the others are gone or
+            # taken, the scheduler changes its role without moving the weights.
+            ("prefill", "prefill,decode", self._options.num_prefill_workers),
+            ("decode", "decode,prefill", self._options.num_decode_workers),
             ("worker", "prefill,decode", self._options.num_both_workers),
         )
         return [self._worker(f"{name}-{i}", roles) for name, roles, count in counts for i in range(count)]

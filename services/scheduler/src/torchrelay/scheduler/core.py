@@ -112,6 +112,7 @@ class Worker:
     data_address: str
     can_play: Roles
     seen_at: float
+    prefers: Role | None = None  # the role it names first: taken for it where there is a choice
     epoch: int = 0
     slot: Slot = field(default_factory=Slot)
     kv_pool_bytes: int = 0

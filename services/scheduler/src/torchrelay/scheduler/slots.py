@@ -18,6 +18,7 @@ class FreeSlot:
     can_play: Roles
     tier: Tier
     avoided: bool = False  # the model failed to load here lately
+    prefers: Role | None = None
 
     @property
     def cost(self) -> tuple[bool, int, int, str]:
@@ -55,6 +56,7 @@ def free_slots(
             worker.can_play,
             tier_of(model.pack_id, store, stores.values()),
             worker.worker_id in avoid,
+            worker.prefers,
         )
         for worker in workers
         if (store := stores.get(worker.host_id)) and store.room_for(model.pack_id, model.pack_bytes)
@@ -83,7 +85,9 @@ def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tupl
 
 
 def _one(left: list[FreeSlot], role: Role) -> list[tuple[FreeSlot, Roles]]:
-    return next(([(slot, frozenset((role,)))] for slot in left if role in slot.can_play), [])
+    able = [slot for slot in left if role in slot.can_play]
+    best = min(able, key=lambda slot: (slot.avoided, slot.prefers is not role), default=None)
+    return [(best, frozenset((role,)))] if best else []
 
 
 def _pair(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
@@ -96,6 +100,7 @@ def _pair(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
     return next(([(slot, BOTH)] for slot in left if slot.can_play >= BOTH), [])
 
 
-def _pair_cost(prefill: FreeSlot, decode: FreeSlot) -> tuple[bool, bool, int]:
+def _pair_cost(prefill: FreeSlot, decode: FreeSlot) -> tuple[bool, bool, int, int]:
     avoided = prefill.avoided or decode.avoided
-    return (avoided, prefill.host_id != decode.host_id, max(prefill.tier, decode.tier))
+    misfits = (prefill.prefers is Role.DECODE) + (decode.prefers is Role.PREFILL)
+    return (avoided, prefill.host_id != decode.host_id, max(prefill.tier, decode.tier), misfits)

@@ -39,6 +39,12 @@ def roles_of(roles: Iterable[int]) -> Roles:
     return frozenset(Role(role) for role in roles if role in known)
 
 
+def preferred(roles: Iterable[int]) -> Role | None:
+    """The first role of this version that a worker names."""
+    known = {int(role) for role in Role}
+    return next((Role(role) for role in roles if role in known), None)
+
+
 def roles_to_wire(roles: Roles) -> list[types_pb2.Role.ValueType]:
     return [types_pb2.ROLE_PREFILL if role is Role.PREFILL else types_pb2.ROLE_DECODE for role in sorted(roles)]
 
@@ -53,6 +59,7 @@ def worker_of(report: reports_pb2.WorkerReport, now: float) -> Worker:
         data_address=report.data_address,
         can_play=roles_of(report.roles),
         seen_at=now,
+        prefers=preferred(report.roles),
         epoch=report.epoch,
         slot=Slot(
             phase=_PHASES.get(slot.state, Phase.FREE),

@@ -1,0 +1,137 @@
+"""The platform on hosts of a lab: control services on one, and a param-store on each of the others.
+
+    control    nats-server, redis-server, scheduler, gateway
+    source     a param-store whose remote store is where uploads go
+    h1 h2 h3   a param-store with an empty remote store, and a worker of both roles
+
+So a pack reaches h1, h2 and h3 from another host's arena or not at all.
+"""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torchrelay.transfer.tickets import derive_node_key
+
+from .child import Child
+from .host import Host
+from .network import Lab
+
+TARGETS = ("h1", "h2", "h3")
+HOSTS = ("control", "source", *TARGETS)
+# Every namespace has all ports to itself.
+_NATS, _REDIS, _SCHEDULER, _STORE, _HTTP = 4222, 6379, 7401, 7402, 8080
+_ARENA_BYTES = 160 << 20
+_KV_POOL_BYTES = 16 << 20
+
+
+class Cluster:
+    """Starts everything when its block is entered; at its end stops everything, and says what did not end well.
+
+    ``settings`` are more variables for the scheduler, without their prefix. Stores are called ``store-HOST``, workers
+    ``worker-HOST``.
+    """
+
+    def __init__(self, lab: Lab, folder: Path, **settings: str) -> None:
+        self._folder, self.control = folder, lab["control"]
+        self._cluster_key, self.admin_key = secrets.token_bytes(32), f"tra-{secrets.token_hex(32)}"
+        self.http = f"http://{self.control.address}:{_HTTP}"
+        self.scheduler_address = f"{self.control.address}:{_SCHEDULER}"
+        self.store_addresses = {name: f"{lab[name].address}:{_STORE}" for name in ("source", *TARGETS)}
+        self.arenas = {name: Path(f"/dev/shm/{lab.name}-{name}") for name in self.store_addresses}
+        self.stores = {name: self._store(lab[name]) for name in self.store_addresses}
+        scheduler = self._service("scheduler", self.control, self._scheduler_env(settings))
+        workers = [self._worker(lab[name]) for name in TARGETS]
+        gateway = self._service("gateway", self.control, self._gateway_env())
+        # A wave starts when the one before it serves, and is asked to end when those after it have.
+        self._waves = [[self._nats(), self._redis()], [*self.stores.values(), scheduler], [*workers, gateway]]
+
+    def __enter__(self) -> Self:
+        with ExitStack() as closing:
+            closing.callback(self._stop)
+            for wave in self._waves:
+                for child in wave:
+                    child.start()
+                for child in wave:
+                    child.await_ready()
+            closing.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    def _stop(self) -> None:
+        statuses: dict[str, int] = {}
+        for wave in reversed(self._waves):
+            for child in wave:
+                child.ask_to_end()
+            statuses |= {child.name: child.await_end() for child in wave}
+        left = [path.name for path in self.arenas.values() if path.exists()]
+        for path in self.arenas.values():
+            path.unlink(missing_ok=True)
+        wrong = {name: status for name, status in statuses.items() if status != 0}
+        assert not wrong and not left, f"ended with other statuses than 0: {wrong}; left in shared memory: {left}"
+
+    # What runs where
+
+    def _service(self, name: str, host: Host, env: dict[str, str], program: str = "") -> Child:
+        common = {
+            "HOST": host.address,
+            "NATS_URL": f"nats://{self.control.address}:{_NATS}",
+            "NODE_KEY": derive_node_key(self._cluster_key, name).hex(),
+        }
+        variables = {f"TORCHRELAY_{key}": value for key, value in {**common, **env}.items()}
+        return Child(name, host, [f"torchrelay-{program or name}"], self._folder, variables)
+
+    def _nats(self) -> Child:
+        command = ["nats-server", "-a", self.control.address, "-p", str(_NATS)]
+        command += ["-js", "-sd", str(self._folder / "nats")]
+        return Child("nats", self.control, command, self._folder, ready_port=_NATS)
+
+    def _redis(self) -> Child:
+        command = ["redis-server", "--port", str(_REDIS), "--bind", self.control.address, "--protected-mode", "no"]
+        command += ["--dir", str(self._folder), "--save", "", "--appendonly", "no"]
+        return Child("redis", self.control, command, self._folder, ready_port=_REDIS)
+
+    def _store(self, host: Host) -> Child:
+        remote = self._folder / f"remote-{host.name}"
+        env = {
+            "STORE_ID": f"store-{host.name}",
+            "HOST_ID": host.name,
+            "PORT": str(_STORE),
+            "ARENA_PATH": str(self.arenas[host.name]),
+            "ARENA_BYTES": str(_ARENA_BYTES),
+            "DATA_DIR": str(self._folder / f"data-{host.name}"),
+            "REMOTE_URL": remote.as_uri(),
+        }
+        return self._service(f"store-{host.name}", host, env, "param-store")
+
+    def _worker(self, host: Host) -> Child:
+        env = {
+            "WORKER_ID": f"worker-{host.name}",
+            "HOST_ID": host.name,
+            "STORE_ADDRESS": self.store_addresses[host.name],
+            "ROLES": "prefill,decode",
+            "THREADS": "1",
+            "KV_POOL_BYTES": str(_KV_POOL_BYTES),
+        }
+        return self._service(f"worker-{host.name}", host, env, "worker")
+
+    def _scheduler_env(self, settings: dict[str, str]) -> dict[str, str]:
+        return {"PORT": str(_SCHEDULER), "CLUSTER_KEY": self._cluster_key.hex(), **settings}
+
+    def _gateway_env(self) -> dict[str, str]:
+        return {
+            "DATABASE_URL": f"sqlite:///{self._folder / 'ledger.db'}",
+            "REDIS_URL": f"redis://{self.control.address}:{_REDIS}/0",
+            "ADMIN_KEY": self.admin_key,
+            "SCHEDULER_ADDRESS": self.scheduler_address,
+            "STORE_ADDRESS": self.store_addresses["source"],
+            "HTTP_PORT": str(_HTTP),
+        }

@@ -1,0 +1,156 @@
+"""What the tests ask of a cluster, from its control host: publish, call, watch, and move packs by hand."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+import httpx
+
+from torchrelay.cli.client import Client
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.control.v1 import param_store_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from torchrelay.control.v1.reports_pb2 import PackCopy, SlotState
+from torchrelay.control.v1.scheduler_pb2 import ClusterView
+
+from .cluster import TARGETS, Cluster
+
+_WAIT_S = 90.0
+_REMOTE = "remote"
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A model and the pack it is made of."""
+
+    name: str
+    pack_id: str
+    pack_bytes: int
+
+
+class Operator:
+    """A tenant's and an operator's hands. Calls run on the calling thread, moved to the control host meanwhile."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        with cluster.control.inside(), Client(cluster.http, cluster.admin_key) as admin:
+            admin.call("POST", "/v1/tenants", json={"name": "acme"})
+            self._key: str = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "lab"})["key"]
+
+    def publish(self, folder: Path) -> Published:
+        """Uploads a checkpoint through the gateway; its pack then lies in the remote store of ``source``."""
+        with self._cluster.control.inside(), Client(self._cluster.http, self._key) as client:
+            model = client.upload(folder, folder.name, {}, lambda *_: None)
+        with self._store("source") as store:
+            version = store.Describe(pb.DescribeRequest(version_id=model["version"]), timeout=_WAIT_S).version
+        return Published(model["id"], version.pack_id, version.pack_bytes)
+
+    def complete(self, model: str, prompt: list[int], num_tokens: int) -> list[int]:
+        """The ids of a greedy continuation."""
+        body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+        options = {"return_token_ids": True, "ignore_eos": True}
+        with self._cluster.control.inside():
+            response = httpx.post(
+                f"{self._cluster.http}/v1/completions",
+                json={**body, **options},
+                headers={"Authorization": f"Bearer {self._key}"},
+                timeout=_WAIT_S,
+            )
+        assert response.status_code == 200, response.text
+        token_ids: list[int] = json.loads(response.content)["choices"][0]["token_ids"]
+        return token_ids
+
+    @contextmanager
+    def burst(
+        self, num_requests: int, model: str, prompt: list[int], num_tokens: int
+    ) -> Iterator[Sequence[Future[list[int]]]]:
+        """As many equal requests at once; the block runs while they do."""
+        with ThreadPoolExecutor(num_requests) as pool:
+            yield [pool.submit(self.complete, model, prompt, num_tokens) for _ in range(num_requests)]
+
+    def until(self, find: Callable[[ClusterView], Found | None]) -> Found:
+        """What ``find`` finds in the first view of the cluster where it finds something."""
+        with self._cluster.control.inside(), grpc.insecure_channel(self._cluster.scheduler_address) as channel:
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            view = ClusterView()
+            try:
+                for view in stub.WatchCluster(scheduler_pb2.WatchClusterRequest(), timeout=_WAIT_S):
+                    if (found := find(view)) is not None:
+                        return found
+            except grpc.RpcError as error:
+                raise AssertionError(f"not seen within {_WAIT_S:g} s ({error}); the last view:\n{view}") from error
+        raise AssertionError("the scheduler ended its view")
+
+    def await_zero(self) -> None:
+        """Until no worker holds a model, and nothing is pinned."""
+        self.until(
+            lambda view: (
+                None
+                if view.instances or any(copy.num_pins for store in view.stores for copy in store.copies)
+                else view
+            )
+        )
+
+    def fill_from_remote(self, host: str, pack_id: str) -> None:
+        """Has a host's store take the pack into its arena, as the replicator does."""
+        sources = [types_pb2.Source(holder_id=_REMOTE)]
+        request = pb.RelayRequest(epoch=self._epoch(), pack_id=pack_id, sources=sources, relay_id="by hand")
+        with self._store(host) as store:
+            store.Relay(request, timeout=_WAIT_S)
+        self.until(lambda view: True if host in whole_copies(view, pack_id) else None)
+
+    def drop(self, host: str, pack_id: str) -> None:
+        """Has a host's store give up its copy."""
+        with self._store(host) as store:
+            assert store.Drop(pb.DropRequest(epoch=self._epoch(), pack_id=pack_id), timeout=_WAIT_S).dropped
+        self.until(lambda view: None if pack_id in copies_of(view, host) else True)
+
+    def place_of(self, host: str, pack_id: str) -> pb.HoldReply:
+        """Where the pack lies in a host's arena."""
+        with self._store(host) as store:
+            hold = store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id="a test"), timeout=_WAIT_S)
+            place = next(hold)
+            hold.cancel()
+        self.await_zero()
+        return place
+
+    def _epoch(self) -> int:
+        return self.until(lambda view: view.epoch)
+
+    @contextmanager
+    def _store(self, host: str) -> Iterator[param_store_pb2_grpc.ParamStoreStub]:
+        address = self._cluster.store_addresses[host]
+        with self._cluster.control.inside(), grpc.insecure_channel(address) as channel:
+            yield param_store_pb2_grpc.ParamStoreStub(channel)
+
+
+def copies_of(view: ClusterView, host: str) -> dict[str, PackCopy]:
+    """The packs in a host's arena."""
+    return {copy.pack_id: copy for store in view.stores if store.host_id == host for copy in store.copies}
+
+
+def whole_copies(view: ClusterView, pack_id: str) -> dict[str, PackCopy]:
+    """The complete copies of a pack, by host."""
+    found = {store.host_id: copies_of(view, store.host_id).get(pack_id) for store in view.stores}
+    return {host: copy for host, copy in found.items() if copy and 0 < copy.num_chunks == copy.num_chunks_verified}
+
+
+def copies_once_served_everywhere(view: ClusterView, pack_id: str) -> dict[str, PackCopy] | None:
+    """The targets' copies of a pack once all their workers have all of it loaded; None before."""
+    ready = {
+        worker.host_id
+        for worker in view.workers
+        if worker.slot.pack_id == pack_id and worker.slot.state == SlotState.STATE_READY
+    }
+    whole = whole_copies(view, pack_id)
+    if ready >= set(TARGETS) <= whole.keys() and all(whole[host].relay_end_unix_us for host in TARGETS):
+        return {host: whole[host] for host in TARGETS}
+    return None

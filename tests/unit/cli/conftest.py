@@ -1,0 +1,60 @@
+"""A gateway to speak to, a local home that points at it, and the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from tests.unit.cli.door import ADMIN_KEY, Door, open_door
+from torchrelay.cli.home import Home
+from torchrelay.cli.main import app
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    with open_door() as door:
+        yield door
+
+
+@pytest.fixture
+def home(tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch) -> Home:
+    """The home of a platform that runs (this process), with the door as its gateway."""
+    for name in ("TORCHRELAY_API_URL", "TORCHRELAY_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    home = Home(tmp_path / "home")
+    home.make()
+    (home.path / "admin.key").write_text(ADMIN_KEY + "\n")
+    home.endpoints_file.write_text(json.dumps({"http": door.url, "scheduler": "127.0.0.1:1", "pid": os.getpid()}))
+    monkeypatch.setenv("TORCHRELAY_HOME", str(home.path))
+    return home
+
+
+@pytest.fixture
+def run() -> Run:
+    """Runs a command line; its result has ``stdout``, ``stderr``, ``exit_code`` and ``exception``."""
+
+    def run(*arguments: str, said: str | None = None) -> Result:
+        return CliRunner().invoke(app, arguments, input=said)
+
+    return run
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    """A folder of the right names; one file is large enough to be sent in pieces."""
+    folder = tmp_path / "Tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "generation_config.json").write_text("")
+    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 12_000)
+    (folder / "README.md").write_text("not a part of the model")
+    return folder

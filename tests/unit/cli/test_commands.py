@@ -1,0 +1,128 @@
+"""The command line as a person uses it, against a gateway that answers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import Run
+from tests.unit.cli.door import ADMIN_KEY, TENANT_KEY, Door
+from torchrelay.cli import main as program
+from torchrelay.cli.commands.key import id_of
+from torchrelay.cli.home import Home
+from torchrelay.cli.problems import Problem
+
+COMMANDS = ["up", "upload", "models", "chat", "usage", "bill", "top", "explain"]
+NESTED = ["key create", "key list", "key revoke", "tenant create", "tenant list"]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *NESTED])
+def test_every_command_teaches(run: Run, command: str) -> None:
+    shown = run(*command.split(), "--help")
+    assert shown.exit_code == 0
+    assert f"torchrelay {command}" in shown.stdout.split("Example:")[1]
+
+
+def test_the_program_lists_its_commands_and_the_first_steps(run: Run) -> None:
+    shown = run("--help").stdout
+    assert all(f" {command} " in shown for command in COMMANDS)
+    assert "torchrelay key create --tenant acme" in shown
+
+
+@pytest.mark.parametrize("wrong", [("nonsense",), ("chat",), ("upload", ".", "--max-instances", "-1")])
+def test_wrong_usage_is_status_2(run: Run, wrong: tuple[str, ...]) -> None:
+    assert run(*wrong).exit_code == 2
+
+
+def test_a_problem_is_a_sentence_and_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["torchrelay", "models", "--home", str(tmp_path / "[bold]none")])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "torchrelay: no platform runs at" in said
+    assert "[bold]none" in said  # what others wrote is no markup
+    assert "torchrelay up" in said
+    assert "Traceback" not in said
+
+
+def test_the_first_key_makes_its_tenant_and_is_kept(run: Run, home: Home, door: Door) -> None:
+    made = run("key", "create", "--tenant", "acme", "--name", "laptop")
+    assert made.exit_code == 0, made.exception
+    assert made.stdout == TENANT_KEY + "\n"
+    assert "made tenant acme" in made.stderr
+    assert home.saved_key() == TENANT_KEY
+    again = run("key", "create", "--tenant", "acme", "--no-save")
+    assert "made tenant" not in again.stderr
+    revoked = run("key", "revoke", TENANT_KEY)
+    assert door.asked[-1][:2] == ("DELETE", "/v1/keys/8x2kq0v3m1c9d7fz")
+    assert revoked.exit_code == 0
+    assert home.saved_key() is None
+
+
+def test_local_keys_are_not_sent_to_another_gateway(run: Run, home: Home, door: Door) -> None:
+    refused = run("models", "--url", "http://127.0.0.1:1")
+    assert isinstance(refused.exception, Problem)
+    assert "no key" in refused.exception.message
+    assert run("models", "--url", door.url + "/v1/").exit_code == 0  # the local one by its address
+
+
+def test_models_as_a_table_and_as_json(run: Run, home: Home) -> None:
+    shown = run("models").stdout
+    assert "acme/tiny" in shown
+    assert "1.5 MB" in shown
+    assert json.loads(run("models", "--json").stdout)["data"][0]["id"] == "acme/tiny"
+
+
+def test_usage_with_its_cost(run: Run, home: Home, door: Door) -> None:
+    shown = run("usage", "--from", "2026-11-01", "--tenant", "acme").stdout
+    assert "1,200" in shown
+    assert "$0.000015000" in shown
+    assert door.asked[-1][1] == "/v1/usage?group_by=model&from=2026-11-01&tenant=acme"
+
+
+def test_upload_names_the_model_after_its_folder(run: Run, home: Home, door: Door, model_folder: Path) -> None:
+    hint = run("upload", str(model_folder)).exception
+    assert isinstance(hint, Problem)
+    assert "key create" in hint.mend
+    home.save_key(TENANT_KEY)
+    shown = run("upload", str(model_folder), "--idle-timeout-s", "5")
+    assert shown.exit_code == 0, shown.exception
+    assert "published acme/tiny" in shown.stdout
+    begun = next(body for method, path, body in door.asked if (method, path) == ("POST", "/v1/uploads"))
+    assert begun["model"] == "tiny"
+    assert door.asked[-1][2] == {"idle_timeout_s": 5}
+
+
+def test_one_question_streams_to_standard_output(run: Run, home: Home) -> None:
+    hint = run("chat", "tiny", "hi").exception
+    assert isinstance(hint, Problem)
+    assert "tenant's key" in hint.message
+    home.save_key(TENANT_KEY)
+    shown = run("chat", "tiny", "hi", "--system", "be brief")
+    assert shown.stdout == "Hello\u2028there\n"
+    assert "first token after" in shown.stderr
+    assert "req-1" in shown.stderr
+
+
+def test_a_piped_question(run: Run, home: Home, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_API_KEY", TENANT_KEY)
+    assert run("chat", "tiny", said="what is\na pack?\n").exit_code == 0
+    assert door.asked[-1][2]["messages"] == [{"role": "user", "content": "what is\na pack?"}]
+    assert isinstance(run("chat", "tiny", said="").exception, Problem)
+
+
+def test_top_says_when_there_is_no_scheduler(run: Run, home: Home) -> None:
+    said = run("top", "--once").exception
+    assert isinstance(said, Problem)
+    assert "scheduler at 127.0.0.1:1 does not answer" in said.message
+
+
+def test_the_id_inside_a_key() -> None:
+    assert id_of("tr-abc-secret") == "abc"
+    assert id_of("abc") == "abc"
+    assert id_of(ADMIN_KEY) == ADMIN_KEY

@@ -1,0 +1,64 @@
+"""Keys and locks of a home."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrelay.cli.home import Home
+from torchrelay.cli.problems import Problem
+
+
+def test_keys_are_made_once_and_are_private(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    admin, cluster = home.admin_key(), home.cluster_key()
+    assert admin.startswith("tra-")
+    assert len(bytes.fromhex(cluster)) == 32
+    assert (home.admin_key(), home.cluster_key()) == (admin, cluster)
+    home.save_key("tr-a-b")
+    for name in ("admin.key", "cluster.key", "cli.key"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+def test_the_saved_key_is_replaced_and_forgotten(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    assert home.saved_key() is None
+    home.save_key("tr-first-which-is-longer")
+    home.save_key("tr-second")
+    assert home.saved_key() == "tr-second"
+    home.forget_key()
+    assert home.saved_key() is None
+
+
+def test_one_owner_at_a_time(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    with home.owned(), pytest.raises(Problem, match="already runs"), home.owned():
+        pass
+    with home.owned():
+        pass
+
+
+def test_a_home_without_a_running_platform_has_no_endpoints(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    with pytest.raises(Problem, match="no platform runs") as caught:
+        home.endpoints()
+    assert "torchrelay up" in caught.value.mend
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    home.endpoints_file.write_text(json.dumps({"http": "x", "pid": int(ended.stdout)}))
+    with pytest.raises(Problem, match="no platform runs"):
+        home.endpoints()
+    with home.owned():
+        assert not home.endpoints_file.exists()
+
+
+def test_a_place_that_cannot_be_a_home(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Problem, match="cannot be used as home"):
+        Home(tmp_path / "file" / "home").make()
