@@ -105,11 +105,13 @@ def show_timeline(client: Client, request_id: str) -> None:
 
 def show_bill(client: Client) -> None:
     bill = client.call("GET", "/v1/bill")
-    table = Table("model", "prompt tokens", "output tokens", "requests", "amount", title=f"Bill of {bill['tenant']}")
+    table = Table("model", "prompt tokens", "output tokens", "requests", "cost", title=f"Bill of {bill['tenant']}")
     for line in bill["lines"]:
-        cells = (line["model"], line["prompt_tokens"], line["completion_tokens"], line["requests"], line["amount"])
+        cost = f"{line['cost_nano'] / 1e9:.9f} {line['currency']}"
+        cells = (line["model"], line["prompt_tokens"], line["completion_tokens"], line["requests"], cost)
         table.add_row(*map(str, cells))
     console.print(table)
+    console.print(f"  to pay, rounded once per line: {bill['amount']} {bill['currency']}")
 
 
 def main() -> None:

@@ -47,6 +47,10 @@ class Phrasebook:
             return self._rng.choice(SYSTEM_MESSAGES)
         return self._among_words(3, 12)
 
+    def chance(self, probability: float) -> bool:
+        """True this often; drawn from the same seed as the questions."""
+        return self._rng.random() < probability
+
     def _ask_about(self, term: Term) -> str:
         kind = self._rng.random()
         if kind < 0.25:

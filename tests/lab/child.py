@@ -42,6 +42,10 @@ class Child:
         return self.folder / f"{self.name}.log"
 
     @property
+    def is_service(self) -> bool:
+        return not self.ready_port
+
+    @property
     def _ready_file(self) -> Path:
         return self.folder / f"{self.name}.ready.json"
 
@@ -58,7 +62,7 @@ class Child:
         """Until it serves. Raises AssertionError with the end of its log when it does not."""
         assert self._process is not None
         deadline = time.monotonic() + _START_S
-        while not (self._listens() if self.ready_port else self._ready_file.exists()):
+        while not (self._ready_file.exists() if self.is_service else self._listens()):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"{self.name} did not come up:\n{self.log.read_text()[-2000:]}")
             time.sleep(_POLL_S)

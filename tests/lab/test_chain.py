@@ -6,6 +6,7 @@ import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +15,19 @@ from blake3 import blake3
 from tests.lab import Lab
 from tests.lab.cluster import HOSTS, TARGETS, Cluster
 from tests.lab.keeper import pids_in
-from tests.lab.operator import Operator, Published, copies_of, copies_once_served_everywhere
+from tests.lab.operations import Operator, Published, copies_of, copies_once_served_everywhere
 from tests.support.checkpoints import greedy_reference, make_checkpoint, reference_model
+from torchrelay.control.v1.param_store_pb2 import HoldReply
+from torchrelay.control.v1.reports_pb2 import PackCopy
+from torchrelay.control.v1.scheduler_pb2 import ClusterView
+from torchrelay.transfer.manifest import decode_manifest
+from torchrelay.transfer.slab_format import read_format
 from torchrelay.transfer.slabs import MappedSlab
 
 pytestmark = pytest.mark.lab
 
 _RATE_MBIT = 200  # of each link: the pack takes more than a second
-_SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 10}  # 31 MB in fp32
+_SHAPE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 10}  # 31 MB in fp32
 _PROMPT = list(range(40, 72))
 _NUM_TOKENS = 12
 _NUM_REQUESTS = 6
@@ -39,14 +45,14 @@ class Scene:
     model: Published
     expected: list[int]
 
-    def wake_all(self) -> dict[str, str]:
-        """Wakes the model on all three hosts by a burst, checks every answer; where each host's copy came from."""
+    def wake_all(self) -> dict[str, PackCopy]:
+        """Wakes the model on all three hosts by a burst and checks every answer; the hosts' copies, still in use."""
         operator, pack_id = self.operator, self.model.pack_id
         with operator.burst(_NUM_REQUESTS, self.model.name, _PROMPT, _NUM_TOKENS) as answers:
             copies = operator.until(lambda view: copies_once_served_everywhere(view, pack_id))
         assert [answer.result() for answer in answers] == [self.expected] * _NUM_REQUESTS
         assert not any(copy.error for copy in copies.values())
-        return {host: copy.source for host, copy in copies.items()}
+        return copies
 
 
 @pytest.fixture(scope="module")
@@ -64,20 +70,82 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     assert not any(Path("/run/netns", namespace).exists() for namespace in lab.namespaces)
 
 
-def test_three_hosts_are_filled_by_a_chain_out_of_one_pack_from_the_source(scene: Scene) -> None:
-    operator, pack = scene.operator, scene.model
-    operator.fill_from_remote("source", pack.pack_id)
+def test_three_hosts_are_filled_by_a_chain_that_takes_one_pack_from_the_source(scene: Scene) -> None:
+    scene.operator.keep_copies_on(["source"], scene.model.pack_id)
     before = scene.lab["source"].bytes_out()
-    sources = scene.wake_all()
-    num_packs_sent = (scene.lab["source"].bytes_out() - before) / pack.pack_bytes
+    copies = scene.wake_all()
+    num_packs_sent = (scene.lab["source"].bytes_out() - before) / scene.model.pack_bytes
+    scene.operator.await_zero()
 
-    follower_of = {source: host for host, source in sources.items()}
-    chain = ["store-source"]
+    follower_of = {copy.source.removeprefix("store-"): host for host, copy in copies.items()}
+    chain = ["source"]
     while chain[-1] in follower_of:
-        chain.append(f"store-{follower_of[chain[-1]]}")
-    assert sorted(chain[1:]) == sorted(f"store-{host}" for host in TARGETS), f"no chain: {sources}"
+        chain.append(follower_of[chain[-1]])
+    assert sorted(chain[1:]) == sorted(TARGETS), f"no chain: {follower_of}"
     assert 0.9 <= num_packs_sent <= 1.15
-    copies = operator.until(lambda view: copies_once_served_everywhere(view, pack.pack_id))
-    first, last = (copies[store.removeprefix("store-")] for store in (chain[1], chain[3]))
-    assert last.relay_first_unix_us < first.relay_end_unix_us
+    assert copies[chain[3]].relay_first_unix_us < copies[chain[1]].relay_end_unix_us
+
+
+def test_bytes_damaged_at_rest_come_anew_from_another_host(scene: Scene) -> None:
+    operator, pack_id, store = scene.operator, scene.model.pack_id, scene.cluster.stores["h1"]
+    operator.keep_copies_on(["source", "h1"], pack_id)
+    place = operator.place_of("h1", pack_id)
+    store.kill()
+    flip(place)
+    store.start()
+    store.await_ready()
+    num_chunks, num_verified = operator.until(lambda view: rechecked(view, "h1", pack_id))
+    assert num_verified == num_chunks - 1
+
+    copies = scene.wake_all()
+    assert copies["h1"].source.startswith("store-")
+    assert damaged_chunks(place) == []
     operator.await_zero()
+
+
+def test_a_holders_damaged_bytes_are_refused_and_come_from_another(scene: Scene) -> None:
+    operator, pack_id = scene.operator, scene.model.pack_id
+    operator.keep_copies_on(["source", "h1"], pack_id)
+    place = operator.place_of("source", pack_id)
+    flip(place)
+    try:
+        copies = scene.wake_all()
+        assert damaged_chunks(place) == [_DAMAGED_CHUNK]
+    finally:
+        flip(place)
+    followers = [host for host, copy in copies.items() if copy.source == "store-source" and host != "h1"]
+    assert followers, f"nobody followed the damaged holder: {copies}"
+    operator.await_zero()
+    for host in followers:
+        refused = [line["reason"] for line in scene.cluster.stores[host].said("source_failed")]
+        assert f"chunk {_DAMAGED_CHUNK} does not match its digest" in refused
+    for host in ("h2", "h3"):
+        assert damaged_chunks(operator.place_of(host, pack_id)) == []
+
+
+def rechecked(view: ClusterView, host: str, pack_id: str) -> tuple[int, int] | None:
+    """The chunks of a copy and those that are good, once a store that was restarted has looked at all; None before."""
+    copy = copies_of(view, host).get(pack_id)
+    return (copy.num_chunks, copy.num_chunks_verified) if copy is not None and copy.error else None
+
+
+def flip(place: HoldReply) -> None:
+    """Damages one bit of the pack where it lies in the arena, or mends it again."""
+    with (
+        open(place.arena_path, "r+b") as file,
+        mmap.mmap(file.fileno(), place.slab_bytes, offset=place.slab_offset) as memory,
+    ):
+        with memoryview(memory) as slab:
+            form = read_format(slab)
+            chunk = decode_manifest(bytes(slab[form.manifest])).chunk_range(_DAMAGED_CHUNK)
+        memory[form.data_offset + chunk.begin + 1003] ^= 1
+
+
+def damaged_chunks(place: HoldReply) -> list[int]:
+    """The chunks in the arena that do not match their digests."""
+    slab = MappedSlab(place.arena_path, place.slab_offset, place.slab_bytes)
+    manifest = slab.manifest
+    spans = [manifest.chunk_range(index) for index in range(manifest.num_chunks)]
+    digests = [blake3(slab.data[span.begin : span.end]).digest() for span in spans]
+    slab.close()
+    return [index for index, digest in enumerate(digests) if digest != manifest.chunk_digests[index]]

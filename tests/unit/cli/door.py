@@ -90,7 +90,12 @@ class _Answering(BaseHTTPRequestHandler):
             case "GET", ["models"]:
                 self._json({"data": [MODEL]})
             case "GET", ["usage"]:
-                one = {"prompt_tokens": 1200, "cached_tokens": 0, "completion_tokens": 34, "requests": 2}
+                one: dict[str, Any] = {
+                    "prompt_tokens": 1200,
+                    "cached_tokens": 0,
+                    "completion_tokens": 34,
+                    "requests": 2,
+                }
                 one |= {"cost_nano": 15_000, "cost": "0.000015000"}
                 self._json({"data": [{"model": "acme/tiny", **one}], "total": one})
             case "POST", ["uploads"]:
@@ -126,7 +131,11 @@ class _Answering(BaseHTTPRequestHandler):
         last: Any = {"model": MODEL}
         if self.door.refuse_commit:
             last = {"error": {"message": "config.json: no such architecture", "param": "config.json"}}
-        lines = [{"stage": "validate", "done": 1, "total": 1}, {"stage": "pack", "done": 5, "total": 10}, last]
+        lines: list[Any] = [
+            {"stage": "validate", "done": 1, "total": 1},
+            {"stage": "pack", "done": 5, "total": 10},
+            last,
+        ]
         self._send(200, b"".join(json.dumps(line).encode() + b"\n" for line in lines), "application/x-ndjson")
 
     def _chat(self, body: Any) -> None:
@@ -143,10 +152,14 @@ class _Answering(BaseHTTPRequestHandler):
             self.door.released.wait(20)
             self.close_connection = True
             return
-        end = {"id": "req-1", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": None}
-        usage = {"id": "req-1", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
-        for chunk in (end, usage):
-            self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        end: dict[str, Any] = {
+            "id": "req-1",
+            "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}],
+            "usage": None,
+        }
+        usage: dict[str, Any] = {"id": "req-1", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
+        for last in (end, usage):
+            self.wfile.write(b"data: " + json.dumps(last).encode() + b"\n\n")
         self.wfile.write(b"data: [DONE]\n\n")
         self.close_connection = True
 

@@ -46,9 +46,9 @@ def test_the_figures_of_an_answer() -> None:
     times = iter([10.0, 10.25, 10.75])
     answer = Answer(lambda: next(times))
     answer.add(ChatEvent(is_waiting=True))
-    assert answer.ttft_s is None
+    assert answer.summary() == ""  # nothing is known yet
     answer.add(ChatEvent("req-1", "Hel"))
-    assert answer.tokens_per_s is None
+    assert answer.summary() == "first token after 250 ms · req-1"
     answer.add(ChatEvent("req-1", "lo"))
     answer.add(ChatEvent("req-1", finish="length", num_output_tokens=11))
     assert (answer.ttft_s, answer.tokens_per_s, answer.text) == (0.25, 20.0, "Hello")

@@ -10,6 +10,8 @@ import pytest
 from tests.unit.cli.conftest import Run
 from tests.unit.cli.door import ADMIN_KEY, TENANT_KEY, Door
 from torchrelay.cli import main as program
+from torchrelay.cli.client import Client
+from torchrelay.cli.commands import chat as chat_module
 from torchrelay.cli.commands.key import id_of
 from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem
@@ -114,6 +116,30 @@ def test_a_piped_question(run: Run, home: Home, door: Door, monkeypatch: pytest.
     assert run("chat", "tiny", said="what is\na pack?\n").exit_code == 0
     assert door.asked[-1][2]["messages"] == [{"role": "user", "content": "what is\na pack?"}]
     assert isinstance(run("chat", "tiny", said="").exception, Problem)
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
+    home: Home, door: Door, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    door.hang_after_pieces = True
+    written: list[str] = []
+
+    def interrupted(text: str) -> None:
+        written.append(text)
+        if len(written) == len(door.pieces):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat_module, "write", interrupted)
+    with Client(door.url, TENANT_KEY) as client:
+        talk = chat_module.Conversation(client, "tiny", None, {})
+        assert not talk.ask("hi")
+        assert "stopped" in capsys.readouterr().err
+        door.hang_after_pieces = False
+        written.clear()
+        monkeypatch.setattr(chat_module, "write", written.append)
+        assert talk.ask("go on")
+    said = [message["content"] for message in door.asked[-1][2]["messages"]]
+    assert said == ["hi", "".join(door.pieces), "go on"]
 
 
 def test_top_says_when_there_is_no_scheduler(run: Run, home: Home) -> None:

@@ -38,14 +38,15 @@ def test_a_cold_request_shows_the_load_of_its_instances() -> None:
     assert [one.kind for one in decisions] == ["place"] and "250 ms" in decisions[0].reason
 
 
-def test_a_copy_that_was_there_before_is_no_relay_and_a_warm_request_shows_no_load() -> None:
+def test_a_copy_that_was_there_before_is_a_relay_of_no_length_and_a_warm_request_shows_no_load() -> None:
     explain = Explain()
     old = Copy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 5_000_000, 5_000_001, 6_000_000, "remote")
     explain.observe(an_instance(), Slot(), "store-1", old)
     explain.opened(opened(cold=True))
     explain.opened(opened(cold=False, key=AttemptKey("r2", 1)))
     cold, warm = explain.request("r1"), explain.request("r2")
-    assert cold is not None and [phase.name for phase in cold[0]] == ["queue", "plan"]
+    assert cold is not None and [phase.name for phase in cold[0]] == ["queue", "plan", "relay"]
+    assert cold[0][-1].begin_us == cold[0][-1].end_us and "host copy present" in cold[0][-1].detail
     assert warm is not None and [phase.name for phase in warm[0]] == ["queue"]
 
 

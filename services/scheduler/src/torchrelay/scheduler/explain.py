@@ -47,7 +47,9 @@ class _InstanceTimes:
     load_phases: tuple[Measured, ...] = ()
 
     def phases(self) -> list[Measured]:
-        found = [Measured("plan", self.created_us, self.accepted_us, "scheduler")] if self.accepted_us else []
+        found = []
+        if self.accepted_us:
+            found.append(Measured("plan", self.created_us, self.accepted_us, "scheduler", f"load on {self.worker_id}"))
         if self.relay is not None:
             found.append(self.relay)
         return [*found, *self.load_phases]
@@ -105,7 +107,7 @@ class Explain:
         if slot.instance_id == instance.instance_id and slot.load_phases:
             times.load_phases = slot.load_phases
         if copy is not None:
-            times.relay = _relay_phase(copy, store_id, times.created_us) or times.relay
+            times.relay = _relay_phase(copy, store_id, times) or times.relay
 
     def request(self, request_id: str) -> tuple[list[Measured], list[Happening]] | None:
         """Phases in order of begin, and the decisions on its model since it came; None for an unknown request."""
@@ -136,10 +138,13 @@ def _placing(opened: Opened) -> Happening:
     return Happening(opened.placed_at, "place", opened.model, opened.key.request_id, reason)
 
 
-def _relay_phase(copy: Copy, store_id: str, created_us: int) -> Measured | None:
-    """The relay that filled a host for an instance; none when the copy was whole before the instance was decided."""
-    if not copy.relay_begin_us or (copy.relay_end_us and copy.relay_end_us < created_us):
+def _relay_phase(copy: Copy, store_id: str, times: _InstanceTimes) -> Measured | None:
+    """The relay that filled a host for an instance; of no length when the copy was whole before it was decided."""
+    if not copy.relay_begin_us:
         return None
+    if copy.relay_end_us and copy.relay_end_us < times.created_us:
+        at = times.accepted_us or times.created_us
+        return Measured("relay", at, at, store_id, "host copy present, nothing to transfer")
     first_ms = max(copy.relay_first_us - copy.relay_begin_us, 0) / 1e3
     detail = f"{copy.pack_bytes} bytes from {copy.source or 'unknown'}, first chunk after {first_ms:.1f} ms"
     return Measured("relay", copy.relay_begin_us, copy.relay_end_us, store_id, detail)

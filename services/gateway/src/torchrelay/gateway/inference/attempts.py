@@ -129,12 +129,19 @@ class Attempt:
         if not self.first_token_unix_us:
             self.first_token_unix_us = now_unix_us()
         for phase in output.phases:
-            where = self.placement.prefill.worker_id if self.placement else ""
+            where = self._worker_of(output)
             self.measured.append(
                 scheduler_pb2.Phase(
                     name=phase.name, begin_unix_us=phase.begin_unix_us, end_unix_us=phase.end_unix_us, where=where
                 )
             )
+
+    def _worker_of(self, output: pb.ChoiceOutput) -> str:
+        """Who sent it: the prefill worker gives each choice its first new token, the decode worker the others."""
+        if self.placement is None:
+            return ""
+        is_first = output.first_position == len(self.plan.forced[output.choice])
+        return (self.placement.prefill if is_first else self.placement.decode).worker_id
 
     def leave_prefill(self) -> None:
         """The prefill worker has delivered all it owes: its loss is no loss any more."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +18,7 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.control.v1.reports_pb2 import PackCopy, SlotState
 from torchrelay.control.v1.scheduler_pb2 import ClusterView
+from torchrelay.transfer.tickets import TicketOffice
 
 from .cluster import TARGETS, Cluster
 
@@ -40,7 +40,7 @@ class Operator:
     """A tenant's and an operator's hands. Calls run on the calling thread, moved to the control host meanwhile."""
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
+        self._cluster, self._tickets = cluster, TicketOffice(cluster.cluster_key)
         with cluster.control.inside(), Client(cluster.http, cluster.admin_key) as admin:
             admin.call("POST", "/v1/tenants", json={"name": "acme"})
             self._key: str = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "lab"})["key"]
@@ -65,7 +65,7 @@ class Operator:
                 timeout=_WAIT_S,
             )
         assert response.status_code == 200, response.text
-        token_ids: list[int] = json.loads(response.content)["choices"][0]["token_ids"]
+        token_ids: list[int] = response.json()["choices"][0]["token_ids"]
         return token_ids
 
     @contextmanager
@@ -90,28 +90,43 @@ class Operator:
         raise AssertionError("the scheduler ended its view")
 
     def await_zero(self) -> None:
-        """Until no worker holds a model, and nothing is pinned."""
-        self.until(
-            lambda view: (
-                None
-                if view.instances or any(copy.num_pins for store in view.stores for copy in store.copies)
-                else view
-            )
-        )
+        """Until no worker holds a model, and no pack is pinned."""
+        self.until(lambda view: None if view.instances or _num_pins(view) else view)
 
-    def fill_from_remote(self, host: str, pack_id: str) -> None:
-        """Has a host's store take the pack into its arena, as the replicator does."""
-        sources = [types_pb2.Source(holder_id=_REMOTE)]
-        request = pb.RelayRequest(epoch=self._epoch(), pack_id=pack_id, sources=sources, relay_id="by hand")
+    def keep_copies_on(self, hosts: Sequence[str], pack_id: str) -> None:
+        """Sees to it that the arenas of these hosts hold the pack, and no others.
+
+        ``source`` takes it from its remote store, the others from ``source``.
+        """
+        holders = set(self.until(lambda view: whole_copies(view, pack_id)))
+        for host in sorted(holders - set(hosts)):
+            self._drop(host, pack_id)
+        for host in hosts:
+            if host not in holders:
+                self._fill(host, pack_id)
+        self.until(lambda view: True if whole_copies(view, pack_id).keys() == set(hosts) else None)
+
+    def _fill(self, host: str, pack_id: str) -> None:
+        source = types_pb2.Source(holder_id=_REMOTE)
+        if host != "source":
+            address = self.until(lambda view: _data_addresses(view).get("source"))
+            expires_unix_ms = int((time.time() + _WAIT_S) * 1000)
+            ticket = self._tickets.issue(pack_id, "store-source", f"store-{host}", expires_unix_ms)
+            source = types_pb2.Source(holder_id="store-source", data_address=address, ticket=ticket)
+        epoch = self.until(lambda view: view.epoch)
+        request = pb.RelayRequest(epoch=epoch, pack_id=pack_id, sources=[source], relay_id="by hand")
         with self._store(host) as store:
             store.Relay(request, timeout=_WAIT_S)
         self.until(lambda view: True if host in whole_copies(view, pack_id) else None)
 
-    def drop(self, host: str, pack_id: str) -> None:
-        """Has a host's store give up its copy."""
+    def _drop(self, host: str, pack_id: str) -> None:
+        """A follower's stream may have a last moment to live, and the copy a pin as long: so it is asked again."""
         with self._store(host) as store:
-            assert store.Drop(pb.DropRequest(epoch=self._epoch(), pack_id=pack_id), timeout=_WAIT_S).dropped
-        self.until(lambda view: None if pack_id in copies_of(view, host) else True)
+            self.until(
+                lambda view: (
+                    store.Drop(pb.DropRequest(epoch=view.epoch, pack_id=pack_id), timeout=_WAIT_S).dropped or None
+                )
+            )
 
     def place_of(self, host: str, pack_id: str) -> pb.HoldReply:
         """Where the pack lies in a host's arena."""
@@ -119,17 +134,22 @@ class Operator:
             hold = store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id="a test"), timeout=_WAIT_S)
             place = next(hold)
             hold.cancel()
-        self.await_zero()
+        self.await_zero()  # its pin is gone
         return place
-
-    def _epoch(self) -> int:
-        return self.until(lambda view: view.epoch)
 
     @contextmanager
     def _store(self, host: str) -> Iterator[param_store_pb2_grpc.ParamStoreStub]:
         address = self._cluster.store_addresses[host]
         with self._cluster.control.inside(), grpc.insecure_channel(address) as channel:
             yield param_store_pb2_grpc.ParamStoreStub(channel)
+
+
+def _num_pins(view: ClusterView) -> int:
+    return sum(copy.num_pins for store in view.stores for copy in store.copies)
+
+
+def _data_addresses(view: ClusterView) -> dict[str, str]:
+    return {store.host_id: store.data_address for store in view.stores}
 
 
 def copies_of(view: ClusterView, host: str) -> dict[str, PackCopy]:

@@ -1,0 +1,110 @@
+"""What `top` and `explain` draw, from views made by hand."""
+
+from __future__ import annotations
+
+from rich.console import Console, RenderableType
+
+from torchrelay.cli.commands.explain import bar, explanation
+from torchrelay.cli.console import printable, sized
+from torchrelay.cli.top_view import Sample, Screen, cluster_screen, counters_of, rates_of
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+
+
+def drawn(what: RenderableType) -> str:
+    console = Console(width=180, force_terminal=False)
+    with console.capture() as captured:
+        console.print(what)
+    return captured.get()
+
+
+def view(bytes_received: int = 0, *, is_cold: bool = False) -> scheduler_pb2.ClusterView:
+    slot = reports_pb2.SlotState(state=reports_pb2.SlotState.STATE_FREE)
+    if not is_cold:
+        slot = reports_pb2.SlotState(
+            state=reports_pb2.SlotState.STATE_LOADING,
+            model="acme/[red]tiny",
+            num_layers=24,
+            num_layers_ready=7,
+            roles=[types_pb2.ROLE_PREFILL],
+        )
+    worker = reports_pb2.WorkerReport(
+        worker_id="prefill-0", incarnation="a", slot=slot, kv_pool_bytes=200, kv_free_bytes=50, num_running=3
+    )
+    copy = reports_pb2.PackCopy(
+        pack_id="feed" * 16, pack_bytes=583_000_000, num_chunks=256, num_chunks_verified=128, source="store-b"
+    )
+    store = reports_pb2.StoreReport(
+        store_id="store-a", incarnation="b", arena_bytes=10**9, bytes_received=bytes_received, copies=[copy]
+    )
+    made = scheduler_pb2.ClusterView(epoch=7, workers=[worker], stores=[store])
+    if not is_cold:
+        instance = scheduler_pb2.InstanceView(
+            instance_id="inst-1", model="acme/[red]tiny", pack_id="feed" * 16, worker_id="prefill-0", state="loading"
+        )
+        made.instances.append(instance)
+        made.demand.append(scheduler_pb2.ModelDemand(model="acme/[red]tiny", num_waiting=2))
+        made.demand.append(scheduler_pb2.ModelDemand(model="acme/other", num_waiting=5))
+    return made
+
+
+def test_the_screen_shows_workers_copies_instances_and_demand() -> None:
+    shown = drawn(cluster_screen(view(), {"store-a.b.in": 2.5e9}, "127.0.0.1:1"))
+    for part in ("epoch 7", "prefill-0", "loading", "7/24", "25% of 200 B", "583 MB", "128/256", "store-b", "2.5 GB"):
+        assert part in shown
+    assert "████████░░░░░░░░" in shown
+    assert "acme/[red]tiny" in shown  # names are no markup
+    assert "acme/other" in shown  # waits without an instance
+    assert "0 running, 7 waiting" in shown
+
+
+def test_a_cluster_at_zero_says_so() -> None:
+    assert "every model is at zero" in drawn(cluster_screen(view(is_cold=True), {}, "127.0.0.1:1"))
+
+
+def test_rates_come_from_successive_views() -> None:
+    first, last = counters_of(view(1000)), counters_of(view(5000))
+    rates = rates_of([Sample(10.0, first), Sample(12.0, last)], now_s=12.0)
+    assert rates["store-a.b.in"] == 2000.0
+    assert rates_of([Sample(10.0, first)], now_s=10.0) == {}
+    restarted = view(10)
+    restarted.stores[0].incarnation = "c"
+    assert "store-a.c.in" not in rates_of([Sample(10.0, first), Sample(11.0, counters_of(restarted))], now_s=11.0)
+
+
+def test_a_quiet_cluster_has_rates_of_zero_and_a_lost_one_says_so() -> None:
+    now = [0.0]
+    screen = Screen("127.0.0.1:1", lambda: now[0])
+    assert "asking the scheduler" in drawn(screen.render())
+    screen.show(view(0))
+    now[0] = 1.0
+    screen.show(view(4000))
+    assert "4 kB" in drawn(screen.render())
+    now[0] = 30.0
+    assert "0 B" in drawn(screen.render())
+    screen.lost()
+    assert "does not answer" in drawn(screen.render())
+
+
+def test_bars_are_to_scale_and_never_empty() -> None:
+    assert bar(0, 50, 100, cells=10).plain == "█████     "
+    assert bar(50, 50, 100, cells=10).plain == "     █████"
+    assert bar(100, 0, 100, cells=10).plain == "         █"
+    assert bar(0, 0, 0, cells=4).plain == "█   "
+
+
+def test_an_explanation_shows_milliseconds_and_reasons() -> None:
+    phases = [
+        {"name": "queue", "begin_unix_us": 1_000_000, "end_unix_us": 1_012_300, "where": "scheduler", "detail": "[x]"},
+        {"name": "relay", "begin_unix_us": 1_002_000, "end_unix_us": 0, "where": "store-a", "detail": ""},
+    ]
+    decisions = [{"at_unix_us": 1_000_000, "kind": "wake", "subject": "acme/tiny", "reason": "1 waiting"}]
+    shown = drawn(explanation(phases, decisions))
+    for part in ("queue", "12.3 ms", "[x]", "relay", "2.0 ms", "running", "wake", "1 waiting"):
+        assert part in shown
+    assert "store-a" in drawn(explanation(phases, []))
+
+
+def test_sizes_and_text_from_elsewhere() -> None:
+    sizes = [0, 999, 1000, 1536, 999_600, 549_000, 4.29e9, 2.5e13]
+    assert [sized(size) for size in sizes] == ["0 B", "999 B", "1 kB", "1.54 kB", "1 MB", "549 kB", "4.29 GB", "25 TB"]
+    assert printable("a\x1b[31mb\nc\td\x07é") == "a[31mb\nc\tdé"

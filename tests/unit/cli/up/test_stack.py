@@ -1,0 +1,89 @@
+"""The children of an embedded install and what they are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from torchrelay.cli.home import Home
+from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.ports import Ports
+from torchrelay.cli.up.stack import Stack, StackPlan
+from torchrelay.transfer.tickets import derive_node_key
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    for name in ("TORCHRELAY_REDIS_URL", "TORCHRELAY_NATS_URL", "TORCHRELAY_DATABASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    home = Home(tmp_path)
+    home.make()
+    return home
+
+
+@pytest.fixture
+def ports() -> Iterator[Ports]:
+    with closing(Ports()) as ports:
+        yield ports
+
+
+def envs(stack: Stack) -> dict[str, dict[str, str]]:
+    return {spec.name: dict(spec.env) for spec in stack.specs}
+
+
+def test_brokers_first_and_the_door_stopped_first(home: Home, ports: Ports) -> None:
+    stack = StackPlan(home, UpOptions(num_both_workers=1), ports).stack()
+    assert [[spec.name for spec in group] for group in stack.groups] == [
+        ["redis", "nats"],
+        ["param-store"],
+        ["scheduler"],
+        ["prefill-0", "decode-0", "worker-0"],
+        ["gateway"],
+    ]
+    assert [len(wave) for wave in stack.waves] == [2, 6]
+
+
+def test_running_brokers_are_used(home: Home, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_REDIS_URL", "redis://elsewhere:6379/0")
+    monkeypatch.setenv("TORCHRELAY_NATS_URL", "nats://elsewhere:4222")
+    stack = StackPlan(home, UpOptions(), ports).stack()
+    assert stack.groups[0] == ()
+    assert envs(stack)["gateway"]["TORCHRELAY_REDIS_URL"] == "redis://elsewhere:6379/0"
+    assert envs(stack)["scheduler"]["TORCHRELAY_NATS_URL"] == "nats://elsewhere:4222"
+
+
+def test_each_child_is_told_its_own(home: Home, ports: Ports) -> None:
+    options = UpOptions(host="0.0.0.0", idle_timeout_s=3, kv_pool_bytes=1 << 20, arena_bytes=1 << 30)
+    stack = StackPlan(home, options, ports).stack()
+    told = envs(stack)
+    cluster_key = bytes.fromhex(home.cluster_key())
+    assert told["prefill-0"]["TORCHRELAY_NODE_KEY"] == derive_node_key(cluster_key, "prefill-0").hex()
+    assert told["prefill-0"]["TORCHRELAY_ROLES"].split(",")[0] == "prefill"
+    assert told["decode-0"]["TORCHRELAY_ROLES"].split(",")[0] == "decode"
+    assert told["decode-0"]["TORCHRELAY_KV_POOL_BYTES"] == str(1 << 20)
+    assert told["param-store"]["TORCHRELAY_ARENA_BYTES"] == str(1 << 30)
+    assert told["param-store"]["TORCHRELAY_ARENA_PATH"] == str(stack.arena)
+    assert told["scheduler"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"
+    assert told["gateway"]["TORCHRELAY_ADMIN_KEY"] == home.admin_key()
+    holders_of_the_cluster_key = [name for name, env in told.items() if home.cluster_key() in env.values()]
+    assert holders_of_the_cluster_key == ["scheduler"]
+
+
+def test_only_the_door_listens_beyond_loopback(home: Home, ports: Ports) -> None:
+    stack = StackPlan(home, UpOptions(host="0.0.0.0"), ports).stack()
+    open_to_all = [name for name, env in envs(stack).items() if env.get("TORCHRELAY_HOST") == "0.0.0.0"]
+    assert open_to_all == ["gateway"]
+    assert stack.endpoints["http"].startswith("http://127.0.0.1:")
+
+
+def test_two_installs_share_nothing(home: Home, ports: Ports, tmp_path: Path) -> None:
+    other_home = Home(tmp_path / "other")
+    other_home.make()
+    with closing(Ports()) as other_ports:
+        one = StackPlan(home, UpOptions(), ports).stack()
+        other = StackPlan(other_home, UpOptions(), other_ports).stack()
+    assert not set(one.endpoints.values()) & set(other.endpoints.values())
+    assert one.arena != other.arena
