@@ -77,11 +77,13 @@ def test_three_hosts_are_filled_by_a_chain_that_takes_one_pack_from_the_source(s
     num_packs_sent = (scene.lab["source"].bytes_out() - before) / scene.model.pack_bytes
     scene.operator.await_zero()
 
-    follower_of = {copy.source.removeprefix("store-"): host for host, copy in copies.items()}
+    source_of = {host: copy.source.removeprefix("store-") for host, copy in copies.items()}
+    follower_of = {source: host for host, source in source_of.items()}
     chain = ["source"]
     while chain[-1] in follower_of:
         chain.append(follower_of[chain[-1]])
-    assert sorted(chain[1:]) == sorted(TARGETS), f"no chain: {follower_of}"
+    assert sorted(chain[1:]) == sorted(TARGETS), f"no chain: {source_of}"
+    print("MARGIN", num_packs_sent, copies[chain[1]].relay_end_unix_us - copies[chain[3]].relay_first_unix_us, [(c, copies[c].relay_first_unix_us-copies[chain[1]].relay_begin_unix_us, copies[c].relay_end_unix_us-copies[chain[1]].relay_begin_unix_us) for c in chain[1:]])
     assert 0.9 <= num_packs_sent <= 1.15
     assert copies[chain[3]].relay_first_unix_us < copies[chain[1]].relay_end_unix_us
 

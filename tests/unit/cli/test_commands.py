@@ -105,7 +105,7 @@ def test_one_question_streams_to_standard_output(run: Run, home: Home) -> None:
     assert isinstance(hint, Problem)
     assert "tenant's key" in hint.message
     home.save_key(TENANT_KEY)
-    shown = run("chat", "tiny", "hi", "--system", "be brief")
+    shown = run("chat", "tiny", "hi", "--system", "be short")
     assert shown.stdout == "Hello\u2028there\n"
     assert "first token after" in shown.stderr
     assert "req-1" in shown.stderr

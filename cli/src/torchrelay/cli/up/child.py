@@ -50,7 +50,7 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> Child:
-        """Starts the program in a session of its own, so that Ctrl-C reaches it only through `up`.
+        """Starts the program in a process group of its own, so that Ctrl-C reaches it only through `up`.
 
         Raises ``Problem`` when there is no such program.
         """

@@ -1,0 +1,36 @@
+"""What /proc says about processes: CPU time and memory. 1 MB is 10**6 bytes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+MB = 10**6
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process and of all its children, living and reaped, in user and kernel mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    own = sum(int(ticks) for ticks in fields[11:15]) / _TICKS_PER_S  # utime, stime, and both of reaped children
+    return own + sum(cpu_s(child) for child in children(pid))
+
+
+def children(pid: int) -> list[int]:
+    """The living children; none of a process that is gone."""
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
+        pass
+    return found
+
+
+def memory_bytes(pid: int) -> dict[str, int]:
+    """The sizes in /proc/PID/status by name (VmRSS, RssAnon, ...), in bytes; empty for a process that is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
