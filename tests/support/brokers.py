@@ -6,8 +6,8 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 
@@ -19,28 +19,51 @@ def free_port() -> int:
         return port
 
 
+class EndedEarly(RuntimeError):
+    """The server ended before it listened: mostly because somebody took the port meanwhile."""
+
+
 @contextmanager
 def running(command: Sequence[str], log: Path, port: int, host: str = "127.0.0.1") -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a server until the block ends; enters once it accepts connections on ``port``."""
+    """Runs a server until the block ends; enters once it accepts connections on ``port``. Raises ``EndedEarly``."""
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
     try:
         _await_port(process, host, port, log)
         yield process
     finally:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _end(process)
+
+
+@contextmanager
+def listening(command: Callable[[int], Sequence[str]], log: Path, host: str, port: int = 0) -> Iterator[int]:
+    """Like ``running``, on ``port`` or any free one, which is chosen anew when somebody else was faster."""
+    with ExitStack() as stack:
+        for tries_left in (2, 1, 0):
+            chosen = port or free_port()
+            try:
+                stack.enter_context(running(command(chosen), log, chosen, host))
+                break
+            except EndedEarly:
+                if not tries_left:
+                    raise
+        yield chosen
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _await_port(process: subprocess.Popen[bytes], host: str, port: int, log: Path) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise RuntimeError(f"{process.args!r} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+            raise EndedEarly(f"{process.args!r} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
         try:
             with socket.create_connection((host, port), timeout=1):
                 return
@@ -59,16 +82,23 @@ def _program(name: str) -> str:
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
     """The URL of a fresh Redis without persistence."""
-    port = free_port()
-    command = [_program("redis-server"), "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    with running([*command, "--dir", str(folder)], folder / "redis.log", port):
+    program = _program("redis-server")
+
+    def command(port: int) -> list[str]:
+        place = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        return [program, *place, "--save", "", "--appendonly", "no"]
+
+    with listening(command, folder / "redis.log", "127.0.0.1") as port:
         yield f"redis://127.0.0.1:{port}/0"
 
 
 @contextmanager
 def nats_server(folder: Path, port: int = 0, host: str = "127.0.0.1") -> Iterator[str]:
     """The URL of a fresh NATS server with JetStream on file storage."""
-    port = port or free_port()
-    command = [_program("nats-server"), "-a", host, "-p", str(port), "-js", "-sd", str(folder / "jetstream")]
-    with running(command, folder / "nats.log", port, host):
-        yield f"nats://{host}:{port}"
+    program = _program("nats-server")
+
+    def command(port: int) -> list[str]:
+        return [program, "-a", host, "-p", str(port), "-js", "-sd", str(folder / "jetstream")]
+
+    with listening(command, folder / "nats.log", host, port) as chosen:
+        yield f"nats://{host}:{chosen}"
