@@ -92,10 +92,10 @@ def wait_for_zero(scheduler: str) -> float:
     raise SystemExit("the scheduler ended its view before the model went to zero")
 
 
-def show_timeline(client: Client, request_id: str) -> None:
+def show_timeline(client: Client, request_id: str, title: str) -> None:
     phases = client.call("GET", f"/v1/requests/{request_id}/explain")["phases"]
     origin = min(phase["begin_unix_us"] for phase in phases)
-    table = Table("phase", "begins", "takes", "where", "detail", title="Cold start, from zero to the first token")
+    table = Table("phase", "begins", "takes", "where", "detail", title=title)
     for phase in phases:
         begin = (phase["begin_unix_us"] - origin) / 1000
         took = (phase["end_unix_us"] - phase["begin_unix_us"]) / 1000
@@ -134,7 +134,10 @@ def talk(client: Client, endpoints: dict[str, str], key: str) -> None:
     console.print(f"  published {model}")
     openai = OpenAI(base_url=f"{endpoints['http']}/v1", api_key=key)
     step("4. Ask three questions over REST; the first one wakes the model from zero")
-    for question in QUESTIONS:
+    first, *others = QUESTIONS
+    request_id = ask_rest(openai, model, first)
+    show_timeline(client, request_id, "Cold start from the remote store")
+    for question in others:
         ask_rest(openai, model, question)
     step("5. Ask one over gRPC")
     ask_grpc(endpoints["grpc"], key, model, "What is a pack?")
@@ -142,7 +145,7 @@ def talk(client: Client, endpoints: dict[str, str], key: str) -> None:
     console.print(f"  at zero after {wait_for_zero(endpoints['scheduler']):.1f} s; no worker holds it any more")
     step("7. Ask again: a cold start")
     request_id = ask_rest(openai, model, "What is scale to zero?")
-    show_timeline(client, request_id)
+    show_timeline(client, request_id, "Cold start with the parameters still in host memory")
     step("8. The bill")
     show_bill(client)
 
