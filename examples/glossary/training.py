@@ -18,8 +18,8 @@ from examples.glossary.vocabulary import encode_conversation
 
 IGNORED = -100
 
-# Which word is meant shows in the first tokens of an answer; the others are soon known by heart. So most answers are cut
-# short (never ended short: no END is learned there), and twice as many questions fit into the same time.
+# Which word is meant shows in the first tokens of an answer; the others are soon known by heart. So most answers are
+# cut short (never ended short: no END is learned there), and twice as many questions fit into the same time.
 CUT_SHARE, CUT_TOKENS = 0.8, 8
 
 

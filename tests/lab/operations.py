@@ -109,7 +109,7 @@ class Operator:
     def _fill(self, host: str, pack_id: str) -> None:
         source = types_pb2.Source(holder_id=_REMOTE)
         if host != "source":
-            address = self.until(lambda view: _data_addresses(view).get("source"))
+            address = self.until(lambda view: _data_address(view, "source"))
             expires_unix_ms = int((time.time() + _WAIT_S) * 1000)
             ticket = self._tickets.issue(pack_id, "store-source", f"store-{host}", expires_unix_ms)
             source = types_pb2.Source(holder_id="store-source", data_address=address, ticket=ticket)
@@ -148,8 +148,8 @@ def _num_pins(view: ClusterView) -> int:
     return sum(copy.num_pins for store in view.stores for copy in store.copies)
 
 
-def _data_addresses(view: ClusterView) -> dict[str, str]:
-    return {store.host_id: store.data_address for store in view.stores}
+def _data_address(view: ClusterView, host: str) -> str | None:
+    return next((store.data_address for store in view.stores if store.host_id == host), None)
 
 
 def copies_of(view: ClusterView, host: str) -> dict[str, PackCopy]:

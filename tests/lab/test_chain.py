@@ -83,7 +83,6 @@ def test_three_hosts_are_filled_by_a_chain_that_takes_one_pack_from_the_source(s
     while chain[-1] in follower_of:
         chain.append(follower_of[chain[-1]])
     assert sorted(chain[1:]) == sorted(TARGETS), f"no chain: {source_of}"
-    print("MARGIN", num_packs_sent, copies[chain[1]].relay_end_unix_us - copies[chain[3]].relay_first_unix_us, [(c, copies[c].relay_first_unix_us-copies[chain[1]].relay_begin_unix_us, copies[c].relay_end_unix_us-copies[chain[1]].relay_begin_unix_us) for c in chain[1:]])
     assert 0.9 <= num_packs_sent <= 1.15
     assert copies[chain[3]].relay_first_unix_us < copies[chain[1]].relay_end_unix_us
 
