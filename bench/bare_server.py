@@ -3,7 +3,7 @@
     python -m bench.bare_server TOKENS
 
 Answers every request with TOKENS events of the size that the gateway's have, each in a turn of the event loop of its
-own, then the same two ends; prints its port.
+own, then the end; prints its port.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     python -m bench.echo_server
 
 Writes one JSON line once it serves: the addresses of scheduler and store, and the digest of the tokenizer. Every line
-it then reads from standard input is the length of an engine step in seconds from now on; at its end the process ends.
+it then reads from standard input is the length of an engine step in seconds from now on, and is answered. The process
+ends with its input.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ async def serve() -> None:
     print(json.dumps(said), flush=True)
     while line := await asyncio.to_thread(sys.stdin.readline):
         model.step_s = float(line)
-        print("ok", flush=True)
+        print("true", flush=True)
     for server in (scheduler, store, prefill, decode):
         await server.stop()
 

@@ -34,3 +34,11 @@ def memory_bytes(pid: int) -> dict[str, int]:
     except (FileNotFoundError, ProcessLookupError):
         return {}
     return {line.partition(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith(" kB")}
+
+
+def is_forking(child: int, parent: int) -> bool:
+    """Whether ``child`` is not yet the program it will be: until then its memory is its parent's."""
+    try:
+        return Path(f"/proc/{child}/cmdline").read_bytes() == Path(f"/proc/{parent}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True

@@ -15,11 +15,11 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import uvloop
 
-EVENT_END = b"\n\n"  # JSON holds no raw line feed
+EVENT = b'data: {"id"'  # its quotes would be escaped inside a text
 LAST = b"data: [DONE]\n\n"
 END = b"0\r\n\r\n"
 TAIL_BYTES = 1024  # enough for the events of usage and end
@@ -48,8 +48,7 @@ class Connection(asyncio.Protocol):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
         self._next()
 
     def _next(self) -> None:
@@ -71,7 +70,7 @@ class Connection(asyncio.Protocol):
                 self._transport.abort() if self._transport else None
                 return
         totals.bytes += len(data)
-        totals.events += (self._tail[-1:] + data).count(EVENT_END)
+        totals.events += (self._tail[1 - len(EVENT) :] + data).count(EVENT)
         self._tail = (self._tail + data)[-TAIL_BYTES:]
         if self._tail.endswith(END) and LAST in self._tail:
             self._ended()

@@ -41,8 +41,9 @@ def platform(home: Home) -> Iterator[dict[str, str]]:
         yield home.endpoints()
     finally:
         process.send_signal(signal.SIGINT)
-        if process.wait(60) != 0:
-            console.print(f"[red]torchrelay up ended with status {process.returncode}[/red]")
+        status = process.wait(60)
+    if status:
+        raise SystemExit(f"torchrelay up ended with status {status}")
 
 
 def step(text: str) -> None:

@@ -1,49 +1,56 @@
 #!/usr/bin/env bash
-# Puts what the embedded install starts (redis-server, nats-server) and what the lab needs (iproute2, iperf3) on this
-# machine where it is missing: by apt on Debian and Ubuntu, by Homebrew on a Mac.
+# Puts what the embedded install starts (redis-server, nats-server) and what the lab of tests/lab needs (iproute2, iperf3)
+# on this machine where it is missing: by apt on Debian and Ubuntu, by Homebrew on a Mac. Ends with an error only when
+# something that the embedded install needs cannot be had.
 set -euo pipefail
-PATH="$PATH:/usr/sbin:/sbin"
+PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin"
 
-missing=()
-need() { # PROGRAM DEBIAN_PACKAGE BREW_PACKAGE
-    command -v "$1" >/dev/null || missing+=("$1:$2:$3")
-}
-need redis-server redis-server redis
-need nats-server nats-server nats-server
+brokers=()
+lab=()
+[ -n "${TORCHRELAY_REDIS_URL-}" ] || command -v redis-server >/dev/null || brokers+=(redis-server)
+[ -n "${TORCHRELAY_NATS_URL-}" ] || command -v nats-server >/dev/null || brokers+=(nats-server)
 if [ "$(uname)" = Linux ]; then
-    need ip iproute2 -
-    need iperf3 iperf3 -
+    command -v ip >/dev/null || lab+=(iproute2)
+    command -v iperf3 >/dev/null || lab+=(iperf3)
 fi
-[ ${#missing[@]} -eq 0 ] && exit 0
+[ ${#brokers[@]} -eq 0 ] && [ ${#lab[@]} -eq 0 ] && exit 0
 
-programs="${missing[*]%%:*}"
-if command -v apt-get >/dev/null; then
-    sudo=""
-    if [ "$(id -u)" -ne 0 ]; then
-        command -v sudo >/dev/null || { echo "setup: $programs missing; install as root: apt-get install redis-server nats-server iproute2 iperf3" >&2; exit 1; }
-        sudo=sudo
+give_up() { # WHY
+    if [ ${#brokers[@]} -eq 0 ]; then
+        echo "setup: without ${lab[*]} the lab cannot run ($1)" >&2
+        exit 0
     fi
-    packages=()
-    for entry in "${missing[@]}"; do packages+=("$(cut -d: -f2 <<<"$entry")"); done
-    echo "setup: installing ${packages[*]}"
-    $sudo apt-get update -qq
+    echo "setup: ${brokers[*]} missing, and $1: install by hand," >&2
+    echo "       or point TORCHRELAY_REDIS_URL and TORCHRELAY_NATS_URL at running ones" >&2
+    exit 1
+}
+
+if command -v apt-get >/dev/null; then
+    sudo=()
+    if [ "$(id -u)" -ne 0 ]; then
+        command -v sudo >/dev/null || give_up "apt-get needs root"
+        sudo=(sudo)
+        # Nobody can type a password where nobody is.
+        [ -t 0 ] || sudo=(sudo -n)
+        "${sudo[@]}" true || give_up "apt-get needs root"
+    fi
+    echo "setup: installing ${brokers[*]-} ${lab[*]-}"
     # The packages' own system services are not wanted: the platform starts its own children.
     policy=/usr/sbin/policy-rc.d
     made_policy=""
+    trap '[ -z "$made_policy" ] || "${sudo[@]}" rm -f "$policy"' EXIT
     if [ ! -e "$policy" ]; then
-        printf '#!/bin/sh\nexit 101\n' | $sudo tee "$policy" >/dev/null
-        $sudo chmod +x "$policy"
         made_policy=yes
+        printf '#!/bin/sh\nexit 101\n' | "${sudo[@]}" tee "$policy" >/dev/null
+        "${sudo[@]}" chmod +x "$policy"
     fi
-    trap '[ -z "$made_policy" ] || $sudo rm -f "$policy"' EXIT
-    $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
+    apt() { # another apt may be at work for a while on a machine that has just started
+        "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -qq "$@" >/dev/null
+    }
+    apt update || give_up "apt-get update failed"
+    apt install -y --no-install-recommends ${brokers[@]+"${brokers[@]}"} ${lab[@]+"${lab[@]}"} || give_up "apt-get install failed"
 elif command -v brew >/dev/null; then
-    for entry in "${missing[@]}"; do
-        package="$(cut -d: -f3 <<<"$entry")"
-        [ "$package" = - ] || brew install --quiet "$package"
-    done
+    [ ${#brokers[@]} -eq 0 ] || brew install --quiet "${brokers[@]/redis-server/redis}"
 else
-    echo "setup: $programs missing, and neither apt-get nor brew is here: install redis-server and nats-server by hand," >&2
-    echo "       or point TORCHRELAY_REDIS_URL and TORCHRELAY_NATS_URL at running ones" >&2
-    exit 1
+    give_up "neither apt-get nor brew is here"
 fi

@@ -12,7 +12,7 @@ RUN python -m venv /opt/torchrelay \
     && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto ./libs/common ./libs/transfer ./services/param-store
 
 FROM python:3.11.10-slim-bookworm
-RUN useradd --system --uid 10001 --create-home torchrelay
+RUN useradd --system --uid 10001 --create-home torchrelay && install -d -o torchrelay /data
 COPY --from=build /opt/torchrelay /opt/torchrelay
 ENV PATH=/opt/torchrelay/bin:$PATH \
     PYTHONUNBUFFERED=1 \

@@ -56,8 +56,9 @@ class MemoryDoors:
         self.reserved: set[str] = set()
         self.released: dict[str, int] = {}
         self.refusal: TorchrelayError | None = None  # what ``admit`` raises
-        self.open_error: TorchrelayError | None = None
-        self.settle_errors: list[TorchrelayError] = []
+        self.open_error: Exception | None = None
+        self.is_open_error_late = False  # the row is there, its answer got lost
+        self.settle_errors: list[Exception] = []
         self.may_open = asyncio.Event()
         self.may_open.set()
 
@@ -77,13 +78,16 @@ class MemoryDoors:
 
     async def open(self, opened: OpenedRequest) -> None:
         await self.may_open.wait()
+        if self.open_error is None or self.is_open_error_late:
+            self.opened.append(opened)
         if self.open_error is not None:
             raise self.open_error
-        self.opened.append(opened)
 
     async def settle(self, request_id: str, usages: Sequence[ChoiceUsage]) -> int:
         if self.settle_errors:
             raise self.settle_errors.pop(0)
+        if request_id not in {one.request_id for one in self.opened}:
+            raise NotFound(f"request {request_id} was never opened")
         self.settled.setdefault(request_id, list(usages))
         return sum(usage.num_output_tokens for usage in usages)
 

@@ -131,6 +131,18 @@ def test_every_path_lies_on_a_volume_and_every_volume_is_declared() -> None:
         assert any(path.startswith(f"{mount}/") for mount in mounts), variable
 
 
+def test_volumes_of_ours_belong_to_the_images_user() -> None:
+    # Docker makes a named volume root's, unless the image has the folder: the service could not write into it.
+    for name in SETTINGS:
+        recipe = (DEPLOY / "images" / f"{name}.Dockerfile").read_text()
+        for mount in SERVICES[name].get("volumes", []):
+            volume, folder, *_ = mount.split(":")
+            options = (COMPOSE["volumes"][volume] or {}).get("driver_opts", {})
+            if "uid=10001" not in options.get("o", ""):
+                assert "--uid 10001" in recipe
+                assert f"install -d -o torchrelay {folder}\n" in recipe, f"{name} {folder}"
+
+
 def test_workers_share_the_arena_read_only_and_it_is_large_enough() -> None:
     for name in ("prefill", "decode"):
         assert "arena:/arena:ro" in SERVICES[name]["volumes"]

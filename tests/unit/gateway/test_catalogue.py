@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from sqlalchemy import select
 
@@ -53,7 +55,9 @@ async def test_a_published_model_is_resolved_whole(parts: Parts, caller: Princip
     assert await parts.catalogue.models(caller) == [model] == await parts.catalogue.models(ADMIN)
 
 
-@pytest.mark.parametrize("name", ["", "/", "a/b/c", "acme/", "/glossary", "other/glossary", "acme/absent", "acme"])
+@pytest.mark.parametrize(
+    "name", ["", "/", "a/b/c", "acme/", "/glossary", "other/glossary", "acme/absent", "acme", "a\0b", "\ud800"]
+)
 async def test_anything_else_is_not_found(parts: Parts, caller: Principal, name: str) -> None:
     await publish(parts, "glossary", version())
     with pytest.raises(NotFound):
@@ -96,6 +100,24 @@ async def test_a_version_is_retired_when_its_last_model_goes(parts: Parts, calle
         await parts.catalogue.delete(two)
     with pytest.raises(NotFound):
         await parts.catalogue.set_scaling(two, Scaling(max_instances=1))
+
+
+async def test_deleting_retires_the_version_the_model_named_last_not_the_one_it_was_read_with(
+    parts: Parts, caller: Principal
+) -> None:
+    await publish(parts, "glossary", version("v1"))
+    read_before = await parts.catalogue.resolve(caller, "glossary")
+    await publish(parts, "glossary", version("v2"))
+    await parts.catalogue.delete(read_before)
+    assert await retired(parts) == {"v1", "v2"}
+
+
+async def test_models_of_one_version_deleted_at_once_retire_it(parts: Parts, caller: Principal) -> None:
+    for name in ("one", "two"):
+        await publish(parts, name, version())
+    found = [await parts.catalogue.resolve(caller, name) for name in ("one", "two")]
+    await asyncio.gather(*map(parts.catalogue.delete, found))
+    assert await retired(parts) == {"v1"}
 
 
 async def test_another_gateway_sees_a_change_once_its_confirmation_is_old(parts: Parts, caller: Principal) -> None:

@@ -4,18 +4,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.gateway.conftest import Parts
-from torchrelay.gateway.heartbeat import Heartbeat, Seen, gone, observe
+from torchrelay.gateway.heartbeat import NO_ROW, Heartbeat, Seen, gone, observe
 
 
 def test_a_count_that_stands_still_is_gone_after_a_while_by_the_observers_clock() -> None:
     seen = observe({}, {"a": 5, "b": 5}, now=0.0)
     seen = observe(seen, {"a": 6, "b": 5}, now=8.0)
-    assert gone(["a", "b"], seen, 9.9, after_s=10) == set()
-    assert gone(["a", "b"], seen, 10.0, after_s=10) == {"b"}
+    assert gone(seen, 9.9, after_s=10) == set()
+    assert gone(seen, 10.0, after_s=10) == {"b"}
 
 
-def test_a_gateway_without_a_row_left_in_order_and_is_gone_at_once() -> None:
-    assert gone(["a"], {}, 0.0, after_s=10) == {"a"}
+def test_a_gateway_without_a_row_is_gone_unless_it_makes_the_row_again() -> None:
+    seen = observe({}, {"a": NO_ROW, "b": NO_ROW}, now=0.0)
+    seen = observe(seen, {"a": 1, "b": NO_ROW}, now=4.0)
+    assert gone(seen, 10.0, after_s=10) == {"b"}
 
 
 @given(st.lists(st.integers(0, 3), min_size=1), st.floats(0.5, 5))
@@ -24,7 +26,7 @@ def test_who_counts_up_is_never_gone(steps: list[int], after_s: float) -> None:
     for beat, _ in enumerate(steps):
         now = beat * after_s * 0.9
         seen = observe(seen, {"a": beat}, now)
-        assert gone(["a"], seen, now, after_s) == set()
+        assert gone(seen, now, after_s) == set()
 
 
 async def test_beats_count_up_and_leaving_takes_the_row_away(parts: Parts) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import sys
 
 import httpx
 import pytest
@@ -33,6 +35,30 @@ async def test_a_running_response_ends_and_no_new_one_begins_at_shutdown() -> No
         assert (await running).content == b"first last"
         with pytest.raises(httpx.ConnectError):
             await client.get(url)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no such timeout")
+async def test_a_client_that_takes_nothing_is_disconnected() -> None:
+    ended = asyncio.Event()
+
+    async def endless(_scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                await asyncio.sleep(0)
+
+        writing = asyncio.create_task(write())
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        ended.set()
+
+    async with http_server(endless, "127.0.0.1", 0, drain_s=1, stall_s=0.5) as server:
+        reader = socket.create_connection(("127.0.0.1", server.port))
+        reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.wait_for(ended.wait(), 20)
+        reader.close()
 
 
 async def test_a_response_that_does_not_end_is_cut_after_the_drain() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Collection
+from typing import Any
 
 import nats
 import pytest
@@ -34,6 +35,11 @@ class Clock:
 class Away:
     async def read(self, gateway_id: str, request_ids: Collection[str]) -> Registers:
         raise Unavailable("JetStream is away")
+
+
+class Nobody:
+    async def read(self, gateway_id: str, request_ids: Collection[str]) -> Registers:
+        return {}
 
 
 @pytest.fixture
@@ -68,6 +74,14 @@ def sweep_of(parts: Parts, registers: RegisterSource | None, clock: Clock, ledge
     return Sweep(
         parts.database, ledger_ or parts.ledger, heartbeat, lambda: registers, every_s=60, after_s=10, clock=clock
     )
+
+
+async def sweep_twice(sweep: Sweep) -> int:
+    """How many requests it settled, once it has seen long enough that nobody counts."""
+    assert await sweep.sweep() == 0
+    assert isinstance(sweep._clock, Clock)
+    sweep._clock.now += 10
+    return await sweep.sweep()
 
 
 async def outputs(parts: Parts) -> dict[tuple[str, int], tuple[int, int, str]]:
@@ -139,7 +153,7 @@ async def test_a_gateway_that_settles_late_changes_nothing(parts: Parts) -> None
             return {"req-1": {0: Register(10, 0, 5)}}
 
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
-    await sweep_of(parts, Nothing(), Clock()).sweep()
+    await sweep_twice(sweep_of(parts, Nothing(), Clock()))
     await parts.ledger.settle("req-1", [ChoiceUsage("req-1", 0, 10, 0, 6, Cause.STOP)])
     assert await outputs(parts) == {("req-1", 0): (10, 5, "gateway_lost")}
 
@@ -147,8 +161,8 @@ async def test_a_gateway_that_settles_late_changes_nothing(parts: Parts) -> None
 async def test_nothing_is_settled_while_the_registers_cannot_be_read(parts: Parts) -> None:
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
     with pytest.raises(Unavailable):
-        await sweep_of(parts, Away(), Clock()).sweep()
-    assert await sweep_of(parts, None, Clock()).sweep() == 0
+        await sweep_twice(sweep_of(parts, Away(), Clock()))
+    assert await sweep_twice(sweep_of(parts, None, Clock())) == 0
     assert await outputs(parts) == {}
 
 
@@ -159,10 +173,64 @@ async def test_many_gateways_racing_settle_exactly_once(parts: Parts, nats_clien
     registers = UsageRegisters(nats_client, subjects)
     async with Ledger(parts.database) as second, Ledger(parts.database) as third:
         sweeps = [sweep_of(parts, registers, Clock(), each) for each in (parts.ledger, second, third)]
-        await asyncio.gather(*(sweep.sweep() for sweep in sweeps))
+        await asyncio.gather(*map(sweep_twice, sweeps))
     books = await reconcile(parts.database)
     assert (books.num_settled, books.num_ledger_rows, books.faults) == (20, 20, ())
     assert books.cost_nano == sum(6 * 100 + 4 * 25 + (index + 1) * 400 for index in range(20))
+
+
+async def test_what_was_not_looked_at_did_not_stand_still(parts: Parts) -> None:
+    """SQL was away: nobody could beat, and the first to come back must not settle what the others still stream."""
+    await Heartbeat(parts.database, "gw-slow").beat()
+    await parts.ledger.open(parts.request("req-1", gateway_id="gw-slow"))
+    clock = Clock()
+    sweep = sweep_of(parts, Nobody(), clock)
+    sweep._every_s = 2
+    assert await sweep.sweep() == 0
+    clock.now = 60.0
+    assert await sweep.sweep() == 0
+    for clock.now in (62.0, 65.0, 69.9):
+        assert await sweep.sweep() == 0
+    clock.now = 70.0
+    assert await sweep.sweep() == 1
+
+
+async def test_a_gateway_that_begins_while_a_sweep_looks_is_not_gone(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    sweep = sweep_of(parts, Nobody(), clock)
+    reads: list[Any] = []
+    for name in ("_unsettled_owners", "beats"):
+        owner = sweep if name == "_unsettled_owners" else sweep._heartbeat
+        read = getattr(owner, name)
+
+        async def first_then_a_start(read: Any = read) -> Any:
+            found = await read()
+            if not reads:
+                await Heartbeat(parts.database, "gw-new").beat()
+                await parts.ledger.open(parts.request("req-new", gateway_id="gw-new"))
+            reads.append(found)
+            return found
+
+        monkeypatch.setattr(owner, name, first_then_a_start)
+    await sweep.sweep()
+    assert len(reads) == 2
+    assert "gw-new" not in sweep._seen or sweep._seen["gw-new"].beat == 1
+    assert await outputs(parts) == {}
+
+
+async def test_an_unexpected_error_does_not_end_the_beats(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = sweep_of(parts, Nobody(), Clock())
+    sweep._every_s = 0.01
+
+    async def broken() -> int:
+        raise RuntimeError("deadlock detected")
+
+    monkeypatch.setattr(sweep, "sweep", broken)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(sweep.run(), 0.3)
+    assert (await Heartbeat(parts.database, "x").beats())["gw-live"] > 2
 
 
 async def test_a_round_that_fails_is_followed_by_another(parts: Parts) -> None:

@@ -14,6 +14,8 @@ from torchrelay.common.errors import NotFound, StaleEpoch, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.transfer.arena import Arena
+from torchrelay.transfer.errors import ArenaFull
 
 
 async def test_hold_tells_of_every_verified_chunk_and_pins(
@@ -152,5 +154,25 @@ async def test_a_half_filled_pack_of_an_earlier_process_is_completed(
             await store.relay(pack.name, REMOTE)
             await store.until_complete(pack.name)
             assert 0 < (await store.report()).bytes_received < version.pack_bytes
+    finally:
+        arena.unlink(missing_ok=True)
+
+
+async def test_what_is_left_is_hashed_even_when_the_arena_cannot_grow(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, _ = published
+    arena = Path("/dev/shm") / new_id("torchrelay-test")
+
+    def full(arena: Arena, num_bytes: int) -> int:
+        raise ArenaFull("no space left on device")
+
+    try:
+        async with running_store(tmp_path, arena_path=arena, keep_arena=True) as store:
+            await store.relay(pack.name, REMOTE)
+            await store.until_complete(pack.name)
+        monkeypatch.setattr(Arena, "grow", full)
+        async with running_store(tmp_path, arena_path=arena) as store:
+            await store.until_complete(pack.name)
     finally:
         arena.unlink(missing_ok=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.unit.param_store.folders import LARGER, write_folder
+from tests.unit.transfer.relay_parts import eventually
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.filling import CopyRecord, Filling, Plan
 from torchrelay.param_store.folder_store import FolderStore
 from torchrelay.param_store.packer.__main__ import pack
+from torchrelay.param_store.relays import Relays
+from torchrelay.param_store.remote import RangeReader
 from torchrelay.transfer.arena import Arena
 from torchrelay.transfer.follow import Receiver, SourceAddress
 from torchrelay.transfer.tickets import Ticket
@@ -64,6 +68,33 @@ def test_a_stop_before_it_fails_and_keeps_what_is_there(arena: Arena, filling: F
     assert slab is not None
     assert "stopped" in filling.record.error
     assert "stopped" in slab.error
+
+
+def test_a_relay_that_comes_while_the_filling_is_being_stopped_is_not_lost(
+    tmp_path: Path, arena: Arena, filling: Filling
+) -> None:
+    pack_id = filling.plan.pack_id
+    stuck, going_on = threading.Event(), threading.Event()
+
+    class SlowRemote(FolderStore):
+        def open_range(self, key: str) -> RangeReader:
+            stuck.set()
+            going_on.wait(10)
+            return super().open_range(key)
+
+    relays = Relays(arena, SlowRemote(tmp_path / "remote"), filling.plan.receiver, lambda: None)
+    assert relays.relay(pack_id, [None]).result(10) is False
+    assert stuck.wait(10)
+    dropping = threading.Thread(target=relays.drop, args=(pack_id,))
+    dropping.start()
+    assert eventually(lambda: relays._fillings[pack_id][0].stop.is_set())
+    again = relays.relay(pack_id, [None])
+    assert not again.done()
+    going_on.set()
+    dropping.join()
+    assert again.result(10) is False
+    assert eventually(lambda: [copy.num_chunks_verified for copy in relays.copies()] == [28])
+    relays.close()
 
 
 def test_an_unexpected_error_is_told_and_not_swallowed(filling: Filling) -> None:

@@ -25,6 +25,7 @@ from torchrelay.control.v1 import reports_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.param_store.background import publish_reports
 from torchrelay.param_store.settings import StoreSettings
+from torchrelay.transfer.arena import Arena
 from torchrelay.transfer.tickets import derive_node_key
 
 
@@ -63,6 +64,14 @@ def test_the_arena_takes_what_the_machine_can_spare(tmp_path: Path) -> None:
     assert 0 < spare <= 4 << 30
     assert StoreSettings(node_key=key, arena_bytes=5 << 20).arena_capacity_bytes() == 5 << 20
     assert StoreSettings(node_key=key, store_id="sto-1").arena_file == Path("/dev/shm/torchrelay-sto-1")
+
+
+def test_an_arena_left_by_a_crash_keeps_its_size(tmp_path: Path) -> None:
+    settings = StoreSettings(node_key="0" * 64, arena_path=tmp_path / "arena")
+    Arena.create(settings.arena_file, 5 << 20).close()
+    assert settings.arena_capacity_bytes() == 5 << 20
+    settings.arena_file.write_bytes(b"something else")
+    assert settings.arena_capacity_bytes() > 5 << 20
 
 
 def shared_memory() -> set[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,8 @@ FAULTS: list[tuple[str, Change, str, str]] = [
     ("config key twice", write("config.json", '{"a": 1, "a": 2}'), "config.json", "'a' appears twice"),
     ("config too large", write("config.json", b" " * (4 << 20) + b"{}"), "config.json", "at most 4,194,304 are read"),
     ("architecture", edit_config(architecture="MambaForCausalLM"), "config.json", "architectures: architecture 'Mamba"),
+    ("architecture no name", edit_config(architecture=[]), "config.json", "architectures: architecture [] is not"),
+    ("number too large", edit_config(rms_norm_eps=10**400), "config.json", "rms_norm_eps must be a positive number"),
     ("layers", edit_config(num_hidden_layers=-1), "config.json", "num_hidden_layers must be a positive whole number"),
     ("context", edit_config(max_position_embeddings=2**40), "config.json", "max_position_embeddings: 1099511627776 is"),
     ("lone surrogate", edit_config(note="\ud800"), "config.json", "a value cannot be kept"),
@@ -175,6 +178,16 @@ def test_faults_are_refused_by_file_and_cause(tmp_path: Path, change: Change, fi
     assert refused.value.file == file
     assert detail in refused.value.detail
     assert not (tmp_path / "a.pack").exists()
+
+
+def test_many_keys_of_which_one_comes_twice_are_refused_quickly(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    keys = [f'"{number}":0' for number in range(200_000)]
+    raw_header(f"{{{','.join([*keys, keys[-1]])}}}".encode())(folder)
+    begin = time.monotonic()
+    with pytest.raises(Refused, match="'199999' appears twice"):
+        pack(folder, tmp_path / "a.pack", 0)
+    assert time.monotonic() - begin < 5.0
 
 
 def edit_index(change: Callable[[dict[str, Any]], None]) -> Change:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import aclosing, suppress
 from pathlib import Path
 
 import pytest
 
-from tests.unit.param_store.folders import write_folder
+from tests.unit.param_store.folders import config_of, write_folder
 from torchrelay.common.errors import Overloaded, Unavailable, UploadRefused
 from torchrelay.param_store.packing import PackingTurn, PackJob, run_packer
 
@@ -46,6 +47,15 @@ async def test_refusals_and_failures_are_told_apart(tmp_path: Path) -> None:
         async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES)):
             pass
     assert refused.value.field == "tokenizer.json"
+
+
+async def test_a_refusal_is_short_however_long_what_it_names(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", config_of())
+    (folder / "config.json").write_text(json.dumps(config_of(hidden_act="x" * 1_000_000)))
+    with pytest.raises(UploadRefused, match="hidden_act") as refused:
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES)):
+            pass
+    assert len(refused.value.message) < 1000
 
 
 async def test_documents_that_take_too_much_memory_are_refused(tmp_path: Path) -> None:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import threading
 from pathlib import Path
 
 import grpc
 import pytest
 
 from tests.unit.param_store.folders import config_of, sha256_of, shard_name, write_folder, write_shards
-from tests.unit.param_store.stores import RunningStore, begin, commit, contents, declared, put, running_store, send
+from tests.unit.param_store.stores import RunningStore, begin, commit, contents, put, running_store, send
 from torchrelay.common.errors import Conflict, NotFound, QuotaExceeded, TorchrelayError, UploadRefused
 from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.declared import DeclaredFile, check_declared
-from torchrelay.param_store.uploads import Uploads
+from torchrelay.param_store.file_writer import FileWriter
+from torchrelay.param_store.staging import StagedUpload
 
 ZERO = "0" * 64
 
@@ -243,23 +244,25 @@ async def test_a_commit_that_is_cancelled_can_be_run_again(tmp_path: Path, folde
                     assert "being committed" in error_from_rpc(error).message
 
 
-def test_untouched_uploads_expire(tmp_path: Path, folder: Path) -> None:
-    uploads = Uploads(tmp_path / "uploads", 1 << 30, expiry_s=100)
-    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
-    old = uploads.begin("old", "ten-1", files, 0)
-    new = uploads.begin("new", "ten-1", files, 0)
-    os.utime(old.folder / "state.json", (1000, 1000))
-    os.utime(new.folder / "state.json", (1050, 1050))
-    assert uploads.expire(1100.5) == ["old"]
-    assert not old.folder.exists()
-    with pytest.raises(NotFound, match="may have expired"):
-        uploads.get("old")
-    assert uploads.get("new") is new
-    assert uploads.num_open == 1
+async def test_a_file_is_free_again_when_its_call_ends_while_it_is_opened(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, going_on = threading.Event(), threading.Event()
+    open_file = StagedUpload.open_file
 
+    def slow(upload: StagedUpload, path: str, offset: int) -> FileWriter | None:
+        opening.set()
+        going_on.wait(10)
+        return open_file(upload, path, offset)
 
-def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) -> None:
-    (tmp_path / "torn").mkdir()
-    (tmp_path / "torn/state.json").write_text("{")
-    assert Uploads(tmp_path, 1 << 30, 100).num_open == 0
-    assert list(tmp_path.iterdir()) == []
+    async with running_store(tmp_path) as store:
+        await begin(store, folder, "u1")
+        monkeypatch.setattr(StagedUpload, "open_file", slow)
+        call = store.stub.PutFile()
+        await call.write(pb.PutFileRequest(open=pb.PutFileRequest.Open(upload_id="u1", path="model.safetensors")))
+        assert await asyncio.to_thread(opening.wait, 10)
+        call.cancel()
+        await store.report()  # a call's way: the store has heard of the cancellation
+        going_on.set()
+        monkeypatch.undo()
+        await until_accepted(store, "u1", (folder / "model.safetensors").read_bytes(), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import grpc
@@ -9,10 +10,11 @@ import pytest
 from blake3 import blake3
 
 from tests.unit.param_store.folders import config_of, tensors_of, write_folder
-from tests.unit.param_store.stores import RunningStore, contents, publish, running_store
+from tests.unit.param_store.stores import RunningStore, commit, contents, publish, running_store, send
 from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound
 from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.folder_store import FolderStore
 from torchrelay.transfer.manifest import decode_manifest, pack_id_of
 
 
@@ -80,6 +82,32 @@ async def test_publishing_is_content_addressed_and_deletion_counts_references(tm
         assert isinstance(error_from_rpc(caught.value), NotFound)
         assert await delete(store, second.version_id) == second.stored_bytes
         assert stored(tmp_path / "remote") == set()
+
+
+async def test_a_publication_that_fails_on_a_full_disk_leaves_nothing_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "model")
+    put_bytes = FolderStore.put_bytes
+
+    def full(remote: FolderStore, key: str, data: bytes) -> None:
+        if key.startswith("versions/"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put_bytes(remote, key, data)
+
+    async with running_store(tmp_path) as store:
+        kept = await publish(store, folder)
+        before = stored(tmp_path / "remote")
+        other = write_folder(tmp_path / "other", seed=1)
+        await send(store, other, "u1")
+        monkeypatch.setattr(FolderStore, "put_bytes", full)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await commit(store, "u1")
+        assert "cannot be published: No space left" in error_from_rpc(caught.value).message
+        assert stored(tmp_path / "remote") == before
+        assert await describe(store, kept.version_id) == kept
+        monkeypatch.undo()
+        assert (await commit(store, "u1"))[-1].version.pack_id != kept.pack_id
 
 
 async def test_bad_ids_and_damaged_objects_are_refused(tmp_path: Path) -> None:

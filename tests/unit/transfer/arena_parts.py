@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.transfer.relay_parts import make_pack
-from torchrelay.transfer.arena import Arena
+from torchrelay.transfer.arena import RECOVERED, Arena
 from torchrelay.transfer.manifest import Manifest
 from torchrelay.transfer.slab_table import TABLE_BYTES
 from torchrelay.transfer.slabs import Slab
@@ -27,3 +27,9 @@ def fill(slab: Slab, data: bytes, count: int | None = None) -> Slab:
 
 def reserve(arena: Arena, num_pages: int, seed: int, owner: str | None = None) -> Slab:
     return arena.reserve(pack(num_pages, seed)[1].encode(), owner)
+
+
+def release_recovered(arena: Arena) -> None:
+    """Nobody looks into what an earlier process left."""
+    for slab in arena.slabs():
+        arena.unpin(slab.pack_id, RECOVERED)

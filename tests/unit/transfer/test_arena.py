@@ -193,6 +193,16 @@ def test_closing_wakes_who_waits_and_refuses_the_rest(path: Path) -> None:
         reserve(arena, 5, seed=2)
 
 
+def test_growing_ends_after_a_slice_when_it_is_told_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena.create(path, CAPACITY)
+    monkeypatch.setattr("torchrelay.transfer.arena.GROW_SLICE_BYTES", PAGE)
+    monkeypatch.setattr("torchrelay.transfer.arena.fault_in", lambda *_: arena.stop_growing())
+    with pytest.raises(ArenaFull, match="to be closed"):
+        arena.grow(CAPACITY)
+    assert arena.faulted_bytes == TABLE_BYTES + PAGE
+    arena.close(unlink=True)
+
+
 def test_integrity_notices_overlaps_and_foreign_hands(arena: Arena) -> None:
     one, two = reserve(arena, 5, seed=1), reserve(arena, 5, seed=2)
     entry = arena._entries[two.pack_id]

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from tests.unit.transfer.arena_parts import release_recovered
 from tests.unit.transfer.relay_parts import make_pack
 from torchrelay.transfer.arena import RECOVERED, Arena
 from torchrelay.transfer.errors import ArenaFull, UnknownBuffer
@@ -100,7 +101,7 @@ class ArenaLife(RuleBasedStateMachine):
 
     @rule()
     def release_recovered(self) -> None:
-        self.arena.release_recovered()
+        release_recovered(self.arena)
         for pinned_by in self.pins.values():
             pinned_by.discard(RECOVERED)
 

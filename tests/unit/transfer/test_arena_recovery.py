@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.transfer.arena_parts import CAPACITY, PAGE, fill, pack, reserve
+from tests.unit.transfer.arena_parts import CAPACITY, PAGE, fill, pack, release_recovered, reserve
 from torchrelay.common.errors import Conflict
 from torchrelay.transfer.arena import RECOVERED, Arena
 from torchrelay.transfer.errors import ArenaFull
@@ -51,7 +51,7 @@ def test_what_may_still_be_mapped_is_not_evicted_until_released(path: Path) -> N
     with pytest.raises(ArenaFull):
         reserve(arena, 40, seed=2)
     arena.pin(slab.pack_id, "worker-1")
-    arena.release_recovered()
+    release_recovered(arena)
     assert arena.owners(slab.pack_id) == {"worker-1"}
     arena.unpin(slab.pack_id, "worker-1")
     reserve(arena, 40, seed=2)
@@ -64,7 +64,7 @@ def test_the_order_of_use_survives(path: Path) -> None:
     old.get(slabs[0].pack_id)
     old.close()
     arena = Arena.create(path, CAPACITY)
-    arena.release_recovered()
+    release_recovered(arena)
     reserve(arena, 20, seed=3)
     assert arena.get(slabs[0].pack_id) is not None
     assert arena.get(slabs[1].pack_id) is None

@@ -284,3 +284,14 @@ def test_a_holder_must_prove_itself() -> None:
     # The ticket says host-h; what answers at the address is host-x, which knows no session key of that ticket.
     with serving(full_pack(), holder_id="host-x") as impostor, pytest.raises(TicketRefused):
         fetch_head(source_at(impostor.address, PACK_ID), receiver())
+
+
+def test_a_source_that_only_says_it_is_alive_is_left_for_the_next() -> None:
+    """Two copies that follow each other after a repair would wait in a circle, for ever."""
+    waiting, whole = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1), FixedBuffer(PACK_ID, DATA, MANIFEST)
+    sink = PackSink(PACK_ID, DATA, MANIFEST)
+    with serving(waiting) as first, serving(whole, holder_id="host-i") as second:
+        sources = [source_at(first.address, PACK_ID), source_at(second.address, PACK_ID, "host-i")]
+        chunks = range(MANIFEST.num_chunks)
+        assert list(follow(PACK_ID, chunks, sources, sink, receiver(), stall_s=0.4, starve_s=0.3)) == [*chunks]
+    assert sink.bytes_held == DATA

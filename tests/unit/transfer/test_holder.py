@@ -21,10 +21,11 @@ from tests.unit.transfer.relay_parts import (
     source_at,
 )
 from torchrelay.transfer.buffers import MemoryBuffer
-from torchrelay.transfer.errors import RangeRefused, SourcesExhausted, SourceStalled, UnknownBuffer
+from torchrelay.transfer.errors import RangeRefused, SourceClosed, SourcesExhausted, SourceStalled, UnknownBuffer
 from torchrelay.transfer.follow import SourceAddress, fetch_head, follow
 from torchrelay.transfer.holder import HolderServer
 from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.tcp import split_address
 from torchrelay.transfer.tickets import derive_node_key
 
 DATA, MANIFEST = make_pack(40_000)
@@ -101,6 +102,41 @@ def test_garbage_at_the_door_costs_nothing(greeting: bytes) -> None:
                 except ConnectionResetError:
                     break
         assert eventually(lambda: holder.num_streams == 0)
+        assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
+
+
+def test_a_greeting_that_trickles_in_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrelay.transfer.downstream.HANDSHAKE_S", 0.3)
+    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
+        with socket.create_connection(split_address(holder.address)) as caller:
+            caller.settimeout(0.05)
+            begin = time.monotonic()
+            ended = False
+            while not ended and time.monotonic() - begin < 1.5:  # one header takes 2.4 s
+                try:
+                    caller.sendall(b"T")  # always a byte before the silence is too long
+                    ended = caller.recv(1) is not None
+                except TimeoutError:
+                    continue
+                except OSError:
+                    ended = True
+        assert ended
+        assert eventually(lambda: holder.num_streams == 0)
+
+
+def test_the_door_stays_open_when_the_system_gives_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "stream":
+            monkeypatch.setattr(threading.Thread, "start", start)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
+        monkeypatch.setattr(threading.Thread, "start", refuse_once)
+        with pytest.raises((SourceClosed, OSError)):
+            fetch_head(source_at(holder.address, PACK_ID), receiver())
         assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
 
 

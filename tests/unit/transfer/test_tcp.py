@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import threading
 import time
@@ -122,3 +123,22 @@ def test_connecting_stops_and_times_out() -> None:
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 1), ("::1", 65535), ("node-7.internal", 8000)])
 def test_addresses_read_back(host: str, port: int) -> None:
     assert split_address(join_address(host, port)) == (host, port)
+
+
+def test_a_listener_outlives_a_shortage_of_descriptors(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "ACCEPT_AGAIN_S", 0.01)
+    accepted: list[Connection | None] = []
+    waiting = threading.Thread(target=lambda: accepted.append(listener.accept()))
+    near = socket.create_connection(split_address(listener.address))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))  # none is left
+    try:
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    waiting.join(5)
+    assert accepted and accepted[0] is not None
+    accepted[0].close()
+    near.close()

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from torchrelay.common.errors import Conflict
+from torchrelay.common.errors import Conflict, Unavailable
 from torchrelay.engine.core import EMPTY_STEP, LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
-from torchrelay.worker.engine_thread import EngineThread
+from torchrelay.worker.engine_thread import MAX_WRITES, EngineThread
 
 
 class Steps:
@@ -81,3 +81,53 @@ async def test_a_failing_step_gives_the_instance_up_and_says_why(error: Exceptio
     assert await outcome.engine.call(lambda: outcome.engine.instance) is None
     await asyncio.to_thread(outcome.engine.close)
     assert outcome.faults == [error]
+
+
+async def test_received_kv_waits_while_the_engine_is_busy_but_commands_of_the_loop_never_do() -> None:
+    """A step that waits for layers must hold the senders back, and must not keep a cancel from being posted."""
+    outcome, busy, stop = Outcome(), threading.Event(), threading.Event()
+    outcome.engine.start()
+    outcome.engine.post(busy.wait)
+    written: list[int] = []
+
+    def receive() -> None:
+        for index in range(MAX_WRITES + 10):
+            outcome.engine.write(lambda index=index: written.append(index), stop)  # type: ignore[misc]
+
+    receiving = asyncio.ensure_future(asyncio.to_thread(receive))
+    await asyncio.sleep(0.3)
+    assert not receiving.done() and not written
+    for _ in range(20_000):
+        outcome.engine.post(lambda: None)
+    busy.set()
+    await receiving
+    await outcome.engine.call(lambda: None)
+    assert written == list(range(MAX_WRITES + 10))
+    await asyncio.to_thread(outcome.engine.close)
+
+
+async def test_a_receiver_that_is_held_back_is_freed_by_its_stop() -> None:
+    outcome, busy, stop = Outcome(), threading.Event(), threading.Event()
+    outcome.engine.start()
+    outcome.engine.post(busy.wait)
+
+    def receive() -> None:
+        while not stop.is_set():
+            outcome.engine.write(lambda: None, stop)
+
+    receiving = asyncio.ensure_future(asyncio.to_thread(receive))
+    await asyncio.sleep(0.1)
+    stop.set()
+    async with asyncio.timeout(2):
+        await receiving
+    busy.set()
+    await asyncio.to_thread(outcome.engine.close)
+
+
+async def test_a_closed_thread_refuses_calls_and_takes_no_notice_of_commands() -> None:
+    outcome = Outcome()
+    outcome.engine.start()
+    await asyncio.to_thread(outcome.engine.close)
+    outcome.engine.post(lambda: None)
+    with pytest.raises(Unavailable, match="shutting down"):
+        await outcome.engine.call(lambda: None)

@@ -68,3 +68,50 @@ async def test_a_dropped_attempt_publishes_where_it_stands(nats_url: str) -> Non
     await client.close()
     assert [register.output_position for register in registers] == [1, 2]
     assert registers[-1].cause == pb.FINISH_REASON_CANCELLED
+
+
+async def test_a_busy_worker_still_publishes_the_long_ones_every_second(nats_url: str) -> None:
+    """What others finish wakes the publisher all the time; that must not put the periodic registers off."""
+    client = await connect(nats_url, "test")
+    subjects = Subjects("usage-busy")
+    await ensure_streams(client.jetstream(), subjects)
+    publisher = UsagePublisher(client, subjects)
+    running = asyncio.ensure_future(publisher.run())
+    one = attempt()
+    for position in range(30):
+        publisher.advance(one, one.output(NewToken("req-7/1", 0, position, 5), None))
+        start = pb.AttemptStart(
+            key=types_pb2.AttemptKey(request_id=f"other-{position}", attempt=1), choices=[pb.ChoiceStart(choice=0)]
+        )
+        other = Attempt(start, Outbox("gw-2"), {})
+        publisher.advance(other, other.output(NewToken(other.group_id, 0, 0, 5, Finish.STOP), Finish.STOP))
+        await asyncio.sleep(0.05)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await client.flush()
+    subscription = await client.jetstream().pull_subscribe(subjects.usage("gw-1"), "reader")
+    registers = [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(2, timeout=5)]
+    await client.close()
+    assert registers[0].output_position == 1 and registers[1].output_position > 1
+    assert publisher.num_open == 1  # the others' are gone
+    publisher.let_go(one)
+    assert publisher.num_open == 0
+
+
+async def test_a_register_that_could_not_be_published_is_published_later(nats_url: str) -> None:
+    client = await connect(nats_url, "test")
+    subjects = Subjects("usage-away")
+    await ensure_streams(client.jetstream(), subjects)
+    away = await connect(nats_url, "away")
+    await away.close()
+    publisher = UsagePublisher(away, subjects)
+    one = attempt()
+    publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+    await publisher.flush()
+    publisher._client = client
+    await publisher.flush()
+    await client.flush()
+    subscription = await client.jetstream().pull_subscribe(subjects.usage("gw-1"), "reader")
+    registers = [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(1, timeout=5)]
+    await client.close()
+    assert registers[0].output_position == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay.cli.home import Home
+from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.options import UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.stack import Stack, StackPlan
@@ -53,6 +54,19 @@ def test_running_brokers_are_used(home: Home, ports: Ports, monkeypatch: pytest.
     assert stack.groups[0] == ()
     assert envs(stack)["gateway"]["TORCHRELAY_REDIS_URL"] == "redis://elsewhere:6379/0"
     assert envs(stack)["scheduler"]["TORCHRELAY_NATS_URL"] == "nats://elsewhere:4222"
+
+
+def test_metrics_ports_are_counted_up(home: Home, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_METRICS_PORT", "9464")
+    told = {
+        name: env.get("TORCHRELAY_METRICS_PORT")
+        for name, env in envs(StackPlan(home, UpOptions(), ports).stack()).items()
+    }
+    services = ("param-store", "scheduler", "prefill-0", "decode-0", "gateway")
+    assert [told[name] for name in services] == ["9464", "9465", "9466", "9467", "9468"]
+    monkeypatch.setenv("TORCHRELAY_METRICS_PORT", "many")
+    with pytest.raises(Problem, match="METRICS_PORT is 'many'"):
+        StackPlan(home, UpOptions(), ports)
 
 
 def test_each_child_is_told_its_own(home: Home, ports: Ports) -> None:

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from tests.unit.cli.up.programs import NEVER_READY, STUBBORN, Programs, Recorder, is_running
 from torchrelay.cli.problems import Problem
 from torchrelay.cli.up import child as child_module
+from torchrelay.cli.up import supervisor as supervisor_module
 from torchrelay.cli.up.child import Child, ChildSpec
 from torchrelay.cli.up.stack import Stack
 from torchrelay.cli.up.supervisor import MAX_BACKOFF_S, STEADY_S, Supervisor, backoff_s
@@ -102,6 +104,23 @@ async def test_a_child_that_cannot_start_again_is_tried_again(programs: Programs
         life.stop.set()
     assert life.recorder.waits_s[:3] == [0.1, 0.2, 0.4]
     assert ("failed", "worker ended with status 7 while starting") in life.recorder.said
+
+
+async def test_a_program_that_vanished_is_looked_for_less_and_less_often(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "STEADY_S", 1e-3)  # its first run was a steady one
+    worker, program = programs.spec("worker"), programs.folder / "program"
+    program.symlink_to(sys.executable)
+    life = Life(programs.stack([], [replace(worker, command=(str(program), *worker.command[1:]))]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await life.up.wait()
+        program.unlink()
+        os.kill(pid_of(worker), signal.SIGKILL)
+        await until(lambda: len(life.recorder.waits_s) >= 3)
+        life.stop.set()
+    assert life.recorder.waits_s[:3] == [0.1, 0.2, 0.4]
 
 
 async def test_a_failing_start_stops_the_others_and_shows_the_log(programs: Programs) -> None:

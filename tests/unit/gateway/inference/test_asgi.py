@@ -228,6 +228,23 @@ async def test_an_error_after_the_headers_is_an_event(make_world: MakeWorld) -> 
     assert not world.doors.reserved
 
 
+async def test_a_drain_waits_for_who_ends_and_tells_who_does_not(world: World) -> None:
+    world.workers[0].pause_at = 2
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 4, "stream": True}
+    asking = asyncio.ensure_future(world.http.post("/v1/completions", json=body))
+    await until(lambda: [one.usage.num_output_tokens for one in world.door.intake._requests] == [2])
+    draining = asyncio.ensure_future(world.door.intake.drain(5, 5))
+    await asyncio.sleep(0)
+    world.workers[0].resume()
+    await draining
+    assert (await asking).text.endswith("data: [DONE]\n\n")
+    world.scheduler.open_gate.clear()
+    asking = asyncio.ensure_future(world.http.post("/v1/completions", json=body))
+    await until(lambda: world.door.intake.num_running == 1)
+    await world.door.intake.drain(0.5, 5)
+    assert "shutting down" in (await asking).text and world.door.intake.num_running == 0
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_workers_and_is_billed_for_what_was_accepted(
     world: World, stream: bool
@@ -283,8 +300,25 @@ async def test_a_request_whose_row_cannot_be_written_fails_and_costs_nothing(wor
     assert list(world.doors.released.values()) == [0]
 
 
+async def test_a_row_whose_answer_got_lost_is_settled_with_nothing(world: World) -> None:
+    """Else the sweep would bill one day what the client never saw."""
+    world.doors.open_error, world.doors.is_open_error_late = Unavailable("the connection broke at the commit"), True
+    response = await world.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 3})
+    assert response.status_code == 503
+    await until(lambda: not world.doors.reserved)
+    assert list(world.doors.settled.values()) == [[]]
+    assert list(world.doors.released.values()) == [0]
+
+
+async def test_a_ledger_that_fails_in_an_unknown_way_ends_the_request(world: World) -> None:
+    world.doors.open_error = RuntimeError("deadlock detected")
+    response = await world.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 3})
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "internal")
+    await until(lambda: not world.doors.reserved)
+
+
 async def test_a_settlement_is_tried_until_it_succeeds(world: World) -> None:
-    world.doors.settle_errors = [Unavailable("locked"), Unavailable("locked")]
+    world.doors.settle_errors = [Unavailable("locked"), RuntimeError("deadlock detected"), Unavailable("locked")]
     reply = await world.client.completions.create(model="echo", prompt=PROMPT, max_tokens=3)
     assert world.doors.settled[reply.id][0].num_output_tokens == 3
     assert list(world.doors.released.values()) == [3]

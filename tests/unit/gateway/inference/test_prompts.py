@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+from typing import cast
 
 import pytest
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Split
 
-from torchrelay.common.errors import DataCorrupted
-from torchrelay.gateway.inference.prompts import MAX_TEMPLATE_CHARS, chat_format
+from tests.support.doors import published_model
+from torchrelay.common.errors import DataCorrupted, InvalidRequest
+from torchrelay.gateway.inference.core import Ask
+from torchrelay.gateway.inference.prompts import MAX_TEMPLATE_CHARS, Prompts, chat_format
+from torchrelay.gateway.inference.store_files import StoreFiles
+from torchrelay.gateway.inference.templates import TemplateRenderer
+from torchrelay.gateway.inference.tokenizer_cache import TokenizerCache
 
 
 def encoded(**fields: object) -> bytes:
@@ -43,3 +52,23 @@ def test_a_template_has_a_size() -> None:
     with pytest.raises(DataCorrupted):
         chat_format(None, b"x" * (MAX_TEMPLATE_CHARS + 1))
     assert chat_format(None, None).template == ""
+
+
+class OneTokenizer:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    async def get(self, digest: str) -> Tokenizer:
+        return self._tokenizer
+
+
+async def test_a_tokenizer_that_panics_refuses_the_prompt() -> None:
+    tokenizer = Tokenizer(BPE(vocab={"a": 0}, merges=[]))
+    tokenizer.pre_tokenizer = Split(Regex("(a+)+!"), "isolated")
+    prompts = Prompts(
+        cast(StoreFiles, None), cast(TokenizerCache, OneTokenizer(tokenizer)), cast(TemplateRenderer, None)
+    )
+    model = published_model(file_digests={"tokenizer.json": "digest"})
+    with pytest.raises(InvalidRequest, match="tokenizer of acme/echo fails") as caught:
+        await prompts.token_ids(model, Ask("echo", text="a" * 30 + "c"))
+    assert caught.value.field == "prompt"

@@ -37,6 +37,12 @@ CHATML = """\
 """
 
 
+async def test_halves_of_characters_are_no_text(renderer: TemplateRenderer) -> None:
+    with pytest.raises(InvalidRequest, match="makes no text"):
+        await renderer.render("{{ '\\ud800' }}", {})
+    assert await renderer.render("fine", {}) == "fine"
+
+
 @pytest.fixture
 async def renderer() -> AsyncIterator[TemplateRenderer]:
     async with TemplateRenderer(timeout_s=1.0) as renderer:

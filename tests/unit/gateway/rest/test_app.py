@@ -39,7 +39,7 @@ async def test_the_token_path_goes_to_its_own_handler(door: Door) -> None:
         ("POST", "/v1/keys", {"requests_per_minute": 0}, 400, "requests_per_minute", "invalid_request"),
         ("POST", "/v1/uploads", {"model": "m", "files": [{"path": "a", "size": -1}]}, 400, "files.0.size", None),
         ("GET", "/v1/usage?group_by=moon", None, 400, "group_by", "invalid_request"),
-        ("GET", "/v1/bill", None, 400, "period", "invalid_request"),
+        ("GET", "/v1/bill?period=2026", None, 400, "period", "invalid_request"),
         ("GET", "/v1/bill?period=soon", None, 400, "period", "invalid_request"),
         ("GET", "/v1/models/absent", None, 404, "model", "not_found"),
         ("DELETE", "/v1/keys/absent", None, 404, "key_id", "not_found"),

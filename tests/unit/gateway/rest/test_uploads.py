@@ -10,7 +10,7 @@ from sqlalchemy import select
 
 from tests.unit.gateway.rest.conftest import Door
 from torchrelay.common.errors import UploadRefused
-from torchrelay.gateway.sql.tables import models, uploads
+from torchrelay.gateway.sql.tables import models, retired_versions, uploads
 
 Files: TypeAlias = dict[str, bytes]
 WEIGHTS = bytes(range(256)) * 8192  # 2 MiB
@@ -105,6 +105,17 @@ async def test_a_refused_upload_publishes_nothing_and_may_be_mended(door: Door, 
     assert (await door.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 200
 
 
+async def test_a_commit_that_crashes_says_so_in_its_last_line(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    upload = await begun(door.acme)
+    monkeypatch.setattr(door.parts.catalogue, "publish_in", broken)
+    headers = {"accept": "application/x-ndjson"}
+    reply = await door.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
+    assert json.loads(reply.text.splitlines()[-1])["error"]["code"] == "internal"
+
+
 async def test_the_quota_counts_models_and_open_uploads(door: Door) -> None:
     size = len(WEIGHTS)
     async with await door.client_of("small", storage_quota_bytes=2 * size) as small:
@@ -124,8 +135,8 @@ async def test_a_version_larger_than_declared_does_not_slip_past_the_quota(door:
         reply = await small.post(f"/v1/uploads/{upload['id']}/commit")
         assert (reply.status_code, reply.json()["error"]["code"]) == (403, "quota_exceeded")
         assert (await small.get("/v1/models")).json()["data"] == []
-    assert door.store.deleted == ["version-one"]
     async with door.parts.database.read() as connection:
+        assert list((await connection.execute(select(retired_versions.c.version_id))).scalars()) == ["version-one"]
         assert (await connection.execute(select(uploads))).all() == []
         assert (await connection.execute(select(models))).all() == []
 

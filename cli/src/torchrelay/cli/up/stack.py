@@ -52,6 +52,14 @@ def _program(name: str) -> str:
     return found
 
 
+def _port_from_environment(name: str) -> int:
+    """0 when it is not set. Raises ``Problem`` when it is no port."""
+    value = os.environ.get(name, "0")
+    if not value.isdecimal() or int(value) > 65535:
+        raise Problem(f"{name} is {value!r}, which is no port", "give a number from 1 to 65535, or unset it")
+    return int(value)
+
+
 def _service_program(name: str) -> str:
     """The console script of a service, beside this Python."""
     return str(Path(sys.executable).parent / name)
@@ -65,6 +73,7 @@ class StackPlan:
         self._cluster_key = bytes.fromhex(home.cluster_key())
         self._redis_url = os.environ.get("TORCHRELAY_REDIS_URL", "")
         self._nats_url = os.environ.get("TORCHRELAY_NATS_URL", "")
+        self._metrics_port = _port_from_environment("TORCHRELAY_METRICS_PORT")
         self._scheduler_port = ports.free()
         self._store_port = ports.free()
         host = options.host
@@ -117,6 +126,9 @@ class StackPlan:
             "TORCHRELAY_TRACE_FILE": str(self._home.traces),
             "TORCHRELAY_LOG_LEVEL": self._options.log_level,
         }
+        if self._metrics_port:  # one each, counted up from the port that was asked for
+            common["TORCHRELAY_METRICS_PORT"] = str(self._metrics_port)
+            self._metrics_port += 1
         if node_id:
             common["TORCHRELAY_NODE_KEY"] = derive_node_key(self._cluster_key, node_id).hex()
         log = self._home.logs / f"{name}.log"

@@ -79,11 +79,13 @@ class Supervisor:
 
     async def _keep(self, spec: ChildSpec) -> None:
         """Restarts one child whenever it ends."""
-        wait_s = 0.0
+        wait_s, before = 0.0, None
         while True:
             child = self._children[spec.name]
             how = await child.exited()
-            wait_s = backoff_s(wait_s, child.age_s)
+            # The same child again: its program is gone, and no new one came to run.
+            wait_s = backoff_s(wait_s, child.age_s if child is not before else 0.0)
+            before = child
             self._audience.ended(spec.name, how, wait_s)
             await asyncio.sleep(wait_s)
             try:

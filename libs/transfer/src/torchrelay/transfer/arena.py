@@ -29,7 +29,7 @@ from torchrelay.transfer.slabs import Slab
 
 __all__ = ["RECOVERED", "Arena", "ArenaFull"]
 
-RECOVERED = "recovered"  # the owner that pins what an earlier process left, until ``release_recovered``
+RECOVERED = "recovered"  # the owner that pins what an earlier process left, until nobody looks into it
 GROW_SLICE_BYTES = 64 << 20
 log = get_logger(__name__)
 
@@ -47,7 +47,7 @@ class Arena:
         self._slabs: dict[str, Slab] = {}
         self._pins: dict[str, set[str]] = {}
         self._tick = 0
-        self._closed = False
+        self._closed = self._growth_ended = False
         self._lock = threading.RLock()
         self._growing = threading.Lock()
 
@@ -100,8 +100,9 @@ class Arena:
         """
         with self._growing:
             target = min(self.faulted_bytes + page_aligned(num_bytes), self.capacity_bytes)
-            while self.faulted_bytes < target and not self._closed:
-                begin = self.faulted_bytes
+            while (begin := self.faulted_bytes) < target:
+                if self._growth_ended:
+                    raise ArenaFull(f"the arena stays at {begin} bytes: it is to be closed")
                 step = min(GROW_SLICE_BYTES, target - begin)
                 try:
                     fault_in(self._file, self._mapping, begin, step)
@@ -109,6 +110,10 @@ class Arena:
                     raise ArenaFull(f"the arena cannot grow beyond {begin} bytes: {error.strerror}") from error
                 self._table.faulted_bytes = begin + step
             return self.faulted_bytes
+
+    def stop_growing(self) -> None:
+        """A growth under way ends after its slice, later ones raise ``ArenaFull``: so ``close`` comes in time."""
+        self._growth_ended = True
 
     def reserve(self, encoded_manifest: bytes, owner: str | None = None) -> Slab:
         """The place of this pack: the one it has already, or a new, empty one; pinned by ``owner`` if one is named.
@@ -155,8 +160,7 @@ class Arena:
     def pin(self, pack_id: str, owner: str) -> None:
         """Keeps the pack from being evicted or dropped until this owner unpins it. Raises ``UnknownBuffer``."""
         with self._lock:
-            slab = self.get(pack_id)
-            if slab is None:
+            if self.get(pack_id) is None:
                 raise UnknownBuffer(f"pack {pack_id} is not in the arena")
             self._pins.setdefault(pack_id, set()).add(owner)
 
@@ -174,20 +178,13 @@ class Arena:
             owners.discard(owner)
             if not owners:
                 self._pins.pop(pack_id, None)
-            self.get(pack_id)
+            if owner != RECOVERED:  # a crash is no use: the order of eviction stays
+                self.get(pack_id)
 
     def owners(self, pack_id: str) -> frozenset[str]:
         """Who pins the pack."""
         with self._lock:
             return frozenset(self._pins.get(pack_id, ()))
-
-    def release_recovered(self) -> None:
-        """Every worker that may map a recovered slab has pinned it again, or is gone: the others may be evicted."""
-        with self._lock:
-            for pack_id, owners in list(self._pins.items()):
-                owners.discard(RECOVERED)  # not by unpin, which would count as a use
-                if not owners:
-                    del self._pins[pack_id]
 
     def drop(self, pack_id: str) -> bool:
         """Takes an unpinned pack's place back; False: pinned, or not there."""
@@ -221,7 +218,7 @@ class Arena:
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed = self._growth_ended = True
             for slab in self._slabs.values():
                 slab.mark_dropped()
             self._slabs.clear()

@@ -33,6 +33,16 @@ def open_locked(path: Path, capacity_bytes: int) -> int:
         os.close(file)
 
 
+def capacity_left_at(path: Path) -> int | None:
+    """The capacity of the arena that an earlier process left there; None: there is none that can be re-opened."""
+    try:
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            return num_bytes if is_table_of(file.read(64), num_bytes) else None
+    except FileNotFoundError:
+        return None
+
+
 def is_at(path: Path, file: int) -> bool:
     """Whether this open file is still the one that the path names."""
     try:

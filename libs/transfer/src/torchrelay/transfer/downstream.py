@@ -33,7 +33,7 @@ from torchrelay.transfer.wire import (
     unpack_wanted,
 )
 
-HANDSHAKE_S = 10.0  # a peer that is silent for so long before its stream begins is sent away
+HANDSHAKE_S = 10.0  # a peer that has not said in this time who it is and what it wants is sent away
 BATCH_BYTES = 1 << 20  # small chunks that are ready leave in one system call
 BATCH_PARTS = 256  # a header and a chunk are two
 WAIT_S = 0.1  # how soon a stream that waits for a chunk notices that it was aborted
@@ -61,7 +61,7 @@ class Downstream:
     def __init__(self, holder: Holder, connection: Connection) -> None:
         self._holder = holder
         self._connection = connection
-        self._frames = FrameStream(connection, HANDSHAKE_S)
+        self._frames = FrameStream(connection, HANDSHAKE_S, ends_at=time.monotonic() + HANDSHAKE_S)
         self._alive_s = ALIVE_S[1]
         self._last_sent = time.monotonic()
         self._aborted = False

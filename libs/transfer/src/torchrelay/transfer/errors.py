@@ -11,7 +11,6 @@ PermissionDenied   TicketRefused      bad MAC, or any of:
                    TicketExpired, WrongHolder, WrongReceiver, RangeRefused
 NotFound           UnknownBuffer      the holder has no such buffer
 Overloaded         ArenaFull          no room, and nothing that may be evicted
-                   HolderBusy         the holder serves as many streams as it may
 """
 
 from __future__ import annotations

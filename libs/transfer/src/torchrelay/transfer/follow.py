@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import closing
@@ -32,17 +33,22 @@ def follow(
     stop: threading.Event | None = None,
     stall_s: float = STALL_S,
     transport: Transport | None = None,
+    starve_s: float = math.inf,
 ) -> Generator[int, None, None]:
     """Receives the wanted chunks into the sink; yields each index, in the order asked for, once verified and accepted.
 
     Blocks the thread that iterates. When a source breaks off, damages a chunk or sends nothing for ``stall_s``
-    (holders that wait for a chunk say so meanwhile), the chunks still missing come from the next; what was accepted
+    (holders that wait for a chunk say so meanwhile, and may for ``starve_s``: copies that after a repair wait for one
+    another in a circle would else wait for ever), the chunks still missing come from the next; what was accepted
     is never asked for again. Ends early, without an error, within about 100 ms of ``stop`` being set. Closing the
     generator closes its connection. Raises ``SourcesExhausted`` when every source has failed, and whatever the sink
     raises.
     """
     try:
-        yield from _follow(buffer_id, wanted, Rota(sources), sink, receiver, stop, stall_s, transport or TcpTransport())
+        rota = Rota(sources)
+        yield from _follow(
+            buffer_id, wanted, rota, sink, receiver, stop, stall_s, transport or TcpTransport(), starve_s
+        )
     except Stopped:
         return
 
@@ -75,6 +81,7 @@ def _follow(
     stop: threading.Event | None,
     stall_s: float,
     transport: Transport,
+    starve_s: float,
 ) -> Generator[int, None, None]:
     position = 0
     while position < len(wanted):
@@ -91,7 +98,7 @@ def _follow(
                 index = wanted[position]
                 view, expected = sink.chunk(index), sink.digest(index)
                 try:
-                    upstream.receive(index, view, expected)
+                    upstream.receive(index, view, expected, starve_s)
                 except _SOURCE_FAILURES as error:
                     _give_up(buffer_id, rota, error)
                     break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -27,24 +28,34 @@ class Stopped(Exception):
 
 
 class FrameStream:
-    """One end of a stream. ``stall_s`` is how long the other end may be silent."""
+    """One end of a stream. ``stall_s`` is how long the other end may be silent; ``ends_at``, a monotonic time, is when
+    everything must have been received, however busily it trickles in.
+    """
 
-    def __init__(self, connection: Connection, stall_s: float, stop: threading.Event | None = None) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        stall_s: float,
+        stop: threading.Event | None = None,
+        ends_at: float = math.inf,
+    ) -> None:
         self._connection = connection
         self._stall_s = stall_s
         self._stop = stop
+        self._ends_at = ends_at
         self._header = memoryview(bytearray(HEADER_BYTES))
 
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:
         """Sends a small frame."""
         self._connection.send((pack_header(kind, len(payload)), payload))
 
-    def receive_header(self) -> FrameHeader:
-        """The next frame's header; keep-alive frames are passed over.
+    def receive_header(self, starve_s: float = math.inf) -> FrameHeader:
+        """The next frame's header; keep-alive frames are passed over, for at most ``starve_s``.
 
         Raises ``SourceClosed``, ``SourceStalled``, ``ProtocolViolation``, ``Stopped``, and what the other end gives
         as its reason when it refuses.
         """
+        begin = time.monotonic()
         while True:
             self.fill(self._header)
             header = unpack_header(self._header)
@@ -53,6 +64,8 @@ class FrameStream:
             if header.kind != FrameKind.ALIVE:
                 return header
             self._payload(header, 0)
+            if time.monotonic() - begin > starve_s:
+                raise SourceStalled(f"the source lives, and has had nothing to send for {starve_s:g} s")
 
     def receive(self, kind: FrameKind, limit_bytes: int) -> bytes:
         """The payload of the next frame, which must be of this kind and no longer than the limit."""
@@ -67,6 +80,8 @@ class FrameStream:
         while done < len(view):
             if self._stop is not None and self._stop.is_set():
                 raise Stopped
+            if time.monotonic() > self._ends_at:
+                raise SourceStalled("what was due took too long")
             try:
                 num_bytes = self._connection.receive_into(view[done : done + RECEIVE_BYTES])
             except TimeoutError:

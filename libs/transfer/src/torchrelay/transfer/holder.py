@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from torchrelay.common.telemetry import get_logger
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.downstream import Downstream, Holder
 from torchrelay.transfer.errors import UnknownBuffer
@@ -15,6 +16,7 @@ from torchrelay.transfer.transport import Connection, Listener, Transport
 FIND_TIMEOUT_S = 2.0
 FIND_AGAIN_S = 0.02
 MAX_STREAMS = 256
+log = get_logger(__name__)
 
 
 class HolderServer:
@@ -95,15 +97,23 @@ class HolderServer:
         thread = threading.Thread(target=self._serve, args=(stream,), name="stream", daemon=True)
         with self._lock:
             self._streams[stream] = thread
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives no thread more: this stream ends, the door stays open
+            log.warning("stream_not_begun", reason=str(error))
+            connection.close()
+            self._end(stream)
 
     def _serve(self, stream: Downstream) -> None:
         try:
             stream.run()
         finally:
-            with self._lock:
-                del self._streams[stream]
-            self._places.release()
+            self._end(stream)
+
+    def _end(self, stream: Downstream) -> None:
+        with self._lock:
+            del self._streams[stream]
+        self._places.release()
 
     def _find(self, buffer_id: str, keep_alive: Callable[[], None]) -> Buffer:
         deadline = time.monotonic() + self._find_timeout_s

@@ -5,6 +5,7 @@ Read by the packer (to validate and lay out an upload) and by the engine (to fin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -84,7 +85,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """Checks config.json and takes out what shapes the model. Raises ``UnsupportedModel``."""
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    if name not in ARCHITECTURES:
+    if not isinstance(name, str) or name not in ARCHITECTURES:
         raise UnsupportedModel(
             f"architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}", "architectures"
         )
@@ -160,14 +161,14 @@ def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> i
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
         raise UnsupportedModel(f"{key} must be a positive whole number, not {value!r}", key)
     return value
 
 
 def _number(config: Mapping[str, Any], key: str, default: float) -> float:
     value = config.get(key, default)
-    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
         raise UnsupportedModel(f"{key} must be a positive number, not {value!r}", key)
     return float(value)
 

@@ -12,11 +12,14 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from torchrelay.common.telemetry import get_logger
 from torchrelay.transfer.transport import TICK_S, Connection, Listener
 
 SEND_TIMEOUT_S = 30.0  # a peer that takes no byte for so long is given up
+ACCEPT_AGAIN_S = 0.1
 _BACKLOG = 128
 _CLOSED = (errno.EBADF, errno.EINVAL)
+log = get_logger(__name__)
 
 
 class TcpConnection:
@@ -81,7 +84,10 @@ class TcpListener:
             except OSError as error:
                 if error.errno in _CLOSED:
                     return None
-                raise
+                # No descriptor or no memory is left: that passes, while a door that closes for it would stay closed.
+                log.warning("accept_failed", reason=str(error))
+                time.sleep(ACCEPT_AGAIN_S)
+                continue
             return TcpConnection(connected)
 
     def close(self) -> None:

@@ -49,9 +49,9 @@ class Upstream:
             frames.close()
             raise
 
-    def receive(self, index: int, view: memoryview, expected: bytes | None) -> None:
+    def receive(self, index: int, view: memoryview, expected: bytes | None, starve_s: float) -> None:
         """Receives the next chunk, which must be this one. Raises ``ChunkDamaged`` when its digest differs."""
-        header = self._frames.receive_header()
+        header = self._frames.receive_header(starve_s)
         if (header.kind, header.chunk, header.num_bytes) != (FrameKind.CHUNK, index, len(view)):
             raise ProtocolViolation(
                 f"chunk {index} of {len(view)} bytes was due, "

@@ -42,6 +42,7 @@ class Attempt:
     open_choices: set[int] = field(default_factory=set)
     phases: list[pb.MeasuredPhase] = field(default_factory=list)
     deadline: asyncio.TimerHandle | None = None
+    is_started: bool = False  # its stop checkers are there; tokens may come
 
     def __post_init__(self) -> None:
         self.open_choices = {choice.choice for choice in self.start.choices}

@@ -8,14 +8,15 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torchrelay.common.errors import Overloaded
+from torchrelay.common.errors import Unavailable
 from torchrelay.common.telemetry import get_logger
 from torchrelay.engine.core import LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
 
 log = get_logger(__name__)
 T = TypeVar("T")
-MAX_COMMANDS = 8192
+MAX_WRITES = 256
+_TICK_S = 0.1
 
 
 class EngineThread:
@@ -28,26 +29,49 @@ class EngineThread:
         self.instance: Instance | None = None  # set and read on the engine's thread
         self._on_step, self._on_fault = on_step, on_fault
         self._loop = asyncio.get_running_loop()
-        self._commands: queue.Queue[Callable[[], None] | None] = queue.Queue(MAX_COMMANDS)
+        # The event loop never waits here, nor is refused: what it posts is bounded by the attempts, a few for each.
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._writes = threading.BoundedSemaphore(MAX_WRITES)
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after the commands already given."""
+        """Ends the thread after the commands already given; later ones are not run."""
+        self._closed.set()
         self._commands.put(None)
         self._thread.join()
 
     def post(self, command: Callable[[], object]) -> None:
-        """Runs ``command`` before the next step. Raises ``Overloaded`` when too many wait."""
-        try:
-            self._commands.put_nowait(lambda: self._guarded(command))
-        except queue.Full:
-            raise Overloaded("the engine has too many commands waiting; try again") from None
+        """Runs ``command`` before the next step."""
+        if not self._closed.is_set():
+            self._commands.put(lambda: self._guarded(command))
+
+    def write(self, command: Callable[[], object], stop: threading.Event) -> None:
+        """(threads that receive) Like ``post``, but waits while ``MAX_WRITES`` of these wait already.
+
+        So a step that waits for layers holds back the senders of KV rather than filling the memory. Does nothing once
+        ``stop`` is set or the thread is closed.
+        """
+        while not self._writes.acquire(timeout=_TICK_S):
+            if stop.is_set() or self._closed.is_set():
+                return
+
+        def run() -> None:
+            self._writes.release()
+            command()
+
+        self.post(run)
 
     async def call(self, command: Callable[[], T]) -> T:
-        """Runs ``command`` before the next step and returns what it returns or raises."""
+        """Runs ``command`` before the next step and returns what it returns or raises.
+
+        It runs even if the caller is cancelled meanwhile. Raises ``Unavailable`` when the thread has ended.
+        """
+        if self._closed.is_set():
+            raise Unavailable("this worker is shutting down")
         future: asyncio.Future[T] = self._loop.create_future()
 
         def run() -> None:

@@ -19,7 +19,7 @@ from torchrelay.transfer.slabs import MappedSlab
 from torchrelay.worker.attempts import now_us
 from torchrelay.worker.engine_thread import EngineThread
 from torchrelay.worker.settings import WorkerSettings
-from torchrelay.worker.slot import READY, Slot
+from torchrelay.worker.slot import LOADING, READY, Slot
 
 if TYPE_CHECKING:
     from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub  # exists in the stubs only
@@ -47,6 +47,7 @@ class Loader:
         self._slab: MappedSlab | None = None
         self._next_segment = 0
         self._why_closed = "the instance was unloaded"
+        self.closing = False  # cleaning up; must not be cancelled again
 
     async def run(self, pack_id: str, traceparent: str) -> None:
         """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes do not come."""
@@ -62,8 +63,11 @@ class Loader:
             self._why_closed = error.message
             raise
         finally:
-            hold.cancel()
-            await self._close()
+            self.closing = True
+            try:
+                await self._close()
+            finally:
+                hold.cancel()  # only now: without the pin the range may be given to another pack
 
     async def _until_lost(self, hold: HoldCall) -> None:
         """Keeps the pin. The mapping outlives the store; a store that comes back must learn of the pin again."""
@@ -90,7 +94,7 @@ class Loader:
         begin = now_us()
         slab = self._slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)
         manifest = slab.manifest
-        self._instance = await self._engine.call(lambda: self._build(slab))
+        await self._engine.call(lambda: self._build(slab))
         self._slot.add_phase("map", begin)
         if self._slot.hosted is not None:
             self._slot.hosted.settled.set()
@@ -101,18 +105,17 @@ class Loader:
             if reply.error:
                 raise LoadFailed(reply.error)
             await self._advance(slab, manifest, begin)
-        await self._slot.move(READY)
+        if self._slot.state == LOADING:  # else it drains already
+            await self._slot.move(READY)
 
-    def _build(self, slab: MappedSlab) -> Instance:
-        instance = Instance(
+    def _build(self, slab: MappedSlab) -> None:
+        self._engine.instance = self._instance = Instance(
             slab.manifest,
             slab.data,
             self._pool,
             token_budget=self._settings.token_budget,
             kv_block_tokens=self._settings.kv_block_tokens,
         )
-        self._engine.instance = instance
-        return instance
 
     async def _advance(self, slab: MappedSlab, manifest: Manifest, begin_us: int) -> None:
         """Opens every further segment whose chunks are all verified."""
@@ -133,15 +136,16 @@ class Loader:
             await self._slot.touch()
 
     async def _close(self) -> None:
-        instance, self._instance = self._instance, None
-        if instance is not None:
-            instance.fail(self._why_closed)  # frees a step that waits for layers
-            await self._engine.call(lambda: self._forget(instance))
-            del instance
+        if self._instance is not None:
+            self._instance.fail(self._why_closed)  # frees a step that waits for layers
+        await self._engine.call(self._forget)
         if self._slab is not None:
             self._slab.close()
 
-    def _forget(self, instance: Instance) -> None:
-        if self._engine.instance is instance:
-            self._engine.instance = None
-        instance.close()
+    def _forget(self) -> None:
+        """On the engine's thread, where a build that nobody waits for any more has been run before."""
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            if self._engine.instance is instance:
+                self._engine.instance = None
+            instance.close()

@@ -35,7 +35,7 @@ def process_age_s() -> float:
 
 
 @asynccontextmanager
-async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
+async def running(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addresses]]:
     """Brings up the worker: engine warm, pool faulted in, roles registered, reports flowing."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -60,12 +60,19 @@ async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
         worker.meters.slot_start_s = process_age_s()
         await server.start()
         try:
-            yield {"grpc": address, "data": worker.data_address}
+            yield worker, {"grpc": address, "data": worker.data_address}
         finally:
             await server.stop()
             for task in background:
                 task.cancel()
             await worker.close()
+
+
+@asynccontextmanager
+async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
+    """See ``running``."""
+    async with running(settings) as (_, addresses):
+        yield addresses
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -62,6 +62,9 @@ class WorkerRole(ABC):
     def delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:  # noqa: B027
         """Called for each token that goes out; roles add what follows from it."""
 
+    def pages_freed(self) -> None:  # noqa: B027
+        """Called when KV pages may have come free."""
+
     def exhausted(self, attempt: Attempt) -> bool:
         """Whether nothing is left to do for an attempt once its last choice has finished."""
         return True
@@ -93,7 +96,7 @@ class WorkerRole(ABC):
     async def expect(self, group_id: str) -> Attempt:
         """The attempt of this name, once its gateway has started it here. Raises ``Unavailable`` if it never does."""
         attempt = self.attempts.get(group_id)
-        if attempt is not None:
+        if attempt is not None and attempt.is_started:
             return attempt
         future = self._expected.setdefault(group_id, asyncio.get_running_loop().create_future())
         try:
@@ -118,8 +121,12 @@ class WorkerRole(ABC):
 
     async def _start(self, start: pb.AttemptStart, outbox: Outbox) -> None:
         attempt = Attempt(start, outbox, {})
-        if self.attempts.get(attempt.group_id) is not None:
-            return  # sent again after a reconnect: it runs already
+        running = self.attempts.get(attempt.group_id)
+        if running is not None:
+            if running.outbox is not outbox:  # its tokens go to the other stream: this one must not wait for them
+                text = "the attempt runs on another stream already"
+                outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
+            return
         hosted = self.worker.slot.plays(start.instance_id, self.number)
         if hosted is None:
             outbox.put(attempt.failure(self._absence(start.instance_id)))
@@ -129,6 +136,7 @@ class WorkerRole(ABC):
             outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
             return
         self.attempts.add(attempt)
+        self._watch_deadline(attempt)
         try:
             attempt.stops = await self.worker.tokenizers.checkers(
                 hosted.version.tokenizer_digest,
@@ -136,13 +144,20 @@ class WorkerRole(ABC):
                 {choice.choice: list(choice.forced_output) for choice in start.choices},
             )
             await hosted.settled.wait()  # a loading instance takes requests as soon as it is mapped
-            if self.attempts.get(attempt.group_id) is attempt:  # neither cancelled nor failed meanwhile
-                self._watch_deadline(attempt)
-                if (expected := self._expected.get(attempt.group_id)) is not None:
+            if self.is_running(attempt):
+                attempt.is_started = True
+                expected = self._expected.get(attempt.group_id)
+                if expected is not None and not expected.done():
                     expected.set_result(attempt)
                 await self.begin(attempt)
         except TorchrelayError as error:
             self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
+        except Exception as error:
+            self.fail_unexpected(attempt, error)
+
+    def is_running(self, attempt: Attempt) -> bool:
+        """Whether it was neither cancelled nor failed nor ended; ask again after every wait."""
+        return self.attempts.get(attempt.group_id) is attempt
 
     def _absence(self, instance_id: str) -> pb.RunError:
         """Why an instance does not take requests here."""
@@ -159,6 +174,17 @@ class WorkerRole(ABC):
         left_s = max(0.0, attempt.start.deadline_unix_ms / 1000 - time.time())
         attempt.deadline = asyncio.get_running_loop().call_later(left_s, self.fail, attempt, error)
 
+    def spawn(self, attempt: Attempt, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Runs ``work`` for an attempt in the background; an error that it did not expect ends the attempt."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                self.fail_unexpected(attempt, error)
+
+        self.worker.spawn(run(), f"{name} {attempt.group_id}")
+
     # -- outputs -----------------------------------------------------------------------------------------------------
 
     def deliver(self, tokens: Sequence[NewToken]) -> None:
@@ -168,16 +194,26 @@ class WorkerRole(ABC):
             attempt = self.attempts.get(token.group_id)
             if attempt is None or token.choice not in attempt.open_choices:
                 continue
-            finish = attempt.finish_of(token)
-            if self.owns(attempt, token):
-                self.measure(attempt)
-                output = attempt.output(token, finish)
-                self.worker.usage.advance(attempt, output)
+            try:
+                output = self._advance(attempt, token)
+            except Exception as error:  # the other attempts' tokens of this step must not be lost
+                self.fail_unexpected(attempt, error)
+                continue
+            if output is not None:
                 outputs.append((attempt.outbox, output))
-                self.delivered(attempt, token, finish)
-            if finish is not None:
-                self._finish(attempt, token)
         send(outputs)
+
+    def _advance(self, attempt: Attempt, token: NewToken) -> pb.ChoiceOutput | None:
+        """Moves an attempt on by one token; gives its output when this role delivers it."""
+        finish, output = attempt.finish_of(token), None
+        if self.owns(attempt, token):
+            self.measure(attempt)
+            output = attempt.output(token, finish)
+            self.worker.usage.advance(attempt, output)
+            self.delivered(attempt, token, finish)
+        if finish is not None:
+            self._finish(attempt, token)
+        return output
 
     def _finish(self, attempt: Attempt, token: NewToken) -> None:
         attempt.open_choices.discard(token.choice)
@@ -210,6 +246,11 @@ class WorkerRole(ABC):
             self.worker.cancel(attempt.group_id)
             attempt.outbox.put(attempt.failure(error))
             self.worker.usage.forget(attempt, pb.FINISH_REASON_ERROR)
+
+    def fail_unexpected(self, attempt: Attempt, error: Exception) -> None:
+        """Ends an attempt by an error that nobody foresaw; the stream's other attempts go on."""
+        log.error("attempt_broke", group_id=attempt.group_id, exc_info=error)
+        self.fail(attempt, pb.RunError(code=pb.RunError.CODE_INTERNAL, message="the worker could not run the request"))
 
     def fail_all(self, error: pb.RunError) -> None:
         for attempt in self.attempts:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from dataclasses import dataclass
 
 import nats.errors
@@ -15,6 +17,7 @@ from torchrelay.worker.attempts import Attempt
 
 log = get_logger(__name__)
 PUBLISH_EVERY_S = 1.0
+MAX_UNSENT = 1 << 16  # while NATS is away; beyond them the oldest are dropped
 
 
 @dataclass(slots=True)
@@ -33,8 +36,13 @@ class UsagePublisher:
     def __init__(self, client: Client, subjects: Subjects) -> None:
         self._client, self._subjects = client, subjects
         self._entries: dict[tuple[str, int], _Entry] = {}
-        self._urgent: list[pb.UsageRegister] = []
+        self._urgent: deque[pb.UsageRegister] = deque(maxlen=MAX_UNSENT)
         self._wake = asyncio.Event()
+
+    @property
+    def num_open(self) -> int:
+        """Choices whose register may still rise."""
+        return len(self._entries)
 
     def advance(self, attempt: Attempt, output: pb.ChoiceOutput) -> None:
         """Notes what was put into the gateway's box."""
@@ -71,15 +79,24 @@ class UsagePublisher:
                 self._urgent.append(entry.register)
                 self._wake.set()
 
+    def let_go(self, attempt: Attempt) -> None:
+        """Another worker goes on with the open choices, and publishes what follows."""
+        for choice in attempt.open_choices:
+            self._entries.pop((attempt.start.key.request_id, choice), None)
+
     async def run(self) -> None:
         """Publishes until cancelled."""
+        due_s = time.monotonic() + PUBLISH_EVERY_S
         while True:
             try:
-                async with asyncio.timeout(PUBLISH_EVERY_S):
+                async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
                     await self._wake.wait()
             except TimeoutError:
-                self._gather_advanced()
+                pass
             self._wake.clear()
+            if time.monotonic() >= due_s:  # however often something urgent woke it
+                self._gather_advanced()
+                due_s = time.monotonic() + PUBLISH_EVERY_S
             await self.flush()
 
     def _gather_advanced(self) -> None:
@@ -89,9 +106,17 @@ class UsagePublisher:
                 self._urgent.append(entry.register)
 
     async def flush(self) -> None:
-        registers, self._urgent = self._urgent, []
+        """Publishes what is due; what cannot be published now stays for the next time."""
         try:
-            for register in registers:
-                await self._client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
+            while self._urgent:
+                register = self._urgent.popleft()
+                await self._publish(register)
         except (nats.errors.Error, OSError) as error:
-            log.warning("usage_not_published", error=str(error), num_registers=len(registers))
+            log.warning("usage_not_published", error=str(error), num_registers=len(self._urgent))
+
+    async def _publish(self, register: pb.UsageRegister) -> None:
+        try:
+            await self._client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
+        except BaseException:  # cancelled too: published twice does no harm, never published does
+            self._urgent.appendleft(register)
+            raise

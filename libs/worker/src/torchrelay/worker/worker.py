@@ -67,6 +67,9 @@ class Worker:
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)
         self._store = store
         self._load: asyncio.Task[None] | None = None
+        self._loader: Loader | None = None
+        self._fault = ""  # why the engine gave the instance up
+        self._spawned: set[asyncio.Task[None]] = set()
         self._drain: _Drain | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
@@ -82,7 +85,10 @@ class Worker:
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs ``work`` in the process's task group; an error that it did not expect is logged, and ends it alone."""
         assert self._tasks is not None, "the worker is not serving"
-        return self._tasks.create_task(_guarded(work, name), name=name)
+        task = self._tasks.create_task(_guarded(work, name), name=name)
+        self._spawned.add(task)
+        task.add_done_callback(self._spawned.discard)
+        return task
 
     # -- the slot ----------------------------------------------------------------------------------------------------
 
@@ -104,7 +110,7 @@ class Worker:
             return
         self.slot.occupant(instance_id)
         await self.slot.move(DRAINING)
-        self.spawn(self._run_drain(drain_s), "drain")
+        self.spawn(self._run_drain(drain_s, self._load), "drain")
         log.info("instance_draining", instance_id=instance_id)
 
     def _check_roles(self, roles: list[types_pb2.Role.ValueType]) -> None:
@@ -114,8 +120,8 @@ class Worker:
             raise InvalidRequest(f"this worker cannot play {names}", field="roles")
 
     async def _run_load(self, hosted: Hosted, traceparent: str) -> None:
-        loader = Loader(self.slot, self.engine, self.pool, self._store, self.settings)
-        error = ""
+        loader = self._loader = Loader(self.slot, self.engine, self.pool, self._store, self.settings)
+        error = self._fault = ""
         try:
             await loader.run(hosted.version.pack_id, traceparent)
         except LoadFailed as failure:
@@ -126,12 +132,13 @@ class Worker:
             error = f"the instance could not be built: {failure}"
             log.error("load_failed", instance_id=hosted.instance_id, exc_info=True)
         finally:
+            error = error or self._fault
             code = generation_pb2.RunError.CODE_LOAD_FAILED if error else generation_pb2.RunError.CODE_WRONG_INSTANCE
             self._fail_attempts(code, error or "the instance was unloaded")
             await self.slot.release(error)
             log.info("slot_free", instance_id=hosted.instance_id)
 
-    async def _run_drain(self, drain_s: float) -> None:
+    async def _run_drain(self, drain_s: float, load: asyncio.Task[None] | None) -> None:
         self._drain = _Drain(asyncio.Event())
         try:
             if any(len(role.attempts) for role in self.roles):
@@ -141,7 +148,12 @@ class Worker:
             log.warning("drain_cut", num_left=sum(len(role.attempts) for role in self.roles))
         finally:
             self._drain = None
-        if self._load is not None:
+        if load is self._load:
+            self._end_load()
+
+    def _end_load(self) -> None:
+        """Ends the load, and with it the instance; while that is under way it does nothing."""
+        if self._load is not None and not (self._loader is not None and self._loader.closing):
             self._load.cancel()
 
     def role(self, number: types_pb2.Role.ValueType) -> WorkerRole | None:
@@ -163,16 +175,26 @@ class Worker:
                 self.engine.instance.cancel(group_id, choice)
 
         self.engine.post(cancel)
+        self.pages_freed()
 
     def _on_step(self, result: StepResult) -> None:
         self.meters.note(result)
         for role in self.roles:
             role.deliver(result.tokens)
+        if result.prefilled or any(token.finish for token in result.tokens):
+            self.pages_freed()
+
+    def pages_freed(self) -> None:
+        """Some group lets go of pages; who waits for pages tries again, after the commands posted so far."""
+        for role in self.roles:
+            role.pages_freed()
 
     def _on_fault(self, error: Exception) -> None:
-        self._fail_attempts(generation_pb2.RunError.CODE_LOAD_FAILED, f"the engine gave up: {error}")
-        if self._load is not None:
-            self._load.cancel()
+        if self._loader is not None and self._loader.closing:
+            return  # a step that waited for layers was told to give up
+        self._fault = f"the engine gave up: {error}"
+        self._fail_attempts(generation_pb2.RunError.CODE_LOAD_FAILED, self._fault)
+        self._end_load()
 
     def _fail_attempts(self, code: generation_pb2.RunError.Code.ValueType, message: str) -> None:
         error = generation_pb2.RunError(code=code, message=message, lost_worker="")
@@ -181,9 +203,12 @@ class Worker:
 
     async def close(self) -> None:
         """Cuts what still runs and frees the slot; the engine's thread and the data plane end."""
+        self._end_load()
         if self._load is not None:
-            self._load.cancel()
             await asyncio.gather(self._load, return_exceptions=True)
+        for task in self._spawned:
+            task.cancel()
+        await asyncio.gather(*self._spawned, return_exceptions=True)
         await self.usage.flush()
         await asyncio.to_thread(self.engine.close)
         self.holder.close()

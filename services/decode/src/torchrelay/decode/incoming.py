@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from torchrelay.control.v1 import decode_pb2
 from torchrelay.engine.adoption import Adoption
@@ -24,7 +25,7 @@ class Incoming:
     def stop(self) -> None:
         self._stop.set()
 
-    def receive(self, write: Callable[[Callable[[], None]], None], stall_s: float) -> bytes:
+    def receive(self, write: Callable[[Callable[[], None], threading.Event], None], stall_s: float) -> bytes:
         """Follows the buffer; hands each verified chunk to ``write`` for the engine's thread. Returns the trailer.
 
         Raises the transfer's errors when the buffer stops coming.
@@ -41,7 +42,7 @@ class Incoming:
             if index == self.layout.trailer_index:
                 trailer = bytes(data)
             else:
-                write(lambda index=index, data=data: self.adoption.write(index, data))  # type: ignore[misc]
+                write(partial(self.adoption.write, index, memoryview(data)), self._stop)
         return trailer
 
     # -- transfer.Sink: chunks are staged, for the pages of a sequence do not lie in a row

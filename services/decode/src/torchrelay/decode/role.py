@@ -34,7 +34,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
         self._incoming: dict[str, Incoming] = {}
-        self._pages_freed = asyncio.Event()
+        self._waiting_for_pages: set[asyncio.Event] = set()
         self._threads = ThreadPoolExecutor(worker.settings.max_incoming, thread_name_prefix="kv")
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -60,34 +60,63 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         hosted = self.worker.slot.occupant(request.instance_id)
         if hosted.version.pack_id != request.pack_id:
             raise Conflict("the KV was computed with other weights", field="pack_id")
-        attempt = await self.expect(group_id_of(request.key))
+        group_id = group_id_of(request.key)
+        if request.source.ticket.buffer_id != group_id:
+            raise InvalidRequest("the ticket is for another attempt's KV", field="source")
+        attempt = await self.expect(group_id)
         group = attempt.group()
-        adoption, layout = await self._adopt(group, request)
+        adoption, layout = await self._adopt(attempt, group, request)
         incoming = Incoming(request, layout, adoption, self.worker.receiver)
-        if self.attempts.get(group.group_id) is not attempt:  # cancelled while it waited for pages
-            await self.worker.engine.call(adoption.drop)
+        if not self.is_running(attempt):
+            self._give_back([adoption])
             raise Conflict("the attempt was cancelled")
         self._incoming[group.group_id] = incoming
-        self.worker.spawn(self._take_over(attempt, incoming), f"kv {group.group_id}")
+        self.spawn(attempt, self._take_over(attempt, incoming), "kv")
         return decode_pb2.KvAccept()
 
-    async def _adopt(self, group: GroupSpec, offer: decode_pb2.KvOffer) -> tuple[Adoption, KvLayout]:
+    async def _adopt(self, attempt: Attempt, group: GroupSpec, offer: decode_pb2.KvOffer) -> tuple[Adoption, KvLayout]:
         """Reserves pages; waits for other attempts to end while there are too few."""
         sequences = tuple(KvSequence(tuple(s.choices), s.num_context_tokens) for s in offer.sequences)
+
+        reserved: list[Adoption] = []
 
         def reserve() -> tuple[Adoption, KvLayout]:
             instance = self._instance()
             layout = KvLayout(instance.kv_shape, offer.block_tokens, sequences)
             if layout != KvLayout.of(instance.kv_shape, offer.block_tokens, group):
                 raise InvalidRequest("the offered KV does not fit the attempt", field="sequences")
-            return instance.adopt(group, layout), layout
+            reserved.append(instance.adopt(group, layout))
+            return reserved[0], layout
 
-        while True:
-            self._pages_freed.clear()
-            try:
-                return await self.worker.engine.call(reserve)
-            except KvPoolFull:
-                await self._pages_freed.wait()
+        freed = asyncio.Event()
+        self._waiting_for_pages.add(freed)
+        try:
+            while self.is_running(attempt):
+                freed.clear()
+                try:
+                    return await self.worker.engine.call(reserve)
+                except KvPoolFull:
+                    await freed.wait()
+        except asyncio.CancelledError:  # the prefill worker left; the engine may reserve yet
+            self._give_back(reserved)
+            raise
+        finally:
+            self._waiting_for_pages.discard(freed)
+        raise Conflict("the attempt was cancelled")
+
+    def _give_back(self, reserved: list[Adoption]) -> None:
+        """Frees what is in the list once all commands posted before this have run."""
+
+        def drop() -> None:
+            for adoption in reserved:
+                adoption.drop()
+
+        self.worker.engine.post(drop)
+        self.worker.pages_freed()
+
+    def pages_freed(self) -> None:
+        for freed in self._waiting_for_pages:
+            freed.set()
 
     def _instance(self) -> Instance:
         instance = self.worker.engine.instance
@@ -99,18 +128,18 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         """Receives the KV, then lets the engine decode."""
         begin_us = now_us()
         receive = asyncio.get_running_loop().run_in_executor(
-            self._threads, incoming.receive, self.worker.engine.post, self.worker.settings.kv_timeout_s
+            self._threads, incoming.receive, self.worker.engine.write, self.worker.settings.kv_timeout_s
         )
         try:
             trailer = await receive
             self.worker.meters.kv_bytes_received += incoming.num_bytes
             first_tokens = incoming.layout.unpack_trailer(attempt.group_id, trailer)
         except (TorchrelayError, OSError) as error:
-            if self.attempts.get(attempt.group_id) is attempt:
+            if self.is_running(attempt):
                 message = f"the KV stopped coming: {error}"
                 self.fail(attempt, pb.RunError(code=pb.RunError.CODE_PREFILL_LOST, message=message))
             return
-        if self.attempts.get(attempt.group_id) is not attempt:
+        if not self.is_running(attempt):
             return
         end_us = now_us()
         attempt.phases.append(pb.MeasuredPhase(name="kv", begin_unix_us=begin_us, end_unix_us=end_us))
@@ -142,6 +171,6 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         incoming = self._incoming.pop(attempt.group_id, None)
         if incoming is not None:
             incoming.stop()
-            self.worker.engine.post(incoming.adoption.drop)
-        self._pages_freed.set()
+            self._give_back([incoming.adoption])
+        self.pages_freed()  # its own offer may be among those that wait
         record_span("decode", attempt.start.traceparent, attempt.began_us * 1000, now_us() * 1000)

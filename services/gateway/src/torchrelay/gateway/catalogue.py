@@ -19,6 +19,7 @@ from torchrelay.gateway.freshness import TableVersions, raise_version
 from torchrelay.gateway.prices import Prices, price_at
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.tables import models, retired_versions, tenants, versions
+from torchrelay.gateway.tenants import is_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ class Catalogue:
         """The model a caller means by ``name``, with the price valid now. Raises ``NotFound``."""
         full_name = name if "/" in name else f"{principal.tenant}/{name}"
         tenant, _, model = full_name.partition("/")
-        if tenant != principal.tenant and not principal.is_admin:
+        if (tenant != principal.tenant and not principal.is_admin) or not is_name(tenant) or not is_name(model):
             raise _not_found(name)
         version = await self._freshness.confirmed("catalogue")
         found = self._cache.get(full_name, version)
@@ -89,11 +90,12 @@ class Catalogue:
     async def delete(self, model: PublishedModel) -> None:
         """Takes the model out of the catalogue; its version is retired when no other model names it."""
         async with self._database.write() as connection:
-            gone = await connection.execute(delete(models).where(*_is(model)))
-            if gone.rowcount == 0:
+            await raise_version(connection, "catalogue")  # first: see publish_in
+            gone = await connection.execute(delete(models).where(*_is(model)).returning(models.c.version_id))
+            version_id = gone.scalar_one_or_none()  # perhaps newer than the one ``model`` was read with
+            if version_id is None:
                 raise _not_found(model.name)
-            await _retire(self._database, connection, model.version.version_id)
-            await raise_version(connection, "catalogue")
+            await _retire(self._database, connection, version_id)
         self._freshness.doubt()
 
     async def publish_in(
@@ -101,16 +103,12 @@ class Catalogue:
     ) -> None:
         """Within a transaction: the model names this version from now on; the one it named before is retired.
 
-        The caller calls ``published()`` after the commit.
+        The caller calls ``published()`` after the commit. The table's version is raised first, which locks its row:
+        changes of the catalogue wait for each other, so none overlooks which versions another names or lets go.
         """
+        await raise_version(connection, "catalogue")
         now = time.time_ns() // 1000
-        row = self._database.insert(versions).values(
-            version_id=version.version_id,
-            description=msgspec.json.encode(version).decode(),
-            stored_bytes=version.stored_bytes,
-            created_unix_us=now,
-        )
-        await connection.execute(row.on_conflict_do_nothing())
+        await self._keep(connection, version)
         await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version.version_id))
         wanted = (models.c.tenant_id == tenant_id, models.c.name == name)
         before = (await connection.execute(select(models.c.version_id).where(*wanted))).scalar_one_or_none()
@@ -121,7 +119,21 @@ class Catalogue:
         else:
             await connection.execute(update(models).where(*wanted).values(values))
             await _retire(self._database, connection, before)
+
+    async def retire_in(self, connection: SqlConnection, version: Version) -> None:
+        """Within a transaction: an unpublished version is freed after a while, unless a model names it."""
         await raise_version(connection, "catalogue")
+        await self._keep(connection, version)
+        await _retire(self._database, connection, version.version_id)
+
+    async def _keep(self, connection: SqlConnection, version: Version) -> None:
+        row = self._database.insert(versions).values(
+            version_id=version.version_id,
+            description=msgspec.json.encode(version).decode(),
+            stored_bytes=version.stored_bytes,
+            created_unix_us=time.time_ns() // 1000,
+        )
+        await connection.execute(row.on_conflict_do_nothing())
 
     def published(self) -> None:
         """Our own commit changed the catalogue: the caches here are stale now, not in half a second."""
@@ -157,4 +169,4 @@ def _is(model: PublishedModel) -> tuple[ColumnElement[bool], ColumnElement[bool]
 
 
 def _not_found(name: str) -> NotFound:
-    return NotFound(f"the model {name!r} does not exist", field="model")
+    return NotFound(f"the model {name[:200]!r} does not exist", field="model")

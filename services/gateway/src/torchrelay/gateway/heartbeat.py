@@ -1,7 +1,8 @@
 """Which gateway processes live: each counts its own beat up in SQL; who stops counting is gone.
 
 Nobody compares clocks of two machines: an observer takes a gateway for gone when *its* count stood still for a while on
-the *observer's* clock, or when its row is no longer there (it left in order).
+the *observer's* clock. A row that is not there stands still too: its gateway left in order, or was taken for gone while
+it stood still itself, and then it makes the row again with its next beat.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from sqlalchemy import delete, select
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import gateways
 
+NO_ROW = -1  # the count of a gateway that has requests but no row
+
 
 @dataclass(frozen=True, slots=True)
 class Seen:
@@ -24,16 +27,16 @@ class Seen:
 
 
 def observe(seen: Mapping[str, Seen], beats: Mapping[str, int], now: float) -> dict[str, Seen]:
-    """What was seen of every gateway that has a row, brought up to date."""
+    """What was seen of every gateway in ``beats``, brought up to date."""
     return {
         gateway_id: seen[gateway_id] if gateway_id in seen and seen[gateway_id].beat == beat else Seen(beat, now)
         for gateway_id, beat in beats.items()
     }
 
 
-def gone(wanted: Iterable[str], seen: Mapping[str, Seen], now: float, after_s: float) -> set[str]:
-    """Those of ``wanted`` that have no row, or whose count stood still for ``after_s``."""
-    return {gateway_id for gateway_id in wanted if gateway_id not in seen or now - seen[gateway_id].at >= after_s}
+def gone(seen: Mapping[str, Seen], now: float, after_s: float) -> set[str]:
+    """Those whose count stood still for ``after_s``."""
+    return {gateway_id for gateway_id, one in seen.items() if now - one.at >= after_s}
 
 
 class Heartbeat:
@@ -52,7 +55,7 @@ class Heartbeat:
             )
 
     async def leave(self) -> None:
-        """Takes the row away: what this gateway left unsettled may be settled by others at once."""
+        """Takes the row away: there is nothing to watch any more."""
         await forget(self._database, [self.gateway_id])
 
     async def beats(self) -> dict[str, int]:

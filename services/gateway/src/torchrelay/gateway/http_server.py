@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
 
 from torchrelay.gateway.front import App
+
+STALL_S = 60.0
 
 
 class HttpServer(uvicorn.Server):
@@ -29,11 +32,15 @@ class HttpServer(uvicorn.Server):
 
 
 @asynccontextmanager
-async def http_server(app: App, host: str, port: int, drain_s: float) -> AsyncIterator[HttpServer]:
+async def http_server(
+    app: App, host: str, port: int, drain_s: float, stall_s: float = STALL_S
+) -> AsyncIterator[HttpServer]:
     """Serves ``app`` inside the block. Leaving it stops accepting, lets running responses end for ``drain_s``, and
-    cancels those that have not.
+    cancels those that have not. A client that takes nothing of its response for ``stall_s`` is disconnected.
     """
     listening = socket.create_server((host, port), backlog=2048)
+    if sys.platform == "linux":  # connections inherit it; the system counts, so a token costs nothing
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
     listening.setblocking(False)
     config = uvicorn.Config(
         app,

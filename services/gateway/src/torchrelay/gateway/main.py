@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import grpc
 import uvloop
 
 from torchrelay.common.errors import Unavailable
+from torchrelay.common.heap import keep_heap_small
 from torchrelay.common.ids import new_id
 from torchrelay.common.rpc import RpcServer, open_channel
 from torchrelay.common.service import Addresses, run_service
@@ -41,6 +43,7 @@ from torchrelay.gateway.uploads import Uploads
 from torchrelay.inference.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 log = get_logger(__name__)
+END_S = 1.0  # after the drain: how long what still runs has to say why it ends
 
 
 @asynccontextmanager
@@ -78,9 +81,9 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
 
 @asynccontextmanager
 async def _servers(settings: GatewaySettings, door: InferenceDoor, services: Services) -> AsyncIterator[Addresses]:
-    """Both doors, which drain together at the end."""
+    """Both doors, which drain together at the end. What outlasts the drain ends with an error that says why."""
     app = Front(door.asgi, make_app(services), settings.max_body_bytes)
-    async with http_server(app, settings.host, settings.http_port, settings.drain_s) as http:
+    async with http_server(app, settings.host, settings.http_port, settings.drain_s + END_S) as http:
         rpc = RpcServer(settings.host, settings.grpc_port)
         add_InferenceServicer_to_server(door.servicer, rpc.server)
         await rpc.start()
@@ -89,7 +92,7 @@ async def _servers(settings: GatewaySettings, door: InferenceDoor, services: Ser
             yield {"http": f"http://{host}:{http.port}", "grpc": f"{host}:{rpc.port}"}
         finally:
             http.stop_accepting()
-            await rpc.stop(settings.drain_s)
+            await asyncio.gather(rpc.stop(settings.drain_s + END_S), door.intake.drain(settings.drain_s, END_S))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,5 +172,6 @@ async def _leave(heartbeat: Heartbeat) -> None:
 
 def main() -> None:
     """The ``torchrelay-gateway`` program."""
+    keep_heap_small()
     settings = load_settings(GatewaySettings, "torchrelay-gateway")
     run_service("gateway", settings, lambda: serving(settings), loop_factory=uvloop.new_event_loop)

@@ -23,19 +23,29 @@ async def free_retired_versions(database: Database, store: StoreClient, retired_
     may be about to publish the very content again. Raises ``Unavailable`` when the store or SQL is away.
     """
     before = time.time_ns() // 1000 - int(retired_for_s * 1e6)
-    named = exists().where(models.c.version_id == retired_versions.c.version_id)
-    async with database.read() as connection:
-        if (await connection.execute(select(uploads.c.upload_id).limit(1))).first() is not None:
-            return 0
-        query = select(retired_versions.c.version_id).where(retired_versions.c.retired_unix_us <= before, ~named)
-        version_ids = list((await connection.execute(query)).scalars())
-    for version_id in version_ids:
+    num_freed = 0
+    while (
+        version_id := await _next_retired(database, before)
+    ) is not None:  # asked anew each time: deleting takes time
         await store.delete_version(version_id)
         async with database.write() as connection:
             await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version_id))
-            await connection.execute(delete(versions).where(versions.c.version_id == version_id))
+            named = exists().where(models.c.version_id == versions.c.version_id)
+            await connection.execute(delete(versions).where(versions.c.version_id == version_id, ~named))
         log.info("version_freed", version_id=version_id)
-    return len(version_ids)
+        num_freed += 1
+    return num_freed
+
+
+async def _next_retired(database: Database, before_unix_us: int) -> str | None:
+    named = exists().where(models.c.version_id == retired_versions.c.version_id)
+    is_uploading = exists().where(uploads.c.upload_id.is_not(None))
+    query = select(retired_versions.c.version_id).where(
+        retired_versions.c.retired_unix_us <= before_unix_us, ~named, ~is_uploading
+    )
+    async with database.read() as connection:
+        version_id: str | None = (await connection.execute(query.limit(1))).scalar_one_or_none()
+    return version_id
 
 
 async def drop_old_uploads(database: Database, store: StoreClient, lease_s: float) -> int:
@@ -73,3 +83,5 @@ class Housekeeping:
                 await free_retired_versions(self._database, self._store, self._retired_s)
             except TorchrelayError as error:
                 log.warning("housekeeping_failed", error=error.message)
+            except Exception:  # the border of the job: what one round meets must not end the gateway and its streams
+                log.exception("housekeeping_crashed")

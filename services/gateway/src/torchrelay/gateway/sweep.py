@@ -17,7 +17,7 @@ from sqlalchemy import select
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway.core import OpenedRequest
-from torchrelay.gateway.heartbeat import Heartbeat, Seen, forget, gone, observe
+from torchrelay.gateway.heartbeat import NO_ROW, Heartbeat, Seen, forget, gone, observe
 from torchrelay.gateway.ledger import Ledger, opened_of
 from torchrelay.gateway.registers import Registers
 from torchrelay.gateway.sql.database import Database
@@ -26,6 +26,7 @@ from torchrelay.gateway.usage import usages_from_registers
 
 log = get_logger(__name__)
 _MOST_IN_ONE_ROUND = 1000
+_MOST_ROUNDS_MISSED = 3
 
 
 class RegisterSource(Protocol):
@@ -56,6 +57,7 @@ class Sweep:
         self._after_s = after_s
         self._clock = clock
         self._seen: dict[str, Seen] = {}
+        self._looked_at = float("-inf")
 
     async def run(self) -> None:
         """Beats and sweeps until cancelled. A round that fails is logged; the next one tries again."""
@@ -65,15 +67,21 @@ class Sweep:
                 await self.sweep()
             except TorchrelayError as error:
                 log.warning("sweep_failed", error=error.message)
+            except Exception:  # the border of the job: what one round meets must not end the gateway and its streams
+                log.exception("sweep_crashed")
             await asyncio.sleep(self._every_s)
 
     async def sweep(self) -> int:
         """One round; how many requests it settled. Raises ``Unavailable`` when SQL or JetStream is away."""
+        # In this order: a gateway beats before it opens anything, so the beats know every owner that has just begun.
+        unsettled = await self._unsettled_owners()
         beats = await self._heartbeat.beats()
         now = self._clock()
-        self._seen = observe(self._seen, beats, now)
-        unsettled = await self._unsettled_owners()
-        dead = gone(unsettled | beats.keys(), self._seen, now, self._after_s) - {self._heartbeat.gateway_id}
+        if now - self._looked_at > _MOST_ROUNDS_MISSED * self._every_s:
+            self._seen = {}  # SQL was away, or this process stood still: that a count did not rise then says nothing
+        self._looked_at = now
+        self._seen = observe(self._seen, dict.fromkeys(unsettled, NO_ROW) | beats, now)
+        dead = gone(self._seen, now, self._after_s) - {self._heartbeat.gateway_id}
         num_settled = 0
         for gateway_id in sorted(dead):
             num_settled += await self._settle_for(gateway_id)

@@ -26,9 +26,14 @@ class Tenant:
     created_unix_us: int
 
 
+def is_name(name: str) -> bool:
+    """Whether a tenant or a model can have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
 def check_name(name: str, field: str) -> str:
     """``name`` itself when it can name a tenant or a model. Raises ``InvalidRequest`` about ``field``."""
-    if _NAME.fullmatch(name) is None:
+    if not is_name(name):
         rule = "1 to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"
         raise InvalidRequest(f"{name!r} is not a name: {rule}", field=field)
     return name

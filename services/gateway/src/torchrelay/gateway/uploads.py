@@ -6,6 +6,7 @@ store's. An upload holds its declared size against the tenant's storage quota fr
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -106,7 +107,8 @@ class Uploads:
             async for progress in steps:
                 if progress.version is not None:
                     version = progress.version
-                    await self._publish(upload, version, scaling)
+                    # Shielded: a client that leaves now must not leave a version behind that nobody names.
+                    await asyncio.shield(self._publish(upload, version, scaling))
                 yield progress
         if version is None:
             raise DataCorrupted("the param-store ended the commit without a version")
@@ -120,18 +122,18 @@ class Uploads:
                 if quota is not None:
                     await _check_quota(connection, upload.tenant_id, quota, 0)
         except QuotaExceeded:
-            await self._drop(upload, version.version_id)
+            await self._drop(upload, version)
             raise
         self._catalogue.published()
 
-    async def _drop(self, upload: Upload, version_id: str) -> None:
-        """Nothing is half-published: what the store already keeps of a refused version goes, unless others name it."""
-        async with self._database.read() as connection:
-            named = await connection.execute(select(models.c.name).where(models.c.version_id == version_id).limit(1))
-            is_named = named.first() is not None
-        if not is_named:
-            await self._store.delete_version(version_id)
-        await self._forget(upload)
+    async def _drop(self, upload: Upload, version: Version) -> None:
+        """Nothing is half-published: what the store already keeps of a refused version goes, unless others name it.
+
+        It is retired, not deleted here: another tenant may be about to publish the very same content (retire.py).
+        """
+        async with self._database.write() as connection:
+            await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
+            await self._catalogue.retire_in(connection, version)
 
     async def abort(self, upload: Upload) -> None:
         """Drops the upload and what was received of it."""
@@ -144,8 +146,10 @@ class Uploads:
 
 
 async def _locked_quota(connection: SqlConnection, tenant_id: str) -> int | None:
-    """The tenant's quota; its row is locked, so that two uploads cannot both take the last room."""
-    query = select(tenants.c.storage_quota_bytes).where(tenants.c.tenant_id == tenant_id).with_for_update()
+    """The tenant's quota; its row is locked against other uploads, not against the ledger's references to it."""
+    query = (
+        select(tenants.c.storage_quota_bytes).where(tenants.c.tenant_id == tenant_id).with_for_update(key_share=True)
+    )
     quota: int | None = (await connection.execute(query)).scalar_one()
     return quota
 

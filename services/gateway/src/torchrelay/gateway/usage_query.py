@@ -58,7 +58,7 @@ def instant_of(text: str, field: str) -> int:
     Raises ``InvalidRequest`` about ``field``.
     """
     try:
-        if text.isdigit() and len(text) > 8:
+        if text.isdigit() and 8 < len(text) <= 11:  # up to the year 5138: more are not seconds
             return int(text) * 1_000_000
         moment = datetime.fromisoformat(text)
     except ValueError as error:

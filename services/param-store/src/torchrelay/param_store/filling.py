@@ -27,6 +27,7 @@ from torchrelay.transfer.slabs import Slab
 
 log = get_logger(__name__)
 REMOTE = "remote"
+STARVE_S = 10.0  # a peer that is alive but brings no chunk for so long is left for the next source
 OWNER = "filling"  # pins the slab while its chunks arrive
 
 
@@ -160,7 +161,7 @@ class Filling:
             self.on_change()
 
         if peers:
-            for index in follow(slab.pack_id, missing, peers, slab, self.plan.receiver, self.stop):
+            for index in follow(slab.pack_id, missing, peers, slab, self.plan.receiver, self.stop, starve_s=STARVE_S):
                 on_chunk(index)
             return
         manifest = slab.manifest

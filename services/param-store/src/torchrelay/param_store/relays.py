@@ -57,11 +57,12 @@ class Relays:
     def relay(self, pack_id: str, sources: Sequence[SourceAddress | None], relay_id: str = "") -> Future[bool]:
         """Sees to it that the pack is filled. The future ends once its range is reserved; True: it was whole already.
 
-        Asking again while a filling runs has no further effect. Raises ``Overloaded`` when as many run as may.
+        Asking again while a filling runs has no further effect; after one that is being stopped, a new one runs. Raises
+        ``Overloaded`` when as many run as may.
         """
         with self._lock:
             running = self._fillings.get(pack_id)
-            if running is not None:
+            if running is not None and not running[0].stop.is_set():
                 return running[0].reserved
             slab = self._arena.get(pack_id)
             if slab is not None and slab.complete:
@@ -70,22 +71,26 @@ class Relays:
                 return whole
             if self._closed or len(self._fillings) >= self._max_relays:
                 raise Overloaded(f"this store fills {len(self._fillings)} packs already")
-            return self._start(Plan(pack_id, tuple(sources), self._receiver, self._num_remote_readers, relay_id))
+            plan = Plan(pack_id, tuple(sources), self._receiver, self._num_remote_readers, relay_id)
+            return self._start(plan, None if running is None else running[1])
 
-    def _start(self, plan: Plan) -> Future[bool]:
+    def _start(self, plan: Plan, after: threading.Thread | None) -> Future[bool]:
         record = self._records[plan.pack_id] = CopyRecord(plan.pack_id)
         filling = Filling(plan, self._arena, self._remote, record, self._count_bytes, self._on_change)
-        thread = threading.Thread(target=self._run, args=(filling,), name=f"fill-{plan.pack_id[:8]}", daemon=True)
-        self._fillings[plan.pack_id] = (filling, thread)
+        thread = threading.Thread(target=self._run, args=(filling, after), name=f"fill-{plan.pack_id[:8]}", daemon=True)
         filling.reserved.set_running_or_notify_cancel()  # from now on, who stops waiting for it cannot cancel it
-        thread.start()
+        thread.start()  # first, for it may fail
+        self._fillings[plan.pack_id] = (filling, thread)
         return filling.reserved
 
-    def _run(self, filling: Filling) -> None:
+    def _run(self, filling: Filling, after: threading.Thread | None) -> None:
+        if after is not None:
+            after.join()
         filling.run()
         pack_id = filling.plan.pack_id
         with self._lock:
-            del self._fillings[pack_id]
+            if self._fillings[pack_id][0] is filling:
+                del self._fillings[pack_id]
             slab = self._arena.get(pack_id)
             if slab is not None and not slab.complete and not self._closed:  # a kept arena keeps what it has
                 self._arena.drop(pack_id)  # when it is held, the last hold does it
@@ -121,7 +126,8 @@ class Relays:
             filling.stop.set()
             thread.join()
         with self._lock:
-            self._records.pop(pack_id, None)
+            if pack_id not in self._fillings:
+                self._records.pop(pack_id, None)
             gone = self._arena.drop(pack_id) or (running is not None and self._arena.get(pack_id) is None)
         self._on_change()
         return gone

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from torchrelay.common.ids import new_id
 from torchrelay.common.settings import ServiceSettings
+from torchrelay.transfer.arena_file import capacity_left_at
 
 _SHARED_MEMORY = Path("/dev/shm")
 _DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
@@ -48,9 +49,12 @@ class StoreSettings(ServiceSettings):
         return self.arena_path or _SHARED_MEMORY / f"torchrelay-{self.store_id}"
 
     def arena_capacity_bytes(self) -> int:
-        """``arena_bytes``, or what this machine can spare now."""
+        """``arena_bytes``, or the size of what a crashed store left, or what this machine can spare now."""
         if self.arena_bytes:
             return self.arena_bytes
+        # What is free now is less by that very arena: with another size it would be thrown away.
+        if left := capacity_left_at(self.arena_file):
+            return left
         shared = shutil.disk_usage(self.arena_file.parent).free
         return min(_available_bytes() // 2, shared, _DEFAULT_ARENA_LIMIT_BYTES)
 

@@ -46,7 +46,7 @@ class StagedUpload:
 
     @classmethod
     def begin(cls, folder: Path, record: UploadRecord) -> StagedUpload:
-        (folder / "files").mkdir(parents=True)
+        (folder / "files").mkdir(parents=True, exist_ok=True)  # an earlier try may have ended here, on a full disk
         upload = cls(folder, record)
         upload._save(record)
         return upload
@@ -81,7 +81,7 @@ class StagedUpload:
 
     def last_touched_unix_s(self) -> float:
         paths = [self.folder / "state.json", *(self.files / file.path for file in self.record.files)]
-        return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
+        return max(map(_touched_unix_s, paths))
 
     def open_file(self, path: str, offset: int) -> FileWriter | None:
         """A writer that goes on at ``offset``, which must be what is there already; None: the file is complete."""
@@ -152,6 +152,13 @@ class StagedUpload:
     def _save(self, record: UploadRecord) -> None:
         write_durably(self.folder / "state.json", msgspec.json.encode(record))
         self.record = record
+
+
+def _touched_unix_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # not begun yet, or removed by an abort just now
+        return 0.0
 
 
 def _length(path: Path) -> int:

@@ -71,23 +71,28 @@ class Store:
     def _prepare(self) -> None:
         """The background thread: what an earlier process left is hashed, and memory is faulted in step by step."""
         try:
-            self._grow()
+            growing = self._grow()
             self._prepared.set()
             self.relays.recheck()
-            while not self._closing.is_set() and self.arena.faulted_bytes < self.arena.capacity_bytes:
-                self._grow()
-        except ArenaFull as error:  # it stays as large as it is
-            log.warning("arena_growth_ended", error=error.message, arena_bytes=self.arena.faulted_bytes)
+            while growing and not self._closing.is_set():
+                growing = self._grow()
         finally:
             self._prepared.set()
 
-    def _grow(self) -> None:
-        self.arena.grow(self.settings.arena_step_bytes)
+    def _grow(self) -> bool:
+        """Faults in the next step; False: the arena stays as large as it is."""
+        try:
+            self.arena.grow(self.settings.arena_step_bytes)
+        except ArenaFull as error:
+            log.warning("arena_growth_ended", error=error.message, arena_bytes=self.arena.faulted_bytes)
+            return False
         self.changes.notify()
+        return self.arena.faulted_bytes < self.arena.capacity_bytes
 
     def close(self) -> None:
         """Ends fillings and streams, then lets go of the arena. Blocks until all threads are gone."""
         self._closing.set()
+        self.arena.stop_growing()  # a filling may wait for gigabytes of it
         self.relays.close()
         self.holder.close()
         self.arena.close(unlink=not self.settings.keep_arena)

@@ -18,6 +18,7 @@ from torchrelay.param_store.file_writer import FileWriter
 from torchrelay.param_store.packing import PackJob, run_packer
 from torchrelay.param_store.staging import FileProgress, StagedUpload
 from torchrelay.param_store.store import Store
+from torchrelay.param_store.taking import take
 from torchrelay.param_store.version_calls import version_description
 from torchrelay.param_store.versions import Version
 
@@ -47,7 +48,10 @@ class UploadCalls:
         if first is None or first.WhichOneof("part") != "open":
             raise InvalidRequest("the first message must name the upload and the file", field="open")
         upload = self.store.uploads.get(first.open.upload_id)
-        writer = await asyncio.to_thread(upload.open_file, first.open.path, first.open.offset)
+        writer = await take(
+            lambda: upload.open_file(first.open.path, first.open.offset),
+            lambda opened: None if opened is None else opened.close(),
+        )
         if writer is not None:
             try:
                 await _receive(writer, request_iterator)
@@ -64,7 +68,7 @@ class UploadCalls:
             yield pb.CommitProgress(stage="publish", version=version_description(known))
             return
         begin_unix_ns = time.time_ns()
-        await asyncio.to_thread(upload.begin_commit)
+        await take(upload.begin_commit, lambda _: upload.end_commit())
         packed = False
         try:
             async with self.store.packing.taken(), aclosing(run_packer(self._job(upload, request))) as lines:

@@ -6,6 +6,7 @@ import re
 import shutil
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -57,7 +58,10 @@ class Uploads:
             known = self._uploads.get(upload_id)
             if known is None:
                 self._check_room(sum(file.num_bytes for file in files))
-                self._uploads[upload_id] = StagedUpload.begin(self._root / upload_id, record)
+                try:
+                    self._uploads[upload_id] = StagedUpload.begin(self._root / upload_id, record)
+                except OSError as error:
+                    raise Unavailable(f"the store cannot begin the upload: {error.strerror}") from error
             elif (known.record.tenant_id, known.record.files) != (record.tenant_id, record.files):
                 raise Conflict("an upload of this id was begun with other files", field="upload_id")
             return self._uploads[upload_id]
@@ -84,12 +88,13 @@ class Uploads:
 
     def expire(self, now_unix_s: float) -> list[str]:
         """Removes uploads that were not touched for the expiry time; returns their ids."""
-        stale = [
-            upload.record.upload_id
-            for upload in list(self._uploads.values())
-            if not upload.committing and now_unix_s - upload.last_touched_unix_s() > self._expiry_s
-        ]
-        for upload_id in stale:
-            self.abort(upload_id)
-            log.info("upload_expired", upload_id=upload_id)
-        return stale
+        expired = []
+        for upload in list(self._uploads.values()):
+            upload_id = upload.record.upload_id
+            if now_unix_s - upload.last_touched_unix_s() <= self._expiry_s:
+                continue
+            with suppress(Conflict):  # it is being committed: not stale after all
+                self.abort(upload_id)
+                expired.append(upload_id)
+                log.info("upload_expired", upload_id=upload_id)
+        return expired

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -82,19 +83,28 @@ class Versions:
         self._lock = threading.Lock()
 
     def publish(self, pack_path: Path, files: dict[str, Path]) -> Version:
-        """Makes a version of a pack and its files; its document comes last, and nothing is published before it."""
+        """Makes a version of a pack and its files; its document comes last, and nothing is published before it.
+
+        Raises ``OSError`` when the remote store takes no more; what no version names is removed again.
+        """
         manifest = pack_path.with_suffix(".manifest").read_bytes()
         pack_id = pack_id_of(manifest)
         with self._lock:
             digests = {name: file_digest(path) for name, path in files.items()}
-            for name, path in files.items():
-                self._remote.put_file(file_key(digests[name]), path)
-            self._remote.put_file(pack_key(pack_id), pack_path)
-            self._remote.put_bytes(manifest_key(pack_id), manifest)
             variant = f"{decode_manifest(manifest).dtype}/tp1/rank0"
-            encoded = VersionDocument(weights={variant: pack_id}, files=digests).encode()
+            document = VersionDocument(weights={variant: pack_id}, files=digests)
+            encoded = document.encode()
             version_id = blake3(encoded).hexdigest()
-            self._remote.put_bytes(version_key(version_id), encoded)
+            try:
+                for name, path in files.items():
+                    self._remote.put_file(file_key(digests[name]), path)
+                self._remote.put_file(pack_key(pack_id), pack_path)
+                self._remote.put_bytes(manifest_key(pack_id), manifest)
+                self._remote.put_bytes(version_key(version_id), encoded)
+            except OSError:
+                for key in _keys(document) - self._named(self._ids()):
+                    self._remote.delete(key)
+                raise
         return self.describe(version_id)
 
     def describe(self, version_id: str) -> Version:
@@ -129,14 +139,13 @@ class Versions:
         """Removes the version, and the packs and files that no other version names; returns the bytes freed."""
         with self._lock:
             gone = self._document(version_id)
-            others = [self._document(other) for other in self._ids() if other != version_id]
-            packs = {pack for other in others for pack in other.weights.values()}
-            files = {digest for other in others for digest in other.files.values()}
+            named = self._named(other for other in self._ids() if other != version_id)
             self._remote.delete(version_key(version_id))  # first: a version never names what is not there
-            keys = [file_key(digest) for digest in {*gone.files.values()} - files]
-            for pack_id in {*gone.weights.values()} - packs:
-                keys += [pack_key(pack_id), manifest_key(pack_id)]
-            return sum(self._delete(key) for key in keys)
+            return sum(self._delete(key) for key in sorted(_keys(gone) - named))
+
+    def _named(self, version_ids: Iterable[str]) -> set[str]:
+        """The keys of all packs and files of these versions."""
+        return {key for version_id in version_ids for key in _keys(self._document(version_id))}
 
     def _delete(self, key: str) -> int:
         try:
@@ -157,6 +166,13 @@ class Versions:
         if blake3(encoded).hexdigest() != version_id:
             raise DataCorrupted(f"the document of version {version_id} is damaged in the remote store")
         return msgspec.json.decode(encoded, type=VersionDocument)
+
+
+def _keys(document: VersionDocument) -> set[str]:
+    """Where the document's packs and files lie."""
+    files = {file_key(digest) for digest in document.files.values()}
+    packs = document.weights.values()
+    return files | {pack_key(pack_id) for pack_id in packs} | {manifest_key(pack_id) for pack_id in packs}
 
 
 def file_digest(path: Path) -> str:

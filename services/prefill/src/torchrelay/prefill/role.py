@@ -15,7 +15,6 @@ from torchrelay.common.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.engine.core import Finish, GroupSpec, NewToken
-from torchrelay.engine.handover import KvBlock
 from torchrelay.engine.instance import Instance
 from torchrelay.prefill.handover import Handover
 from torchrelay.worker.attempts import Attempt, now_us
@@ -49,29 +48,32 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     async def begin(self, attempt: Attempt) -> None:
         group = attempt.group()
         if attempt.start.decode.worker_id == self.worker.settings.worker_id:
-            await self._begin_here(group)
+            await self._begin_here(attempt, group)
         else:
             await self._begin_handover(attempt, group)
 
-    async def _begin_here(self, group: GroupSpec) -> None:
+    async def _begin_here(self, attempt: Attempt, group: GroupSpec) -> None:
         """The same worker decodes: the pages stay where they are, and only change their role."""
         decode = self.worker.role(types_pb2.ROLE_DECODE)
         if decode is None:
             raise Conflict("this worker does not play the decode role", field="decode")
-        await decode.expect(group.group_id)
+        other = await decode.expect(group.group_id)
+        if not self.is_running(attempt):
+            return
+        if not decode.is_running(other):
+            raise Conflict("the attempt was ended at the decode role")
         await self.worker.engine.call(lambda: self._instance().prefill(group))
 
     async def _begin_handover(self, attempt: Attempt, group: GroupSpec) -> None:
         layout = await self.worker.engine.call(lambda: self._instance().kv_layout(group))
+        if not self.is_running(attempt):
+            return
         handover = Handover(attempt, layout)
         self._handovers[attempt.group_id] = handover
         self.worker.buffers[attempt.group_id] = handover.buffer
-        self.worker.spawn(self._hand_over(handover), f"hand-over {attempt.group_id}")
+        self.spawn(attempt, self._hand_over(handover), "hand-over")
 
-        def publish(block: KvBlock) -> None:
-            handover.publish(block)
-
-        await self.worker.engine.call(lambda: self._instance().prefill(group, publish))
+        await self.worker.engine.call(lambda: self._instance().prefill(group, handover.publish))
 
     def _instance(self) -> Instance:
         instance = self.worker.engine.instance
@@ -90,6 +92,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         except grpc.aio.AioRpcError as error:
             message = f"the decode worker {target.worker_id} took no KV: {error_from_rpc(error).message}"
             code = pb.RunError.CODE_DECODE_LOST
+            if error.code() == grpc.StatusCode.UNAVAILABLE:
+                self._lose_channel(target.grpc_address)
             self.fail(attempt, pb.RunError(code=code, message=message, lost_worker=target.worker_id))
             return
         await handover.complete.wait()
@@ -98,7 +102,15 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
                 await handover.buffer.taken.wait()
         except TimeoutError:
             log.warning("kv_not_taken", group_id=attempt.group_id, decode_worker=target.worker_id)
-        self.forget(attempt)
+        if self.forget(attempt):
+            self.worker.usage.let_go(attempt)
+
+    def _lose_channel(self, address: str) -> None:
+        """A worker that is gone seldom comes back at the same address, and its channel would try for ever."""
+        channel = self._channels.pop(address, None)
+        if channel is not None:  # other offers may still wait for its answer, but no longer than their time
+            grace_s = self.worker.settings.kv_timeout_s
+            self.worker.spawn(channel.close(grace_s), f"channel to {address}")
 
     def _decode(self, address: str) -> decode_pb2_grpc.DecodeAsyncStub:
         channel = self._channels.get(address)

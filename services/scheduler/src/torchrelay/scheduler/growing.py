@@ -145,7 +145,7 @@ def _drain(state: State, action: Drain, now: float) -> None:
     state.happened(now, action.kind, instance, action.reason, f"scale.{_SCALE_EVENT[action.kind]}", about(instance))
 
 
-_SCALE_EVENT = {"idle": "down", "evict": "evict", "share": "share"}
+_SCALE_EVENT = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
 
 
 def _unload(state: State, instance: Instance) -> None:

@@ -1,10 +1,13 @@
-"""Room for a model that waits without any slot: an idle model's slot, or the second slot of a busy model."""
+"""Room for a model that waits without any slot: an idle model's slot, the second slot of a busy model, or a busy
+model's turn ends.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from torchrelay.scheduler.core import BOTH, Model, Phase, Role, Roles, Worker
+from torchrelay.scheduler.core import BOTH, Model, Phase, Role, Roles, Store, Worker
 from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.situation import Action, Demand, Drain, Load, SetRoles, Situation, covers
 from torchrelay.scheduler.slots import free_slots
@@ -26,24 +29,45 @@ def make_room(
     ]
     if any(usable.get(load.instance.worker_id, frozenset()) >= missing for load in leaving):
         return []
-    idle = _idle_victims(demand.model, situation, usable)
-    victims = [load for load in idle if load.instance.instance_id not in emptied]
+    idle = _idle_victims(demand.model, situation)
+    victims = [load for load in idle if load.instance.worker_id in usable and load.instance.instance_id not in emptied]
     if chosen := _fewest(victims, missing, usable):
         reason = f"idle, and {demand.model.name} waits for a slot"
         return [Drain(load.instance.instance_id, "evict", reason) for load in chosen]
     # Busy models give up one slot at a time, so that two that wait for each other do not swap places.
     if leaving or demand.oldest_wait_s < rules.share_after_s:
         return []
-    return _share(demand.model, missing, situation, usable)
+    if shared := _share(demand.model, missing, situation, usable):
+        return shared
+    return _end_turn(demand, missing, situation, usable, rules)
 
 
 def _usable(model: Model, situation: Situation) -> dict[str, Roles]:
-    """Workers that could take the model if their slot were free, with the roles they can play."""
-    slots = free_slots(model, situation.workers.values(), situation.stores, frozenset())
+    """Workers that could take the model if their slot and the arena were rid of what is idle or leaving, with the roles
+    they can play.
+    """
+    idle = [load.instance.instance_id for load in _idle_victims(model, situation)]
+    held: dict[str, set[str]] = {host_id: set() for host_id in situation.stores}  # packs that stay pinned, by host
+    leaving: dict[str, set[str]] = {host_id: set() for host_id in situation.stores}
+    for load in situation.loads:
+        instance = load.instance
+        goes = instance.phase is Phase.DRAINING or instance.instance_id in idle
+        (leaving if goes else held).setdefault(instance.host_id, set()).add(instance.pack_id)
+    stores = {
+        host_id: _unpinned(store, leaving[host_id] - held[host_id]) for host_id, store in situation.stores.items()
+    }
+    slots = free_slots(model, situation.workers.values(), stores, frozenset())
     return {slot.worker_id: slot.can_play for slot in slots}
 
 
-def _idle_victims(model: Model, situation: Situation, usable: Mapping[str, Roles]) -> list[Load]:
+def _unpinned(store: Store, packs: set[str]) -> Store:
+    copies = {
+        pack_id: replace(copy, num_pins=0) if pack_id in packs else copy for pack_id, copy in store.copies.items()
+    }
+    return replace(store, copies=copies)
+
+
+def _idle_victims(model: Model, situation: Situation) -> list[Load]:
     """Instances of other models that nobody uses or waits for, longest idle first."""
     waited_for = {demand.model.version_id for demand in situation.demands if demand.num_waiting}
     idle = [
@@ -52,7 +76,6 @@ def _idle_victims(model: Model, situation: Situation, usable: Mapping[str, Roles
         if load.instance.staying
         and load.is_idle_since(situation.now)
         and load.instance.version_id not in waited_for | {model.version_id}
-        and load.instance.worker_id in usable
     ]
     return sorted(idle, key=lambda load: (load.instance.last_active, load.instance.instance_id))
 
@@ -94,6 +117,27 @@ def _share(model: Model, missing: Roles, situation: Situation, usable: Mapping[s
             if best is None or cost < best[0]:
                 best = (cost, [*kept, Drain(instance.instance_id, "share", reason)])
     return best[1] if best else []
+
+
+def _end_turn(
+    demand: Demand, missing: Roles, situation: Situation, usable: Mapping[str, Roles], rules: Rules
+) -> list[SetRoles | Drain]:
+    """More models are busy than there are slots: who waited a whole turn takes the slot that was held longest, if that
+    was a whole turn too. The model that held it waits for its next turn in its queue.
+    """
+    if demand.oldest_wait_s < rules.turn_s:
+        return []
+    held = [
+        load
+        for load in situation.loads
+        if load.instance.version_id != demand.model.version_id
+        and load.instance.phase is Phase.READY
+        and load.instance.since <= situation.now - rules.turn_s
+        and load.instance.worker_id in usable
+    ]
+    held.sort(key=lambda load: (load.instance.since, load.instance.instance_id))
+    reason = f"{demand.model.name} has waited {demand.oldest_wait_s:.0f} s, and no slot can be spared"
+    return [Drain(load.instance.instance_id, "turn", reason) for load in _fewest(held, missing, usable)]
 
 
 def _kept_by(loads: Sequence[Load], victim: Load, workers: Mapping[str, Worker], reason: str) -> list[SetRoles] | None:

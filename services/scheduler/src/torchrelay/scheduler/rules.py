@@ -20,6 +20,8 @@ class Rules:
     requests_per_instance: int = 16  # as many waiting requests justify one more instance
     queue_target_s: float = 2.0  # longer queues justify more instances
     share_after_s: float = 1.0  # a model without any slot waits this long before another gives up its second
+    turn_s: float = 10.0  # where more models are busy than there are slots, each holds its slot this long at least
+    cancel_after_s: float = 1.0  # a load that nobody waits for any more is given up after this time
     drain_s: float = 30.0  # how long running requests of a drained instance may take
 
     # Failures

@@ -1,8 +1,8 @@
 """Scaling: what is loaded, drained or given other roles, decided from the whole situation at once.
 
 Up: straight to the number of prefill and decode instances that the queue justifies; free slots first, then the roles of
-the model's own instances, then the slot of an idle model, last the second slot of a busy one. Down: after the idle
-timeout, to zero.
+the model's own instances, then the slot of an idle model, the second slot of a busy one, and last a busy model's only
+slot, in turns. Down: after the idle timeout, to zero; a load that nobody waits for any more is given up.
 """
 
 from __future__ import annotations
@@ -139,6 +139,11 @@ def _play_both(own: Sequence[Load], workers: Mapping[str, Worker], missing: Role
     return None
 
 
+def _is_forsaken(load: Load, when: float) -> bool:
+    """Whether it still loads, and those who waited for it have been gone since ``when``."""
+    return load.instance.phase is Phase.LOADING and load.is_idle_since(when)
+
+
 def _idle(situation: Situation, decided: Sequence[Action], rules: Rules) -> list[Action]:
     """Drains of what nobody has used for the idle timeout: a whole model, or instances the others can do without."""
     waited_for = {demand.model.version_id for demand in situation.demands if demand.num_waiting}
@@ -152,6 +157,10 @@ def _idle(situation: Situation, decided: Sequence[Action], rules: Rules) -> list
         if version_id in waited_for:
             continue
         timeout_s = situation.idle_timeouts_s.get(version_id) or rules.idle_timeout_s
+        if all(_is_forsaken(load, situation.now - rules.cancel_after_s) for load in loads):
+            reason = "nobody waits for it any more"
+            actions += [Drain(load.instance.instance_id, "cancel", reason) for load in loads]
+            continue
         idle = [load for load in loads if load.is_idle_since(situation.now - timeout_s)]
         reason = f"idle for {timeout_s:g} s"
         if len(idle) == len(loads):

@@ -66,7 +66,7 @@ class SetRoles:
 @dataclass(frozen=True)
 class Drain:
     instance_id: str
-    kind: str  # "idle", "evict", "share"
+    kind: str  # "idle", "cancel", "evict", "share", "turn"
     reason: str
 
 

@@ -7,14 +7,14 @@ from collections.abc import Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.errors import NotFound, TorchrelayError
 from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Reservation
 from torchrelay.gateway.doors import LedgerDoor, LimitsDoor
 
 log = get_logger(__name__)
 T = TypeVar("T")
-RETRY_S = (0.05, 0.2, 0.5, 1.0)
+RETRY_S = (0.05, 0.2, 0.5, 1.0, 1.0, 1.0, 5.0)
 
 
 class Bookkeeping:
@@ -37,6 +37,11 @@ class Bookkeeping:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def num_waiting(self) -> int:
+        """Writes that are not committed yet."""
+        return len(self._tasks)
 
     def open(self, opened: OpenedRequest) -> asyncio.Task[TorchrelayError | None]:
         """Writes the opened row; the task's result is the error that kept it from being committed, or None."""
@@ -68,6 +73,9 @@ class Bookkeeping:
             await self._ledger.open(opened)
         except TorchrelayError as error:
             return error
+        except Exception:  # whatever it is, the request must end: it would wait for its row for ever
+            log.exception("opening_failed", request_id=opened.request_id)
+            return TorchrelayError("the ledger failed; the request id helps to find out why")
         return None
 
     async def _settle(
@@ -78,12 +86,20 @@ class Bookkeeping:
         usages: Sequence[ChoiceUsage],
     ) -> None:
         cost_nano, num_failures = 0, 0
-        while await opening is None:
+        if await opening is not None:
+            # Nothing was delivered, so nothing is billed. Settled all the same: the row may be there, for an answer to
+            # a commit can get lost, and the sweep would bill it one day.
+            usages = ()
+        while True:
             try:
                 cost_nano = await self._ledger.settle(request_id, usages)
                 break
+            except NotFound:
+                break
             except TorchrelayError as error:
                 log.warning("settlement_failed", request_id=request_id, why=error.message)
+            except Exception:  # a deadlock is one of many: the bill is tried again for as long as the process lives
+                log.exception("settlement_crashed", request_id=request_id)
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
         await self._limits.release(reservation, cost_nano)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from torchrelay.common.errors import QueueFull, Unavailable
+from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.telemetry import span_of
 from torchrelay.gateway.core import Cause, Principal
 from torchrelay.gateway.doors import CatalogueDoor, LimitsDoor
@@ -15,6 +15,7 @@ from torchrelay.gateway.inference.attempts import Roads
 from torchrelay.gateway.inference.bookkeeping import Bookkeeping
 from torchrelay.gateway.inference.choice_text import ChoiceText
 from torchrelay.gateway.inference.core import Ask, Call, ClientLeft
+from torchrelay.gateway.inference.meters import Meters
 from torchrelay.gateway.inference.planning import Bounds, sampling_of
 from torchrelay.gateway.inference.prompts import Prompts
 from torchrelay.gateway.inference.request import RunningRequest
@@ -59,6 +60,7 @@ class Intake:
         self._keep_alive_s = keep_alive_s
         self._requests: set[RunningRequest] = set()
         self._num_inside = 0
+        self._meters = Meters(lambda: self.num_running, lambda: books.num_waiting)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -72,8 +74,9 @@ class Intake:
             raise QueueFull("this gateway has as many requests as it can hold", retry_after_s=1.0)
         self._num_inside += 1
         self._idle.clear()
+        outcome = TorchrelayError.code
         try:
-            with span_of("request", request_id=request_id, model=ask.model):
+            with span_of("request", request_id=request_id, model=ask.model[:200]):
                 running = await self._start(principal, ask, request_id)
                 try:
                     yield running
@@ -83,7 +86,16 @@ class Intake:
                 finally:
                     running.request.close()
                     self._requests.discard(running.request)
+                    self._meters.used(running.request.usage, running.request.ttft_s)
+            outcome = "ok"
+        except TorchrelayError as error:
+            outcome = error.code
+            raise
+        except (asyncio.CancelledError, GeneratorExit, ClientLeft):
+            outcome = "client_left"
+            raise
         finally:
+            self._meters.ended(outcome)
             self._num_inside -= 1
             if not self._num_inside:
                 self._idle.set()
@@ -107,10 +119,18 @@ class Intake:
         request.start()
         return Running(request, tuple(ChoiceText(tokenizer, ask.stop) for _ in range(ask.num_choices)))
 
+    async def drain(self, timeout_s: float, end_s: float) -> None:
+        """Lets running requests end for ``timeout_s``; then ends them, and waits ``end_s`` for their last words."""
+        await self._wait_idle(timeout_s)
+        await self.stop_all(end_s)
+
     async def stop_all(self, timeout_s: float) -> None:
         """The gateway goes away: every request ends with an error that says so. Waits until all are closed."""
         for request in self._requests:
             request.stop(Unavailable("the gateway is shutting down"))
+        await self._wait_idle(timeout_s)
+
+    async def _wait_idle(self, timeout_s: float) -> None:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()

@@ -133,6 +133,11 @@ class Prompts:
         tokenizer = await self.tokenizer(model)
 
         def encode() -> tuple[int, ...]:
-            return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            try:
+                return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException as error:  # NOTE: a panic of the library is no Exception
+                raise InvalidRequest(f"the tokenizer of {model.name} fails at this text", field=field_) from error
 
         return encode() if len(text) <= INLINE_CHARS else await asyncio.to_thread(encode)

@@ -8,6 +8,7 @@ not its workers' release. Only accepted tokens lie here until they are read, at 
 from __future__ import annotations
 
 import asyncio
+import time
 
 from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.telemetry import current_traceparent, get_logger
@@ -97,6 +98,8 @@ class RunningRequest:
         self._is_opened = False
         self._failure: TorchrelayError | ClientLeft | None = None
         self._traceparent = current_traceparent()
+        self._started_at = time.monotonic()
+        self.ttft_s: float | None = None  # until the first token was accepted
 
     @property
     def is_finished(self) -> bool:
@@ -224,6 +227,8 @@ class RunningRequest:
         delivery = self._generation.accept(output)
         if delivery is None:
             return
+        if self.ttft_s is None:
+            self.ttft_s = time.monotonic() - self._started_at
         attempt.note(output, len(delivery.token_ids))
         self._accepted.append(delivery)
         if delivery.finish is not None and self._generation.is_over(number):

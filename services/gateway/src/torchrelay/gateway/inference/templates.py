@@ -74,7 +74,10 @@ class TemplateRenderer:
                 await self._kill()
                 self._condemn(name)
                 raise InvalidRequest("the model's chat template failed: it needs too much", field="messages")
-        reply = msgspec.json.decode(line, type=_Reply)
+        try:
+            reply = msgspec.json.decode(line, type=_Reply)
+        except msgspec.DecodeError as error:  # halves of characters: no text at all
+            raise InvalidRequest("the model's chat template failed: it makes no text", field="messages") from error
         if reply.text is None:
             raise InvalidRequest(f"the model's chat template failed: {reply.error}", field="messages")
         return reply.text

@@ -104,6 +104,9 @@ async def _lines(
         yield _line({"model": shown(await _published(services, caller, upload))})
     except TorchrelayError as error:  # the status has gone out: the outcome is in the last line
         yield _line(error_body(error))
+    except Exception:  # the same border as the application's own, which is too late for a last line
+        log.exception("commit_crashed", upload_id=upload.upload_id)
+        yield _line(error_body(TorchrelayError("the gateway failed at this commit")))
 
 
 async def _published(services: Services, caller: Caller, upload: Upload) -> PublishedModel:

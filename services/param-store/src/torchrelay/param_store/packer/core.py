@@ -10,10 +10,14 @@ INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
 
+_MAX_DETAIL = 500  # characters; what a detail quotes is the tenant's
+
+
 class Refused(Exception):
-    """The folder cannot be published: ``file`` is where the fault lies, ``detail`` says what it is."""
+    """The folder cannot be published: ``file`` is where the fault lies, ``detail`` says what it is, cut short."""
 
     def __init__(self, file: str, detail: str) -> None:
+        detail = detail if len(detail) <= _MAX_DETAIL else f"{detail[:_MAX_DETAIL]}..."
         super().__init__(f"{file}: {detail}")
         self.file = file
         self.detail = detail

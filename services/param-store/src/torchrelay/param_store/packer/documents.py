@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in names if names.count(name) > 1)
+            counts = Counter(name for name, _ in pairs)
+            twice = next(name for name, count in counts.items() if count > 1)
             raise Refused(file, f"the key {shown(twice)} appears twice in one object")
         return found
 

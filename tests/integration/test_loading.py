@@ -1,0 +1,156 @@
+"""A load that stops in the middle: whatever ends it, the slot comes back whole, and says why."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.integration.roles_scene import DECODE, PREFILL, RunningWorker, Scene, running_worker, until
+from tests.unit.engine.running import Model, prompt_of
+from tests.unit.param_store.stores import CLUSTER_KEY, peer, running_store
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import types_pb2
+from torchrelay.transfer.buffers import MemoryBuffer
+from torchrelay.transfer.holder import HolderServer
+from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.tickets import derive_node_key
+from torchrelay.worker.slot import DRAINING, LOADING
+
+PROMPT = prompt_of(70)
+
+
+class GatedPack(MemoryBuffer):
+    """A pack of which a holder gives only the chunks that were let through."""
+
+    def __init__(self, model: Model) -> None:
+        manifest, self._data = model.pack.manifest, model.pack.data
+        encoded = manifest.encode()
+        self._step = manifest.chunk_bytes
+        sizes = [len(self._data[i : i + self._step]) for i in range(0, len(self._data), self._step)]
+        super().__init__(pack_id_of(encoded), sizes)
+        self.head = encoded
+
+    def let(self, *chunks: int) -> None:
+        for index in chunks:
+            self.publish(index, self._data[index * self._step : (index + 1) * self._step])
+
+    def let_all(self) -> None:
+        self.let(*(index for index in range(self.num_chunks) if not self.is_published(index)))
+
+
+@asynccontextmanager
+async def loading(folder: Path, model: Model, nats_url: str) -> AsyncIterator[tuple[Scene, GatedPack]]:
+    """One worker of both roles in the middle of a load, with one request waiting inside the engine for a layer."""
+    pack = GatedPack(model)
+    pack.let(0)
+    holder = HolderServer("peer", derive_node_key(CLUSTER_KEY, "peer"), {pack.buffer_id: pack}.get, "127.0.0.1")
+    holder.start()
+    try:
+        async with running_store(folder) as store, running_worker(nats_url, store) as worker:
+            await store.relay(pack.buffer_id, peer("peer", holder.address, pack.buffer_id, store))
+            version = types_pb2.ModelVersion(model="acme/gated", pack_id=pack.buffer_id)
+            await worker.load(version, [PREFILL, DECODE])
+            scene = Scene(worker, worker, version)
+            scene.streams = await scene.connect()
+            yield scene, pack
+    finally:
+        await asyncio.to_thread(holder.close)
+
+
+async def started(scene: Scene, worker: RunningWorker) -> bool:
+    hosted = worker.worker.slot.hosted
+    assert hosted is not None
+    await hosted.settled.wait()
+    await until(lambda: bool(worker.worker.engine.instance and worker.worker.engine.instance.has_work()))
+    return worker.worker.slot.state == LOADING
+
+
+async def test_a_request_waits_in_the_engine_for_the_layers(tmp_path: Path, model: Model, nats_url: str) -> None:
+    async with loading(tmp_path, model, nats_url) as (scene, pack):
+        request = await scene.send(scene.request(PROMPT))
+        assert await started(scene, scene.prefill)
+        assert not request.outputs()
+        pack.let_all()
+        await request.finished()
+        assert request.tokens() == model.expected(PROMPT)
+        await scene.prefill.until_ready()
+        await scene.assert_idle()
+
+
+async def test_an_unload_amid_the_load_drains_and_never_becomes_ready(
+    tmp_path: Path, model: Model, nats_url: str
+) -> None:
+    async with loading(tmp_path, model, nats_url) as (scene, pack):
+        worker = scene.prefill.worker
+        request = await scene.send(scene.request(PROMPT, max_tokens=200))
+        assert await started(scene, scene.prefill)
+        await scene.prefill.unload(drain_s=20)
+        assert worker.slot.state == DRAINING
+        pack.let_all()
+        await until(lambda: len(request.tokens()) > 3)
+        assert worker.slot.state == DRAINING
+        await request.finished()
+        assert request.tokens()[:24] == model.expected(PROMPT)
+        await scene.prefill.until_free()
+
+
+@pytest.mark.parametrize("cut", ["unload", "holder dies"])
+async def test_a_cut_load_fails_its_requests_closes_the_mapping_and_frees_the_slot(
+    tmp_path: Path, model: Model, nats_url: str, cut: str
+) -> None:
+    async with loading(tmp_path, model, nats_url) as (scene, pack):
+        worker = scene.prefill.worker
+        request = await scene.send(scene.request(PROMPT))
+        assert await started(scene, scene.prefill)
+        assert worker._loader is not None
+        slab = worker._loader._slab
+        assert slab is not None
+        if cut == "unload":
+            await scene.prefill.unload()
+        else:
+            pack.fail("the host burnt down")
+        await scene.prefill.until_free()
+        await request.finished()
+        assert slab._mapping.closed
+        report = worker.slot.report()
+        if cut == "unload":
+            assert (report.error, request.error().code) == ("", pb.RunError.CODE_WRONG_INSTANCE)
+        else:
+            assert report.error and worker.slot.failed_instance_id == scene.prefill.instance_id
+            assert request.error().code == pb.RunError.CODE_LOAD_FAILED
+            late = await scene.send(scene.request(PROMPT))
+            await late.finished()
+            assert late.error().code == pb.RunError.CODE_LOAD_FAILED
+        assert worker.engine.instance is None
+
+
+async def test_a_kernel_that_breaks_gives_the_slot_back_with_the_reason(
+    tmp_path: Path, model: Model, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with loading(tmp_path, model, nats_url) as (scene, pack):
+        pack.let_all()
+        await scene.prefill.until_ready()
+        instance = scene.prefill.worker.engine.instance
+
+        def broken() -> None:
+            raise RuntimeError("a kernel broke")
+
+        monkeypatch.setattr(instance, "step", broken)
+        request = await scene.send(scene.request(PROMPT))
+        await request.finished()
+        assert request.error().code == pb.RunError.CODE_LOAD_FAILED
+        await scene.prefill.until_free()
+        assert "a kernel broke" in scene.prefill.worker.slot.report().error
+
+
+async def test_shutting_down_amid_a_load_is_quick(tmp_path: Path, model: Model, nats_url: str) -> None:
+    async with loading(tmp_path, model, nats_url) as (scene, _):
+        await scene.send(scene.request(PROMPT))
+        assert await started(scene, scene.prefill)
+        begin_s = time.monotonic()
+    assert time.monotonic() - begin_s < 6

@@ -1,0 +1,246 @@
+"""Prefill and decode with real engines: exact tokens, and nothing left behind whatever an attempt dies of."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from tests.integration.roles_scene import Scene, running_scene, until
+from tests.unit.engine.running import Model, prompt_of
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import param_store_pb2
+
+Make = Callable[..., AbstractAsyncContextManager[Scene]]
+PROMPT = prompt_of(70)
+
+
+@pytest.fixture
+def scene_of(tmp_path: Path, published: tuple[Path, param_store_pb2.VersionDescription], nats_url: str) -> Make:
+    return partial(running_scene, tmp_path, *published, nats_url)
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
+async def test_the_tokens_are_the_reference_s_and_nothing_is_left(scene_of: Make, model: Model, apart: bool) -> None:
+    async with scene_of(apart=apart) as scene:
+        prompts = [prompt_of(length, salt) for salt, length in enumerate((1, 33, 64, 150))]
+        requests = [await scene.send(scene.request(prompt)) for prompt in prompts]
+        for request, prompt in zip(requests, prompts, strict=True):
+            await request.finished()
+            assert request.tokens() == model.expected(prompt)
+            assert request.finish() == pb.FINISH_REASON_LENGTH
+        resumed = scene.request(PROMPT, forced=model.expected(PROMPT)[:9])
+        await (await scene.send(resumed)).finished()
+        assert resumed.tokens() == model.expected(PROMPT)[9:]
+        await scene.assert_idle()
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
+async def test_a_choice_that_ends_with_its_first_token_is_never_decoded(
+    scene_of: Make, model: Model, apart: bool
+) -> None:
+    first = model.expected(PROMPT)[0]
+    async with scene_of(apart=apart) as scene:
+        for sampling, finish in (
+            ({"max_tokens": 1}, pb.FINISH_REASON_LENGTH),
+            ({"stop_token_ids": [first]}, pb.FINISH_REASON_STOP),
+        ):
+            request = await scene.send(scene.request(PROMPT, **sampling))
+            await request.finished()
+            assert (request.tokens(), request.finish()) == ([first], finish)
+        await scene.assert_idle()
+        assert scene.decode.worker.meters.num_positions_decoded == 0
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
+async def test_a_stop_string_that_begins_with_the_first_token_ends_a_cold_request(
+    scene_of: Make, model: Model, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """The decode role must have its checker before the first token reaches it, tokenizer still unread or not."""
+    prompt, letters = _prompt_with_printable_begin(model)
+    async with scene_of(apart=apart) as scene:
+        read = scene.decode.worker.tokenizers._read
+
+        async def read_slowly(digest: str) -> bytes:
+            await asyncio.sleep(0.3)
+            return await read(digest)
+
+        monkeypatch.setattr(scene.decode.worker.tokenizers, "_read", read_slowly)
+        for num_letters in (2, 1, 3):
+            request = await scene.send(scene.request(prompt, stop_strings=[letters[:num_letters]]))
+            await request.finished()
+            assert request.finish() == pb.FINISH_REASON_STOP
+            assert request.tokens() == model.expected(prompt)[:num_letters]
+        await scene.assert_idle()
+
+
+async def test_three_choices_with_stop_strings_each_end_for_themselves(scene_of: Make, model: Model) -> None:
+    async with scene_of() as scene:
+        sample = partial(scene.request, PROMPT, num_choices=3, temperature=1.5, seed=7, max_tokens=40)
+        free = await scene.send(sample())
+        await free.finished()
+        full = [free.tokens(choice) for choice in range(3)]
+        assert len({tuple(tokens) for tokens in full}) == 3
+        letters = _printable(model)
+        end = next(token for token in full[1][5:] if token in letters)
+        begins = full[0][0]  # one choice ends with its first token
+        stopped = await scene.send(sample(stop_token_ids=[begins], stop_strings=[letters[end]]))
+        await stopped.finished()
+        for choice, tokens in enumerate(full):
+            ends = [tokens.index(token) + 1 for token in (begins, end) if token in tokens]
+            assert stopped.tokens(choice) == tokens[: min(ends, default=len(tokens))]
+            assert stopped.finish(choice) == (pb.FINISH_REASON_STOP if ends else pb.FINISH_REASON_LENGTH)
+        await scene.assert_idle()
+
+
+async def test_a_cancel_at_any_moment_leaves_all_pages_free(scene_of: Make, model: Model) -> None:
+    moments = random.Random(5)
+    async with scene_of(decode_pool_bytes=1 << 20) as scene:
+        requests = []
+        for salt in range(24):
+            request = await scene.send(
+                scene.request(prompt_of(20 + salt * 9, salt), num_choices=1 + salt % 3, max_tokens=60)
+            )
+            requests.append(request)
+            await asyncio.sleep(moments.random() * 0.03)
+            if salt % 4:
+                await requests[moments.randrange(len(requests))].cancel()
+        for request in requests:
+            await request.cancel()
+        await scene.assert_idle()
+        again = await scene.send(scene.request(PROMPT))
+        await again.finished()
+        assert again.tokens() == model.expected(PROMPT)
+        await scene.assert_idle()
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
+async def test_a_cancel_right_behind_the_start_leaves_nothing(
+    scene_of: Make, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    monkeypatch.setattr("torchrelay.worker.roles.EXPECT_S", 1.0)
+    async with scene_of(apart=apart) as scene:
+        prefill, decode = scene.streams
+        for order in (0, 1, 2):
+            for _ in range(4):
+                request = scene.request(PROMPT, max_tokens=300)
+                await prefill.send(scene.for_prefill(request))
+                if order == 1:
+                    await decode.send(scene.for_decode(request))
+                await prefill.cancel(request.start.key)
+                if order == 2:
+                    await decode.send(scene.for_decode(request))
+                    await decode.cancel(request.start.key)
+                await decode.cancel(request.start.key)
+        await scene.assert_idle()
+
+
+async def test_one_gateway_s_end_leaves_the_other_s_attempts_alone(scene_of: Make, model: Model) -> None:
+    async with scene_of() as scene:
+        others = await scene.connect("gw-2")
+        mine = await scene.send(scene.request(PROMPT, max_tokens=300))
+        theirs = await scene.send(scene.request(PROMPT, streams=others, max_tokens=120))
+        await until(lambda: len(mine.tokens()) > 2 and len(theirs.tokens()) > 2)
+        for stream in scene.streams:
+            await stream.close()
+        await theirs.finished()
+        assert theirs.tokens() == model.expected(PROMPT, 120)
+        await scene.assert_idle()
+
+
+async def test_a_decode_worker_that_refuses_is_named(scene_of: Make) -> None:
+    async with scene_of() as scene:
+        request = scene.request(PROMPT)
+        await scene.decode.unload()
+        await scene.decode.until_free()
+        await scene.streams[0].send(scene.for_prefill(request))
+        await request.finished()
+        assert request.error().code == pb.RunError.CODE_DECODE_LOST
+        assert request.error().lost_worker == scene.decode.worker.settings.worker_id
+        await scene.prefill.assert_idle()
+
+
+async def test_a_prefill_worker_that_leaves_is_reported_by_the_decode_worker(scene_of: Make) -> None:
+    async with scene_of() as scene:
+        request = await scene.send(scene.request(prompt_of(400), max_tokens=20))
+        await until(lambda: bool(scene.decode.worker.roles[1]._incoming))  # type: ignore[attr-defined]
+        await scene.prefill.unload()
+        await request.finished()
+        assert request.error().code in (pb.RunError.CODE_PREFILL_LOST, pb.RunError.CODE_WRONG_INSTANCE)
+        await scene.decode.assert_idle()
+
+
+async def test_the_deadline_ends_an_attempt_in_both_roles(scene_of: Make) -> None:
+    async with scene_of() as scene:
+        deadline_unix_ms = int(time.time() * 1000) + 150
+        request = await scene.send(scene.request(PROMPT, max_tokens=400, deadline_unix_ms=deadline_unix_ms))
+        await request.finished()
+        assert request.error().code == pb.RunError.CODE_DEADLINE
+        assert 0 < len(request.tokens()) < 400
+        await scene.assert_idle()
+
+
+async def test_a_request_waiting_for_pages_runs_when_any_attempt_frees_them(scene_of: Make, model: Model) -> None:
+    """Pages of a group that only prefills here come free without any decode attempt ending."""
+    async with scene_of(decode_pool_bytes=1 << 20) as scene:
+        requests = [await scene.send(scene.request(prompt_of(60, salt), max_tokens=300)) for salt in range(5)]
+        for salt, request in enumerate(requests):
+            await request.finished()
+            assert request.tokens()[:30] == model.expected(prompt_of(60, salt), 30)
+        await scene.assert_idle()
+
+
+async def test_an_unexpected_error_in_one_start_fails_that_attempt_alone(
+    scene_of: Make, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with scene_of() as scene:
+        good = await scene.send(scene.request(PROMPT, max_tokens=60))
+        bad = scene.request(PROMPT, stop_strings=["x"])
+
+        async def broken(*_: object) -> None:
+            raise ValueError("a tokenizer that nobody thought of")
+
+        for one in (scene.prefill, scene.decode):
+            monkeypatch.setattr(one.worker.tokenizers, "_get", broken)
+        await scene.send(bad)
+        await bad.finished()
+        assert bad.error().code == pb.RunError.CODE_INTERNAL
+        await good.finished()
+        assert good.tokens() == model.expected(PROMPT, 60)
+        await scene.assert_idle()
+
+
+async def test_shutting_down_does_not_wait_for_what_still_runs(scene_of: Make) -> None:
+    async with scene_of(decode_pool_bytes=1 << 20) as scene:
+        for salt in range(8):
+            await scene.send(scene.request(prompt_of(60, salt), max_tokens=400))
+        orphan = scene.request(PROMPT)  # its decode worker never hears of it, and lets the offer wait
+        await scene.streams[0].send(scene.for_prefill(orphan))
+        await asyncio.sleep(0.2)
+        begin_s = time.monotonic()
+    assert time.monotonic() - begin_s < 6
+
+
+def _prompt_with_printable_begin(model: Model) -> tuple[tuple[int, ...], str]:
+    """A prompt whose greedy continuation begins with three different printable ASCII letters; and those."""
+    letters = _printable(model)
+    for salt in range(200):
+        prompt = prompt_of(40, salt)
+        text = "".join(letters.get(token, "") for token in model.expected(prompt)[:3])
+        if len(set(text)) == 3:
+            return prompt, text
+    raise AssertionError("no such prompt")
+
+
+def _printable(model: Model) -> dict[int, str]:
+    """The tokens that are one printable ASCII letter."""
+    tokenizer = Tokenizer.from_file(str(model.folder / "tokenizer.json"))
+    texts = {token: tokenizer.decode([token]) for token in range(256)}
+    return {token: text for token, text in texts.items() if len(text) == 1 and text.isascii() and text.isprintable()}

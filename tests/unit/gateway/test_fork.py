@@ -1,0 +1,34 @@
+"""A child of the gateway's event loop is not touched by gRPC's fork handlers, which crash it now and then."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_PROGRAM = """
+import asyncio
+import torchrelay.gateway.main
+import uvloop
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from torchrelay.common.rpc import RpcServer, open_channel
+
+async def main():
+    server = RpcServer("127.0.0.1", 0)
+    await server.start()
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for _ in range(10):
+            calls = asyncio.gather(*(stub.Check(health_pb2.HealthCheckRequest()) for _ in range(20)))
+            child = await asyncio.create_subprocess_exec("true")
+            assert await child.wait() == 0
+            await calls
+    await server.stop()
+
+uvloop.run(main())
+"""
+
+
+def test_children_of_the_event_loop_are_left_alone_by_grpc() -> None:
+    done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "fork() handlers" not in done.stderr
