@@ -69,5 +69,7 @@ def test_an_upload_can_be_begun_after_a_full_disk_ended_the_first_try(tmp_path: 
 def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn/state.json").write_text("{")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/state.json").write_bytes(b'{"upload_id": "\xff"}')
     assert Uploads(tmp_path, 1 << 30, 100).num_open == 0
     assert list(tmp_path.iterdir()) == []

@@ -164,7 +164,7 @@ def test_when_the_system_has_no_more_memory_packs_make_room_for_each_other(path:
     arena.close(unlink=True)
 
 
-@pytest.mark.parametrize("manifest", [b"", b"{}", b"[]"])
+@pytest.mark.parametrize("manifest", [b"", b"{}", b"[]", b'{"architecture": "\xff"}'])
 def test_manifests_that_cannot_be_read_are_refused(arena: Arena, manifest: bytes) -> None:
     with pytest.raises(ProtocolViolation):
         arena.reserve(manifest)

@@ -118,3 +118,15 @@ def test_a_file_of_another_kind_is_replaced(path: Path, content: bytes) -> None:
         assert mapped_by_a_worker.read() == content
     assert arena.slabs() == []
     arena.close(unlink=True)
+
+
+def test_an_arena_whose_table_is_damaged_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    old = Arena.create(path, CAPACITY)
+    reserve(old, 5, seed=1)
+    old._memory[64] = 7  # the state of the first entry
+    old.close()
+    arena = Arena.create(path, CAPACITY)
+    assert arena.slabs() == []
+    arena.check_integrity()
+    arena.close(unlink=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchrelay.common.errors import TorchrelayError
@@ -69,6 +69,7 @@ def test_greetings_read_back() -> None:
 
 
 @given(st.binary(max_size=64))
+@example(b"\x92\xa1\xff\xa0")  # a string that is not UTF-8
 def test_garbage_is_no_message(packed: bytes) -> None:
     for decode in (decode_hello, decode_refusal):
         try:

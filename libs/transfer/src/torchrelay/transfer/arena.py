@@ -71,7 +71,12 @@ class Arena:
             os.close(file)
             raise ArenaFull(f"the arena {path} cannot be made: {error.strerror}") from error
         if arena._table.faulted_bytes:
-            arena._recover()
+            try:
+                arena._recover()
+            except ArenaCorrupted as error:  # a store that cannot start would be worse than one that begins anew
+                log.warning("arena_not_recovered", reason=error.message)
+                arena.close(unlink=True)
+                return cls.create(path, capacity_bytes)
         else:
             arena._table.format(arena.capacity_bytes)
             arena._table.faulted_bytes = TABLE_BYTES

@@ -84,7 +84,7 @@ def checked_manifest(encoded: bytes) -> Manifest:
     """Reads a manifest that may come from a peer. Raises ``ProtocolViolation`` when its numbers do not agree."""
     try:
         manifest = decode_manifest(encoded)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolViolation(f"the manifest cannot be read: {error}") from error
     if manifest.chunk_bytes <= 0 or manifest.num_bytes < 0:
         raise ProtocolViolation("the manifest has sizes below zero")

@@ -125,14 +125,14 @@ def _runs(wanted: Iterable[int]) -> Iterable[tuple[int, int]]:
 def decode_hello(packed: bytes) -> Hello:
     try:
         return msgspec.msgpack.decode(packed, type=Hello)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolViolation(f"the greeting cannot be read: {error}") from error
 
 
 def decode_refusal(packed: bytes) -> Refusal:
     try:
         return msgspec.msgpack.decode(packed, type=Refusal)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolViolation(f"the refusal cannot be read: {error}") from error
 
 

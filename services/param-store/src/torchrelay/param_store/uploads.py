@@ -37,7 +37,7 @@ class Uploads:
     def _find(self, folder: Path) -> None:
         try:
             upload = StagedUpload.load(folder)
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             log.warning("upload_unreadable", folder=folder.name, error=str(error))
             shutil.rmtree(folder, ignore_errors=True)
             return
