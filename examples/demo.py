@@ -32,7 +32,8 @@ console = Console(highlight=False)
 def platform(home: Home) -> Iterator[dict[str, str]]:
     """`torchrelay up` on a fresh home; yields its endpoints, and ends it with SIGINT as a person would."""
     program = str(Path(sys.executable).parent / "torchrelay")
-    process = subprocess.Popen([program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S)])
+    command = [program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S)]
+    process = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C reaches it once, through us
     try:
         while not home.endpoints_file.exists():
             if process.poll() is not None:

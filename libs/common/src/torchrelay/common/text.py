@@ -181,7 +181,11 @@ class TextStream:
         self._held.append(token_id)
         try:
             piece = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # the library raises nothing narrower, when a piece changes what was shown before it
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except (
+            BaseException
+        ):  # when a piece changes what was shown before it. NOTE: a panic of the library is no Exception
             return self.flush()
         if piece is None:
             return self.flush() if len(self._held) >= MAX_HELD_TOKENS else ""

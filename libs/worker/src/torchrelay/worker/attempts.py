@@ -70,10 +70,10 @@ class Attempt:
         )
 
     def finish_of(self, token: NewToken) -> Finish | None:
-        """How ``token`` ends its choice: as the engine says, or because a stop string is complete."""
+        """How ``token`` ends its choice: because a stop string is complete, or as the engine says."""
         checker = self.stops.get(token.choice)
         stopped = checker.step(token.token_id) if checker else False
-        return token.finish or (Finish.STOP if stopped else None)
+        return Finish.STOP if stopped else token.finish
 
     def num_forced(self, choice: int) -> int:
         """Output tokens the choice brought along; its first new token has this position."""

@@ -45,6 +45,7 @@ class Loader:
         self._settings = settings
         self._instance: Instance | None = None
         self._slab: MappedSlab | None = None
+        self._place = ("", 0)  # arena file and offset that are mapped
         self._next_segment = 0
         self._why_closed = "the instance was unloaded"
         self.closing = False  # cleaning up; must not be cancelled again
@@ -59,6 +60,7 @@ class Loader:
             while True:
                 await self._until_lost(hold)
                 hold = self._store.Hold(request, wait_for_ready=True)
+                await self._check_place(hold)
         except LoadFailed as error:
             self._why_closed = error.message
             raise
@@ -78,6 +80,18 @@ class Loader:
             log.warning("hold_lost", why=error.details())
         await asyncio.sleep(REHOLD_S)
 
+    async def _check_place(self, hold: HoldCall) -> None:
+        """The pack must lie where it was mapped: else its range may hold another one. Raises ``LoadFailed``."""
+        assert self._slab is not None
+        try:
+            reply = await anext(aiter(hold))
+        except (grpc.aio.AioRpcError, StopAsyncIteration) as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.UNAVAILABLE:
+                return  # the store went away again: once more
+            raise LoadFailed("the store no longer holds the pack that this instance computes with") from error
+        if (reply.arena_path, reply.slab_offset) != self._place:
+            raise LoadFailed("the store holds the pack at another place than this instance has mapped")
+
     async def _load(self, hold: HoldCall) -> None:
         try:
             await self._follow(hold.__aiter__())
@@ -92,6 +106,7 @@ class Loader:
         reply = await anext(replies)
         self._slot.add_phase("hold", begin)
         begin = now_us()
+        self._place = (reply.arena_path, reply.slab_offset)
         slab = self._slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)
         manifest = slab.manifest
         await self._engine.call(lambda: self._build(slab))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import grpc
 
-from torchrelay.common.errors import Conflict, InvalidRequest, TorchrelayError, Unavailable
+from torchrelay.common.errors import Conflict, InvalidRequest, Overloaded, TorchrelayError, Unavailable
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -259,7 +259,7 @@ class WorkerRole(ABC):
 
 def _code_of(error: TorchrelayError) -> pb.RunError.Code.ValueType:
     """What the gateway shall make of it: try elsewhere, or give up."""
-    if isinstance(error, Conflict):
+    if isinstance(error, Conflict | Overloaded):
         return pb.RunError.CODE_WRONG_INSTANCE
     if isinstance(error, Unavailable):
         return pb.RunError.CODE_LOAD_FAILED

@@ -16,6 +16,7 @@ from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.engine.core import Finish, GroupSpec, NewToken
 from torchrelay.engine.instance import Instance
+from torchrelay.prefill.budget import ByteBudget
 from torchrelay.prefill.handover import Handover
 from torchrelay.worker.attempts import Attempt, now_us
 from torchrelay.worker.roles import WorkerRole
@@ -32,6 +33,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
         self._handovers: dict[str, Handover] = {}
+        self._budget = ByteBudget(worker.settings.kv_pool_bytes)
+        self._measured: set[str] = set()  # attempts whose first token is out
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def register(self, server: grpc.aio.Server) -> None:
@@ -68,6 +71,10 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         layout = await self.worker.engine.call(lambda: self._instance().kv_layout(group))
         if not self.is_running(attempt):
             return
+        await self._budget.acquire(layout.num_kv_bytes)
+        if not self.is_running(attempt):
+            self._budget.release(layout.num_kv_bytes)
+            return
         handover = Handover(attempt, layout)
         self._handovers[attempt.group_id] = handover
         self.worker.buffers[attempt.group_id] = handover.buffer
@@ -91,10 +98,12 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             await self._decode(target.grpc_address).Receive(offer, timeout=self.worker.settings.kv_timeout_s)
         except grpc.aio.AioRpcError as error:
             message = f"the decode worker {target.worker_id} took no KV: {error_from_rpc(error).message}"
-            code = pb.RunError.CODE_DECODE_LOST
+            lost_worker = ""
             if error.code() == grpc.StatusCode.UNAVAILABLE:
                 self._lose_channel(target.grpc_address)
-            self.fail(attempt, pb.RunError(code=code, message=message, lost_worker=target.worker_id))
+                lost_worker = target.worker_id
+            code = pb.RunError.CODE_DECODE_LOST
+            self.fail(attempt, pb.RunError(code=code, message=message, lost_worker=lost_worker))
             return
         await handover.complete.wait()
         try:
@@ -122,7 +131,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         return token.position == attempt.num_forced(token.choice)
 
     def measure(self, attempt: Attempt) -> None:
-        if len(attempt.open_choices) == len(attempt.start.choices):  # the first token of the attempt
+        if attempt.group_id not in self._measured:  # the first token of the attempt
+            self._measured.add(attempt.group_id)
             end_us = now_us()
             phase = pb.MeasuredPhase(name="prefill", begin_unix_us=attempt.began_us, end_unix_us=end_us)
             attempt.phases.append(phase)
@@ -142,6 +152,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
 
     def drop(self, attempt: Attempt) -> None:
         self.worker.buffers.pop(attempt.group_id, None)
+        self._measured.discard(attempt.group_id)
         handover = self._handovers.pop(attempt.group_id, None)
         if handover is not None:
             handover.give_up()
+            self._budget.release(handover.layout.num_kv_bytes)

@@ -21,7 +21,8 @@ from torchrelay.scheduler.peers import Peers
 if TYPE_CHECKING:
     from torchrelay.control.v1.worker_pb2_grpc import WorkerAsyncStub  # exists in the stubs only
 
-_TIMEOUT_S = 5.0  # Relay, Load and SetRoles answer at once
+_TIMEOUT_S = 5.0  # Load and SetRoles answer at once, and Relay where memory is faulted in
+_FAULTING_BYTES_PER_S = 0.25e9  # a store may have to fault its arena in before it can reserve a range
 _TRIES = 2  # of a call that did not reach the peer
 _RETRY_S = 0.05
 
@@ -81,7 +82,8 @@ class Actuator:
             relay_id=new_id("relay"),
         )
         stub = param_store_pb2_grpc.ParamStoreStub(self._peers.channel(store.grpc_address))
-        await self._call(lambda: stub.Relay(request, timeout=_TIMEOUT_S))
+        timeout_s = _TIMEOUT_S + request.pack_bytes / _FAULTING_BYTES_PER_S
+        await self._call(lambda: stub.Relay(request, timeout=timeout_s))
 
     async def _load(self, command: WakeCommand, order: LoadOrder) -> None:
         request = worker_pb2.LoadRequest(

@@ -8,7 +8,7 @@ from torchrelay.control.v1.types_pb2 import Source, Ticket
 from torchrelay.scheduler.core import REMOTE, Placement, Store
 from torchrelay.transfer.tickets import TicketOffice
 
-_KV_TICKET_S = 900.0  # a receiver that resumes may use it again until then
+_KV_TICKET_S = 3600.0  # a receiver that resumes may use it again until then
 _RELAY_TICKET_S = 3600.0  # alternates are for repair while the scheduler is away
 
 

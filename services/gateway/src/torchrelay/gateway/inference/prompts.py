@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ MAX_TEMPLATE_CHARS = 1 << 20
 MAX_FORMATS = 64
 # Tokenizing takes memory by the character: no prompt that could fit a context has more of them per token.
 MAX_CHARS_PER_CONTEXT_TOKEN = 32
-INLINE_CHARS = 4096  # above, tokenizing takes more than a millisecond and gets a thread
+ENCODERS = 2  # threads; the library releases the interpreter's lock
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -72,6 +73,7 @@ class Prompts:
         self._tokenizers = tokenizers
         self._templates = templates
         self._formats: OrderedDict[str, ChatFormat] = OrderedDict()
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
 
     async def tokenizer(self, model: PublishedModel) -> Tokenizer:
         """Raises ``TorchrelayError`` when it cannot be had."""
@@ -140,4 +142,5 @@ class Prompts:
             except BaseException as error:  # NOTE: a panic of the library is no Exception
                 raise InvalidRequest(f"the tokenizer of {model.name} fails at this text", field=field_) from error
 
-        return encode() if len(text) <= INLINE_CHARS else await asyncio.to_thread(encode)
+        # Never on the event loop: a tenant's own patterns decide how long even a short text takes.
+        return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)

@@ -23,7 +23,10 @@ class NewKey(BaseModel):
 @router.post("", status_code=201)
 async def create(services: ServicesOf, caller: Caller, wanted: NewKey) -> dict[str, Any]:
     tenant = await tenant_of(services, caller, wanted.tenant)
-    info, token = await services.keys.create(tenant.name, tenant.tenant_id, wanted.name, wanted.requests_per_minute)
+    limit = wanted.requests_per_minute
+    if caller.requests_per_minute is not None:  # a limited key makes no key that may do more than itself
+        limit = min(limit or caller.requests_per_minute, caller.requests_per_minute)
+    info, token = await services.keys.create(tenant.name, tenant.tenant_id, wanted.name, limit)
     return {**_shown(info), "key": token}
 
 
