@@ -5,6 +5,8 @@ Payloads are the protobuf messages of ``torchrelay.control.v1`` (reports, regist
 
 from __future__ import annotations
 
+import time
+
 import nats
 from nats.aio.client import Client
 from nats.js import JetStreamContext
@@ -14,6 +16,7 @@ from torchrelay.common.telemetry import get_logger
 
 log = get_logger(__name__)
 
+TELL_EVERY_S = 10.0
 HISTORY_STREAM = "RELAY_HISTORY"
 USAGE_STREAM = "RELAY_USAGE"
 
@@ -54,8 +57,13 @@ class Subjects:
 async def connect(url: str, name: str) -> Client:
     """A connection that reconnects for ever; publishing while it is away is buffered by nats-py, bounded."""
 
+    told_at = -TELL_EVERY_S
+
     async def on_error(error: Exception) -> None:
-        log.warning("nats_error", error=str(error))
+        nonlocal told_at
+        if time.monotonic() - told_at >= TELL_EVERY_S:
+            told_at = time.monotonic()
+            log.warning("nats_away", url=url, error=str(error))
 
     return await nats.connect(
         url,

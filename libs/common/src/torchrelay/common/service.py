@@ -52,15 +52,40 @@ def run_service(
         telemetry.close()
 
 
+class _Stop:
+    """What a signal does: a service that serves shuts down in order; one that still starts is cut short.
+
+    A start may wait for something that never comes, such as a broker that is away.
+    """
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self._starting = asyncio.current_task()
+
+    def started(self) -> None:
+        self._starting = None
+
+    def __call__(self) -> None:
+        self.asked.set()
+        if self._starting is not None:
+            self._starting.cancel()
+
+
 async def _until_signal(
     settings: ServiceSettings, serving: Callable[[], AbstractAsyncContextManager[Addresses]]
 ) -> None:
-    stop = asyncio.Event()
+    stop = _Stop()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    async with serving() as addresses:
-        with announced(settings.ready_file, addresses):
-            log.info("serving", **addresses)
-            await stop.wait()
-            log.info("stopping")
+        loop.add_signal_handler(number, stop)
+    try:
+        async with serving() as addresses:
+            stop.started()
+            with announced(settings.ready_file, addresses):
+                log.info("serving", **addresses)
+                await stop.asked.wait()
+                log.info("stopping")
+    except asyncio.CancelledError:
+        if not stop.asked.is_set():
+            raise
+        log.info("stopped_while_starting")

@@ -79,6 +79,7 @@ class Attempt:
     roads: Roads
     traceparent: str
     placement: scheduler_pb2.Placement | None = None
+    has_left_prefill: bool = False
     asked_unix_us: int = 0
     placed_unix_us: int = 0
     first_token_unix_us: int = 0
@@ -144,10 +145,15 @@ class Attempt:
         return (self.placement.prefill if is_first else self.placement.decode).worker_id
 
     def leave_prefill(self) -> None:
-        """The prefill worker has delivered all it owes: its loss is no loss any more."""
-        stream = self._streams.pop("prefill", None)
-        if stream is not None:
-            stream.forget(self.key)
+        """The prefill worker has delivered all its tokens; it may still say that the hand-over failed."""
+        self.has_left_prefill = True
+
+    def outlives(self, worker_id: str) -> bool:
+        """Whether the loss of this worker is no loss: the decode worker has the KV, or will miss it and say so."""
+        placement = self.placement
+        if placement is None or not self.has_left_prefill:
+            return False
+        return worker_id == placement.prefill.worker_id != placement.decode.worker_id
 
     def end(self, lost_workers: Sequence[str], *, is_running: bool) -> None:
         """Leaves the workers (``is_running``: they must be told to stop) and releases the placement."""

@@ -200,8 +200,10 @@ class RunningRequest:
         elif isinstance(happening, scheduler_pb2.Refusal):
             self._refused(happening)
         elif isinstance(happening, WorkerLost):
-            error = Unavailable(f"worker {happening.worker_id} was lost")
-            self._retry(happening.attempt, error, happening.worker_id)
+            attempt = self._attempts.get(happening.attempt)
+            if attempt is not None and not attempt.outlives(happening.worker_id):
+                error = Unavailable(f"worker {happening.worker_id} was lost")
+                self._retry(happening.attempt, error, happening.worker_id)
         elif isinstance(happening, AdmissionFailed):
             if happening.attempt in self._attempts:
                 raise happening.error
