@@ -90,7 +90,7 @@ class EchoWorker:
         self.model = model
         self.starts: list[tuple[str, pb.AttemptStart]] = []  # (role, start)
         self.cancelled: list[tuple[str, Key]] = []
-        self.errors: dict[str, list[pb.RunError]] = {"prefill": [], "decode": []}
+        self.errors: dict[str, list[pb.RunError]] = {"prefill": [], "decode": [], "hand-over": []}
         self.num_cached = 0
         self.pause_at: int | None = None
         self.prefill_delay_s = 0.0
@@ -228,7 +228,14 @@ class _Role:
             outputs[-1].num_cached_prompt_tokens = self._worker.num_cached
         ended_us = time.time_ns() // 1000
         outputs[0].phases.append(pb.MeasuredPhase(name="prefill", begin_unix_us=began_us, end_unix_us=ended_us))
-        if not all(output.finish_reason for output in outputs):
+        if self._worker.errors["hand-over"]:  # the first tokens go out, the KV does not
+            error = self._worker.errors["hand-over"].pop(0)
+            reason = pb.FINISH_REASON_ERROR
+            outputs += [
+                pb.ChoiceOutput(key=start.key, choice=one.choice, finish_reason=reason, error=error)
+                for one in start.choices
+            ]
+        elif not all(output.finish_reason for output in outputs):
             model.prompts[_key(start)] = prompt
             model.wake()
         await asyncio.sleep(self._worker.prefill_delay_s)

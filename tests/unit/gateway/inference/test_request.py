@@ -125,6 +125,15 @@ async def test_prefill_and_decode_on_two_workers_and_prefill_may_leave_after_its
     assert (starts["prefill"].instance_id, starts["decode"].instance_id) == ("i-w0", "i-w1")
 
 
+async def test_a_hand_over_that_fails_after_the_first_token_is_resumed(world: World) -> None:
+    prefill, decode = world.workers
+    world.scheduler.prefill_workers, world.scheduler.decode_workers = [prefill], [decode]
+    prefill.errors["hand-over"] = [pb.RunError(code=pb.RunError.CODE_DECODE_LOST, message="no room")]
+    async with asyncio.timeout(10):
+        assert await ask(world, 9) == [world.echoed(PROMPT, 9)]
+    assert [admit.num_forced_tokens for admit in world.scheduler.admits] == [0, 1]
+
+
 async def test_a_restarted_scheduler_is_told_what_runs_and_what_waits(world: World) -> None:
     world.workers[0].pause_at = 3
     running = asyncio.ensure_future(ask(world, 6))
