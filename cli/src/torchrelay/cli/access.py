@@ -53,7 +53,10 @@ class Access:
         return self.key.startswith("tra-")
 
     def client(self) -> Client:
-        return Client(self.url, self.key)
+        home = self.home
+        if home is None:
+            return Client(self.url, self.key)
+        return Client(self.url, self.key, is_supervised=lambda: home.running_pid() is not None)
 
     def needs_tenant(self, what: str) -> None:
         """Raises ``Problem`` when only the admin key is at hand."""

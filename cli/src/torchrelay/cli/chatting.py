@@ -11,6 +11,7 @@ from torchrelay.cli.client import Client
 from torchrelay.cli.problems import Unreachable, refused
 
 Message = dict[str, str]
+MIN_RATE_SPAN_S = 0.05  # of tokens that arrive closer together the rate says nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +96,10 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Rate of the tokens after the first; ``None`` when there are too few to tell."""
-        if self.first_s is None or self.last_s is None or self.last_s <= self.first_s or self.num_output_tokens < 2:
+        """Rate of the tokens after the first; ``None`` when they are too few, or came too close together, to tell."""
+        if self.first_s is None or self.last_s is None or self.num_output_tokens < 2:
+            return None
+        if self.last_s - self.first_s < MIN_RATE_SPAN_S:
             return None
         return (self.num_output_tokens - 1) / (self.last_s - self.first_s)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,12 +15,22 @@ from torchrelay.cli.problems import Problem, Unreachable, refused
 from torchrelay.cli.uploading import ModelUpload, Progress, UploadMemory
 
 
-class Client:
-    """Calls one gateway with one key; errors of the platform become ``Refused`` with the platform's own sentence."""
+RESTART_S = 6.0  # a gateway that is started again serves within this time
+RETRY_S = 0.1
 
-    def __init__(self, url: str, key: str, timeout_s: float = 600.0) -> None:
+
+class Client:
+    """Calls one gateway with one key; errors of the platform become ``Refused`` with the platform's own sentence.
+
+    ``is_supervised`` tells whether someone starts the gateway again when it ends: a refused connection then is tried
+    again for a while.
+    """
+
+    def __init__(
+        self, url: str, key: str, timeout_s: float = 600.0, is_supervised: Callable[[], bool] = lambda: False
+    ) -> None:
         headers = {"Authorization": f"Bearer {key}"}
-        self.url = url
+        self.url, self._is_supervised = url, is_supervised
         try:
             self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0))
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
@@ -36,7 +47,7 @@ class Client:
     def call(self, method: str, path: str, **options: Any) -> Any:
         """One request; the decoded JSON answer. Raises ``Refused`` or ``Unreachable``."""
         with self._reaching():
-            response = self._http.request(method, path, **options)
+            response = self._patiently(lambda: self._http.request(method, path, **options))
         if response.is_error:
             raise refused(response.content, response.status_code)
         return response.json() if response.content else None
@@ -44,10 +55,12 @@ class Client:
     @contextmanager
     def stream(self, method: str, path: str, **options: Any) -> Iterator[Iterator[bytes]]:
         """One request whose answer is read line by line as it comes. Raises ``Refused`` or ``Unreachable``."""
-        with self._reaching(), self._http.stream(method, path, **options) as response:
-            if response.is_error:
-                raise refused(response.read(), response.status_code)
-            yield _lines(response)
+        with self._reaching():
+            request = self._http.build_request(method, path, **options)
+            with closing(self._patiently(lambda: self._http.send(request, stream=True))) as response:
+                if response.is_error:
+                    raise refused(response.read(), response.status_code)
+                yield _lines(response)
 
     def upload(
         self,
@@ -63,6 +76,17 @@ class Client:
         """
         return ModelUpload(self, folder, model, progress, memory).run(settings)
 
+    def _patiently(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
+        """Asks again while nobody listens and a supervised gateway may be starting; nothing was sent by then."""
+        deadline_s = time.monotonic() + RESTART_S
+        while True:
+            try:
+                return ask()
+            except httpx.ConnectError:
+                if time.monotonic() >= deadline_s or not self._is_supervised():
+                    raise
+            time.sleep(RETRY_S)
+
     @contextmanager
     def _reaching(self) -> Iterator[None]:
         try:
@@ -70,10 +94,14 @@ class Client:
         except httpx.UnsupportedProtocol as error:
             raise Problem(f"{self.url!r} is not an address", "write it as http://host:port") from error
         except httpx.ConnectError as error:
+            if self._is_supervised():
+                raise Unreachable(f"the gateway at {self.url} is restarting", "try again in a moment") from error
             raise Unreachable(f"{self.url} does not answer: {error}", "is the platform up? torchrelay up") from error
         except httpx.TransportError as error:
             what = str(error) or type(error).__name__
             raise Unreachable(f"the connection to {self.url} broke: {what}", "try again") from error
+        except UnicodeEncodeError as error:  # surrogates: bytes of the command line or a terminal that are no text
+            raise Problem("what was given is no UTF-8 text", "give text") from error
 
 
 def _lines(response: httpx.Response) -> Iterator[bytes]:

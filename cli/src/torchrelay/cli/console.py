@@ -26,9 +26,11 @@ def err() -> Console:
     return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _PIPED_WIDTH)
 
 
-def table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    """A table in the house's form; the columns in ``right`` hold numbers."""
+def table(*columns: str, right: Sequence[str] = (), title: str | None = None, is_narrow: bool = False) -> Table:
+    """A table in the house's form; the columns in ``right`` hold numbers. ``is_narrow``: less room between columns."""
     made = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+    if is_narrow:
+        made.padding = (0, 1, 0, 0)
     for column in columns:
         made.add_column(column, justify="right" if column in right else "left", no_wrap=column in right)
     return made

@@ -48,6 +48,21 @@ class Home:
     def saved_key_file(self) -> Path:
         return self.path / "cli.key"
 
+    @property
+    def _http_port_file(self) -> Path:
+        return self.run / "http.port"
+
+    def last_http_port(self) -> int:
+        """The REST port of the last `up` here; 0 when none is known."""
+        try:
+            port = int(self._http_port_file.read_text())
+        except (FileNotFoundError, ValueError):
+            return 0
+        return port if 0 < port < 65536 else 0
+
+    def note_http_port(self, port: int) -> None:
+        self._http_port_file.write_text(f"{port}\n")
+
     def make(self) -> None:
         """Creates the folders. Raises ``Problem`` when the place cannot be written."""
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -45,9 +46,29 @@ app.command(rich_help_panel=MONEY, epilog=usage.BILL_EXAMPLE)(usage.bill)
 
 
 def main() -> None:
-    """Entry point: prints a ``Problem`` as a sentence with its mend instead of a traceback."""
+    """Entry point: prints a ``Problem`` as a sentence with its mend instead of a traceback.
+
+    So too a file or an output that cannot be used; only a reader that went away (``| head``) is no news.
+    """
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
     except Problem as problem:
         console.show_problem(problem)
         sys.exit(1)
+    except BrokenPipeError:
+        _discard_output()
+        sys.exit(1)
+    except OSError as error:
+        _discard_output()
+        where = error.filename or "reading or writing failed"
+        console.show_problem(Problem(f"{where}: {error.strerror or error}"))
+        sys.exit(1)
+
+
+def _discard_output() -> None:
+    """What could not be written would be tried again, and complained of, when Python ends."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())

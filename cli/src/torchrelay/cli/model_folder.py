@@ -39,12 +39,16 @@ class LocalFile:
 
 def is_model_file(name: str) -> bool:
     """Whether the platform takes a file of this name; a folder's read-mes and other formats stay where they are."""
-    return name in _DOCUMENTS or _WEIGHTS.fullmatch(name) is not None
+    return name in _DOCUMENTS or is_weights_file(name)
+
+
+def is_weights_file(name: str) -> bool:
+    return _WEIGHTS.fullmatch(name) is not None
 
 
 def model_files(folder: Path, progress: Callable[[str, int, int], None]) -> list[LocalFile]:
     """The model's files with their digests. Raises ``Problem`` when the folder is plainly no model."""
-    paths = _paths(folder)
+    paths = model_paths(folder)
     total, done = sum(path.stat().st_size for path in paths), 0
     files = []
     for path in paths:
@@ -59,7 +63,8 @@ def model_files(folder: Path, progress: Callable[[str, int, int], None]) -> list
     return files
 
 
-def _paths(folder: Path) -> list[Path]:
+def model_paths(folder: Path) -> list[Path]:
+    """The model's files by name. Raises ``Problem`` when the folder is plainly no model."""
     if not folder.is_dir():
         raise Problem(f"{folder} is not a folder", "name the folder of a Hugging Face model")
     present = sorted(path for path in folder.iterdir() if path.is_file())
@@ -71,7 +76,7 @@ def _paths(folder: Path) -> list[Path]:
             f"{folder} has no tokenizer.json",
             "save a fast tokenizer into it: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)",
         )
-    if not any(_WEIGHTS.fullmatch(name) for name in names):
+    if not any(is_weights_file(name) for name in names):
         raise Problem(
             f"{folder} has no safetensors weights (model.safetensors, or model-00001-of-0000N.safetensors)",
             "save the model as safetensors: model.save_pretrained(FOLDER, safe_serialization=True)",

@@ -93,7 +93,7 @@ def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str) 
     waiting, running = (sum(getattr(d, name) for d in view.demand) for name in ("num_waiting", "num_running"))
     head = Text.assemble(
         ("Torchrelay", "bold"),
-        f"  {time_of_day}  scheduler {address}  epoch {view.epoch}  ",
+        f"  {time_of_day}  scheduler {address}  ",
         f"{running} running, {waiting} waiting",
     )
     parts: list[RenderableType] = [head, "", workers_table(view.workers, rates), stores_table(view.stores, rates)]
@@ -107,8 +107,9 @@ def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str) 
 
 
 def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates) -> Table:
-    numbers = ("run", "wait", "KV free", "prefill/s", "decode/s")
-    made = console.table("worker", "host", "roles", "state", "model", "layers", *numbers, right=(*numbers, "layers"))
+    numbers = ("run", "wait", "KV free", "pre/s", "dec/s")
+    columns = ("worker", "host", "roles", "state", "model", "layers", *numbers)
+    made = console.table(*columns, right=(*numbers, "layers"), is_narrow=True)
     for worker in sorted(workers, key=lambda one: one.worker_id):
         slot, node = worker.slot, f"{worker.worker_id}.{worker.incarnation}"
         state = reports_pb2.SlotState.State.Name(slot.state).removeprefix("STATE_").lower()
@@ -130,7 +131,7 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates) -> 
 
 def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates) -> Table:
     numbers = ("used", "arena", "limit", "packs", "in/s", "out/s", "received", "sent", "uploads")
-    made = console.table("store", "host", *numbers, right=numbers)
+    made = console.table("store", "host", *numbers, right=numbers, is_narrow=True)
     for store in sorted(stores, key=lambda one: one.store_id):
         node = f"{store.store_id}.{store.incarnation}"
         made.add_row(
@@ -153,7 +154,7 @@ def copies_table(view: scheduler_pb2.ClusterView) -> Table:
     """A line per copy: which host holds which pack, how much of it, and whence it came."""
     models = {instance.pack_id: instance.model for instance in view.instances}
     numbers = ("size", "chunks", "pins")
-    made = console.table("pack", "model", "holder", *numbers, "", "from", right=numbers)
+    made = console.table("pack", "model", "holder", *numbers, "", "from", right=numbers, is_narrow=True)
     for store in sorted(view.stores, key=lambda one: one.store_id):
         for copy in store.copies:
             done = Text.assemble((_progress(copy.num_chunks_verified, copy.num_chunks), "cyan"))
@@ -173,18 +174,9 @@ def copies_table(view: scheduler_pb2.ClusterView) -> Table:
 def models_table(view: scheduler_pb2.ClusterView) -> Table:
     """Instances by model, then models that wait without any."""
     demand = {one.model: one for one in view.demand}
-    made = console.table(
-        "model",
-        "instance",
-        "worker",
-        "roles",
-        "state",
-        "for",
-        "run",
-        "idle",
-        "waiting",
-        right=("for", "run", "idle", "waiting"),
-    )
+    numbers = ("for", "run", "idle", "wait")
+    columns = ("model", "instance", "worker", "roles", "state", *numbers)
+    made = console.table(*columns, right=numbers, is_narrow=True)
     for instance in sorted(view.instances, key=lambda one: (one.model, one.instance_id)):
         waits = demand.get(instance.model)
         made.add_row(
@@ -204,11 +196,13 @@ def models_table(view: scheduler_pb2.ClusterView) -> Table:
 
 
 def _roles(roles: Iterable[int]) -> str:
-    return ", ".join(_ROLES[role] for role in roles if role in _ROLES)
+    """``both`` for the two of them: it must not take a model's name its room."""
+    named = [_ROLES[role] for role in roles if role in _ROLES]
+    return "both" if len(named) == len(_ROLES) else ", ".join(named)
 
 
 def _part(free: int, total: int) -> str:
-    return f"{free / total:.0%} of {console.sized(total)}" if total else "-"
+    return f"{free / total:.0%}" if total else "-"
 
 
 def _rate(per_s: float | None, is_bytes: bool = False) -> str:
@@ -217,6 +211,6 @@ def _rate(per_s: float | None, is_bytes: bool = False) -> str:
     return console.sized(per_s) if is_bytes else f"{per_s:,.0f}"
 
 
-def _progress(done: int, total: int, cells: int = 16) -> str:
+def _progress(done: int, total: int, cells: int = 8) -> str:
     filled = cells * done // total if total else 0
     return "█" * filled + "░" * (cells - filled)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -43,15 +44,24 @@ def chat(
     with access.client() as client:
         talk = Conversation(client, model, system, {name: one for name, one in options.items() if one is not None})
         if question is None and not sys.stdin.isatty():
-            question = sys.stdin.read().strip()
-            if not question:
-                raise Problem("there is no question on standard input", 'ask: torchrelay chat MODEL "..."')
+            question = _piped_question()
         if question is not None:
             if not talk.ask(question):
-                raise Problem("stopped before the answer ended")
+                raise typer.Exit(128 + signal.SIGINT)
             return
         client.call("GET", f"/v1/models/{model}")  # a wrong name is told before the first question
         converse(talk)
+
+
+def _piped_question() -> str:
+    """All of standard input. Raises ``Problem`` when that is empty, or no text."""
+    try:
+        question = sys.stdin.buffer.read().decode().strip()
+    except UnicodeDecodeError as error:
+        raise Problem("standard input is no UTF-8 text", "pipe a text file into it") from error
+    if not question:
+        raise Problem("there is no question on standard input", 'ask: torchrelay chat MODEL "..."')
+    return question
 
 
 class Conversation:

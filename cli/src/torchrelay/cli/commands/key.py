@@ -71,8 +71,12 @@ def _keep(access: Access, made: dict[str, Any], save: bool) -> None:
     if access.home is None or not save:
         console.err().print(f"[dim]use it: export TORCHRELAY_API_URL={access.url} TORCHRELAY_API_KEY=<the key>[/]")
         return
+    is_first = access.home.saved_key() is None
     access.home.save_key(made["key"])
-    console.err().print("[dim]saved for the other commands here; next: torchrelay upload DIR[/]")
+    if is_first:
+        console.err().print("[dim]saved for the other commands here; next: torchrelay upload DIR[/]")
+    else:
+        console.err().print("saved as this home's key; the earlier one stays valid")
 
 
 @app.command("list", epilog="Example:  torchrelay key list")

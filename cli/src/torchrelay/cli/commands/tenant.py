@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from torchrelay.cli import console
 from torchrelay.cli.access import AdminKeyOption, HomeOption, JsonOption, UrlOption, admin_access
+from torchrelay.cli.client import Client
+from torchrelay.cli.problems import Problem, Refused
 
 NANO = 1_000_000_000
 app = typer.Typer(no_args_is_help=True, help="Make and list tenants (admin).")
@@ -32,9 +34,20 @@ def create(
     if budget is not None:
         body["budget_nano"] = round(budget * NANO)
     with admin_access(home, url, key).client() as client:
-        made = client.call("POST", "/v1/tenants", json=body)
+        made = _create(client, body)
     console.out().print(f"made tenant [bold]{made['name']}[/]")
     console.err().print(f"[dim]next: torchrelay key create --tenant {made['name']}[/]")
+
+
+def _create(client: Client, body: dict[str, str | int]) -> dict[str, Any]:
+    """The new tenant. Raises ``Problem``, for a taken name with what that tenant can be given."""
+    try:
+        made: dict[str, Any] = client.call("POST", "/v1/tenants", json=body)
+    except Refused as refused:
+        if refused.status != 409:
+            raise
+        raise Problem(refused.message, f"give it a key: torchrelay key create --tenant {body['name']}") from None
+    return made
 
 
 @app.command("list", epilog="Example:  torchrelay tenant list")

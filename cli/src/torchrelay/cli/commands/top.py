@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -25,12 +27,13 @@ def top(
     """Watch workers, copies of packs, instances and demand as they change; Ctrl-C leaves."""
     from torchrelay.cli.home import Home
 
-    address = scheduler or Home.at(home).endpoints()["scheduler"]
-    if once:
+    local = Home.at(home)
+    address = scheduler or local.endpoints()["scheduler"]
+    if once or not sys.stdout.isatty():
         _print_once(address)
     else:
         with contextlib.suppress(KeyboardInterrupt):
-            _follow(address)
+            follow(address, lambda: scheduler is not None or local.running_pid() is not None)
 
 
 def _print_once(address: str) -> None:
@@ -43,7 +46,8 @@ def _print_once(address: str) -> None:
         return
 
 
-def _follow(address: str) -> None:
+def follow(address: str, may_return: Callable[[], bool]) -> None:
+    """Draws until interrupted. Raises ``Unreachable`` when the scheduler is away for long, or cannot return."""
     from rich.live import Live
 
     from torchrelay.cli import console
@@ -52,16 +56,19 @@ def _follow(address: str) -> None:
     from torchrelay.cli.top_view import Screen
 
     screen = Screen(address, time.monotonic)
-    seen = False
+    seen_s = None
     live = Live(get_renderable=screen.render, console=console.out(), screen=True, refresh_per_second=REFRESH_PER_S)
     with live:
         while True:
             try:
                 for view in watch(address):
                     screen.show(view)
-                    seen = True
+                    seen_s = time.monotonic()
             except Unreachable:
-                if not seen:
+                if seen_s is None:
                     raise
             screen.lost()
+            if not may_return():
+                raise Unreachable("the platform has stopped", "start it again: torchrelay up")
+            lost_s = lost_s or time.monotonic()
             time.sleep(RETRY_S)  # it may be starting again

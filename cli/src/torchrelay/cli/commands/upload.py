@@ -21,6 +21,7 @@ from rich.text import Text
 
 from torchrelay.cli import console
 from torchrelay.cli.access import Access, HomeOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.model_check import check_folder, check_name
 from torchrelay.cli.problems import Problem
 from torchrelay.cli.uploading import UploadMemory
 
@@ -76,7 +77,10 @@ def upload(
     access = tenant_access(home, url, key)
     settings: dict[str, Any] = {"idle_timeout_s": idle_timeout_s, "max_instances": max_instances}
     chosen = {field: value for field, value in settings.items() if value is not None}
-    model = _run(access, folder, _model_name(access, folder, name), chosen)
+    full_name = _model_name(access, folder, name)
+    check_name(full_name)
+    check_folder(folder)
+    model = _run(access, folder, full_name, chosen)
     facts = f"{model['architecture']}, {model['dtype']}, {console.sized(model['size_bytes'])}"
     console.out().print(f"[bold green]published[/] {model['id']}  [dim]({facts})[/]")
     console.err().print(f"[dim]talk to it: torchrelay chat {model['id']}[/]")

@@ -20,7 +20,7 @@ def up(
     host: Annotated[
         str, typer.Option(help="Address of the tenants' door; 0.0.0.0: all. The rest stays on loopback.")
     ] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="REST port; 0: 8080 when free, else any.")] = 0,
+    http_port: Annotated[int, typer.Option(help="REST port; 0: the last one of this home, else 8080, else any.")] = 0,
     grpc_port: Annotated[int, typer.Option(help="gRPC port; 0: any free one.")] = 0,
     prefill_workers: Annotated[int, typer.Option(min=0, help="Workers for prompts.")] = 1,
     decode_workers: Annotated[int, typer.Option(min=0, help="Workers for the tokens after the first.")] = 1,
@@ -33,6 +33,7 @@ def up(
     threads: Annotated[int, typer.Option(min=0, help="Compute threads per worker; 0: one per core.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    quiet: Annotated[bool, typer.Option("--quiet", help="Do not say what to do next.")] = False,
 ) -> None:
     """Start the platform on this machine; Ctrl-C stops it.
 
@@ -61,4 +62,4 @@ def up(
     )
     from torchrelay.cli.up.running import run_up  # imports gRPC: not for `torchrelay --help`
 
-    asyncio.run(run_up(Home.at(home), options))
+    asyncio.run(run_up(Home.at(home), options, is_quiet=quiet))

@@ -15,14 +15,20 @@ from torchrelay.cli.problems import Problem
 
 
 class Herald:
-    """Prints a line per event; while children start, a spinner names those still awaited."""
+    """Prints a line per event; while children start, a spinner names those still awaited.
 
-    def __init__(self, home: Home, console: Console) -> None:
-        self._home, self._console = home, console
+    ``is_quiet``: says what happens, but not what to do next.
+    """
+
+    def __init__(self, home: Home, console: Console, *, is_quiet: bool = False) -> None:
+        self._home, self._console, self._is_quiet = home, console, is_quiet
         self._begin_s = time.monotonic()
         self._awaited: list[str] = []
         self._spinner: Status = console.status("")
         console.print(f"Starting Torchrelay in [bold]{home.path}[/]")
+
+    def missed_port(self, missed: int, url: str) -> None:
+        self._console.print(f"[yellow]{missed} is taken: REST is on {url}[/]")
 
     def starting(self, names: Iterable[str]) -> None:
         self._awaited += names
@@ -46,6 +52,9 @@ class Herald:
         self._spinner.stop()
         took_s = time.monotonic() - self._begin_s
         show = self._console.print
+        if self._is_quiet:
+            show(f"[bold green]Torchrelay is up[/] after {took_s:.1f} s")
+            return
         show(f"\n[bold green]Torchrelay is up[/] after {took_s:.1f} s\n")
         show(f"  REST   {endpoints['http']}/v1")
         show(f"  gRPC   {endpoints['grpc']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Sequence
 
 from torchrelay.cli.problems import Problem
 
@@ -20,10 +21,11 @@ class Ports:
         for claim in self._claims:
             claim.close()
 
-    def free(self, host: str = "127.0.0.1", preferred: int = 0) -> int:
-        """``preferred`` when it is to be had, else any. Raises ``Problem`` for an address that is not ours."""
-        if preferred and (found := self._take(host, preferred)):
-            return found
+    def free(self, host: str = "127.0.0.1", preferred: Sequence[int] = ()) -> int:
+        """The first of ``preferred`` that is to be had, else any. Raises ``Problem`` for an address that is not ours."""
+        for port in preferred:
+            if found := self._take(host, port):
+                return found
         for _ in range(100):
             if found := self._take(host, 0):
                 return found

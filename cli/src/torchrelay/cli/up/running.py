@@ -17,12 +17,14 @@ from torchrelay.cli.up.supervisor import Supervisor
 from torchrelay.common.service import announced
 
 
-async def run_up(home: Home, options: UpOptions) -> None:
-    """Runs the platform until SIGINT or SIGTERM; a second signal ends it at once."""
+async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
+    """Runs the platform until SIGINT or SIGTERM; a second signal ends it at once. ``is_quiet``: without advice."""
     home.make()
     with home.owned(), closing(Ports()) as ports:
         stack = StackPlan(home, options, ports).stack()
-        herald = Herald(home, out())
+        herald = Herald(home, out(), is_quiet=is_quiet)
+        if stack.missed_http_port:
+            herald.missed_port(stack.missed_http_port, stack.endpoints["http"])
         stop, supervisor = asyncio.Event(), Supervisor(stack, herald)
 
         def signalled() -> None:
@@ -32,6 +34,7 @@ async def run_up(home: Home, options: UpOptions) -> None:
 
         @contextmanager
         def up() -> Iterator[None]:
+            home.note_http_port(stack.http_port)
             herald.up(stack.endpoints)
             with announced(home.endpoints_file, stack.endpoints):
                 yield

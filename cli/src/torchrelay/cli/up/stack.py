@@ -31,6 +31,8 @@ class Stack:
     groups: tuple[tuple[ChildSpec, ...], ...]
     endpoints: dict[str, str]
     arena: Path | None = None  # shared memory to be gone at the end
+    http_port: int = 0
+    missed_http_port: int = 0  # the one that would have been taken, had it been free
 
     @property
     def waves(self) -> tuple[tuple[ChildSpec, ...], ...]:
@@ -77,9 +79,7 @@ class StackPlan:
         self._scheduler_port = ports.free()
         self._store_port = ports.free()
         host = options.host
-        self._http_port = (
-            ports.exactly(host, options.http_port) if options.http_port else ports.free(host, PREFERRED_HTTP_PORT)
-        )
+        self._http_port, self._missed_http_port = self._choose_http_port()
         self._grpc_port = ports.exactly(host, options.grpc_port) if options.grpc_port else ports.free(host)
         shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
         self._arena = shared_memory / f"torchrelay-{self._cluster_key[:6].hex()}"
@@ -97,7 +97,16 @@ class StackPlan:
             "nats": self._nats_url,
             "redis": self._redis_url,
         }
-        return Stack(groups, endpoints, self._arena)
+        return Stack(groups, endpoints, self._arena, self._http_port, self._missed_http_port)
+
+    def _choose_http_port(self) -> tuple[int, int]:
+        """The REST port, and the one missed (0: none): a home keeps its port over restarts when it can."""
+        host, asked, last = self._options.host, self._options.http_port, self._home.last_http_port()
+        if asked:
+            return self._ports.exactly(host, asked), 0
+        preferred = [last, PREFERRED_HTTP_PORT] if last else [PREFERRED_HTTP_PORT]
+        found = self._ports.free(host, preferred)
+        return found, 0 if found == preferred[0] else preferred[0]
 
     def _redis(self) -> ChildSpec | None:
         if self._redis_url:

@@ -51,6 +51,7 @@ async def http_server(
         interface="asgi3",
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # nothing here asks for the client's address
         server_header=False,
         date_header=False,
         timeout_keep_alive=75,  # longer than clients keep a pooled connection, so that they close it and not we
