@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletionStreamOptionsParam, ChatCompletionUs
 from rich.console import Console
 from rich.table import Table
 
+from torchrelay.cli.chatting import MIN_RATE_SPAN_S
 from torchrelay.cli.client import Client
 from torchrelay.cli.cluster import watch
 from torchrelay.cli.home import Home
@@ -32,7 +33,7 @@ console = Console(highlight=False)
 def platform(home: Home) -> Iterator[dict[str, str]]:
     """`torchrelay up` on a fresh home; yields its endpoints, and ends it with SIGINT as a person would."""
     program = str(Path(sys.executable).parent / "torchrelay")
-    command = [program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S)]
+    command = [program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S), "--quiet"]
     process = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C reaches it once, through us
     try:
         while not home.endpoints_file.exists():
@@ -68,8 +69,9 @@ def ask_rest(client: OpenAI, model: str, question: str) -> str:
                 first_s = first_s or time.perf_counter() - begin
                 console.print(choice.delta.content, end="")
     total_s = time.perf_counter() - begin
-    rate = num_tokens / (total_s - first_s) if total_s > first_s else 0
-    console.print(f"\n  [dim]first token after {first_s * 1000:.0f} ms, {num_tokens} tokens, {rate:.0f} tokens/s[/dim]")
+    rest_s = total_s - first_s
+    rate = f", {num_tokens / rest_s:.0f} tokens/s" if rest_s >= MIN_RATE_SPAN_S else ""
+    console.print(f"\n  [dim]first token after {first_s * 1000:.0f} ms, {num_tokens} tokens{rate}[/dim]")
     return request_id
 
 

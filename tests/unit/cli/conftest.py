@@ -15,6 +15,15 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.main import app
 
 Run = Callable[..., Result]
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+}
 
 
 @pytest.fixture
@@ -41,7 +50,7 @@ def home(tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch) -> Home:
 def run() -> Run:
     """Runs a command line; its result has ``stdout``, ``stderr``, ``exit_code`` and ``exception``."""
 
-    def run(*arguments: str, said: str | None = None) -> Result:
+    def run(*arguments: str, said: str | bytes | None = None) -> Result:
         return CliRunner().invoke(app, arguments, input=said)
 
     return run
@@ -52,9 +61,9 @@ def model_folder(tmp_path: Path) -> Path:
     """A folder of the right names; one file is large enough to be sent in pieces."""
     folder = tmp_path / "Tiny"
     folder.mkdir()
-    (folder / "config.json").write_text("{}")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "generation_config.json").write_text("")
-    (folder / "model.safetensors").write_bytes(bytes(range(256)) * 12_000)
+    (folder / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(range(256)) * 12_000)
     (folder / "README.md").write_text("not a part of the model")
     return folder

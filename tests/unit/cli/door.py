@@ -78,6 +78,8 @@ class _Answering(BaseHTTPRequestHandler):
 
     def _route(self, path: str, body: Any, key: str) -> None:
         match self.command, path.split("/")[2:]:
+            case "POST", ["tenants"] if body["name"] in self.door.tenants:
+                self._error(409, f"there is a tenant {body['name']!r} already", "conflict")
             case "POST", ["tenants"]:
                 self.door.tenants.add(body["name"])
                 self._json({"id": "ten-1", "name": body["name"]}, 201)
@@ -178,11 +180,11 @@ class _Answering(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def open_door() -> Iterator[Door]:
-    """Serves on a free port until the block ends."""
+def open_door(port: int = 0) -> Iterator[Door]:
+    """Serves on ``port``, or a free one, until the block ends."""
     door = Door()
     answering = type("Answering", (_Answering,), {"door": door})
-    with ThreadingHTTPServer(("127.0.0.1", 0), answering) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), answering) as server:
         server.daemon_threads = True
         door.url = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))

@@ -43,7 +43,7 @@ def test_an_error_in_the_stream_is_raised() -> None:
 
 
 def test_the_figures_of_an_answer() -> None:
-    times = iter([10.0, 10.25, 10.75])
+    times = iter([10.0, 10.25, 10.75])  # asked, first piece, last piece
     answer = Answer(lambda: next(times))
     answer.add(ChatEvent(is_waiting=True))
     assert answer.summary() == ""  # nothing is known yet
@@ -53,3 +53,11 @@ def test_the_figures_of_an_answer() -> None:
     answer.add(ChatEvent("req-1", finish="length", num_output_tokens=11))
     assert (answer.ttft_s, answer.tokens_per_s, answer.text) == (0.25, 20.0, "Hello")
     assert answer.summary() == "first token after 250 ms · 11 tokens · 20 tokens/s · cut off at max_tokens · req-1"
+
+
+def test_tokens_that_arrive_together_have_no_rate() -> None:
+    times = iter([10.0, 10.25, 10.2504])
+    answer = Answer(lambda: next(times))
+    for event in (ChatEvent("req-1", "Hel"), ChatEvent("req-1", "lo"), ChatEvent("req-1", num_output_tokens=11)):
+        answer.add(event)
+    assert answer.summary() == "first token after 250 ms · 11 tokens · req-1"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.door import ADMIN_KEY, TENANT_KEY, Door
+from tests.unit.cli.door import ADMIN_KEY, TENANT_KEY, Door, open_door
+from torchrelay.cli import client as client_module
 from torchrelay.cli.client import Client
 from torchrelay.cli.model_folder import is_model_file
 from torchrelay.cli.problems import Problem, Refused, Unreachable
@@ -76,6 +78,34 @@ def test_errors_of_the_gateway_are_problems_with_its_own_sentence(door: Door) ->
         client.call("GET", "/v1/models")
     assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
     assert "--key" in caught.value.mend
+
+
+def test_a_gateway_that_is_started_again_is_waited_for() -> None:
+    with open_door() as before:
+        port = int(before.url.rpartition(":")[2])
+    with ExitStack() as doors:
+
+        def supervised() -> bool:
+            """Asked after the first refusal; the gateway comes up then."""
+            if not doors_opened:
+                doors_opened.append(doors.enter_context(open_door(port)))
+            return True
+
+        doors_opened: list[Door] = []
+        with Client(before.url, TENANT_KEY, is_supervised=supervised) as client:
+            assert client.call("GET", "/v1/models")["data"]
+            assert len(doors_opened) == 1
+            with client.stream("POST", "/v1/chat/completions", json={}) as lines:
+                assert next(lines) == b": waiting"
+
+
+def test_a_gateway_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "RESTART_S", 0.2)
+    with (
+        Client("http://127.0.0.1:1", ADMIN_KEY, is_supervised=lambda: True) as client,
+        pytest.raises(Unreachable, match="is restarting"),
+    ):
+        client.call("GET", "/v1/models")
 
 
 def test_no_gateway_is_a_problem() -> None:

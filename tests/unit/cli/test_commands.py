@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem
 
 COMMANDS = ["up", "upload", "models", "chat", "usage", "bill", "top", "explain"]
+PROGRAM = (sys.executable, "-c", "from torchrelay.cli.main import main; main()")
 NESTED = ["key create", "key list", "key revoke", "tenant create", "tenant list"]
 
 
@@ -60,10 +64,20 @@ def test_the_first_key_makes_its_tenant_and_is_kept(run: Run, home: Home, door: 
     assert home.saved_key() == TENANT_KEY
     again = run("key", "create", "--tenant", "acme", "--no-save")
     assert "made tenant" not in again.stderr
+    replaced = run("key", "create", "--tenant", "acme")
+    assert "saved as this home's key; the earlier one stays valid" in replaced.stderr
     revoked = run("key", "revoke", TENANT_KEY)
     assert door.asked[-1][:2] == ("DELETE", "/v1/keys/8x2kq0v3m1c9d7fz")
     assert revoked.exit_code == 0
     assert home.saved_key() is None
+
+
+def test_a_tenant_that_exists_is_no_reason_to_try_again(run: Run, home: Home) -> None:
+    assert run("tenant", "create", "acme").exit_code == 0
+    problem = run("tenant", "create", "acme").exception
+    assert isinstance(problem, Problem)
+    assert "already" in problem.message
+    assert problem.mend == "give it a key: torchrelay key create --tenant acme"
 
 
 def test_local_keys_are_not_sent_to_another_gateway(run: Run, home: Home, door: Door) -> None:
@@ -115,7 +129,9 @@ def test_a_piped_question(run: Run, home: Home, door: Door, monkeypatch: pytest.
     monkeypatch.setenv("TORCHRELAY_API_KEY", TENANT_KEY)
     assert run("chat", "tiny", said="what is\na pack?\n").exit_code == 0
     assert door.asked[-1][2]["messages"] == [{"role": "user", "content": "what is\na pack?"}]
-    assert isinstance(run("chat", "tiny", said="").exception, Problem)
+    for said in ("", b"\xff\xfe\x00"):
+        assert isinstance(run("chat", "tiny", said=said).exception, Problem)
+    assert isinstance(run("chat", "tiny", "\udcff").exception, Problem)  # an argument that is no UTF-8
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
@@ -142,10 +158,34 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
     assert said == ["hi", "".join(door.pieces), "go on"]
 
 
-def test_top_says_when_there_is_no_scheduler(run: Run, home: Home) -> None:
-    said = run("top", "--once").exception
-    assert isinstance(said, Problem)
-    assert "scheduler at 127.0.0.1:1 does not answer" in said.message
+def test_ctrl_c_ends_a_single_question_with_one_message(run: Run, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TORCHRELAY_API_KEY", TENANT_KEY)
+    monkeypatch.setattr(chat_module, "write", interrupted)
+    shown = run("chat", "tiny", "hi")
+    assert shown.exit_code == 130
+    assert shown.stderr.count("stopped") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+@pytest.mark.parametrize("arguments", [("models",), ("chat", "tiny", "hi"), ("--help",)])
+def test_a_full_disk_is_a_sentence(home: Home, arguments: tuple[str, ...]) -> None:
+    home.save_key(TENANT_KEY)
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([*PROGRAM, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "No space left on device" in ended.stderr
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+
+
+def test_a_reader_that_went_away_is_no_news(home: Home) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as gone:
+        ended = subprocess.run([*PROGRAM, "models"], stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_the_id_inside_a_key() -> None:

@@ -35,6 +35,16 @@ def test_the_saved_key_is_replaced_and_forgotten(tmp_path: Path) -> None:
     assert home.saved_key() is None
 
 
+def test_the_rest_port_is_remembered(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    assert home.last_http_port() == 0
+    home.note_http_port(8123)
+    assert home.last_http_port() == 8123
+    (home.run / "http.port").write_text("99999")
+    assert home.last_http_port() == 0
+
+
 def test_one_owner_at_a_time(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()

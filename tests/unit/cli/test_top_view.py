@@ -10,8 +10,8 @@ from torchrelay.cli.top_view import Sample, Screen, cluster_screen, counters_of,
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 
 
-def drawn(what: RenderableType) -> str:
-    console = Console(width=180, force_terminal=False)
+def drawn(what: RenderableType, width: int = 180) -> str:
+    console = Console(width=width, force_terminal=False)
     with console.capture() as captured:
         console.print(what)
     return captured.get()
@@ -49,12 +49,32 @@ def view(bytes_received: int = 0, *, is_cold: bool = False) -> scheduler_pb2.Clu
 
 def test_the_screen_shows_workers_copies_instances_and_demand() -> None:
     shown = drawn(cluster_screen(view(), {"store-a.b.in": 2.5e9}, "127.0.0.1:1"))
-    for part in ("epoch 7", "prefill-0", "loading", "7/24", "25% of 200 B", "583 MB", "128/256", "store-b", "2.5 GB"):
+    for part in ("prefill-0", "loading", "7/24", "25%", "583 MB", "128/256", "store-b", "2.5 GB"):
         assert part in shown
-    assert "████████░░░░░░░░" in shown
+    assert "████░░░░" in shown
     assert "acme/[red]tiny" in shown  # names are no markup
     assert "acme/other" in shown  # waits without an instance
     assert "0 running, 7 waiting" in shown
+
+
+def test_names_are_whole_at_100_columns() -> None:
+    """Of a cluster whose numbers are wide and whose workers play both roles."""
+    full = view(10**9)
+    for copy in full.stores[0].copies:
+        copy.num_chunks_verified, copy.source = 256, "store-local"
+    full.stores[0].store_id, full.stores[0].host_id = "store-local", "local"
+    for named in (full.workers[0].slot, full.instances[0]):
+        named.model = "acme/glossary-large"
+        named.roles[:] = [types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE]
+    worker = full.workers[0]
+    worker.host_id, worker.kv_free_bytes, worker.slot.num_layers_ready = "local", 200, 24
+    rates = {"prefill-0.a.prefilled": 12_345.0, "prefill-0.a.decoded": 1234.0, "store-local.b.in": 123_456_789.0}
+    shown = drawn(cluster_screen(full, rates, "127.0.0.1:1"), 100)
+    assert shown.count("acme/glossary-large") == 3
+    assert shown.count("store-local") == 3
+    assert "…" not in shown
+    assert "12,345" in shown and "both" in shown
+    assert "epoch" not in shown
 
 
 def test_a_cluster_at_zero_says_so() -> None:

@@ -14,7 +14,6 @@ import httpx
 from torchrelay.cli.problems import Problem, Unreachable, refused
 from torchrelay.cli.uploading import ModelUpload, Progress, UploadMemory
 
-
 RESTART_S = 6.0  # a gateway that is started again serves within this time
 RETRY_S = 0.1
 

@@ -16,8 +16,8 @@ def test_a_preferred_port_is_given_once_even_before_anyone_listens() -> None:
     with closing(Ports()) as first, closing(Ports()) as second:
         preferred = first.free()
         first.close()
-        assert first.free(preferred=preferred) == preferred
-        other = second.free(preferred=preferred)
+        assert first.free(preferred=[preferred]) == preferred
+        other = second.free(preferred=[preferred])
         assert (other == preferred) == (sys.platform != "linux")
 
 
@@ -26,7 +26,7 @@ def test_a_taken_port_is_a_problem() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        assert ports.free(preferred=port) != port
+        assert ports.free(preferred=[port]) != port
         with pytest.raises(Problem, match=f"port {port} of 127.0.0.1 is taken"):
             ports.exactly("127.0.0.1", port)
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem
+from torchrelay.cli.up.herald import Herald
 from torchrelay.cli.up.options import UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.stack import Stack, StackPlan
@@ -101,3 +105,31 @@ def test_two_installs_share_nothing(home: Home, ports: Ports, tmp_path: Path) ->
         other = StackPlan(other_home, UpOptions(), other_ports).stack()
     assert not set(one.endpoints.values()) & set(other.endpoints.values())
     assert one.arena != other.arena
+
+
+def test_a_home_keeps_its_rest_port_and_says_when_it_is_taken(home: Home, tmp_path: Path) -> None:
+    with closing(Ports()) as ports, socket.socket() as taken:
+        last = ports.free()
+        ports.close()
+        home.note_http_port(last)
+        kept = StackPlan(home, UpOptions(), ports).stack()
+        assert (kept.http_port, kept.missed_http_port) == (last, 0)
+        assert kept.endpoints["http"].endswith(f":{last}")
+        ports.close()
+        taken.bind(("127.0.0.1", last))
+        taken.listen()
+        moved = StackPlan(home, UpOptions(), ports).stack()
+        assert moved.http_port != last
+        assert moved.missed_http_port == last
+    told = io.StringIO()
+    Herald(home, Console(file=told, width=200)).missed_port(last, moved.endpoints["http"])
+    assert f"{last} is taken: REST is on {moved.endpoints['http']}" in told.getvalue()
+
+
+def test_a_quiet_herald_gives_no_advice(home: Home, ports: Ports) -> None:
+    stack = StackPlan(home, UpOptions(), ports).stack()
+    for is_quiet in (False, True):
+        told = io.StringIO()
+        Herald(home, Console(file=told, width=200), is_quiet=is_quiet).up(stack.endpoints)
+        assert "Torchrelay is up" in told.getvalue()
+        assert ("key create" in told.getvalue()) != is_quiet

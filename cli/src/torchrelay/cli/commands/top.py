@@ -14,6 +14,7 @@ from torchrelay.cli.access import HomeOption
 
 EXAMPLE = "Example:  torchrelay top\n\nOnce:     torchrelay top --once"
 RETRY_S = 1.0
+GONE_S = 6.0  # a scheduler that is started again answers within this time
 REFRESH_PER_S = 4
 
 
@@ -56,19 +57,21 @@ def follow(address: str, may_return: Callable[[], bool]) -> None:
     from torchrelay.cli.top_view import Screen
 
     screen = Screen(address, time.monotonic)
-    seen_s = None
+    is_seen, lost_s = False, 0.0
     live = Live(get_renderable=screen.render, console=console.out(), screen=True, refresh_per_second=REFRESH_PER_S)
     with live:
         while True:
             try:
                 for view in watch(address):
                     screen.show(view)
-                    seen_s = time.monotonic()
+                    is_seen, lost_s = True, 0.0
             except Unreachable:
-                if seen_s is None:
+                if not is_seen:
                     raise
             screen.lost()
+            lost_s = lost_s or time.monotonic()
             if not may_return():
                 raise Unreachable("the platform has stopped", "start it again: torchrelay up")
-            lost_s = lost_s or time.monotonic()
+            if time.monotonic() - lost_s >= GONE_S:
+                raise Unreachable(f"the scheduler at {address} answers no more", "is the platform up? torchrelay up")
             time.sleep(RETRY_S)  # it may be starting again

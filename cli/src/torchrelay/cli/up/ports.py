@@ -22,7 +22,7 @@ class Ports:
             claim.close()
 
     def free(self, host: str = "127.0.0.1", preferred: Sequence[int] = ()) -> int:
-        """The first of ``preferred`` that is to be had, else any. Raises ``Problem`` for an address that is not ours."""
+        """The first of ``preferred`` to be had, else any. Raises ``Problem`` for an address that is not ours."""
         for port in preferred:
             if found := self._take(host, port):
                 return found
