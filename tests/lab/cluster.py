@@ -48,7 +48,8 @@ class Cluster:
         workers = [self._worker(lab[name]) for name in TARGETS]
         gateway = self._service("gateway", self.control, self._gateway_env())
         # A wave starts when the one before it serves, and is asked to end when those after it have.
-        self._waves = [[self._nats(), self._redis()], [*self.stores.values(), scheduler], [*workers, gateway]]
+        services = [*self.stores.values(), scheduler]
+        self._waves = [[self._nats(), self._redis()], services, [*workers, gateway, self._doorway()]]
 
     def __enter__(self) -> Self:
         with ExitStack() as closing:
@@ -80,6 +81,24 @@ class Cluster:
         for path in self.arenas.values():
             path.unlink(missing_ok=True)
         return f"{wrong} did not end well, {left} were left in shared memory: {statuses}" if wrong or left else ""
+
+    # The way in for gRPC: see doorway.py
+
+    @property
+    def scheduler_target(self) -> str:
+        return f"unix:{self._socket('scheduler')}"
+
+    def store_target(self, host: str) -> str:
+        return f"unix:{self._socket(host)}"
+
+    def _socket(self, name: str) -> Path:
+        return self._folder / f"{name}.sock"
+
+    def _doorway(self) -> Child:
+        places = {**self.store_addresses, "scheduler": self.scheduler_address}
+        joined = [f"{self._socket(name)}={address}" for name, address in places.items()]
+        command = ["python", str(Path(__file__).with_name("doorway.py")), *joined]
+        return Child("doorway", self.control, command, self._folder)
 
     # What runs where
 

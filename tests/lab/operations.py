@@ -37,7 +37,10 @@ class Published:
 
 
 class Operator:
-    """A tenant's and an operator's hands. Calls run on the calling thread, moved to the control host meanwhile."""
+    """A tenant's and an operator's hands.
+
+    HTTP calls run on the calling thread, moved to the control host meanwhile; gRPC calls go by the cluster's doorway.
+    """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._tickets = cluster, TicketOffice(cluster.cluster_key)
@@ -78,7 +81,7 @@ class Operator:
 
     def until(self, find: Callable[[ClusterView], Found | None]) -> Found:
         """What ``find`` finds in the first view of the cluster where it finds something."""
-        with self._cluster.control.inside(), grpc.insecure_channel(self._cluster.scheduler_address) as channel:
+        with grpc.insecure_channel(self._cluster.scheduler_target) as channel:
             stub = scheduler_pb2_grpc.SchedulerStub(channel)
             view = ClusterView()
             try:
@@ -139,8 +142,7 @@ class Operator:
 
     @contextmanager
     def _store(self, host: str) -> Iterator[param_store_pb2_grpc.ParamStoreStub]:
-        address = self._cluster.store_addresses[host]
-        with self._cluster.control.inside(), grpc.insecure_channel(address) as channel:
+        with grpc.insecure_channel(self._cluster.store_target(host)) as channel:
             yield param_store_pb2_grpc.ParamStoreStub(channel)
 
 
