@@ -21,9 +21,12 @@ setup: .venv/.installed brokers ## Make the virtual environment, install the pac
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(addprefix -e ./,$(PACKAGES))
 	@touch $@
 
-.PHONY: brokers
+.PHONY: brokers test-servers
 brokers:
 	@tools/install_brokers.sh
+
+test-servers:
+	@tools/install_brokers.sh tests
 
 format: .venv/.installed ## Format the code
 	$(BIN)/ruff format .
@@ -34,7 +37,7 @@ check: .venv/.installed ## Format, lint and strict types, nothing changed
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(wildcard $(SOURCES))
 
-test: setup ## All tests: unit, integration, end to end, lab
+test: setup test-servers ## All tests: unit, integration, end to end, lab
 	$(BIN)/pytest
 
 ci: check test ## What CI runs

@@ -1,23 +1,26 @@
 #!/usr/bin/env bash
-# Puts what the embedded install starts (redis-server, nats-server) and what the lab of tests/lab needs (iproute2, iperf3)
-# on this machine where it is missing: by apt on Debian and Ubuntu, by Homebrew on a Mac. Ends with an error only when
-# something that the embedded install needs cannot be had.
+# Puts what the embedded install starts (redis-server, nats-server) on this machine where it is missing: by apt on Debian and
+# Ubuntu, by Homebrew on a Mac. With the argument "tests" also what tests need beside (PostgreSQL; iproute2 and iperf3 for the
+# lab). Ends with an error only when something that the embedded install needs cannot be had.
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin"
 
 brokers=()
-lab=()
+extra=()
 [ -n "${TORCHRELAY_REDIS_URL-}" ] || command -v redis-server >/dev/null || brokers+=(redis-server)
 [ -n "${TORCHRELAY_NATS_URL-}" ] || command -v nats-server >/dev/null || brokers+=(nats-server)
-if [ "$(uname)" = Linux ]; then
-    command -v ip >/dev/null || lab+=(iproute2)
-    command -v iperf3 >/dev/null || lab+=(iperf3)
+if [ "${1-}" = tests ]; then
+    command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || extra+=(postgresql)
+    if [ "$(uname)" = Linux ]; then
+        command -v ip >/dev/null || extra+=(iproute2)
+        command -v iperf3 >/dev/null || extra+=(iperf3)
+    fi
 fi
-[ ${#brokers[@]} -eq 0 ] && [ ${#lab[@]} -eq 0 ] && exit 0
+[ ${#brokers[@]} -eq 0 ] && [ ${#extra[@]} -eq 0 ] && exit 0
 
 give_up() { # WHY
     if [ ${#brokers[@]} -eq 0 ]; then
-        echo "setup: without ${lab[*]} the lab cannot run ($1)" >&2
+        echo "setup: without ${extra[*]} some tests cannot run ($1)" >&2
         exit 0
     fi
     echo "setup: ${brokers[*]} missing, and $1: install by hand," >&2
@@ -34,7 +37,7 @@ if command -v apt-get >/dev/null; then
         [ -t 0 ] || sudo=(sudo -n)
         "${sudo[@]}" true || give_up "apt-get needs root"
     fi
-    echo "setup: installing ${brokers[*]-} ${lab[*]-}"
+    echo "setup: installing ${brokers[*]-} ${extra[*]-}"
     # The packages' own system services are not wanted: the platform starts its own children.
     policy=/usr/sbin/policy-rc.d
     made_policy=""
@@ -48,9 +51,10 @@ if command -v apt-get >/dev/null; then
         "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -qq "$@" >/dev/null
     }
     apt update || give_up "apt-get update failed"
-    apt install -y --no-install-recommends ${brokers[@]+"${brokers[@]}"} ${lab[@]+"${lab[@]}"} || give_up "apt-get install failed"
+    apt install -y --no-install-recommends ${brokers[@]+"${brokers[@]}"} ${extra[@]+"${extra[@]}"} || give_up "apt-get install failed"
 elif command -v brew >/dev/null; then
-    [ ${#brokers[@]} -eq 0 ] || brew install --quiet "${brokers[@]/redis-server/redis}"
+    packages=(${brokers[@]+"${brokers[@]/redis-server/redis}"} ${extra[@]+"${extra[@]/#postgresql/postgresql@15}"})
+    brew install --quiet "${packages[@]}"
 else
     give_up "neither apt-get nor brew is here"
 fi

@@ -30,8 +30,16 @@ def test_the_tenant_may_stand_before_the_model() -> None:
             check_name(wrong)
 
 
+def faults_of(folder: Path) -> list[str]:
+    try:
+        check_folder(folder)
+    except Problem as problem:
+        return [problem.message]
+    return []
+
+
 def test_a_good_folder_passes(model_folder: Path) -> None:
-    check_folder(model_folder)
+    assert faults_of(model_folder) == []
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from tests.unit.gateway.postgres import is_installed, postgres_server
+from tests.unit.gateway.postgres import postgres_server
 from torchrelay.gateway.catalogue import Catalogue
 from torchrelay.gateway.core import OpenedRequest
 from torchrelay.gateway.freshness import TableVersions
@@ -23,14 +23,12 @@ from torchrelay.gateway.sql.migrate import ensure_schema
 from torchrelay.gateway.tenants import Tenant, Tenants
 
 PEPPER = b"p" * 32
-DATABASES = ["sqlite", pytest.param("postgresql", marks=[] if is_installed() else pytest.mark.skip("not installed"))]
+DATABASES = ["sqlite", "postgresql"]
 
 
 @pytest.fixture(scope="session")
 def postgres_template() -> Iterator[str]:
     """The URL of a server, whose database ``migrated`` has the schema and is copied for each test."""
-    if not is_installed():
-        pytest.skip("PostgreSQL is not installed")
     with postgres_server() as url:
         asyncio.run(_execute(url, "CREATE DATABASE migrated"))
         asyncio.run(_migrate(url.replace("/postgres", "/migrated")))

@@ -20,10 +20,6 @@ def _program(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
 
 
-def is_installed() -> bool:
-    return _program("initdb") is not None and _program("postgres") is not None
-
-
 def _await_ready(port: int) -> None:
     """It listens a moment before it answers."""
     ask = [_program("pg_isready") or "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
@@ -38,7 +34,9 @@ def _await_ready(port: int) -> None:
 def postgres_server() -> Iterator[str]:
     """The URL of a fresh server. As root it runs as ``nobody``: PostgreSQL refuses to run as root."""
     initdb, postgres = _program("initdb"), _program("postgres")
-    assert initdb and postgres
+    assert initdb and postgres, (
+        "PostgreSQL is not installed: run `make test`, which installs it, or apt-get install postgresql"
+    )
     prefix: list[str] = []
     with tempfile.TemporaryDirectory(prefix="relay-pg-", dir="/tmp") as folder:  # pytest's folders are closed to nobody
         if os.geteuid() == 0:

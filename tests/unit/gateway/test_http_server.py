@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import sys
+import time
 
 import httpx
 import pytest
@@ -55,9 +56,11 @@ async def test_a_client_that_takes_nothing_is_disconnected() -> None:
         ended.set()
 
     async with http_server(endless, "127.0.0.1", 0, drain_s=1, stall_s=0.5) as server:
+        begin = time.monotonic()
         reader = socket.create_connection(("127.0.0.1", server.port))
         reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
         await asyncio.wait_for(ended.wait(), 20)
+        assert time.monotonic() - begin >= 0.5
         reader.close()
 
 

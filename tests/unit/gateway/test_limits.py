@@ -139,7 +139,9 @@ async def test_without_redis_requests_are_allowed(parts: Parts, principal: Princ
     for url in ("", f"redis://127.0.0.1:{free_port()}/0"):
         limits = Limits(url, parts.database, lease_s=60)
         limited = replace(principal, requests_per_minute=1, budget_nano=1)
-        for _ in range(3):
-            reservation = await limits.admit(limited, MODEL, 10, 100)
+        admitted = [await limits.admit(limited, MODEL, 10, 100) for _ in range(3)]
+        assert len({reservation.reservation_id for reservation in admitted}) == 3
+        assert {reservation.tenant_id for reservation in admitted} == {principal.tenant_id}
+        for reservation in admitted:
             await limits.release(reservation, 5)
         await limits.close()

@@ -43,6 +43,8 @@ async def test_a_schema_at_head_or_newer_is_left_alone(database: Database, datab
     async with database.write() as connection:
         await connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
     await ensure_schema(database, database_url)  # an older gateway beside a newer one
+    async with database.read() as connection:
+        assert (await connection.execute(text("SELECT version_num FROM alembic_version"))).scalars().all() == ["9999"]
 
 
 async def test_several_that_start_together_migrate_once(postgres_template: str) -> None:

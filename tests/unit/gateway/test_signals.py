@@ -28,8 +28,10 @@ async def test_a_hint_reaches_the_other_gateways(nats_url: str) -> None:
     there = Signals(nats_url, prefix, "gw-2", heard.set)
     async with background(here.run(), there.run()):
         await until(lambda: here.registers() and there.registers())
+        assert not heard.is_set()
         await here.key_revoked()
         await asyncio.wait_for(heard.wait(), 5)
+        assert heard.is_set()
 
 
 async def test_a_published_model_is_in_the_history(nats_url: str) -> None:

@@ -17,8 +17,10 @@ async def test_notices_from_threads_reach_every_listener() -> None:
             await asyncio.wait_for(second.wait(), 5)
             first.clear()
             second.clear()
+            assert not first.is_set() and not second.is_set()
     changes.notify()
     await asyncio.sleep(0)
+    assert not first.is_set() and not second.is_set()  # who left is told nothing
 
 
 async def test_many_notices_become_one_wake_up() -> None:

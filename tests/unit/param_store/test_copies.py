@@ -174,5 +174,6 @@ async def test_what_is_left_is_hashed_even_when_the_arena_cannot_grow(
         monkeypatch.setattr(Arena, "grow", full)
         async with running_store(tmp_path, arena_path=arena) as store:
             await store.until_complete(pack.name)
+            assert (await store.report()).bytes_received == 0  # nothing was fetched anew
     finally:
         arena.unlink(missing_ok=True)

@@ -102,8 +102,10 @@ async def test_a_gateway_that_stays_away_loses_its_admissions(nats_url: str) -> 
             async with Door(address) as door:
                 await door.admit("r1")
                 await door.placement()
-                await cluster(address, lambda view: bool(view.demand))
-            await cluster(address, lambda view: not view.demand)
+                before = await cluster(address, lambda view: bool(view.demand))
+            after = await cluster(address, lambda view: not view.demand)
+            assert [(demand.num_waiting, demand.num_running) for demand in before.demand] == [(0, 1)]
+            assert not after.demand
 
 
 async def test_a_killed_decode_worker_is_replaced_within_a_second(nats_url: str) -> None:

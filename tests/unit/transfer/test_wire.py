@@ -71,11 +71,13 @@ def test_greetings_read_back() -> None:
 @given(st.binary(max_size=64))
 @example(b"\x92\xa1\xff\xa0")  # a string that is not UTF-8
 def test_garbage_is_no_message(packed: bytes) -> None:
-    for decode in (decode_hello, decode_refusal):
+    for decode, kind in ((decode_hello, Hello), (decode_refusal, Refusal)):
         try:
-            decode(packed)
-        except ProtocolViolation:
-            continue
+            message = decode(packed)
+        except ProtocolViolation as violation:
+            assert "cannot be read" in violation.message
+        else:
+            assert isinstance(message, kind)
 
 
 def test_refusals_keep_their_class_and_stay_short() -> None:

@@ -108,19 +108,23 @@ async def test_received_kv_waits_while_the_engine_is_busy_but_commands_of_the_lo
 
 async def test_a_receiver_that_is_held_back_is_freed_by_its_stop() -> None:
     outcome, busy, stop = Outcome(), threading.Event(), threading.Event()
+    written: list[int] = []
     outcome.engine.start()
     outcome.engine.post(busy.wait)
 
     def receive() -> None:
         while not stop.is_set():
-            outcome.engine.write(lambda: None, stop)
+            outcome.engine.write(lambda: written.append(1), stop)
 
     receiving = asyncio.ensure_future(asyncio.to_thread(receive))
     await asyncio.sleep(0.1)
     stop.set()
     async with asyncio.timeout(2):
         await receiving
+    assert not written  # freed by its stop alone: the engine is still busy
     busy.set()
+    await outcome.engine.call(lambda: None)
+    assert 0 < len(written) <= MAX_WRITES
     await asyncio.to_thread(outcome.engine.close)
 
 

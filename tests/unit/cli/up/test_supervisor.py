@@ -181,11 +181,14 @@ async def test_the_impatient_end_everything_at_once(programs: Programs) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(life.run())
         await life.up.wait()
+        child = life.supervisor._children["stubborn"].pid
         life.stop.set()
         await until(lambda: ("stopping", "") in life.recorder.said)
+        assert is_running(child)
         life.supervisor.kill_all()
         async with asyncio.timeout(5):
             await until(lambda: not tasks._tasks)
+    assert not is_running(child)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child cannot ask to end with its parent")

@@ -24,6 +24,7 @@ from torchrelay.gateway.inference.door import InferenceDoor
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.inference.v1 import inference_pb2_grpc
 
+PROMPT = [40, 41, 42, 43, 44, 45, 46]
 TEMPLATE = (
     "{% if tools is not none %}{{ raise_exception('tools') }}{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n\n{% endfor %}"

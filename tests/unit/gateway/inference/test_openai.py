@@ -22,8 +22,10 @@ def chat(**fields: Any) -> bytes:
 
 
 def test_unknown_fields_and_empty_wishes_are_ignored() -> None:
-    decode_completion(completion(user="u", metadata={}, presence_penalty=0, logit_bias={}, best_of=1, echo=False))
-    decode_chat(chat(tools=[], tool_choice="none", response_format={"type": "text"}, logprobs=False, store=True))
+    text = completion(user="u", metadata={}, presence_penalty=0, logit_bias={}, best_of=1, echo=False)
+    assert ask_of_completion(decode_completion(text)) == ask_of_completion(decode_completion(completion()))
+    talk = chat(tools=[], tool_choice="none", response_format={"type": "text"}, logprobs=False, store=True)
+    assert ask_of_chat(decode_chat(talk)) == ask_of_chat(decode_chat(chat()))
 
 
 @pytest.mark.parametrize(
