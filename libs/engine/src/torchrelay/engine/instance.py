@@ -13,6 +13,7 @@ from torchrelay.engine.adoption import Adoption
 from torchrelay.engine.attention import attention_backend
 from torchrelay.engine.batch import Batch, make_batch
 from torchrelay.engine.core import EMPTY_STEP, GroupSpec, NewToken, StepResult
+from torchrelay.engine.cores import CoreShare
 from torchrelay.engine.handover import KvBlock, KvLayout, KvShape
 from torchrelay.engine.model import Decoder
 from torchrelay.engine.pool import KvPool
@@ -57,6 +58,7 @@ class Instance:
         self._rope = Rope(self.config, pool.device)
         self._decoder = Decoder(self.config, self._weights, self._pages.kv, self._backend)
         self._scheduler = BatchScheduler(self._pages, token_budget, self.config.max_context_tokens)
+        self._cores = CoreShare()
 
     # Loading
 
@@ -75,6 +77,7 @@ class Instance:
 
     def close(self) -> None:
         """Lets go of ``data``, so that its mapping can be closed; the instance cannot be used any more."""
+        self._cores.restore()
         self._weights.close()
 
     # Requests
@@ -153,6 +156,7 @@ class Instance:
         """Layers [begin, end) of a batch, [rows, hidden] to the same; hands over each layer's finished KV blocks."""
         handed_over = batch.handed_over
         for layer in range(begin, end):
+            self._cores.settle(self._weights.gate.all_open)
             hidden = self._decoder.run_layer(layer, hidden, batch)
             for chunk in handed_over:
                 self._hand_over(chunk, layer)

@@ -20,6 +20,10 @@ class SegmentGate:
     def num_open(self) -> int:
         return self._num_open
 
+    @property
+    def all_open(self) -> bool:
+        return self._num_open == len(self._open)
+
     def is_open(self, segment: int) -> bool:
         return self._open[segment]
 
