@@ -8,8 +8,8 @@ import torch
 class CoreShare:
     """Leaves one core to those who bring and verify the weights, until all are there.
 
-    On a CPU both want every core: where the computation takes them, the last layer comes so late that it loses more than
-    it won.
+    On a CPU both want every core: where the computation takes them, the last layer comes so late that more is lost
+    than won.
     """
 
     def __init__(self) -> None:
