@@ -143,17 +143,19 @@ def main() -> None:
         with running_platform(root / "home", ("--arena-mb", "1280", "--idle-timeout-s", "600")) as platform:
             key = platform.tenant("bench")
             models = [publish(platform, small, key, "small"), publish(platform, mid, key, "mid")]
-            measure(platform, models, num_cold=1 if quick else 5, num_warm=3 if quick else 9)
+            measure(
+                platform, models, num_host=1 if quick else 5, num_disk=3 if quick else 5, num_warm=3 if quick else 9
+            )
 
 
-def measure(platform: Platform, models: list[Model], num_cold: int, num_warm: int) -> None:
+def measure(platform: Platform, models: list[Model], num_host: int, num_disk: int, num_warm: int) -> None:
     host, warm = {}, {}
     for model in models:
         first_token_s(platform, model)  # brings the host copy
         warm[model.name] = statistics.median(first_token_s(platform, model) for _ in range(num_warm))
-        host[model.name] = statistics.median(cold_samples(platform, model, num_cold, from_disk=False))
+        host[model.name] = statistics.median(cold_samples(platform, model, num_host, from_disk=False))
     mid = models[1]
-    disk = statistics.median(cold_samples(platform, mid, num_cold, from_disk=True))
+    disk = statistics.median(cold_samples(platform, mid, num_disk, from_disk=True))
     path = platform.home.path / "remote" / "packs" / mid.pack_id
     read_s = statistics.median(direct_read_s(path) for _ in range(3))
     starts = [worker.slot_start_s for worker in next(iter(platform.views())).workers]
@@ -166,7 +168,12 @@ def measure(platform: Platform, models: list[Model], num_cold: int, num_warm: in
         Check("disk_583mb_ratio", (disk - host[mid.name]) / read_s, "ratio", 1.3, limit),
         Check("slot_start_s", statistics.median(starts), "s", None, "vLLM CPU, process start to first token: 25 s"),
     ]
-    conditions = {"prompt_tokens": len(PROMPT), "cold_samples": num_cold, "workers": "1 prefill, 1 decode, one host"}
+    conditions = {
+        "prompt_tokens": len(PROMPT),
+        "host_samples": num_host,
+        "disk_samples": num_disk,
+        "workers": "1 prefill, 1 decode, one host",
+    }
     finish("cold_start", conditions, checks)
 
 

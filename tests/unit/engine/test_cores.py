@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from torchrelay.engine.cores import CoreShare
+from torchrelay.engine.cores import CoreShare, one_core
 
 
 @pytest.fixture
@@ -28,6 +28,14 @@ def test_one_core_is_left_until_the_weights_are_there() -> None:
     assert counts == [2, 2, 3]
     share.settle(False)
     share.restore()
+    assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_small_work_takes_one_core_and_gives_the_others_back() -> None:
+    with pytest.raises(KeyError), one_core():
+        assert torch.get_num_threads() == 1
+        raise KeyError
     assert torch.get_num_threads() == 3
 
 

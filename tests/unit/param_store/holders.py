@@ -34,7 +34,8 @@ async def bytes_in(store: RunningStore, pack_id: str) -> bytes:
         reply = await anext(replies)
         slab = MappedSlab(Path(reply.arena_path), reply.slab_offset, reply.slab_bytes)
         try:
-            assert slab.num_verified == slab.manifest.num_chunks == reply.num_chunks_verified
+            assert slab.num_verified == slab.manifest.num_chunks
+            assert len(slab.manifest.segments) == reply.num_segments_ready
             return bytes(slab.data)
         finally:
             slab.close()

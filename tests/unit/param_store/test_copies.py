@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,7 @@ from torchrelay.transfer.arena import Arena
 from torchrelay.transfer.errors import ArenaFull
 
 
-async def test_hold_tells_of_every_verified_chunk_and_pins(
+async def test_hold_tells_of_every_whole_segment_and_pins(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
     pack, _ = published
@@ -30,10 +31,12 @@ async def test_hold_tells_of_every_verified_chunk_and_pins(
         with slow_holder(pack) as source:
             await store.relay(pack.name, peer("slow", source.server.address, pack.name, store))
             async with held(store, pack.name) as replies:
-                for index in range(source.manifest.num_chunks):
-                    assert (await anext(replies)).num_chunks_verified == index
-                    source.show(index)
-                assert (await anext(replies)).num_chunks_verified == source.manifest.num_chunks
+                ends = [source.manifest.chunks_of(segment).stop for segment in range(len(source.manifest.segments))]
+                assert (await anext(replies)).num_segments_ready == 0
+                for begin, end in pairwise([0, *sorted(set(ends))]):
+                    for index in range(begin, end):
+                        source.show(index)
+                    assert (await anext(replies)).num_segments_ready == sum(each <= end for each in ends)
                 assert (await store.report()).copies[0].num_pins == 1
                 assert await drop(store, pack.name) is False
             await store.until(lambda report: report.copies[0].num_pins == 0)
@@ -48,12 +51,13 @@ async def test_a_failed_relay_tells_its_holders_and_a_later_one_tries_anew(
         with slow_holder(pack) as source:
             await store.relay(pack.name, peer("slow", source.server.address, pack.name, store))
             async with held(store, pack.name) as replies:
-                assert (await anext(replies)).num_chunks_verified == 0
-                source.show(0)
-                assert (await anext(replies)).num_chunks_verified == 1
+                assert (await anext(replies)).num_segments_ready == 0
+                for index in source.manifest.chunks_of(0):
+                    source.show(index)
+                assert (ready := (await anext(replies)).num_segments_ready) > 0
                 source.buffer.fail("the test says so")
                 reply = await anext(replies)
-                assert (reply.num_chunks_verified, "the test says so" in reply.error) == (1, True)
+                assert (reply.num_segments_ready, "the test says so" in reply.error) == (ready, True)
                 copy = await store.copy(pack.name)
                 assert copy is not None
                 assert "the test says so" in copy.error

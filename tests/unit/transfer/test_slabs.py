@@ -27,7 +27,6 @@ _WORKER = """
 import hashlib, json, sys
 from torchrelay.transfer.slabs import MappedSlab
 slab = MappedSlab(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-slab.populate()
 for line in sys.stdin:
     print(json.dumps({
         "verified": [index for index in range(slab.num_chunks) if slab.is_verified(index)],

@@ -8,6 +8,7 @@ import torch
 
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine.core import GroupSpec
+from torchrelay.engine.cores import one_core
 from torchrelay.engine.handover import KvLayout
 from torchrelay.engine.pool import KvPages
 from torchrelay.engine.scheduling import BatchScheduler
@@ -55,7 +56,8 @@ class Adoption:
         kv = self._pages.kv[place.layer]
         block = as_tensor(memoryview(data)).view(kv.dtype).view(2, -1, *kv.shape[2:]).to(kv.device)
         slots = torch.from_numpy(context.slots[place.token_begin : place.token_end]).to(kv.device)
-        kv.index_copy_(1, slots, block)
+        with one_core():
+            kv.index_copy_(1, slots, block)
 
     def start(self, first_tokens: Mapping[int, int]) -> None:
         """Begins decoding: choice -> its first new token. Choices it ended, or that are not named, free their pages.

@@ -1,8 +1,22 @@
-"""How many cores a computation takes while its own weights are still on their way."""
+"""How many cores a computation takes: fewer than all where that leaves room for what it waits for."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+
+@contextmanager
+def one_core() -> Iterator[None]:
+    """On this thread: for small work, after which a second core would spin for as long as it helped."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class CoreShare:

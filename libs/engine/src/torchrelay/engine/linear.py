@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import torch
@@ -11,6 +12,22 @@ from torch import Tensor
 _FEW_ROWS = 4
 # Weights widened at a time: 2 MB in fp32, so that they are read again from the core's own cache.
 _WIDENED_BLOCK = 1 << 19
+
+
+class _Scratch(threading.local):
+    """Where a thread widens weights. Kept: memory taken anew for each block would be faulted in each time."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(_WIDENED_BLOCK)
+
+    def widen(self, block: Tensor) -> Tensor:
+        """The block in fp32, until the next call."""
+        if block.numel() > len(self._memory):  # one row may be longer than a block
+            self._memory = torch.empty(block.numel())
+        return self._memory[: block.numel()].view(block.shape).copy_(block)
+
+
+_scratch = _Scratch()
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -24,11 +41,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same with the weights widened to fp32 a block at a time.
 
-    Where a dtype is only emulated this took, for 64 rows of bf16, a quarter of the time of ``F.linear``.
+    Where a dtype is only emulated this took, for 64 rows of bf16, a third of the time of ``F.linear``.
     """
     wide, num_rows = x.float(), max(1, _WIDENED_BLOCK // x.shape[1])
-    blocks = [weight[begin : begin + num_rows] for begin in range(0, len(weight), num_rows)]
-    out = torch.cat([F.linear(wide, block.float()) for block in blocks], dim=1)
+    out = torch.empty(len(x), len(weight))
+    for begin in range(0, len(weight), num_rows):
+        block = _scratch.widen(weight[begin : begin + num_rows])
+        torch.mm(wide, block.t(), out=out[:, begin : begin + num_rows])
     return (out if bias is None else out + bias).to(x.dtype)
 
 

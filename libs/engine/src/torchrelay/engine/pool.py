@@ -1,4 +1,4 @@
-"""Paged KV memory: bytes faulted in once per slot, cut anew into pages for whatever model is loaded.
+"""Paged KV memory: bytes taken once per slot, cut anew into pages for whatever model is loaded.
 
 A page holds ``page_tokens`` positions of every layer. The cut is layer-major, ``[layers, 2, pages * page_tokens,
 kv_heads, head_dim]``, so that a layer's keys and values are two plain tensors and a position is one row (*slot*) of
@@ -21,13 +21,16 @@ _BLANK_STEP_BYTES = 64 << 20
 
 
 class KvPool:
-    """The bytes. Faulting them in costs about 2 s per GB on a virtual machine, so it is done here, once per slot."""
+    """The bytes, once per slot."""
 
     def __init__(self, num_bytes: int, device: str = "cpu") -> None:
         self.num_bytes = num_bytes
         self.device = torch.device(device)
         self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        for begin in range(0, num_bytes, _BLANK_STEP_BYTES):
+
+    def fault_in(self) -> None:
+        """Touches every byte, which costs about 2 s per GB on a virtual machine: before the slot is offered."""
+        for begin in range(0, self.num_bytes, _BLANK_STEP_BYTES):
             self._bytes[begin : begin + _BLANK_STEP_BYTES].zero_()
 
     def cut(self, shape: KvShape, dtype: torch.dtype, page_tokens: int) -> KvPages:

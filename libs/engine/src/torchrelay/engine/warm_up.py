@@ -29,9 +29,10 @@ _CONFIG: Final[dict[str, Any]] = {
 def warm_up(pool: KvPool) -> None:
     """Runs a model of zeros in every dtype through all that a request touches: threads, kernels and lazy imports.
 
-    It also takes what the process has imported out of the garbage collector's sight. ``pool`` must be cut for no
-    other model at the time, and hold a few MB.
+    It also faults the pool in, and takes what the process has imported out of the garbage collector's sight. On the
+    thread that will compute; ``pool`` must be cut for no other model at the time, and hold a few MB.
     """
+    pool.fault_in()
     for dtype in DTYPE_BYTES:
         manifest = _zeros_manifest(dtype)
         instance = Instance(manifest, memoryview(bytes(manifest.num_bytes)), pool, token_budget=48)

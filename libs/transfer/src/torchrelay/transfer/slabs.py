@@ -18,9 +18,6 @@ from torchrelay.transfer.errors import ArenaCorrupted, BufferLost
 from torchrelay.transfer.manifest import Manifest, decode_manifest
 from torchrelay.transfer.slab_format import ALIGN_BYTES, SlabFormat, checked_manifest, read_format
 
-_MADV_POPULATE_READ = 22  # Linux 5.14; not in the mmap module
-_POPULATE_STEP_BYTES = 16 << 20
-
 
 class Pins(Protocol):
     """Who keeps a slab from being evicted; the arena."""
@@ -52,6 +49,7 @@ class Slab:
         self._shared = memory[self.format.verified]  # what the workers see
         self._verified = bytearray(self.num_chunks)  # what this process has seen with its own eyes
         self._num_verified = 0
+        self._num_segments_ready = 0
         self._pins = pins
         self._error = ""
         self._dropped = False
@@ -69,6 +67,11 @@ class Slab:
     @property
     def num_verified(self) -> int:
         return self._num_verified
+
+    @property
+    def num_segments_ready(self) -> int:
+        """So many of the first segments, in execution order, have all their chunks verified."""
+        return self._num_segments_ready
 
     @property
     def complete(self) -> bool:
@@ -135,7 +138,7 @@ class Slab:
         with self._changed:
             self._dropped = True
             self._verified = bytearray(self.num_chunks)
-            self._num_verified = 0
+            self._num_verified = self._num_segments_ready = 0
         self.fail("it was dropped from the arena")
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -196,6 +199,10 @@ class Slab:
         if not self._verified[index]:
             self._verified[index] = 1
             self._num_verified += 1
+            while self._num_segments_ready < len(self.manifest.segments) and all(
+                self._verified[chunk] for chunk in self.manifest.chunks_of(self._num_segments_ready)
+            ):
+                self._num_segments_ready += 1
         self._changed.notify_all()
 
     def _notify(self) -> None:
@@ -235,13 +242,6 @@ class MappedSlab:
 
     def is_verified(self, index: int) -> bool:
         return self._verified[index] == 1
-
-    def populate(self) -> None:
-        """Enters all pages into this process's page table now instead of at first touch. In any thread."""
-        for begin in range(0, len(self._mapping), _POPULATE_STEP_BYTES):
-            with suppress(OSError):  # only a hint: older kernels do not know it
-                num_bytes = min(_POPULATE_STEP_BYTES, len(self._mapping) - begin)
-                self._mapping.madvise(_MADV_POPULATE_READ, begin, num_bytes)
 
     def close(self) -> None:
         """Gives the mapping back. While tensors still look into it, it stays until the last of them is collected."""

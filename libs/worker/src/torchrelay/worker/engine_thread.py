@@ -1,4 +1,8 @@
-"""The thread that owns the engine: everything that touches torch happens on it, between or within its steps."""
+"""The thread that owns the engine: everything that touches torch happens on it, between or within its steps.
+
+All of it, the warm-up too: a second thread that computed even once keeps a team of OpenMP threads of its own, and with
+more of them than cores, waiting for one another means sleeping: half as much again on every step of a CPU.
+"""
 
 from __future__ import annotations
 

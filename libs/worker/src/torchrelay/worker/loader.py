@@ -14,7 +14,6 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.pool import KvPool
-from torchrelay.transfer.manifest import Manifest
 from torchrelay.transfer.slabs import MappedSlab
 from torchrelay.worker.attempts import now_us
 from torchrelay.worker.engine_thread import EngineThread
@@ -108,18 +107,18 @@ class Loader:
         begin = now_us()
         self._place = (reply.arena_path, reply.slab_offset)
         slab = self._slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)
-        manifest = slab.manifest
+        num_segments = len(slab.manifest.segments)
         await self._engine.call(lambda: self._build(slab))
         self._slot.add_phase("map", begin)
         if self._slot.hosted is not None:
             self._slot.hosted.settled.set()
         begin = now_us()
-        await self._advance(slab, manifest, begin)
-        while self._next_segment < len(manifest.segments):
+        self._advance(reply.num_segments_ready, num_segments, begin)
+        while self._next_segment < num_segments:
             reply = await anext(replies)
             if reply.error:
                 raise LoadFailed(reply.error)
-            await self._advance(slab, manifest, begin)
+            self._advance(reply.num_segments_ready, num_segments, begin)
         if self._slot.state == LOADING:  # else it drains already
             await self._slot.move(READY)
 
@@ -132,23 +131,17 @@ class Loader:
             kv_block_tokens=self._settings.kv_block_tokens,
         )
 
-    async def _advance(self, slab: MappedSlab, manifest: Manifest, begin_us: int) -> None:
-        """Opens every further segment whose chunks are all verified."""
+    def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:
+        """Opens every further segment that is whole. What watchers see of it, they see in the next report."""
         assert self._instance is not None and self._slot.hosted is not None
-        advanced = False
-        while self._next_segment < len(manifest.segments) and all(
-            slab.is_verified(chunk) for chunk in manifest.chunks_of(self._next_segment)
-        ):
-            self._instance.segment_ready(self._next_segment)
-            if self._next_segment == 1:
+        for segment in range(self._next_segment, num_ready):
+            self._instance.segment_ready(segment)
+            if segment == 1:
                 self._slot.add_phase("first_layer", begin_us)
-            self._next_segment += 1
-            advanced = True
-        if advanced:
-            self._slot.hosted.num_layers_ready = max(0, min(self._next_segment - 1, len(manifest.segments) - 2))
-            if self._next_segment == len(manifest.segments):
-                self._slot.add_phase("last_layer", begin_us)
-            await self._slot.touch()
+        self._next_segment = num_ready
+        self._slot.hosted.num_layers_ready = max(0, min(num_ready - 1, num_segments - 2))
+        if num_ready == num_segments:
+            self._slot.add_phase("last_layer", begin_us)
 
     async def _close(self) -> None:
         if self._instance is not None:

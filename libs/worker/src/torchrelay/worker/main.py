@@ -44,8 +44,8 @@ async def running(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addre
         stack.push_async_callback(nats.close)
         channel = await stack.enter_async_context(open_channel(settings.store_address))
         worker = Worker(settings, nats, ParamStoreStub(channel))
-        await asyncio.to_thread(warm_up, worker.pool)
         worker.engine.start()
+        await worker.engine.call(lambda: warm_up(worker.pool))
         worker.holder.start()
         server = RpcServer(settings.host, settings.port)
         address = f"{settings.reach_host}:{server.port}"

@@ -507,13 +507,14 @@ class HoldReply(_message.Message):
     ARENA_PATH_FIELD_NUMBER: _builtins.int
     SLAB_OFFSET_FIELD_NUMBER: _builtins.int
     SLAB_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_CHUNKS_VERIFIED_FIELD_NUMBER: _builtins.int
+    NUM_SEGMENTS_READY_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     arena_path: _builtins.str
     slab_offset: _builtins.int
     """the slab's own layout is torchrelay.transfer.arena's"""
     slab_bytes: _builtins.int
-    num_chunks_verified: _builtins.int
+    num_segments_ready: _builtins.int
+    """so many of the first segments have all their chunks verified"""
     error: _builtins.str
     """the filling ended incomplete, and why; the load has failed"""
     def __init__(
@@ -522,12 +523,12 @@ class HoldReply(_message.Message):
         arena_path: _builtins.str = ...,
         slab_offset: _builtins.int = ...,
         slab_bytes: _builtins.int = ...,
-        num_chunks_verified: _builtins.int = ...,
+        num_segments_ready: _builtins.int = ...,
         error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_path", b"arena_path", "error", b"error", "num_chunks_verified", b"num_chunks_verified", "slab_bytes", b"slab_bytes", "slab_offset", b"slab_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_path", b"arena_path", "error", b"error", "num_segments_ready", b"num_segments_ready", "slab_bytes", b"slab_bytes", "slab_offset", b"slab_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -156,8 +156,8 @@ class ParamStoreServicer:
 
     def Hold(self, request, context):
         """Pins a pack of the arena for as long as the call's stream stays open (the lease of a worker of this host).
-        The first message tells where it lies; then one follows whenever more chunks are verified (coalesced, no bytes: the
-        worker reads them, and the verified bits, in shared memory), until the call is cancelled.
+        The first message tells where it lies; then one follows whenever a further segment is whole (coalesced, no bytes: the
+        worker reads them in shared memory), until the call is cancelled.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

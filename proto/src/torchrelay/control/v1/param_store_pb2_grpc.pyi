@@ -48,8 +48,8 @@ class ParamStoreStub:
     """Removes a version, and the packs and files no other version names, from the remote store."""
     Hold: _grpc.UnaryStreamMultiCallable[_param_store_pb2.HoldRequest, _param_store_pb2.HoldReply]
     """Pins a pack of the arena for as long as the call's stream stays open (the lease of a worker of this host).
-    The first message tells where it lies; then one follows whenever more chunks are verified (coalesced, no bytes: the
-    worker reads them, and the verified bits, in shared memory), until the call is cancelled.
+    The first message tells where it lies; then one follows whenever a further segment is whole (coalesced, no bytes: the
+    worker reads them in shared memory), until the call is cancelled.
     """
     Relay: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.RelayRequest, _param_store_pb2.RelayReply]
     """Fills a pack from the given sources. Answers once its range is reserved and the filling runs."""
@@ -77,8 +77,8 @@ class ParamStoreAsyncStub(ParamStoreStub):
     """Removes a version, and the packs and files no other version names, from the remote store."""
     Hold: _aio.UnaryStreamMultiCallable[_param_store_pb2.HoldRequest, _param_store_pb2.HoldReply]  # type: ignore[assignment]
     """Pins a pack of the arena for as long as the call's stream stays open (the lease of a worker of this host).
-    The first message tells where it lies; then one follows whenever more chunks are verified (coalesced, no bytes: the
-    worker reads them, and the verified bits, in shared memory), until the call is cancelled.
+    The first message tells where it lies; then one follows whenever a further segment is whole (coalesced, no bytes: the
+    worker reads them in shared memory), until the call is cancelled.
     """
     Relay: _aio.UnaryUnaryMultiCallable[_param_store_pb2.RelayRequest, _param_store_pb2.RelayReply]  # type: ignore[assignment]
     """Fills a pack from the given sources. Answers once its range is reserved and the filling runs."""
@@ -157,8 +157,8 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_param_store_pb2.HoldReply], _abc.AsyncIterator[_param_store_pb2.HoldReply]]:
         """Pins a pack of the arena for as long as the call's stream stays open (the lease of a worker of this host).
-        The first message tells where it lies; then one follows whenever more chunks are verified (coalesced, no bytes: the
-        worker reads them, and the verified bits, in shared memory), until the call is cancelled.
+        The first message tells where it lies; then one follows whenever a further segment is whole (coalesced, no bytes: the
+        worker reads them in shared memory), until the call is cancelled.
         """
 
     @_abc_1.abstractmethod

@@ -42,7 +42,7 @@ class CopyCalls:
                 told = None
                 while True:
                     changed.clear()
-                    now = (slab.num_verified, slab.error)
+                    now = (slab.num_segments_ready, slab.error)
                     if told is None and slab.error:
                         raise Unavailable(slab.error)
                     if now != told:
@@ -53,12 +53,12 @@ class CopyCalls:
             relays.release(slab, owner)
             log.info("pack_released", pack_id=request.pack_id, owner_id=request.owner_id)
 
-    def _hold_reply(self, slab: Slab, num_verified: int, error: str) -> pb.HoldReply:
+    def _hold_reply(self, slab: Slab, num_segments_ready: int, error: str) -> pb.HoldReply:
         return pb.HoldReply(
             arena_path=str(self.store.arena.path),
             slab_offset=slab.offset,
             slab_bytes=slab.num_slab_bytes,
-            num_chunks_verified=num_verified,
+            num_segments_ready=num_segments_ready,
             error=error,
         )
 

@@ -10,15 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound
+from torchrelay.common.errors import InvalidRequest, NotFound
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.durable import sync_folder
+from torchrelay.param_store.file_reader import FileReader, ReadBuffers
 from torchrelay.param_store.remote import RangeReader, RemoteStore
-from torchrelay.transfer.manifest import PAGE_BYTES
 
 _DRAFTS = "drafts"
 _ABANDONED_S = 86400.0
-_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
 
 
 class FolderStore(RemoteStore):
@@ -26,6 +25,7 @@ class FolderStore(RemoteStore):
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._buffers = ReadBuffers()
         (root / _DRAFTS).mkdir(parents=True, exist_ok=True)
         self._remove_abandoned(time.time())
 
@@ -65,7 +65,7 @@ class FolderStore(RemoteStore):
             raise NotFound(f"the remote store has no {key}") from None
 
     def open_range(self, key: str) -> RangeReader:
-        return _FileReader(self._path(key), key)
+        return FileReader(self._path(key), key, self._buffers)
 
     def size(self, key: str) -> int:
         try:
@@ -104,40 +104,3 @@ class FolderStore(RemoteStore):
         for draft in (self._root / _DRAFTS).iterdir():
             if now_unix_s - draft.stat().st_mtime > _ABANDONED_S and draft.stat().st_nlink == 1:
                 draft.unlink(missing_ok=True)
-
-
-class _FileReader(RangeReader):
-    """Reads past the page cache where range and memory are page aligned and the file system can, through it else."""
-
-    def __init__(self, path: Path, key: str) -> None:
-        self._key = key
-        try:
-            self._buffered = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise NotFound(f"the remote store has no {key}") from None
-        try:
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _DIRECT) if _DIRECT else -1
-        except OSError:  # tmpfs before Linux 6.6, some network file systems
-            self._direct = -1
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        done = 0
-        while done < len(view):
-            count = self._read(offset + done, view[done:])
-            if count == 0:
-                raise DataCorrupted(f"{self._key} of the remote store ends at byte {offset + done}")
-            done += count
-
-    def _read(self, offset: int, view: memoryview) -> int:
-        if self._direct >= 0 and offset % PAGE_BYTES == 0 and len(view) % PAGE_BYTES == 0:
-            try:
-                return os.preadv(self._direct, [view], offset)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # EINVAL: this memory is not aligned
-                    raise
-        return os.preadv(self._buffered, [view], offset)
-
-    def close(self) -> None:
-        os.close(self._buffered)
-        if self._direct >= 0:
-            os.close(self._direct)
