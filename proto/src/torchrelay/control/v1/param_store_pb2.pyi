@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from torchrelay.control.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -18,6 +19,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _RelayUrgency:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RelayUrgencyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RelayUrgency.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RELAY_URGENCY_UNSPECIFIED: _RelayUrgency.ValueType  # 0
+    """as URGENT"""
+    RELAY_URGENCY_URGENT: _RelayUrgency.ValueType  # 1
+    """somebody waits for it"""
+    RELAY_URGENCY_IDLE: _RelayUrgency.ValueType  # 2
+    """a cache copy: only what others leave of the link"""
+
+class RelayUrgency(_RelayUrgency, metaclass=_RelayUrgencyEnumTypeWrapper):
+    """Which relay yields where two share a link; KV and activations come before all of them."""
+
+RELAY_URGENCY_UNSPECIFIED: RelayUrgency.ValueType  # 0
+"""as URGENT"""
+RELAY_URGENCY_URGENT: RelayUrgency.ValueType  # 1
+"""somebody waits for it"""
+RELAY_URGENCY_IDLE: RelayUrgency.ValueType  # 2
+"""a cache copy: only what others leave of the link"""
+Global___RelayUrgency: _TypeAlias = RelayUrgency  # noqa: Y015
 
 @_typing.final
 class DeclaredFile(_message.Message):
@@ -543,13 +568,18 @@ class RelayRequest(_message.Message):
     PACK_BYTES_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     RELAY_ID_FIELD_NUMBER: _builtins.int
+    NUM_STRIPED_FIELD_NUMBER: _builtins.int
+    URGENCY_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     pack_id: _builtins.str
     pack_bytes: _builtins.int
     relay_id: _builtins.str
+    num_striped: _builtins.int
+    """0: one"""
+    urgency: Global___RelayUrgency.ValueType
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Source]:
-        """the first is the plan, the others are alternates for repair"""
+        """the first num_striped are followed at once, the others are alternates for repair"""
 
     def __init__(
         self,
@@ -559,10 +589,12 @@ class RelayRequest(_message.Message):
         pack_bytes: _builtins.int = ...,
         sources: _abc.Iterable[_types_pb2.Source] | None = ...,
         relay_id: _builtins.str = ...,
+        num_striped: _builtins.int = ...,
+        urgency: Global___RelayUrgency.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_id", b"relay_id", "sources", b"sources"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_striped", b"num_striped", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_id", b"relay_id", "sources", b"sources", "urgency", b"urgency"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -284,6 +284,8 @@ class PackCopy(_message.Message):
     RELAY_FIRST_UNIX_US_FIELD_NUMBER: _builtins.int
     RELAY_END_UNIX_US_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
+    SHARES_FIELD_NUMBER: _builtins.int
+    NUM_REPAIRS_FIELD_NUMBER: _builtins.int
     pack_id: _builtins.str
     pack_bytes: _builtins.int
     num_chunks: _builtins.int
@@ -298,7 +300,13 @@ class PackCopy(_message.Message):
     relay_end_unix_us: _builtins.int
     """last chunk verified; 0: still receiving"""
     source: _builtins.str
-    """holder id it came from, or "remote" """
+    """holder id it comes from, or "remote": of several the one that brings most"""
+    num_repairs: _builtins.int
+    """sources given up or joined because another died, fell silent or turned slow"""
+    @_builtins.property
+    def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceShare]:
+        """every source that has brought something, the remote store too"""
+
     def __init__(
         self,
         *,
@@ -312,11 +320,49 @@ class PackCopy(_message.Message):
         relay_first_unix_us: _builtins.int = ...,
         relay_end_unix_us: _builtins.int = ...,
         source: _builtins.str = ...,
+        shares: _abc.Iterable[Global___SourceShare] | None = ...,
+        num_repairs: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_chunks", b"num_chunks", "num_chunks_verified", b"num_chunks_verified", "num_pins", b"num_pins", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_begin_unix_us", b"relay_begin_unix_us", "relay_end_unix_us", b"relay_end_unix_us", "relay_first_unix_us", b"relay_first_unix_us", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_chunks", b"num_chunks", "num_chunks_verified", b"num_chunks_verified", "num_pins", b"num_pins", "num_repairs", b"num_repairs", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_begin_unix_us", b"relay_begin_unix_us", "relay_end_unix_us", b"relay_end_unix_us", "relay_first_unix_us", b"relay_first_unix_us", "shares", b"shares", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PackCopy: _TypeAlias = PackCopy  # noqa: Y015
+
+@_typing.final
+class SourceShare(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_ID_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    FOLLOWING_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    holder_id: _builtins.str
+    """or "remote" """
+    num_bytes: _builtins.int
+    """brought so far"""
+    bytes_per_s: _builtins.float
+    """measured of late; 0: brings nothing now"""
+    following: _builtins.bool
+    """asked for chunks now"""
+    error: _builtins.str
+    """why it was given up"""
+    def __init__(
+        self,
+        *,
+        holder_id: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        bytes_per_s: _builtins.float = ...,
+        following: _builtins.bool = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "error", b"error", "following", b"following", "holder_id", b"holder_id", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SourceShare: _TypeAlias = SourceShare  # noqa: Y015
