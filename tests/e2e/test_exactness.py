@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,13 @@ def reference(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        *product(["llama", "qwen2", "qwen3"], [False, True]),
+        *product(["mistral", "gemma2", "gemma3", "phi3", "mixtral", "qwen3-moe"], [True]),
+    ],
+)
 def test_greedy_output_equals_transformers(platform: Platform, tenant: Tenant, family: str, tied: bool) -> None:
     model = tenant.model(family, tied)
     answer = complete(platform, tenant.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)

@@ -25,6 +25,11 @@ LLAMA3_ROPE: dict[str, Any] = {
     "original_max_position_embeddings": 32,
 }
 
+GEMMA3_ROPE: dict[str, Any] = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 100_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+
 
 @dataclass(frozen=True)
 class Family:
@@ -40,6 +45,36 @@ FAMILIES = {
     "llama3-rope": Family("LlamaConfig", "LlamaForCausalLM", {"rope_parameters": LLAMA3_ROPE}),
     "qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", {}),
     "qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 24}),
+    "mistral": Family("MistralConfig", "MistralForCausalLM", {"sliding_window": 20}),
+    "qwen2-window": Family(
+        "Qwen2Config",
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "gemma2": Family(
+        "Gemma2Config",
+        "Gemma2ForCausalLM",
+        {
+            "head_dim": 24,
+            "sliding_window": 20,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": Family(
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {"head_dim": 24, "sliding_window": 20, "query_pre_attn_scalar": 40, "rope_parameters": GEMMA3_ROPE}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "phi3": Family("Phi3Config", "Phi3ForCausalLM", {"sliding_window": 20}),
+    "mixtral": Family("MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 4, "sliding_window": None}),
+    "qwen3-moe": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {"head_dim": 24, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40},
+    ),
 }
 
 
@@ -70,7 +105,7 @@ def make_checkpoint(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = getattr(transformers, kind.model)(settings).to(getattr(torch, dtype))
-        randomise(model, seed)
+        randomise(model, seed, norm=0.0 if family.startswith("gemma") else 1.0)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder
@@ -85,13 +120,13 @@ def _transformers() -> Any:
     return transformers
 
 
-def randomise(model: torch.nn.Module, seed: int) -> None:
-    """Fresh values for every parameter from one generator."""
+def randomise(model: torch.nn.Module, seed: int, norm: float = 1.0) -> None:
+    """Fresh values for every parameter from one generator; ``norm`` is where the weights of norms lie."""
     random = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         values = torch.randn(parameter.shape, generator=random, dtype=torch.float32)
         if "norm" in name:
-            values = 1 + 0.3 * values
+            values = norm + 0.3 * values
         elif "embed" in name:
             values *= 0.1  # small, so that a tied head does not just repeat its input
         elif parameter.ndim > 1:
@@ -119,7 +154,8 @@ def write_tokenizer(folder: Path) -> None:
 
 def reference_model(folder: Path) -> Any:
     """The checkpoint in transformers, in its own dtype, ready for ``generate``."""
-    model = _transformers().AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    # Plain attention: the quicker kinds leave soft caps out.
+    model = _transformers().AutoModelForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="eager")
     model.generation_config.eos_token_id = None
     return model.eval()
 

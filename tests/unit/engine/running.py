@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.support.checkpoints import greedy_reference, reference_model
 from tests.support.packs import Pack, build_pack
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, NewToken, SamplingParams, StepResult
@@ -42,6 +44,12 @@ class Model:
             self._expected[key] = greedy_reference(self.reference, list(prompt), num_tokens)
         return self._expected[key]
 
+    @torch.no_grad()
+    def logits(self, prompt: Sequence[int]) -> torch.Tensor:
+        """transformers' logits after the prompt, fp32 [vocab]."""
+        logits: torch.Tensor = self.reference(torch.tensor([prompt])).logits[0, -1].float()
+        return logits
+
     def instance(self, *, loaded: bool = True, pool_bytes: int = POOL_BYTES, **settings: Any) -> Instance:
         instance = Instance(self.pack.manifest, self.pack.view, KvPool(pool_bytes), **settings)
         for segment in range(len(self.pack.manifest.segments) if loaded else 0):
@@ -72,6 +80,21 @@ def run(instance: Instance) -> list[StepResult]:
         steps.append(instance.step())
         instance.check_integrity()
     return steps
+
+
+def last_logits(instance: Instance, prompt: Sequence[int]) -> torch.Tensor:
+    """What the first output token is chosen by, fp32 [vocab]."""
+    seen: list[torch.Tensor] = []
+    logits = instance._decoder.logits
+
+    def spy(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(logits(hidden))
+        return seen[-1]
+
+    instance._decoder.logits = spy  # type: ignore[method-assign]
+    instance.prefill(group_of(prompt, sampling=SamplingParams(temperature=0, max_tokens=1)))
+    run(instance)
+    return seen[0][0].float()
 
 
 def outputs(steps: Sequence[StepResult]) -> dict[tuple[str, int], list[int]]:

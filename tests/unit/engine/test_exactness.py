@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-import torch
 
 from tests.support.checkpoints import FAMILIES
-from tests.unit.engine.running import GREEDY, Model, assert_idle, group_of, hand_over, outputs, prompt_of, run
+from tests.unit.engine.running import (
+    GREEDY,
+    Model,
+    assert_idle,
+    group_of,
+    hand_over,
+    last_logits,
+    outputs,
+    prompt_of,
+    run,
+)
 from torchrelay.engine.core import GroupSpec, SamplingParams
 
 ModelOf = Callable[..., Model]
@@ -127,20 +136,12 @@ def test_choices_with_other_forced_output_are_contexts_of_their_own(model_of: Mo
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.02), ("float32", 1e-4)])
 def test_logits_are_within_tolerance(model_of: ModelOf, family: str, dtype: str, tolerance: float) -> None:
-    """Of one prefill; the logits of these models spread over about +-10."""
+    """Of one prefill; the logits of these models spread over about +-10.
+
+    A mixture of experts magnifies what bf16 rounds: shares move with it, and the sums are taken in another order.
+    """
     model = model_of(family, dtype=dtype)
-    prompt = prompt_of(40)
-    with torch.no_grad():
-        expected = model.reference(torch.tensor([prompt])).logits[0, -1].float()
-    instance = model.instance()
-    seen: list[torch.Tensor] = []
-    run_logits = instance._decoder.logits
-
-    def spy(hidden: torch.Tensor) -> torch.Tensor:
-        seen.append(run_logits(hidden))
-        return seen[-1]
-
-    instance._decoder.logits = spy  # type: ignore[method-assign]
-    instance.prefill(group_of(prompt, sampling=SamplingParams(temperature=0, max_tokens=1)))
-    run(instance)
-    assert float((seen[0][0].float() - expected).abs().max()) < tolerance
+    instance, prompt = model.instance(), prompt_of(40)
+    if dtype == "bfloat16" and instance.config.experts is not None:
+        tolerance *= 2
+    assert float((last_logits(instance, prompt) - model.logits(prompt)).abs().max()) < tolerance

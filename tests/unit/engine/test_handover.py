@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.core import Finish, NewToken
 from torchrelay.engine.handover import KvLayout, KvSequence, KvShape, kv_bytes_per_token, min_pool_bytes
-from torchrelay.transfer.layout import read_config
+from torchrelay.transfer.model_config import read_config
 
 SHAPES = st.builds(KvShape, st.integers(1, 5), st.integers(1, 3), st.sampled_from([2, 8]), st.sampled_from([2, 4]))
 

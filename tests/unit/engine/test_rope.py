@@ -10,7 +10,8 @@ from torchrelay.engine.rope import Rope, rotate
 @pytest.mark.parametrize("family", ["llama", "llama3-rope"])
 def test_angles_equal_transformers(model_of: ModelOf, family: str) -> None:
     model = model_of(family)
-    rope = Rope(model.instance().config, torch.device("cpu"))
+    config = model.instance().config
+    rope = Rope(config.rope, config.head_dim, torch.device("cpu"))
     positions = torch.arange(0, 500, 7)
     expected_cos, expected_sin = model.reference.model.rotary_emb(torch.zeros(1), positions[None])
     cos, sin = rope.angles(positions, torch.float32)

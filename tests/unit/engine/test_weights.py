@@ -15,8 +15,8 @@ from torchrelay.engine.instance import Instance
 from torchrelay.engine.pool import KvPool
 from torchrelay.engine.readiness import SegmentGate
 from torchrelay.engine.weights import Weights
-from torchrelay.transfer.layout import read_config
 from torchrelay.transfer.manifest import Manifest
+from torchrelay.transfer.model_config import read_config
 
 
 @pytest.fixture

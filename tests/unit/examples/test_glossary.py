@@ -19,7 +19,7 @@ from examples.glossary.phrasing import Phrasebook
 from examples.glossary.terms import FOLDER, Glossary, HeldOut, load_glossary, load_held_out, load_words
 from examples.glossary.training import BatchSource, Plan, Progress, train
 from examples.glossary.vocabulary import Turn, encode_conversation, encode_prompt, end_id, train_tokenizer
-from torchrelay.transfer.layout import read_config
+from torchrelay.transfer.model_config import read_config
 
 MODEL = FOLDER / "model"
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchrelay.transfer.layout import DTYPE_BYTES, read_config, tensors_by_segment
+from torchrelay.transfer.layout import DTYPE_BYTES, tensors_by_segment
+from torchrelay.transfer.model_config import read_config
 
 VOCAB_SIZE = 96
 

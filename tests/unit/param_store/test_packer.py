@@ -21,8 +21,9 @@ from tests.unit.param_store.folders import (
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.packer.core import Refused
 from torchrelay.param_store.packer.safetensors import read_tensors
-from torchrelay.transfer.layout import read_config, tensors_by_segment
+from torchrelay.transfer.layout import tensors_by_segment
 from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, decode_manifest, pack_id_of
+from torchrelay.transfer.model_config import read_config
 
 WEIGHTS = "model.safetensors"
 

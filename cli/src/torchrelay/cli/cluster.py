@@ -2,26 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import grpc
+from pydantic import ValidationError
 
 from torchrelay.cli.problems import Problem, Unreachable
+from torchrelay.common.rpc import open_blocking_channel
+from torchrelay.common.settings import ServiceSettings
+from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 
-def watch(address: str) -> Iterator[scheduler_pb2.ClusterView]:
+def tls_of(endpoints: Mapping[str, str]) -> Tls | None:
+    """How to show oneself to the services of a local install; None: they speak no TLS. Raises ``Problem``."""
+    if "tls_ca_file" not in endpoints:
+        return None
+    names = ("tls_ca_file", "tls_cert_file", "tls_key_file")
+    try:
+        return Tls(TlsFiles(*(Path(endpoints[name]) for name in names)))
+    except TlsUnusable as error:
+        raise Problem(str(error), "run this command as the user who started the platform") from error
+
+
+def tls_of_environment() -> Tls | None:
+    """The same for a platform elsewhere, by the settings that every service has. Raises ``Problem``."""
+    try:
+        return ServiceSettings().tls
+    except ValidationError as error:
+        raise Problem(error.errors()[0]["msg"], "mend the TORCHRELAY_ variable, or unset it") from error
+
+
+def watch(address: str, tls: Tls | None = None) -> Iterator[scheduler_pb2.ClusterView]:
     """A full view at once, then one after every change. Raises ``Unreachable`` when the scheduler is away."""
-    with grpc.insecure_channel(address) as channel:
+    with open_blocking_channel(address, tls) as channel:
         try:
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
         except grpc.RpcError as error:
             raise _unreachable(address) from error
 
 
-def explain(address: str, request_id: str = "", model: str = "") -> scheduler_pb2.ExplainReply:
+def explain(address: str, request_id: str = "", model: str = "", tls: Tls | None = None) -> scheduler_pb2.ExplainReply:
     """The timeline of a request, or a model's recent decisions. Raises ``Problem``."""
-    with grpc.insecure_channel(address) as channel:
+    with open_blocking_channel(address, tls) as channel:
         request = scheduler_pb2.ExplainRequest(request_id=request_id, model=model)
         try:
             return scheduler_pb2_grpc.SchedulerStub(channel).Explain(request, timeout=5)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchrelay.cli.model_folder import is_weights_file, model_paths
 from torchrelay.cli.problems import Problem
-from torchrelay.transfer.layout import UnsupportedModel, read_config
+from torchrelay.transfer.model_config import UnsupportedModel, read_config
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # the gateway's rule
 _LENGTH_BYTES = 8

@@ -33,7 +33,7 @@ def explain(
     """Show the timeline of a recent request: queue, plan, relay, prefill, first token and the rest."""
     access = tenant_access(home, url, key)
     if access.home is not None:
-        found = _from_scheduler(access.home.endpoints()["scheduler"], subject)
+        found = _from_scheduler(access.home.endpoints(), subject)
     else:
         with access.client() as client:
             found = client.call("GET", f"/v1/requests/{subject}/explain")
@@ -46,14 +46,14 @@ def explain(
     console.out().print(explanation(found["phases"], found["decisions"]))
 
 
-def _from_scheduler(address: str, subject: str) -> dict[str, Any]:
+def _from_scheduler(endpoints: Mapping[str, str], subject: str) -> dict[str, Any]:
     """On the local platform the scheduler itself is asked: it knows requests without tokens, and models."""
     from google.protobuf.json_format import MessageToDict
 
     from torchrelay.cli import cluster
 
     named = {"model": subject} if "/" in subject else {"request_id": subject}
-    reply = cluster.explain(address, **named)
+    reply = cluster.explain(endpoints["scheduler"], **named, tls=cluster.tls_of(endpoints))
     said = MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return {
         "phases": [_with_ints(phase, "begin_unix_us", "end_unix_us") for phase in said["phases"]],

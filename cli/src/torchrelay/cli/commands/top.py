@@ -6,11 +6,14 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from torchrelay.cli.access import HomeOption
+
+if TYPE_CHECKING:
+    from torchrelay.common.tls import Tls
 
 EXAMPLE = "Example:  torchrelay top\n\nOnce:     torchrelay top --once"
 RETRY_S = 1.0
@@ -26,28 +29,30 @@ def top(
     home: HomeOption = None,
 ) -> None:
     """Watch workers, copies of packs, instances and demand as they change; Ctrl-C leaves."""
+    from torchrelay.cli.cluster import tls_of, tls_of_environment
     from torchrelay.cli.home import Home
 
     local = Home.at(home)
     address = scheduler or local.endpoints()["scheduler"]
+    tls = tls_of_environment() if scheduler else tls_of(local.endpoints())
     if once or not sys.stdout.isatty():
-        _print_once(address)
+        _print_once(address, tls)
     else:
         with contextlib.suppress(KeyboardInterrupt):
-            follow(address, lambda: scheduler is not None or local.running_pid() is not None)
+            follow(address, lambda: scheduler is not None or local.running_pid() is not None, tls)
 
 
-def _print_once(address: str) -> None:
+def _print_once(address: str, tls: Tls | None) -> None:
     from torchrelay.cli import console
     from torchrelay.cli.cluster import watch
     from torchrelay.cli.top_view import cluster_screen
 
-    for view in watch(address):
+    for view in watch(address, tls):
         console.out().print(cluster_screen(view, {}, address))
         return
 
 
-def follow(address: str, may_return: Callable[[], bool]) -> None:
+def follow(address: str, may_return: Callable[[], bool], tls: Tls | None = None) -> None:
     """Draws until interrupted. Raises ``Unreachable`` when the scheduler is away for long, or cannot return."""
     from rich.live import Live
 
@@ -62,7 +67,7 @@ def follow(address: str, may_return: Callable[[], bool]) -> None:
     with live:
         while True:
             try:
-                for view in watch(address):
+                for view in watch(address, tls):
                     screen.show(view)
                     is_seen, lost_s = True, 0.0
             except Unreachable:

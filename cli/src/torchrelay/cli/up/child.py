@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torchrelay.cli.problems import Problem
 from torchrelay.cli.up import leash
 from torchrelay.common.rpc import open_channel
+from torchrelay.common.tls import Tls
 
 POLL_S = 0.02
 STOP_S = 10.0
@@ -30,7 +31,10 @@ TAIL_COLUMNS = 240
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. A child of ours writes ``ready_file`` once it serves; other programs listen on ``ready_port``."""
+    """What to run. A child of ours writes ``ready_file`` once it serves; other programs listen on ``ready_port``.
+
+    ``tls``: how to show oneself to its gRPC server, if that speaks TLS.
+    """
 
     name: str
     command: tuple[str, ...]
@@ -39,6 +43,7 @@ class ChildSpec:
     ready_file: Path | None = None
     ready_port: int = 0
     ready_s: float = 60.0
+    tls: Tls | None = None
 
 
 class Child:
@@ -112,7 +117,7 @@ class Child:
         except FileNotFoundError:
             return None
         addresses = {str(key): str(value) for key, value in written.items()}
-        return addresses if await _is_healthy(addresses.get("grpc")) else None
+        return addresses if await _is_healthy(addresses.get("grpc"), self.spec.tls) else None
 
     def _log_hint(self) -> str:
         with self.spec.log.open("rb") as log:
@@ -168,11 +173,11 @@ async def _listens(port: int) -> bool:
     return True
 
 
-async def _is_healthy(address: str | None) -> bool:
+async def _is_healthy(address: str | None, tls: Tls | None) -> bool:
     """gRPC health; a child without a gRPC server is healthy once its ready file is there."""
     if not address:
         return True
-    async with open_channel(address) as channel:
+    async with open_channel(address, tls) as channel:
         health: Any = health_pb2_grpc.HealthStub(channel)  # its published types know no methods
         try:
             reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=2)

@@ -32,6 +32,7 @@ def up(
     ] = 0,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads per worker; 0: one per core.")] = 0,
     device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    tls: Annotated[bool, typer.Option("--tls", help="TLS between the services, with certificates made here.")] = False,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not say what to do next.")] = False,
 ) -> None:
@@ -59,6 +60,7 @@ def up(
         threads=threads,
         device=device,
         log_level=log_level,
+        tls=tls,
     )
     from torchrelay.cli.up.running import run_up  # imports gRPC: not for `torchrelay --help`
 

@@ -21,3 +21,4 @@ class UpOptions:
     threads: int = 0
     device: str = "cpu"
     log_level: str = "info"
+    tls: bool = False  # between the services; the tenants' door speaks none

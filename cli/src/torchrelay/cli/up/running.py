@@ -14,6 +14,7 @@ from torchrelay.cli.up.options import UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.stack import StackPlan
 from torchrelay.cli.up.supervisor import Supervisor
+from torchrelay.cli.up.tls import tls_of_install
 from torchrelay.common.service import announced
 
 
@@ -21,7 +22,7 @@ async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None
     """Runs the platform until SIGINT or SIGTERM; a second signal ends it at once. ``is_quiet``: without advice."""
     home.make()
     with home.owned(), closing(Ports()) as ports:
-        stack = StackPlan(home, options, ports).stack()
+        stack = StackPlan(home, options, ports, tls_of_install(home, options)).stack()
         herald = Herald(home, out(), is_quiet=is_quiet)
         if stack.missed_http_port:
             herald.missed_port(stack.missed_http_port, stack.endpoints["http"])

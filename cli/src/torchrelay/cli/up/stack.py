@@ -13,6 +13,7 @@ from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.child import ChildSpec
 from torchrelay.cli.up.options import UpOptions
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
+from torchrelay.common.tls import Tls, TlsFiles
 from torchrelay.transfer.tickets import derive_node_key
 
 HOST_ID = "local"
@@ -68,10 +69,12 @@ def _service_program(name: str) -> str:
 
 
 class StackPlan:
-    """Works out ports, keys and environments for one home."""
+    """Works out ports, keys and environments for one home. ``tls``: the services speak TLS with these files."""
 
-    def __init__(self, home: Home, options: UpOptions, ports: Ports) -> None:
+    def __init__(self, home: Home, options: UpOptions, ports: Ports, tls: TlsFiles | None = None) -> None:
         self._home, self._options, self._ports = home, options, ports
+        self._tls_settings = tls.as_settings() if tls else {}
+        self._tls = Tls(tls) if tls else None
         self._cluster_key = bytes.fromhex(home.cluster_key())
         self._redis_url = os.environ.get("TORCHRELAY_REDIS_URL", "")
         self._nats_url = os.environ.get("TORCHRELAY_NATS_URL", "")
@@ -96,6 +99,7 @@ class StackPlan:
             "store": f"{LOOPBACK}:{self._store_port}",
             "nats": self._nats_url,
             "redis": self._redis_url,
+            **self._tls_settings,
         }
         return Stack(groups, endpoints, self._arena, self._http_port, self._missed_http_port)
 
@@ -126,7 +130,9 @@ class StackPlan:
         command = (_program("nats-server"), "-a", LOOPBACK, "-p", str(port), "-js", "-sd", str(folder))
         return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
 
-    def _service(self, name: str, program: str, env: dict[str, str], node_id: str = "") -> ChildSpec:
+    def _service(
+        self, name: str, program: str, env: dict[str, str], node_id: str = "", *, is_door: bool = False
+    ) -> ChildSpec:
         ready_file = self._home.run / f"{name}.json"
         common = {
             "TORCHRELAY_HOST": LOOPBACK,
@@ -134,6 +140,7 @@ class StackPlan:
             "TORCHRELAY_READY_FILE": str(ready_file),
             "TORCHRELAY_TRACE_FILE": str(self._home.traces),
             "TORCHRELAY_LOG_LEVEL": self._options.log_level,
+            **{f"TORCHRELAY_{name.upper()}": path for name, path in self._tls_settings.items()},
         }
         if self._metrics_port:  # one each, counted up from the port that was asked for
             common["TORCHRELAY_METRICS_PORT"] = str(self._metrics_port)
@@ -141,7 +148,8 @@ class StackPlan:
         if node_id:
             common["TORCHRELAY_NODE_KEY"] = derive_node_key(self._cluster_key, node_id).hex()
         log = self._home.logs / f"{name}.log"
-        return ChildSpec(name, (_service_program(program),), log, {**common, **env}, ready_file)
+        tls = None if is_door else self._tls
+        return ChildSpec(name, (_service_program(program),), log, {**common, **env}, ready_file, tls=tls)
 
     def _store(self) -> ChildSpec:
         env = {
@@ -198,4 +206,4 @@ class StackPlan:
             "TORCHRELAY_HTTP_PORT": str(self._http_port),
             "TORCHRELAY_GRPC_PORT": str(self._grpc_port),
         }
-        return self._service("gateway", "torchrelay-gateway", env)
+        return self._service("gateway", "torchrelay-gateway", env, is_door=True)

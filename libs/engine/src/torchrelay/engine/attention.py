@@ -30,13 +30,24 @@ class Span:
     slots: npt.NDArray[np.int64]  # of every position of the sequence, those of these rows included
 
 
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Scores are query times key times ``scale``, squeezed into (-cap, cap) by a tanh where there is a cap."""
+
+    scale: float
+    cap: float | None = None
+
+
 class AttentionBackend(ABC):
     @abstractmethod
-    def plan(self, spans: Sequence[Span], dtype: torch.dtype, device: torch.device) -> Any:
-        """What ``attend`` needs for this batch; the same for all layers. ``spans`` cover all rows, in order."""
+    def plan(self, spans: Sequence[Span], window: int | None, dtype: torch.dtype, device: torch.device) -> Any:
+        """What ``attend`` needs for this batch; the same for all layers of one window.
+
+        ``spans`` cover all rows, in order. With a ``window`` a row sees that many positions, its own the last of them.
+        """
 
     @abstractmethod
-    def attend(self, queries: Tensor, kv: Tensor, plan: Any) -> Tensor:
+    def attend(self, queries: Tensor, kv: Tensor, plan: Any, scoring: Scoring) -> Tensor:
         """[rows, heads, head_dim] over one layer's [2, slots, kv_heads, head_dim]; gives [rows, heads * head_dim]."""
 
 
@@ -61,24 +72,28 @@ class GatherPart:
 class GatherAttention(AttentionBackend):
     """Copies each sequence's keys and values together and runs torch's SDPA, whose CPU kernel has an fp32 softmax."""
 
-    def plan(self, spans: Sequence[Span], dtype: torch.dtype, device: torch.device) -> list[GatherPart]:
+    def plan(
+        self, spans: Sequence[Span], window: int | None, dtype: torch.dtype, device: torch.device
+    ) -> list[GatherPart]:
+        if window is not None:
+            spans = [_seen(span, window) for span in spans]
         single = [span for span in spans if span.num_rows == 1]
         parts = [_decode_part(run, dtype) for run in _runs_of_like_length(single)]
-        parts += [_prefill_part(span, dtype) for span in spans if span.num_rows > 1]
+        parts += [_prefill_part(span, window, dtype) for span in spans if span.num_rows > 1]
         if device.type == "cpu":
             return parts
         return [_moved(part, device) for part in parts]
 
-    def attend(self, queries: Tensor, kv: Tensor, plan: list[GatherPart]) -> Tensor:
+    def attend(self, queries: Tensor, kv: Tensor, plan: list[GatherPart], scoring: Scoring) -> Tensor:
         if len(plan) == 1:
-            return _attend_part(queries, kv, plan[0])
+            return _attend_part(queries, kv, plan[0], scoring)
         out = torch.empty_like(queries).flatten(1)
         for part in plan:
-            out[part.rows] = _attend_part(queries[part.rows], kv, part)
+            out[part.rows] = _attend_part(queries[part.rows], kv, part, scoring)
         return out
 
 
-def _attend_part(queries: Tensor, kv: Tensor, part: GatherPart) -> Tensor:
+def _attend_part(queries: Tensor, kv: Tensor, part: GatherPart, scoring: Scoring) -> Tensor:
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = kv.shape[2]
     keys, values = (
@@ -88,13 +103,34 @@ def _attend_part(queries: Tensor, kv: Tensor, part: GatherPart) -> Tensor:
     if part.num_sequences == num_rows:
         # The query heads that share a kv head stand where SDPA has query positions: nothing is repeated.
         grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=part.mask)
+        out = _attention(grouped, keys, values, part, scoring)
         return out.reshape(num_rows, num_heads * head_dim)
     # One sequence: kv heads stand where SDPA has the batch, and sharing is a stride of zero.
     grouped = queries.view(num_rows, num_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
     keys, values = (each.transpose(0, 1).expand(-1, grouped.shape[1], -1, -1) for each in (keys, values))
-    out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=part.mask, is_causal=part.is_causal)
+    out = _attention(grouped, keys, values, part, scoring)
     return out.permute(2, 0, 1, 3).reshape(num_rows, num_heads * head_dim)
+
+
+def _attention(queries: Tensor, keys: Tensor, values: Tensor, part: GatherPart, scoring: Scoring) -> Tensor:
+    if scoring.cap is None:
+        return F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=part.mask, is_causal=part.is_causal, scale=scoring.scale
+        )
+    # torch's kernels know no cap.
+    scores = (queries @ keys.transpose(-1, -2)) * scoring.scale
+    scores = torch.tanh(scores / scoring.cap) * scoring.cap
+    if part.is_causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(1)
+        scores = scores.masked_fill(ahead, -torch.inf)
+    elif part.mask is not None:
+        scores = scores + part.mask
+    return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+def _seen(span: Span, window: int) -> Span:
+    """The span without the positions that none of its rows sees."""
+    return Span(span.first_row, span.num_rows, span.slots[-(window + span.num_rows - 1) :])
 
 
 def _runs_of_like_length(spans: Sequence[Span]) -> list[list[Span]]:
@@ -124,12 +160,16 @@ def _decode_part(run: Sequence[Span], dtype: torch.dtype) -> GatherPart:
     return GatherPart(rows, len(run), torch.from_numpy(slots.reshape(-1)), mask, is_causal=False)
 
 
-def _prefill_part(span: Span, dtype: torch.dtype) -> GatherPart:
+def _prefill_part(span: Span, window: int | None, dtype: torch.dtype) -> GatherPart:
     rows = slice(span.first_row, span.first_row + span.num_rows)
     num_slots = len(span.slots)
+    before = num_slots - span.num_rows
     mask = None
-    if num_slots > span.num_rows:
-        mask = torch.full((span.num_rows, num_slots), -torch.inf, dtype=dtype).triu_(num_slots - span.num_rows + 1)
+    if window is not None and num_slots > window:
+        age = torch.arange(span.num_rows)[:, None] + before - torch.arange(num_slots)  # of each slot, seen by each row
+        mask = torch.zeros(age.shape, dtype=dtype).masked_fill_((age < 0) | (age >= window), -torch.inf)
+    elif before:
+        mask = torch.full((span.num_rows, num_slots), -torch.inf, dtype=dtype).triu_(before + 1)
     return GatherPart(rows, 1, torch.from_numpy(span.slots), mask, is_causal=mask is None)
 
 

@@ -13,6 +13,24 @@ from torch import Tensor
 from torchrelay.engine.attention import AttentionBackend, Span
 from torchrelay.engine.rope import Rope
 from torchrelay.engine.sequences import Chunk, Plan
+from torchrelay.transfer.model_config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What layers of one kind share: how far back they see (None: all the way), and their rotation."""
+
+    window: int | None
+    rope: Rope
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """The batch as layers of one kind see it."""
+
+    cos: Tensor  # [rows, 1, head_dim / 2]
+    sin: Tensor
+    attention: Any  # the backend's own plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +40,7 @@ class Batch:
     plan: Plan
     token_ids: Tensor  # int64 [rows]
     write_slots: Tensor  # int64 [rows]: where each row's keys and values go
-    cos: Tensor  # [rows, 1, head_dim / 2]
-    sin: Tensor
-    attention: Any  # the backend's own plan
+    views: tuple[LayerView, ...]  # of each kind of layer
     output_rows: Tensor  # int64: the running choices', and the last of each chunk that ends its context
 
     @property
@@ -32,7 +48,18 @@ class Batch:
         return [chunk for chunk in self.plan.chunks if chunk.context.group.on_kv is not None]
 
 
-def make_batch(plan: Plan, rope: Rope, backend: AttentionBackend, dtype: torch.dtype, device: torch.device) -> Batch:
+def layer_kinds(config: ModelConfig, device: torch.device) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """The kinds of a model's layers, and which of them each layer is."""
+    rope = Rope(config.rope, config.head_dim, device)
+    local = rope if config.local_rope is None else Rope(config.local_rope, config.head_dim, device)
+    windows = tuple(dict.fromkeys(config.windows))
+    kinds = tuple(LayerKind(window, rope if window is None else local) for window in windows)
+    return kinds, tuple(windows.index(window) for window in config.windows)
+
+
+def make_batch(
+    plan: Plan, kinds: Sequence[LayerKind], backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+) -> Batch:
     """Lays a plan out; ``dtype`` is the model's."""
     token_ids = [each.last_token for each in plan.decoding]
     positions = [each.num_computed for each in plan.decoding]
@@ -48,13 +75,14 @@ def make_batch(plan: Plan, rope: Rope, backend: AttentionBackend, dtype: torch.d
         if chunk.ends_context:
             output_rows.append(len(token_ids) - 1)
     numbers = torch.from_numpy(np.asarray([token_ids, positions, write_slots], np.int64)).to(device)
-    cos, sin = rope.angles(numbers[1], dtype)
+    views = tuple(
+        LayerView(*kind.rope.angles(numbers[1], dtype), backend.plan(spans, kind.window, dtype, device))
+        for kind in kinds
+    )
     return Batch(
         plan=plan,
         token_ids=numbers[0],
         write_slots=numbers[2],
-        cos=cos,
-        sin=sin,
-        attention=backend.plan(spans, dtype, device),
+        views=views,
         output_rows=torch.tensor(output_rows, dtype=torch.int64, device=device),
     )

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.core import Finish, GroupSpec, NewToken
-from torchrelay.transfer.layout import DTYPE_BYTES, ModelConfig
+from torchrelay.transfer.layout import DTYPE_BYTES
+from torchrelay.transfer.model_config import ModelConfig
 
 _TRAILER = struct.Struct("<IIII")  # choice, position, token id, finish
 _FINISHES = (None, Finish.STOP, Finish.LENGTH, Finish.CANCELLED)

@@ -11,19 +11,18 @@ from torch import Tensor
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.engine.adoption import Adoption
 from torchrelay.engine.attention import attention_backend
-from torchrelay.engine.batch import Batch, make_batch
+from torchrelay.engine.batch import Batch, layer_kinds, make_batch
 from torchrelay.engine.core import EMPTY_STEP, GroupSpec, NewToken, StepResult
 from torchrelay.engine.cores import CoreShare
 from torchrelay.engine.handover import KvBlock, KvLayout, KvShape
 from torchrelay.engine.model import Decoder
 from torchrelay.engine.pool import KvPool
-from torchrelay.engine.rope import Rope
 from torchrelay.engine.sampling import choose, draw_of_decoding, draws_of_context
 from torchrelay.engine.scheduling import BatchScheduler
 from torchrelay.engine.sequences import Chunk, Group
 from torchrelay.engine.weights import Weights
-from torchrelay.transfer.layout import read_config
 from torchrelay.transfer.manifest import Manifest
+from torchrelay.transfer.model_config import read_config
 
 
 class Instance:
@@ -55,8 +54,8 @@ class Instance:
         self._weights = Weights(manifest, self.config, data, pool.device)
         self._pages = pool.cut(self.kv_shape, self._weights.dtype, page_tokens)
         self._backend = attention_backend(attention)
-        self._rope = Rope(self.config, pool.device)
-        self._decoder = Decoder(self.config, self._weights, self._pages.kv, self._backend)
+        self._kinds, kind_of_layer = layer_kinds(self.config, pool.device)
+        self._decoder = Decoder(self.config, self._weights, self._pages.kv, self._backend, kind_of_layer)
         self._scheduler = BatchScheduler(self._pages, token_budget, self.config.max_context_tokens)
         self._cores = CoreShare()
 
@@ -147,7 +146,7 @@ class Instance:
         plan = self._scheduler.plan()
         if not plan:
             return EMPTY_STEP
-        batch = make_batch(plan, self._rope, self._backend, self._weights.dtype, self._device)
+        batch = make_batch(plan, self._kinds, self._backend, self._weights.dtype, self._device)
         tokens, prefilled = self._deliver(batch, self._run(batch))
         num_prefilled = sum(chunk.num_tokens for chunk in plan.chunks)
         return StepResult(tokens, prefilled, num_prefilled, len(plan.decoding), time.perf_counter() - begin_s)

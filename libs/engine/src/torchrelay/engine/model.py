@@ -5,61 +5,88 @@ Arithmetic follows transformers: norms and softmax in fp32, everything else in t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrelay.engine.attention import AttentionBackend
-from torchrelay.engine.batch import Batch
+from torchrelay.engine.attention import AttentionBackend, Scoring
+from torchrelay.engine.batch import Batch, LayerView
 from torchrelay.engine.linear import linear
+from torchrelay.engine.mlp import feed_forward
 from torchrelay.engine.rope import rotate
 from torchrelay.engine.weights import LayerWeights, Weights
-from torchrelay.transfer.layout import ModelConfig
+from torchrelay.transfer.model_config import ModelConfig
 
 
 class Decoder:
     """Embedding, layers and head, each usable by itself once its segment of the pack is there."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, kv: Tensor, backend: AttentionBackend) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        kv: Tensor,
+        backend: AttentionBackend,
+        kind_of_layer: Sequence[int],
+    ) -> None:
         self._config = config
         self._weights = weights
         self._kv = kv  # [layers, 2, slots, kv_heads, head_dim]
         self._backend = backend
+        self._kind_of_layer = kind_of_layer
+        self._scoring = Scoring(config.query_scale, config.score_cap)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[rows] -> [rows, hidden]."""
-        return F.embedding(token_ids, self._weights.embedding())
+        hidden = F.embedding(token_ids, self._weights.embedding())
+        if not self._config.architecture.scaled_embeddings:
+            return hidden
+        return hidden * torch.tensor(self._config.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
 
     def run_layer(self, layer: int, hidden: Tensor, batch: Batch) -> Tensor:
         """[rows, hidden] -> the same after one layer; writes the batch's KV. Waits for the layer's weights."""
-        weights, kv = self._weights.layer(layer), self._kv[layer]
-        hidden = hidden + self._attention(
-            weights, kv, rms_norm(hidden, weights.input_norm, self._config.norm_eps), batch
-        )
-        inner = linear(rms_norm(hidden, weights.post_norm, self._config.norm_eps), weights.gate_up)
-        gate, up = inner.chunk(2, dim=-1)
-        return hidden + linear(F.silu(gate) * up, weights.down)
+        weights, view = self._weights.layer(layer), batch.views[self._kind_of_layer[layer]]
+        attended = self._attention(weights, self._kv[layer], self._norm(hidden, weights.input_norm), batch, view)
+        if weights.attention_out_norm is not None:
+            attended = self._norm(attended, weights.attention_out_norm)
+        hidden = hidden + attended
+        inner = self._norm(hidden, weights.post_norm)
+        given = feed_forward(inner, weights, self._config.activation, self._config.experts)
+        if weights.mlp_out_norm is not None:
+            given = self._norm(given, weights.mlp_out_norm)
+        return hidden + given
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] after the last layer -> [rows, vocab], in the model's dtype."""
-        normed = rms_norm(hidden, self._weights.final_norm(), self._config.norm_eps)
-        return linear(normed, self._weights.head())
+        logits = linear(self._norm(hidden, self._weights.final_norm()), self._weights.head())
+        cap = self._config.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    def _attention(self, weights: LayerWeights, kv: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
+    def _attention(self, weights: LayerWeights, kv: Tensor, hidden: Tensor, batch: Batch, view: LayerView) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         heads = linear(hidden, weights.qkv, weights.qkv_bias).view(len(hidden), -1, self._config.head_dim)
         queries_keys, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if weights.qk_norm is not None:
-            queries_keys = rms_norm(queries_keys, weights.qk_norm, self._config.norm_eps)
-        queries_keys = rotate(queries_keys, batch.cos, batch.sin)
+            queries_keys = self._norm(queries_keys, weights.qk_norm)
+        queries_keys = rotate(queries_keys, view.cos, view.sin)
         queries, keys = queries_keys[:, :num_heads], queries_keys[:, num_heads:]
         kv[0].index_copy_(0, batch.write_slots, keys)
         kv[1].index_copy_(0, batch.write_slots, values)
-        return linear(self._backend.attend(queries, kv, batch.attention), weights.o)
+        return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._config.norm_eps, self._config.architecture.unit_offset_norms)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last axis, in fp32; rounded to the input's dtype before the weight."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+    """Root-mean-square norm over the last axis, in fp32; rounded to the input's dtype before the weight.
+
+    With ``unit_offset`` the weight counts from one, and is multiplied in before rounding.
+    """
     wide = x.to(torch.float32)
-    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (wide * scale).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)

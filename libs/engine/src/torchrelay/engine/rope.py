@@ -1,4 +1,4 @@
-"""Rotary position embedding, default and with Llama 3's scaling of the frequencies.
+"""Rotary position embedding: default, stretched evenly, and with Llama 3's scaling of the frequencies.
 
 Angles are computed for the positions of each batch: a few thousand cosines, against a table that would have to be
 built for the whole context at every cold start.
@@ -11,17 +11,17 @@ import math
 import torch
 from torch import Tensor
 
-from torchrelay.transfer.layout import ModelConfig, RopeScaling
+from torchrelay.transfer.model_config import RopeConfig, RopeScaling
 
 
 class Rope:
-    """The rotation of one model; ``inverse_frequencies`` is fp32 [head_dim / 2]."""
+    """The rotation of some layers of a model; ``inverse_frequencies`` is fp32 [head_dim / 2]."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        frequencies = 1.0 / (config.rope_theta**exponents)
-        if config.rope_scaling is not None:
-            frequencies = _scaled(frequencies, config.rope_scaling)
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+        frequencies = 1.0 / (config.theta**exponents) / config.linear_factor
+        if config.scaling is not None:
+            frequencies = _scaled(frequencies, config.scaling)
         self.inverse_frequencies = frequencies.to(device)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

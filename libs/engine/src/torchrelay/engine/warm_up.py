@@ -10,8 +10,9 @@ from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
 from torchrelay.engine.handover import KvBlock
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.pool import KvPool
-from torchrelay.transfer.layout import DTYPE_BYTES, read_config, tensors_by_segment
+from torchrelay.transfer.layout import DTYPE_BYTES, tensors_by_segment
 from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, Segment, TensorEntry
+from torchrelay.transfer.model_config import read_config
 
 _CONFIG: Final[dict[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.readiness import SegmentGate
-from torchrelay.transfer.layout import ModelConfig, TensorSlot, tensors_by_segment
+from torchrelay.transfer.layout import TensorSlot, tensors_by_segment
 from torchrelay.transfer.manifest import Manifest, TensorEntry
+from torchrelay.transfer.model_config import ModelConfig
 
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -27,11 +28,14 @@ class LayerWeights:
     """One decoder layer; projections are [out, in] as ``F.linear`` takes them."""
 
     input_norm: Tensor
-    post_norm: Tensor
+    attention_out_norm: Tensor | None
+    post_norm: Tensor  # before the MLP
+    mlp_out_norm: Tensor | None
     qkv: Tensor  # queries, keys and values of all heads, one below the other
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: the norm of each query and key head
     o: Tensor
+    router: Tensor | None  # [experts, hidden]; with one, the next two have a first axis more: the expert
     gate_up: Tensor
     down: Tensor
 
@@ -124,13 +128,20 @@ def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:
         # One norm over query and key heads together, since they lie side by side after the fused projection.
         per_query = groups["q_norm"].expand(config.num_heads, -1)
         qk_norm = torch.cat([per_query, groups["k_norm"].expand(config.num_kv_heads, -1)])
+    gate_up, down = groups["gate_up"], groups["down"]
+    if config.experts is not None:
+        gate_up = gate_up.view(config.experts.count, -1, config.hidden_size)
+        down = down.view(config.experts.count, config.hidden_size, -1)
     return LayerWeights(
         input_norm=groups["input_norm"],
+        attention_out_norm=groups.get("attention_out_norm"),
         post_norm=groups["post_norm"],
+        mlp_out_norm=groups.get("mlp_out_norm"),
         qkv=groups["qkv"],
         qkv_bias=groups.get("qkv_bias"),
         qk_norm=qk_norm,
         o=groups["o"],
-        gate_up=groups["gate_up"],
-        down=groups["down"],
+        router=groups.get("router"),
+        gate_up=gate_up,
+        down=down,
     )

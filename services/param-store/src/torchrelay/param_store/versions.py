@@ -11,12 +11,15 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound
+from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound, TorchrelayError, Unavailable
+from torchrelay.common.telemetry import get_logger
 from torchrelay.param_store.packer.documents import GENERATION, eos_token_ids
 from torchrelay.param_store.remote import RemoteStore
-from torchrelay.transfer.layout import DTYPE_BYTES, ModelConfig, read_config
+from torchrelay.transfer.layout import DTYPE_BYTES
 from torchrelay.transfer.manifest import Manifest, decode_manifest, pack_id_of
+from torchrelay.transfer.model_config import ModelConfig, read_config
 
+log = get_logger(__name__)
 ROUTING_BLOCK_TOKENS = 64
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -85,7 +88,8 @@ class Versions:
     def publish(self, pack_path: Path, files: dict[str, Path]) -> Version:
         """Makes a version of a pack and its files; its document comes last, and nothing is published before it.
 
-        Raises ``OSError`` when the remote store takes no more; what no version names is removed again.
+        Raises ``OSError`` or ``Unavailable`` when the remote store takes no more; what no version names is removed
+        again, as far as the store lets it.
         """
         manifest = pack_path.with_suffix(".manifest").read_bytes()
         pack_id = pack_id_of(manifest)
@@ -101,11 +105,20 @@ class Versions:
                 self._remote.put_file(pack_key(pack_id), pack_path)
                 self._remote.put_bytes(manifest_key(pack_id), manifest)
                 self._remote.put_bytes(version_key(version_id), encoded)
-            except OSError:
-                for key in _keys(document) - self._named(self._ids()):
-                    self._remote.delete(key)
+            except (OSError, Unavailable):
+                self._clean_up(document)
                 raise
         return self.describe(version_id)
+
+    def _clean_up(self, document: VersionDocument) -> None:
+        try:
+            for key in _keys(document) - self._named(self._ids()):
+                self._remote.delete(key)
+        except (
+            OSError,
+            TorchrelayError,
+        ) as error:  # the remote store is away: the next upload of the model has use of it
+            log.warning("unpublished_left_behind", error=str(error))
 
     def describe(self, version_id: str) -> Version:
         """Raises ``NotFound``, or ``DataCorrupted`` when the remote store's bytes are not what their keys say."""

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from torchrelay.param_store.packer.core import Refused, shown
-from torchrelay.transfer.layout import ModelConfig, UnsupportedModel, read_config
+from torchrelay.transfer.model_config import ModelConfig, UnsupportedModel, read_config
 
 MAX_DOCUMENT_BYTES = 4 << 20
 MAX_TOKENIZER_BYTES = 64 << 20

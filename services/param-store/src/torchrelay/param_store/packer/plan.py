@@ -5,8 +5,9 @@ from __future__ import annotations
 from itertools import groupby
 
 from torchrelay.param_store.packer.core import PackPlan, Refused, StoredTensor, shown
-from torchrelay.transfer.layout import DTYPE_BYTES, ModelConfig, TensorSlot, tensors_by_segment
+from torchrelay.transfer.layout import DTYPE_BYTES, TensorSlot, tensors_by_segment
 from torchrelay.transfer.manifest import PAGE_BYTES, Segment, TensorEntry
+from torchrelay.transfer.model_config import ModelConfig
 
 GROUP_ALIGN_BYTES = 64
 

@@ -1,0 +1,156 @@
+"""The certificates of an embedded install: a CA of its own, and a certificate that its processes and commands carry."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from torchrelay.common.tls import CLUSTER_NAME, Tls, TlsFiles, TlsUnusable
+
+CA_LIFE = timedelta(days=3650)
+LIFE = timedelta(days=730)
+RENEW_BEFORE = timedelta(days=365)  # an `up` may run this long before its certificate ends
+CLOCKS_DIFFER = timedelta(hours=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A certificate and its key."""
+
+    cert: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+    def ends_within(self, span: timedelta, now: datetime) -> bool:
+        return self.cert.not_valid_after_utc - now < span
+
+
+def ensure_certificates(folder: Path, now: datetime | None = None) -> TlsFiles:
+    """The files of the install's TLS in ``folder``: made at first, and anew when they near their end or are damaged.
+
+    To be called while none of the install's processes runs: those of the old CA would refuse those of the new.
+    Raises ``OSError`` when the folder cannot be written.
+    """
+    now = now or datetime.now(UTC)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    files = TlsFiles(folder / "ca.crt", folder / "node.crt", folder / "node.key")
+    if _are_good(files, now):
+        return files
+    ca_key_file = folder / "ca.key"
+    ca = _load(files.ca, ca_key_file)
+    if ca is None or ca.ends_within(LIFE, now):  # no certificate outlives its CA
+        ca = make_ca(now, now + CA_LIFE)
+        _write(ca, files.ca, ca_key_file)
+    _write(issue(ca, now, now + LIFE), files.cert, files.key)
+    return files
+
+
+def make_ca(now: datetime, end: datetime) -> Identity:
+    """A CA that signs itself, and certificates of nodes only."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = _name("Torchrelay cluster CA")
+    cert = (
+        _builder(name, name, key, now, end)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs_certificates=True), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return Identity(cert, key)
+
+
+def issue(ca: Identity, now: datetime, end: datetime, dns_name: str = CLUSTER_NAME) -> Identity:
+    """A node's certificate, for both ends of a connection."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    cert = (
+        _builder(_name("Torchrelay node"), ca.cert.subject, key, now, end)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(signs_certificates=False), critical=True)
+        .add_extension(both_ends, critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name)]), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key()), critical=False)
+        .sign(ca.key, hashes.SHA256())
+    )
+    return Identity(cert, key)
+
+
+def _are_good(files: TlsFiles, now: datetime) -> bool:
+    node = _load(files.cert, files.key)
+    if node is None or node.ends_within(RENEW_BEFORE, now):
+        return False
+    try:
+        Tls(files).check()
+    except TlsUnusable:
+        return False
+    return True
+
+
+def _load(cert_file: Path, key_file: Path) -> Identity | None:
+    """None: they are not there, or are not a pair that was made here."""
+    try:
+        cert = x509.load_pem_x509_certificate(cert_file.read_bytes())
+        key = load_pem_private_key(key_file.read_bytes(), password=None)
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
+        return None
+    return Identity(cert, key)
+
+
+def _write(identity: Identity, cert_file: Path, key_file: Path) -> None:
+    """Each file at once; a pair of which one is new and one old is noticed at the next start."""
+    key = identity.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    for path, content, mode in (
+        (key_file, key, 0o600),
+        (cert_file, identity.cert.public_bytes(Encoding.PEM), 0o644),
+    ):
+        draft = path.with_suffix(f"{path.suffix}.draft")
+        draft.unlink(missing_ok=True)  # of a start that was killed
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+        draft.replace(path)
+
+
+def _name(common_name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, end: datetime
+) -> x509.CertificateBuilder:
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCKS_DIFFER)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+
+
+def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
