@@ -61,7 +61,7 @@ def test_copying_a_page_copies_all_layers() -> None:
     assert not torch.equal(pages.kv[:, :, 32:40], pages.kv[:, :, 8:16])
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 9)), max_size=60))
+@given(st.lists(st.tuples(st.sampled_from(["take", "share", "release", "retain"]), st.integers(0, 9)), max_size=60))
 def test_counts_hold_under_any_sequence(moves: list[tuple[str, int]]) -> None:
     allocator = PageAllocator(20)
     tables: list[list[int]] = []
@@ -74,5 +74,8 @@ def test_counts_hold_under_any_sequence(moves: list[tuple[str, int]]) -> None:
             tables.append(table)
         elif move == "release" and tables:
             allocator.release(tables.pop(number % len(tables)))
+        elif move == "retain" and tables:
+            for page in tables[number % len(tables)]:
+                allocator.retain(page)
         allocator.check_integrity(tables)
         assert allocator.num_free == 20 - len({page for table in tables for page in table})

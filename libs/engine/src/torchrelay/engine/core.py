@@ -64,6 +64,7 @@ class GroupSpec:
     num_prompt_tokens: int
     sampling: SamplingParams
     choices: tuple[ChoiceSpec, ...]
+    salt: str = ""  # whose prompts it may share computed prefixes with: the tenant
 
     def contexts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """(choices, forced output) of each distinct context, in order of first appearance: the order of a hand-over."""
@@ -93,6 +94,7 @@ class NewToken:
     position: int
     token_id: int
     finish: Finish | None = None
+    num_cached: int = 0  # with the first token: tokens of the prompt whose KV was there already
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from torchrelay.engine.cores import CoreShare
 from torchrelay.engine.handover import KvBlock, KvLayout, KvShape
 from torchrelay.engine.model import Decoder
 from torchrelay.engine.pool import KvPool
+from torchrelay.engine.prefixes import PrefixCache
 from torchrelay.engine.sampling import choose, draw_of_decoding, draws_of_context
 from torchrelay.engine.scheduling import BatchScheduler
 from torchrelay.engine.sequences import Chunk, Group
@@ -41,11 +42,12 @@ class Instance:
         page_tokens: int = 16,
         kv_block_tokens: int = 256,
         attention: str = "gather",
+        prefix_cache: bool = True,
     ) -> None:
         """``data`` is the pack, read only; on a CPU it is computed with in place until ``close``.
 
         ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block of KV handed over from
-        here.
+        here. ``prefix_cache``: prompts of one salt that begin alike compute the common part once.
         """
         self.config = read_config(manifest.config)
         self.kv_shape = KvShape.of(self.config, manifest.dtype)
@@ -56,7 +58,8 @@ class Instance:
         self._backend = attention_backend(attention)
         self._kinds, kind_of_layer = layer_kinds(self.config, pool.device)
         self._decoder = Decoder(self.config, self._weights, self._pages.kv, self._backend, kind_of_layer)
-        self._scheduler = BatchScheduler(self._pages, token_budget, self.config.max_context_tokens)
+        prefixes = PrefixCache(self._pages.allocator, page_tokens, prefix_cache)
+        self._scheduler = BatchScheduler(self._pages, prefixes, token_budget, self.config.max_context_tokens)
         self._cores = CoreShare()
 
     # Loading
@@ -171,7 +174,7 @@ class Instance:
         on_kv = context.group.on_kv
         assert on_kv is not None, "only such chunks are handed over"
         layout = self.kv_layout(context.group.spec)
-        for block in range(chunk.begin // self._kv_block_tokens, layout.num_blocks(context.sequence)):
+        for block in range(chunk.new_from // self._kv_block_tokens, layout.num_blocks(context.sequence)):
             index = layout.index_of(context.sequence, block, layer)
             place = layout.locate(index)
             if place.token_end > chunk.end:

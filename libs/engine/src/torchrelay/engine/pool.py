@@ -2,15 +2,15 @@
 
 A page holds ``page_tokens`` positions of every layer. The cut is layer-major, ``[layers, 2, pages * page_tokens,
 kv_heads, head_dim]``, so that a layer's keys and values are two plain tensors and a position is one row (*slot*) of
-them. Pages are counted, since choices of one group share the full pages of their context. Nothing is cleared between
-models: no kernel ever reads a slot that its own sequence has not written.
+them. Pages are counted, since choices of one group share the full pages of their context, and groups those of a common
+prefix. Nothing is cleared between models: no kernel ever reads a slot that nobody has written.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -45,47 +45,72 @@ class KvPool:
 
 
 class PageAllocator:
-    """Which pages are free, and how many tables hold each of the others."""
+    """Which pages are free, and how many tables hold each of the others.
+
+    A *retained* page that nobody holds is idle: as good as free, but taken last, the longest idle first; then
+    ``on_reclaim`` is told.
+    """
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
+        self.retained: set[int] = set()
+        self.on_reclaim: Callable[[int], None] = lambda page: None
+        self._idle: OrderedDict[int, None] = OrderedDict()
         self._num_touched = 0  # pages from here on were never taken; saves listing them all at a cold start
         self._free: list[int] = []
         self._holders = array("I", bytes(4 * num_pages))
 
     @property
     def num_free(self) -> int:
-        return len(self._free) + self.num_pages - self._num_touched
+        return len(self._free) + len(self._idle) + self.num_pages - self._num_touched
 
     def take(self, count: int) -> list[int]:
         """``count`` pages, each held once. Raises ``KvPoolFull`` and takes none when there are fewer."""
         if count > self.num_free:
             raise KvPoolFull(f"{count} KV pages are needed, {self.num_free} of {self.num_pages} are free")
-        num_new = max(0, count - len(self._free))
-        pages = [self._free.pop() for _ in range(count - num_new)]
+        pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        num_new = min(count - len(pages), self.num_pages - self._num_touched)
         pages += range(self._num_touched, self._num_touched + num_new)
         self._num_touched += num_new
+        pages += [self._reclaim() for _ in range(count - len(pages))]
         for page in pages:
             self._holders[page] = 1
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more table holds each of these."""
+        """One more table holds each of these, which are held or idle."""
         for page in pages:
             self._holders[page] += 1
+            self._idle.pop(page, None)
 
-    def release(self, pages: Iterable[int]) -> None:
-        """One table less holds each of these; the last one frees it."""
-        for page in pages:
+    def release(self, pages: Sequence[int]) -> None:
+        """One table less holds each of these; the last one frees it, or leaves it idle."""
+        for page in reversed(pages):  # of a prefix the end goes first when pages are reclaimed
             self._holders[page] -= 1
-            if not self._holders[page]:
+            if self._holders[page]:
+                continue
+            if page in self.retained:
+                self._idle[page] = None
+            else:
                 self._free.append(page)
 
+    def retain(self, page: int) -> None:
+        """A page that is held shall stay idle when nobody holds it any more."""
+        self.retained.add(page)
+
+    def _reclaim(self) -> int:
+        page, _ = self._idle.popitem(last=False)
+        self.retained.remove(page)
+        self.on_reclaim(page)
+        return page
+
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Every page is free or held exactly as often as ``tables`` (all there are) say. Raises ``AssertionError``."""
+        """Every page is free, idle or held as often as ``tables`` (all there are) say. Raises ``AssertionError``."""
         held = Counter(page for table in tables for page in table)
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page was freed twice"
+        free = {*self._free, *self._idle}
+        assert len(free) == len(self._free) + len(self._idle), "a page was freed twice"
+        assert self._idle.keys() <= self.retained, "an idle page is not retained"
+        assert not self.retained & set(self._free), "a retained page is free"
         assert not free & held.keys(), f"pages {free & held.keys()} are free and in use"
         for page in range(self._num_touched):
             assert self._holders[page] == held[page], f"page {page}: {self._holders[page]} holders, {held[page]} tables"
@@ -109,9 +134,20 @@ class KvPages:
         num_shared = num_context_tokens // self.page_tokens
         return num_shared + num_tables * (self.pages_for(num_tokens) - num_shared)
 
-    def reserve(self, num_context_tokens: int, num_tokens: int, num_tables: int) -> list[list[int]]:
-        """Page tables as counted by ``pages_to_reserve``. Raises ``KvPoolFull`` and takes nothing when pages lack."""
-        pages = self.allocator.take(self.pages_to_reserve(num_context_tokens, num_tokens, num_tables))
+    def reserve(
+        self, num_context_tokens: int, num_tokens: int, num_tables: int, known: Sequence[int] = ()
+    ) -> list[list[int]]:
+        """Page tables as counted by ``pages_to_reserve``, which begin with the ``known`` pages.
+
+        Raises ``KvPoolFull`` and takes nothing when pages lack.
+        """
+        num_pages = self.pages_to_reserve(num_context_tokens, num_tokens, num_tables)
+        self.allocator.share(known)  # first: what is taken next might be they
+        try:
+            pages = [*known, *self.allocator.take(num_pages - len(known))]
+        except KvPoolFull:
+            self.allocator.release(known)
+            raise
         num_shared = num_context_tokens // self.page_tokens
         shared, own = pages[:num_shared], pages[num_shared:]
         for _ in range(num_tables - 1):

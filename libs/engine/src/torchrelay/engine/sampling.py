@@ -24,10 +24,11 @@ class Draw:
     group: GroupSpec
     choice: int
     position: int
+    num_cached: int = 0
 
     def token(self, token_id: int) -> NewToken:
         finish = self.group.sampling.finish_of(token_id, self.position)
-        return NewToken(self.group.group_id, self.choice, self.position, token_id, finish)
+        return NewToken(self.group.group_id, self.choice, self.position, token_id, finish, self.num_cached)
 
 
 def draw_of_decoding(row: int, decoding: Decoding) -> Draw:
@@ -36,7 +37,9 @@ def draw_of_decoding(row: int, decoding: Decoding) -> Draw:
 
 def draws_of_context(row: int, context: Context) -> list[Draw]:
     """The first token of each choice that shares the context; they differ by the choice's random number alone."""
-    return [Draw(row, context.group.spec, choice, context.num_forced) for choice in context.choices]
+    spec = context.group.spec
+    num_cached = min(context.num_cached, spec.num_prompt_tokens)
+    return [Draw(row, spec, choice, context.num_forced, num_cached) for choice in context.choices]
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

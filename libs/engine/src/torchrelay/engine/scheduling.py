@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torchrelay.common.errors import Conflict, ContextLengthExceeded, InvalidRequest
 from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken
 from torchrelay.engine.pool import KvPages
+from torchrelay.engine.prefixes import PrefixCache
 from torchrelay.engine.sequences import Chunk, Context, Decoding, Group, Plan, slots_of
 
 
@@ -17,8 +18,9 @@ class BatchScheduler:
     Hence an admitted group always finishes: nothing is preempted, and decoding is never starved by prefills.
     """
 
-    def __init__(self, pages: KvPages, token_budget: int, max_context_tokens: int) -> None:
+    def __init__(self, pages: KvPages, prefixes: PrefixCache, token_budget: int, max_context_tokens: int) -> None:
         self._pages = pages
+        self._prefixes = prefixes
         self._token_budget = token_budget
         self._max_context_tokens = max_context_tokens
         self._waiting: deque[Group] = deque()
@@ -73,6 +75,8 @@ class BatchScheduler:
         """A context is computed: each choice named goes on by itself from its first token, the others end."""
         self._leave(context)
         spec, size = context.group.spec, self._pages.page_tokens
+        if context.tokens and context.tables:  # an adopted context's tokens are not known here
+            self._prefixes.keep(spec.salt, context.tokens, context.tables[0])
         runs = [choice for choice in context.choices if choice in first_tokens]
         tables, spare = context.tables[: len(runs)], context.tables[len(runs) :]
         partial = context.num_tokens // size
@@ -119,6 +123,7 @@ class BatchScheduler:
         contexts = [*self._prefilling, *(each for group in self._adopted.values() for each in group.contexts)]
         tables = [table for context in contexts for table in context.tables]
         self._pages.allocator.check_integrity(tables + [each.table for each in self._decoding])
+        self._prefixes.check_integrity()
         contexts += [each for group in self._waiting for each in group.contexts]
         live = [each.group.spec.group_id for each in contexts] + [each.spec.group_id for each in self._decoding]
         assert sorted(live) == sorted(name for name, count in self._live.items() for _ in range(count))
@@ -163,7 +168,9 @@ class BatchScheduler:
 
     def _reserve(self, group: Group) -> None:
         for context in group.contexts:
-            context.tables = self._pages.reserve(*_need(context))
+            known = self._prefixes.find(context.group.spec.salt, context.tokens)
+            context.tables = self._pages.reserve(*_need(context), known)
+            context.num_cached = context.num_computed = len(known) * self._pages.page_tokens
             context.slots = slots_of(context.tables[0], self._pages.page_tokens)
 
     def _check(self, group: Group) -> None:

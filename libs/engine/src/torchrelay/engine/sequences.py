@@ -44,6 +44,7 @@ class Context:
     num_forced: int
     tables: list[list[int]] = field(default_factory=list)
     slots: Slots = field(default_factory=lambda: np.empty(0, np.int64))
+    num_cached: int = 0  # positions whose KV was there when the pages were reserved
     num_computed: int = 0
 
     @property
@@ -99,6 +100,11 @@ class Chunk:
     @property
     def num_tokens(self) -> int:
         return self.end - self.begin
+
+    @property
+    def new_from(self) -> int:
+        """The first position whose KV is there by this chunk: with the first chunk comes what was cached."""
+        return 0 if self.begin == self.context.num_cached else self.begin
 
     @property
     def ends_context(self) -> bool:

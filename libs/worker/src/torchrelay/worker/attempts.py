@@ -67,6 +67,7 @@ class Attempt:
                 stop_token_ids=frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids),
             ),
             choices=tuple(ChoiceSpec(c.choice, tuple(c.forced_output)) for c in self.start.choices),
+            salt=self.start.tenant_id,
         )
 
     def finish_of(self, token: NewToken) -> Finish | None:
@@ -88,6 +89,7 @@ class Attempt:
             first_position=token.position,
             token_ids=[token.token_id],
             finish_reason=FINISH_REASONS[finish] if finish else pb.FINISH_REASON_UNSPECIFIED,
+            num_cached_prompt_tokens=token.num_cached,
             phases=phases,
         )
 

@@ -29,6 +29,7 @@ class WorkerSettings(ServiceSettings):
         ge=16,
         description="Tokens of one KV block, handed over as one chunk; at least token_budget is best.",
     )
+    prefix_cache: bool = Field(True, description="Prompts of a tenant that begin alike compute the common part once.")
     max_attempts: int = Field(1024, ge=1, description="Most attempts running or waiting here; more are refused.")
     max_incoming: int = Field(64, ge=1, description="Most KV buffers received at once; more wait their turn.")
     kv_timeout_s: float = Field(
