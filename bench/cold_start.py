@@ -2,7 +2,8 @@
 
     python bench/cold_start.py [--quick]
 
-Each cold sample runs in worker processes that never hosted the model; the warm median of the same prompt is taken off.
+Each cold sample runs in worker processes that never hosted the model; the warm median of the same prompt is taken off,
+computed whole: the prefix cache is off.
 The limit for the disk case is the time to read the pack's file with O_DIRECT into a reused buffer, measured in the same
 run.
 """
@@ -140,7 +141,8 @@ def main() -> None:
         progress("making the checkpoints")
         small = make_checkpoint(root / "small", "llama", dtype="float32", **SMALL)
         mid = make_checkpoint(root / "mid", "llama", dtype="bfloat16", **MID)
-        with running_platform(root / "home", ("--arena-mb", "1280", "--idle-timeout-s", "600")) as platform:
+        options = ("--arena-mb", "1280", "--idle-timeout-s", "600")
+        with running_platform(root / "home", options, env={"TORCHRELAY_PREFIX_CACHE": "false"}) as platform:
             key = platform.tenant("bench")
             models = [publish(platform, small, key, "small"), publish(platform, mid, key, "mid")]
             measure(
