@@ -32,6 +32,11 @@ class SamplingParams:
     temperature: float = 1.0
     top_p: float = 1.0  # 1: off
     top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
+    presence_penalty: float = 0.0  # taken off the logit of every token of the output so far
+    frequency_penalty: float = 0.0  # the same, for each time it occurs
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    top_logprobs: int | None = None  # how many likely tokens to tell beside the chosen one; None: not even that one
     seed: int = 0
     max_tokens: int = 16  # per choice, from the end of the prompt, forced output included
     stop_token_ids: frozenset[int] = frozenset()
@@ -39,6 +44,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the next token depends on which tokens the output has."""
+        return bool(self.presence_penalty or self.frequency_penalty)
 
     def finish_of(self, token_id: int, position: int) -> Finish | None:
         """How the token at this output position ends its choice, if it does."""
@@ -66,6 +76,9 @@ class GroupSpec:
     choices: tuple[ChoiceSpec, ...]
     salt: str = ""  # whose prompts it may share computed prefixes with: the tenant
 
+    def forced_output(self, choice: int) -> tuple[int, ...]:
+        return next(spec.forced_output for spec in self.choices if spec.choice == choice)
+
     def contexts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """(choices, forced output) of each distinct context, in order of first appearance: the order of a hand-over."""
         found: dict[tuple[int, ...], list[int]] = {}
@@ -86,6 +99,14 @@ class Finish(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Natural logarithms of the model's own probabilities, before temperature, penalties and biases."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]  # (token, its own), the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
 class NewToken:
     """One sampled token; ``position`` counts the choice's output from 0, forced tokens included."""
 
@@ -95,6 +116,7 @@ class NewToken:
     token_id: int
     finish: Finish | None = None
     num_cached: int = 0  # with the first token: tokens of the prompt whose KV was there already
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

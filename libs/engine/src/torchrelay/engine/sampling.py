@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
-from torchrelay.engine.core import GroupSpec, NewToken, SamplingParams
+from torchrelay.engine.core import GroupSpec, Logprobs, NewToken, SamplingParams
 from torchrelay.engine.sequences import Context, Decoding
 
 _COUNTER = struct.Struct("<QQQ")
@@ -24,22 +25,26 @@ class Draw:
     group: GroupSpec
     choice: int
     position: int
+    counts: Mapping[int, int] | None = None  # of each token of the output so far, where penalties ask for it
     num_cached: int = 0
 
-    def token(self, token_id: int) -> NewToken:
+    def token(self, token_id: int, logprobs: Logprobs | None) -> NewToken:
         finish = self.group.sampling.finish_of(token_id, self.position)
-        return NewToken(self.group.group_id, self.choice, self.position, token_id, finish, self.num_cached)
+        group_id = self.group.group_id
+        return NewToken(group_id, self.choice, self.position, token_id, finish, self.num_cached, logprobs)
 
 
 def draw_of_decoding(row: int, decoding: Decoding) -> Draw:
-    return Draw(row, decoding.spec, decoding.choice, decoding.next_position)
+    return Draw(row, decoding.spec, decoding.choice, decoding.next_position, decoding.counts)
 
 
 def draws_of_context(row: int, context: Context) -> list[Draw]:
     """The first token of each choice that shares the context; they differ by the choice's random number alone."""
     spec = context.group.spec
     num_cached = min(context.num_cached, spec.num_prompt_tokens)
-    return [Draw(row, spec, choice, context.num_forced, num_cached) for choice in context.choices]
+    forced = spec.forced_output(context.choices[0]) if context.choices else ()
+    counts = Counter(forced) if spec.sampling.penalised else None
+    return [Draw(row, spec, choice, context.num_forced, counts, num_cached) for choice in context.choices]
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -50,15 +55,44 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 def choose(logits: Tensor, draws: Sequence[Draw]) -> list[NewToken]:
     """The token of each draw; ``logits`` is [rows, vocab]."""
-    greedy = logits.argmax(dim=-1).tolist() if any(draw.group.sampling.greedy for draw in draws) else []
-    return [
-        draw.token(
-            greedy[draw.row]
-            if draw.group.sampling.greedy
-            else sample(logits[draw.row], draw.group.sampling, draw.choice, draw.position)
-        )
-        for draw in draws
-    ]
+    likeliest = logits.argmax(dim=-1).tolist() if any(_is_plain(draw.group.sampling) for draw in draws) else []
+    return [_chosen(logits[draw.row], draw, likeliest) for draw in draws]
+
+
+def _is_plain(params: SamplingParams) -> bool:
+    """The likeliest token as it is: found for the whole batch at once."""
+    return params.greedy and not params.logit_bias and not params.penalised
+
+
+def _chosen(logits: Tensor, draw: Draw, likeliest: Sequence[int]) -> NewToken:
+    params = draw.group.sampling
+    if _is_plain(params):
+        token_id = likeliest[draw.row]
+    else:
+        token_id = sample(adjusted(logits, params, draw.counts or {}), params, draw.choice, draw.position)
+    return draw.token(token_id, _logprobs(logits, token_id, params.top_logprobs))
+
+
+def adjusted(logits: Tensor, params: SamplingParams, counts: Mapping[int, int]) -> Tensor:
+    """[vocab] logits after biases and penalties, as OpenAI defines them; ``counts`` are those of the output so far."""
+    shifts = dict(params.logit_bias)
+    if params.penalised:
+        for token_id, count in counts.items():
+            penalty = params.presence_penalty + params.frequency_penalty * count
+            shifts[token_id] = shifts.get(token_id, 0.0) - penalty
+    if not shifts:
+        return logits
+    shifted = logits.float().clone()
+    shifted[list(shifts)] += torch.tensor(list(shifts.values()), dtype=torch.float32, device=logits.device)
+    return shifted
+
+
+def _logprobs(logits: Tensor, token_id: int, num_top: int | None) -> Logprobs | None:
+    if num_top is None:
+        return None
+    logs = logits.log_softmax(dim=-1, dtype=torch.float32)
+    values, tokens = logs.topk(min(num_top, len(logs)))
+    return Logprobs(float(logs[token_id]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
 
 
 def sample(logits: Tensor, params: SamplingParams, choice: int, position: int) -> int:
@@ -80,9 +114,10 @@ def sample(logits: Tensor, params: SamplingParams, choice: int, position: int) -
 
 
 def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """fp32 [vocab] after temperature, then top-k, then top-p; tokens cut away have zero.
+    """fp32 [vocab] after temperature, then top-k, top-p and min-p; tokens cut away have zero.
 
-    Ties at the border of top-k or top-p all stay. Top-p keeps the likeliest tokens up to the one whose sum reaches it.
+    Ties at the border of top-k or top-p all stay. Top-p keeps the likeliest tokens up to the one whose sum reaches it,
+    min-p those at least that fraction as likely as the likeliest (Nguyen et al. 2024).
     """
     scaled = logits.float()
     scaled = (scaled - scaled.max()) / params.temperature
@@ -94,4 +129,6 @@ def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
         ordered = found.sort(descending=True).values
         num_kept = max(1, int((ordered.double().cumsum(0) - ordered < params.top_p).sum()))
         found = found.masked_fill(found < ordered[num_kept - 1], 0.0)
+    if params.min_p > 0:
+        found = found.masked_fill(found < params.min_p * found.max(), 0.0)
     return found

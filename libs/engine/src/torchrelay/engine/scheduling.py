@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping
 
 from torchrelay.common.errors import Conflict, ContextLengthExceeded, InvalidRequest
@@ -85,7 +85,8 @@ class BatchScheduler:
                 self._pages.copy_page(tables[0][partial], table[partial])
             token, position = first_tokens[choice], context.num_forced + 1
             slots = slots_of(table, size)
-            self._decoding.append(Decoding(spec, choice, table, slots, context.num_tokens, token, position))
+            counts = Counter((*spec.forced_output(choice), token)) if spec.sampling.penalised else None
+            self._decoding.append(Decoding(spec, choice, table, slots, context.num_tokens, token, position, counts))
         for table in spare:
             self._pages.allocator.release(table)
         self._count(spec.group_id, len(runs) - 1)
@@ -94,6 +95,8 @@ class BatchScheduler:
         """A running choice got its next token: it goes on, or ends and frees its pages."""
         decoding.num_computed += 1
         decoding.last_token = token.token_id
+        if decoding.counts is not None:
+            decoding.counts[token.token_id] += 1
         decoding.next_position += 1
         if token.finish is not None:
             self.finish(decoding)

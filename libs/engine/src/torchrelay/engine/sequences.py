@@ -10,6 +10,7 @@ The scheduler moves them; pages are released on every way out.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -87,6 +88,7 @@ class Decoding:
     num_computed: int  # positions whose KV is there
     last_token: int
     next_position: int  # of the output
+    counts: Counter[int] | None = None  # of each token of the output so far, where penalties ask for it
 
 
 @dataclass(frozen=True, slots=True)
