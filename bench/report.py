@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import sys
@@ -13,7 +14,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One measured figure; ``bound`` is what it must keep to (None: printed only), ``against`` the peer or limit."""
+    """One measured figure; ``bound`` is what it must keep to (None: printed only), ``against`` the peer or limit.
+
+    A value of NaN says that it could not be measured: that keeps to no bound, and is null in the JSON line.
+    """
 
     name: str
     value: float
@@ -48,9 +52,10 @@ def finish(bench: str, conditions: dict[str, Any], checks: list[Check]) -> None:
         verdict = "ok  " if check.ok else "MISS"
         print(f"{verdict}  {check.name:<26} {check.value:12.4g} {check.unit:<8}{bound:<12} {check.against}")
     rows = [
-        {key: value for key, value in {**asdict(check), "ok": check.ok}.items() if key != "at_least"}
-        for check in checks
+        {**asdict(check), "value": None if math.isnan(check.value) else check.value, "ok": check.ok} for check in checks
     ]
+    for row in rows:
+        del row["at_least"]
     print(json.dumps({"bench": bench, "conditions": {**machine(), **conditions}, "checks": rows}))
     sys.stdout.flush()
     sys.exit(0 if all(check.ok for check in checks) else 1)

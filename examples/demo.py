@@ -20,6 +20,7 @@ from rich.table import Table
 from torchrelay.cli.chatting import MIN_RATE_SPAN_S
 from torchrelay.cli.client import Client
 from torchrelay.cli.cluster import watch
+from torchrelay.cli.commands.explain import explanation
 from torchrelay.cli.home import Home
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
 
@@ -42,10 +43,20 @@ def platform(home: Home) -> Iterator[dict[str, str]]:
             time.sleep(0.05)
         yield home.endpoints()
     finally:
-        process.send_signal(signal.SIGINT)
-        status = process.wait(60)
+        status = stop(process)
     if status:
         raise SystemExit(f"torchrelay up ended with status {status}")
+
+
+def stop(process: subprocess.Popen[bytes]) -> int:
+    """Ends the platform as Ctrl-C does, and returns its status; one more Ctrl-C meanwhile ends it at once."""
+    process.send_signal(signal.SIGINT)
+    try:
+        return process.wait(60)
+    except KeyboardInterrupt:
+        process.send_signal(signal.SIGINT)
+        process.wait(60)
+        raise
 
 
 def step(text: str) -> None:
@@ -98,13 +109,8 @@ def wait_for_zero(scheduler: str) -> float:
 
 def show_timeline(client: Client, request_id: str, title: str) -> None:
     phases = client.call("GET", f"/v1/requests/{request_id}/explain")["phases"]
-    origin = min(phase["begin_unix_us"] for phase in phases)
-    table = Table("phase", "begins", "takes", "where", "detail", title=title)
-    for phase in phases:
-        begin = (phase["begin_unix_us"] - origin) / 1000
-        took = (phase["end_unix_us"] - phase["begin_unix_us"]) / 1000
-        table.add_row(phase["name"], f"{begin:.1f} ms", f"{took:.1f} ms", phase["where"], phase["detail"])
-    console.print(table)
+    console.print(f"\n  [bold]{title}[/bold]")
+    console.print(explanation(phases, ()))
 
 
 def show_bill(client: Client) -> None:
@@ -155,4 +161,8 @@ def talk(client: Client, endpoints: dict[str, str], key: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        console.print("\nstopped")
+        sys.exit(128 + signal.SIGINT)

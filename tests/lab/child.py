@@ -46,6 +46,12 @@ class Child:
         return not self.ready_port
 
     @property
+    def pid(self) -> int:
+        """Of the process that runs now, or ran last."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def _ready_file(self) -> Path:
         return self.folder / f"{self.name}.ready.json"
 

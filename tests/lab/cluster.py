@@ -146,7 +146,9 @@ class Cluster:
         return self._service(f"worker-{host.name}", host, env, "worker")
 
     def _scheduler_env(self, settings: dict[str, str]) -> dict[str, str]:
-        return {"PORT": str(_SCHEDULER), "CLUSTER_KEY": self.cluster_key.hex(), **settings}
+        # Copies are where the tests put them.
+        alone = {"REPLICATE": "false"}
+        return {"PORT": str(_SCHEDULER), "CLUSTER_KEY": self.cluster_key.hex(), **alone, **settings}
 
     def _gateway_env(self) -> dict[str, str]:
         return {

@@ -60,6 +60,7 @@ class Host:
         stdout: int | IO[Any] | None = None,
         stderr: int | IO[Any] | None = None,
         cwd: str | Path | None = None,
+        stdin: int | IO[Any] = subprocess.DEVNULL,
     ) -> subprocess.Popen[bytes]:
         """Start ``command`` on this host; it is killed, with all it starts, when the lab closes or its process dies.
 
@@ -68,7 +69,7 @@ class Host:
         """
         process = subprocess.Popen(
             self._inside_command(command), env=_environment(env), cwd=cwd,
-            stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, start_new_session=True,
+            stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True,
         )  # fmt: skip
         self._processes.append(process)
         return process

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,19 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from blake3 import blake3
 
 from tests.lab import Lab
 from tests.lab.cluster import HOSTS, TARGETS, Cluster
+from tests.lab.damage import damaged_chunks, flip
 from tests.lab.keeper import pids_in
 from tests.lab.operations import Operator, Published, copies_of, copies_once_served_everywhere
 from tests.support.checkpoints import greedy_reference, make_checkpoint, reference_model
-from torchrelay.control.v1.param_store_pb2 import HoldReply
 from torchrelay.control.v1.reports_pb2 import PackCopy
 from torchrelay.control.v1.scheduler_pb2 import ClusterView
-from torchrelay.transfer.manifest import decode_manifest
-from torchrelay.transfer.slab_format import read_format
-from torchrelay.transfer.slabs import MappedSlab
 
 pytestmark = pytest.mark.lab
 
@@ -92,7 +87,7 @@ def test_bytes_damaged_at_rest_come_anew_from_another_host(scene: Scene) -> None
     operator.keep_copies_on(["source", "h1"], pack_id)
     place = operator.place_of("h1", pack_id)
     store.kill()
-    flip(place)
+    flip(place, _DAMAGED_CHUNK)
     store.start()
     store.await_ready()
     num_chunks, num_verified = operator.until(lambda view: rechecked(view, "h1", pack_id))
@@ -104,22 +99,18 @@ def test_bytes_damaged_at_rest_come_anew_from_another_host(scene: Scene) -> None
     operator.await_zero()
 
 
-def test_a_holders_damaged_bytes_are_refused_and_come_from_another(scene: Scene) -> None:
+def test_a_holders_damaged_bytes_reach_nobody(scene: Scene) -> None:
+    """Whether the planner lets anybody follow that holder, alone or beside another, is its own affair."""
     operator, pack_id = scene.operator, scene.model.pack_id
     operator.keep_copies_on(["source", "h1"], pack_id)
     place = operator.place_of("source", pack_id)
-    flip(place)
+    flip(place, _DAMAGED_CHUNK)
     try:
-        copies = scene.wake_all()
+        scene.wake_all()
         assert damaged_chunks(place) == [_DAMAGED_CHUNK]
     finally:
-        flip(place)
-    followers = [host for host, copy in copies.items() if copy.source == "store-source" and host != "h1"]
-    assert followers, f"nobody followed the damaged holder: {copies}"
+        flip(place, _DAMAGED_CHUNK)
     operator.await_zero()
-    for host in followers:
-        refused = [line["reason"] for line in scene.cluster.stores[host].said("source_failed")]
-        assert f"chunk {_DAMAGED_CHUNK} does not match its digest" in refused
     for host in ("h2", "h3"):
         assert damaged_chunks(operator.place_of(host, pack_id)) == []
 
@@ -128,25 +119,3 @@ def rechecked(view: ClusterView, host: str, pack_id: str) -> tuple[int, int] | N
     """The chunks of a copy and those that are good, once a store that was restarted has looked at all; None before."""
     copy = copies_of(view, host).get(pack_id)
     return (copy.num_chunks, copy.num_chunks_verified) if copy is not None and copy.error else None
-
-
-def flip(place: HoldReply) -> None:
-    """Damages one bit of the pack where it lies in the arena, or mends it again."""
-    with (
-        open(place.arena_path, "r+b") as file,
-        mmap.mmap(file.fileno(), place.slab_bytes, offset=place.slab_offset) as memory,
-    ):
-        with memoryview(memory) as slab:
-            form = read_format(slab)
-            chunk = decode_manifest(bytes(slab[form.manifest])).chunk_range(_DAMAGED_CHUNK)
-        memory[form.data_offset + chunk.begin + 1003] ^= 1
-
-
-def damaged_chunks(place: HoldReply) -> list[int]:
-    """The chunks in the arena that do not match their digests."""
-    slab = MappedSlab(place.arena_path, place.slab_offset, place.slab_bytes)
-    manifest = slab.manifest
-    spans = [manifest.chunk_range(index) for index in range(manifest.num_chunks)]
-    digests = [blake3(slab.data[span.begin : span.end]).digest() for span in spans]
-    slab.close()
-    return [index for index, digest in enumerate(digests) if digest != manifest.chunk_digests[index]]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.cli.client import Client
-from torchrelay.cli.cluster import watch
+from torchrelay.cli.cluster import tls_of, watch
 from torchrelay.cli.home import Home
 from torchrelay.control.v1 import scheduler_pb2
 
@@ -76,7 +76,7 @@ class Platform:
 
     def views(self) -> Iterator[scheduler_pb2.ClusterView]:
         """The scheduler's view, at once and after every change."""
-        return watch(self.endpoints["scheduler"])
+        return watch(self.endpoints["scheduler"], tls_of(self.endpoints))
 
     def await_zero(self, timeout_s: float = 60) -> scheduler_pb2.ClusterView:
         """Until no worker holds a model."""

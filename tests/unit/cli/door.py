@@ -23,6 +23,8 @@ MODEL = {
     "context_length": 512,
     "idle_timeout_s": 0,
     "max_instances": 2,
+    "effective_idle_timeout_s": 60.0,
+    "effective_max_instances": 2,
     "created": 1_790_000_000,
 }
 
@@ -35,6 +37,7 @@ class Door:
     asked: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path, JSON body
     keys: set[str] = field(default_factory=lambda: {TENANT_KEY, ADMIN_KEY})
     tenants: set[str] = field(default_factory=set)
+    published: set[str] = field(default_factory=set)  # models, without their tenant
     declared: dict[str, dict[str, Any]] = field(default_factory=dict)
     received: dict[str, bytearray] = field(default_factory=dict)
     cut_after: int = 0  # once: the connection breaks when so many bytes of a file have come
@@ -74,7 +77,7 @@ class _Answering(BaseHTTPRequestHandler):
             return self._error(401, "the key is not known", "invalid_api_key")
         self._route(path, body, key)
 
-    do_GET = do_POST = do_PUT = do_DELETE = _serve
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
 
     def _route(self, path: str, body: Any, key: str) -> None:
         match self.command, path.split("/")[2:]:
@@ -89,6 +92,14 @@ class _Answering(BaseHTTPRequestHandler):
                 self._json({"id": "8x2kq0v3m1c9d7fz", "key": TENANT_KEY, "tenant": body.get("tenant", "acme")}, 201)
             case "DELETE", ["keys", _]:
                 self._send(204, b"")
+            case "GET", ["keys"]:
+                self._json({"data": [{"id": "8x2kq0v3m1c9d7fz", "tenant": "acme"}]})
+            case "GET", ["tenants"]:
+                self._json({"data": [{"name": name} for name in self.door.tenants]})
+            case "PATCH", ["tenants", name]:
+                self._json({"name": name, "storage_quota_bytes": None, "budget_nano": 200_000_000_000} | body)
+            case method, ["models", *name] if name:
+                self._model(method, "/".join(name), body)
             case "GET", ["models"]:
                 self._json({"data": [MODEL]})
             case "GET", ["usage"]:
@@ -114,6 +125,15 @@ class _Answering(BaseHTTPRequestHandler):
                 self._chat(body)
             case _:
                 self._error(404, f"there is no {path}", "not_found")
+
+    def _model(self, method: str, name: str, body: Any) -> None:
+        if name.removeprefix("acme/") not in self.door.published:
+            error = {"message": f"the model {name!r} does not exist", "param": "model", "code": "not_found"}
+            self._json({"error": error}, 404)
+        elif method == "DELETE":
+            self._json({"id": MODEL["id"], "deleted": True})
+        else:
+            self._json(MODEL | (body or {}))
 
     def _put(self, name: str) -> None:
         received, length = self.door.received[name], int(self.headers["Content-Length"])

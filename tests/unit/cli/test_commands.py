@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,12 @@ from torchrelay.cli.client import Client
 from torchrelay.cli.commands import chat as chat_module
 from torchrelay.cli.commands.key import id_of
 from torchrelay.cli.home import Home
-from torchrelay.cli.problems import Problem
+from torchrelay.cli.problems import Problem, Refused, refused
 
 COMMANDS = ["up", "upload", "models", "chat", "usage", "bill", "top", "explain"]
 PROGRAM = (sys.executable, "-c", "from torchrelay.cli.main import main; main()")
-NESTED = ["key create", "key list", "key revoke", "tenant create", "tenant list"]
+NESTED = ["key create", "key list", "key revoke", "tenant create", "tenant list", "tenant set"]
+NESTED += ["models set", "models delete"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *NESTED])
@@ -92,6 +94,90 @@ def test_models_as_a_table_and_as_json(run: Run, home: Home) -> None:
     assert "acme/tiny" in shown
     assert "1.5 MB" in shown
     assert json.loads(run("models", "--json").stdout)["data"][0]["id"] == "acme/tiny"
+
+
+def test_a_model_is_set_and_deleted(run: Run, home: Home, door: Door) -> None:
+    door.published = {"tiny"}
+    shown = run("models", "set", "tiny", "--idle-timeout-s", "5")
+    assert door.asked[-1] == ("PATCH", "/v1/models/tiny", {"idle_timeout_s": 5})
+    assert "acme/tiny: idle s 60, max instances per role 2" in shown.stdout
+    assert "with the model's next request" in shown.stderr
+    assert isinstance(run("models", "set", "tiny").exception, Problem)
+    assert "deleted acme/tiny" in run("models", "delete", "acme/tiny").stdout
+    assert door.asked[-1][:2] == ("DELETE", "/v1/models/acme/tiny")
+    unknown = run("models", "delete", "other").exception
+    assert isinstance(unknown, Problem)
+    assert (unknown.message, unknown.mend) == ("the model 'other' does not exist", "see: torchrelay models")
+    door.asked.clear()
+    assert run("models", "--url", door.url, "delete", "tiny").exit_code == 2
+    assert door.asked == []
+
+
+def test_a_tenants_limits_are_set(run: Run, home: Home, door: Door) -> None:
+    shown = run("tenant", "set", "acme", "--budget", "12.5", "--storage-quota-gb", "none")
+    assert door.asked[-1] == (
+        "PATCH",
+        "/v1/tenants/acme",
+        {"storage_quota_bytes": None, "budget_nano": 12_500_000_000},
+    )
+    assert "acme: storage quota no limit, budget $12.50" in shown.stdout
+    assert isinstance(run("tenant", "set", "acme").exception, Problem)
+    for wrong in ("-1", "nan", "inf", "much"):
+        assert run("tenant", "set", "acme", f"--budget={wrong}").exit_code == 2
+        assert run("tenant", "create", "acme", f"--budget={wrong}").exit_code == 2
+
+
+def test_the_version(run: Run) -> None:
+    shown = run("--version")
+    assert (shown.exit_code, shown.stdout) == (0, f"torchrelay {metadata.version('torchrelay')}\n")
+
+
+def test_an_address_is_looked_at_before_a_key(run: Run, home: Home) -> None:
+    problem = run("models", "--url", "localhost:8080").exception
+    assert isinstance(problem, Problem)
+    assert "--url: 'localhost:8080' is not an address" in problem.message
+
+
+def test_options_are_named_instead_of_the_doors_fields() -> None:
+    def said(message: str, param: str) -> str:
+        return refused(json.dumps({"error": {"message": message, "param": param}}).encode(), 400).message
+
+    assert said("'x' is no time", "from") == "--from: 'x' is no time"
+    assert said("'x' is no month: write it like 2026-11", "period") == "--month: 'x' is no month: write it like 2026-11"
+    assert said("Input should be less: budget_nano", "budget_nano") == "--budget: Input should be less"
+    assert said("is no JSON", "config.json") == "is no JSON (config.json)"
+    assert said("config.json is no JSON", "config.json") == "config.json is no JSON"
+
+
+def test_a_model_that_does_not_exist_has_no_decisions(run: Run, home: Home, door: Door) -> None:
+    for name in ("nothing", "acme/nothing"):
+        problem = run("explain", name).exception
+        assert isinstance(problem, Refused)
+        assert problem.mend == "see: torchrelay models"
+
+
+def test_a_name_of_somebody_else_is_refused_before_anything_is_read(
+    run: Run, home: Home, door: Door, model_folder: Path
+) -> None:
+    home.save_key(TENANT_KEY)
+    refusal = run("upload", str(model_folder), "--name", "zoo/tiny").exception
+    assert isinstance(refusal, Problem)
+    assert (refusal.message, refusal.mend) == (
+        "this key is of acme, not of zoo",
+        "give --name acme/..., or a key of zoo",
+    )
+    unknown = run("upload", str(model_folder), "--name", "zoo/tiny", "--key", ADMIN_KEY).exception
+    assert isinstance(unknown, Problem)
+    assert unknown.mend == "make it: torchrelay tenant create zoo"
+    assert all(method == "GET" for method, _, _ in door.asked)
+    assert run("upload", str(model_folder), "--name", "acme/tiny").exit_code == 0
+
+
+def test_an_upload_that_changes_nothing_says_so(run: Run, home: Home, door: Door, model_folder: Path) -> None:
+    home.save_key(TENANT_KEY)
+    assert "published acme/tiny" in run("upload", str(model_folder)).stdout
+    door.published = {"tiny"}
+    assert "unchanged acme/tiny" in run("upload", str(model_folder)).stdout
 
 
 def test_usage_with_its_cost(run: Run, home: Home, door: Door) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from rich.console import Console, RenderableType
 
-from torchrelay.cli.commands.explain import bar, explanation
+from tests.unit.cli.door import MODEL
+from torchrelay.cli.commands.explain import bar, explanation, short, until_end
+from torchrelay.cli.commands.models import models_table
 from torchrelay.cli.console import printable, sized
 from torchrelay.cli.top_view import Sample, Screen, cluster_screen, counters_of, rates_of
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
@@ -75,6 +78,48 @@ def test_names_are_whole_at_100_columns() -> None:
     assert "…" not in shown
     assert "12,345" in shown and "both" in shown
     assert "epoch" not in shown
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_names_are_whole_at_any_width(width: int) -> None:
+    full = view(10**9)
+    full.stores[0].store_id = "store-local"
+    for named in (full.workers[0].slot, full.instances[0]):
+        named.model = "acme/glossary-large"
+    shown = drawn(cluster_screen(full, {}, "127.0.0.1:1"), width)
+    assert shown.count("acme/glossary-large") == 3
+    assert (shown.count("prefill-0"), shown.count("store-local")) == (2, 2)
+    assert ("layers" in shown) == (width == 120)
+    assert all(len(line) <= width for line in shown.splitlines())
+    listed = drawn(models_table([MODEL | {"id": "acme/glossary-large"}]), width)
+    assert "acme/glossary-large" in listed and "60 (default)" in listed
+    assert ("LlamaForCausalLM" in listed) == (width == 120)
+
+
+def test_an_explanation_ends_with_its_request() -> None:
+    phases = [{"name": "queue", "begin_unix_us": 1, "end_unix_us": 5}]
+    over = [*phases, {"name": "decode", "begin_unix_us": 5, "end_unix_us": 9}]
+    decisions = [{"at_unix_us": at} for at in (1, 9, 10)]
+    assert until_end(phases, decisions) == decisions  # it still runs
+    assert until_end(over, decisions) == decisions[:2]
+
+
+def test_a_narrow_explanation_has_no_bars_and_ids_are_short() -> None:
+    phases = [
+        {
+            "name": "first_token",
+            "begin_unix_us": 1_000_000,
+            "end_unix_us": 1_012_300,
+            "where": "gateway-y0v00qv5b0vwzprhncf0",
+            "detail": "3624960 bytes from remote, first chunk after 2.6 ms",
+        }
+    ]
+    decisions = [{"at_unix_us": 1, "kind": "wake", "subject": "inst-njqw24sn06qb3e1mmcv9", "reason": "1 waiting"}]
+    narrow, wide = (drawn(explanation(phases, decisions), width) for width in (80, 120))
+    assert "█" not in narrow and "█" in wide
+    for shown in (narrow, wide):
+        assert "gateway-y0v00q " in shown and "inst-njqw24 " in shown and "…" not in shown
+    assert short("store-local and req-1") == "store-local and req-1"
 
 
 def test_a_cluster_at_zero_says_so() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from tests.unit.engine.running import assert_idle, group_of, hand_over, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.common.errors import InvalidRequest
 from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.sampling import adjusted, probabilities, sample, uniform
 
@@ -157,3 +158,15 @@ def test_logprobs_are_the_models_own(model_of: ModelOf) -> None:
         assert abs(token.logprobs.chosen - float(expected[token.token_id])) < 1e-3
         assert [each for each, _ in token.logprobs.top] == expected.topk(top).indices.tolist()
         assert all(abs(value - float(expected[each])) < 1e-3 for each, value in token.logprobs.top)
+
+
+@pytest.mark.parametrize("token", [-1, 320])
+def test_a_bias_beyond_the_vocabulary_is_refused(model_of: ModelOf, token: int) -> None:
+    instance = model_of().instance()
+    group = group_of(prompt_of(5), sampling=SamplingParams(logit_bias=((token, 1.0),)))
+    with pytest.raises(InvalidRequest) as refused:
+        instance.prefill(group)
+    assert refused.value.field == "logit_bias"
+    with pytest.raises(InvalidRequest):
+        instance.adopt(group, instance.kv_layout(group))
+    assert_idle(instance)

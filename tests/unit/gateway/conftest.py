@@ -109,7 +109,7 @@ class Parts:
 async def parts(database: Database) -> AsyncIterator[Parts]:
     freshness = TableVersions(database, confirm_s=0.5)
     prices = Prices(database, freshness)
-    tenants = Tenants(database)
+    tenants = Tenants(database, freshness)
     async with Ledger(database) as ledger:
         yield Parts(
             database=database,

@@ -24,7 +24,7 @@ def store() -> ScriptedStore:
 @pytest.fixture
 async def client(store: ScriptedStore) -> AsyncIterator[StoreClient]:
     async with serving_store(store) as channel:
-        yield StoreClient(channel)
+        yield StoreClient(channel, "store:1")
 
 
 async def version_ids(parts: Parts) -> set[str]:
@@ -89,7 +89,7 @@ async def test_with_the_store_away_it_is_tried_again(parts: Parts) -> None:
     await publish(parts, "glossary", version("v2"))
     async with open_channel("127.0.0.1:1") as channel:
         with pytest.raises(Unavailable):
-            await free_retired_versions(parts.database, StoreClient(channel), retired_for_s=0)
+            await free_retired_versions(parts.database, StoreClient(channel, "store:1"), retired_for_s=0)
     assert await version_ids(parts) == {"v1", "v2"}
 
 

@@ -29,3 +29,13 @@ def test_a_name_has_no_slash_no_space_and_no_surprise(name: str) -> None:
         assert 1 <= len(name) <= 64
         assert name.isascii() and name == name.lower()
         assert not set(name) & set("/ \t\n\\") and name not in (".", "..")
+
+
+async def test_a_raised_budget_holds_for_the_next_request(parts: Parts) -> None:
+    _, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    assert (await parts.keys.authenticate(f"Bearer {token}")).budget_nano is None
+    for budget in (7, 9, None):
+        assert (await parts.tenants.change("acme", {"budget_nano": budget})).budget_nano == budget
+        assert (await parts.keys.authenticate(f"Bearer {token}")).budget_nano == budget
+    with pytest.raises(NotFound):
+        await parts.tenants.change("absent", {"budget_nano": 1})

@@ -94,7 +94,7 @@ async def running_store(folder: Path, background: tuple[Work, ...] = (), **chang
         **changes,
     }
     settings = StoreSettings(**values)
-    async with serving(settings, background) as addresses, open_channel(addresses["grpc"]) as channel:
+    async with serving(settings, background) as addresses, open_channel(addresses["grpc"], settings.tls) as channel:
         yield RunningStore(ParamStoreStub(channel), settings, addresses["data"])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,10 @@ def test_ranges_are_read_whatever_their_alignment(store: FolderStore) -> None:
     reader = store.open_range("packs/a")
     memory = memoryview(mmap.mmap(-1, 4 * 4096))
     for offset, begin, size in ((0, 0, 8192), (4096, 4096, 4096), (8192, 0, 4196), (100, 7, 5000), (0, 1, 4096)):
-        reader.read_into(offset, memory[begin : begin + size])
+        reader.read_into(offset, memory[begin : begin + size], threading.Event())
         assert bytes(memory[begin : begin + size]) == data[offset : offset + size]
     with pytest.raises(DataCorrupted, match="packs/a of the remote store ends at byte 12388"):
-        reader.read_into(4096, memory)
+        reader.read_into(4096, memory, threading.Event())
     reader.close()
 
 

@@ -88,10 +88,13 @@ async def test_damage_in_the_remote_store_is_mended_by_a_peer(
             assert "1 chunks of pack" in report.copies[0].error
             assert "damaged in the remote store" in report.copies[0].error
             await store.relay(pack.name, REMOTE, good.source(pack.name, store))
-            assert (await store.until_complete(pack.name)).source == good.store_id
+            copy = await store.until_complete(pack.name)
+            brought = {share.holder_id: share.num_bytes for share in copy.shares}
+            assert copy.source == "remote"  # which has brought most
             assert await bytes_in(store, pack.name) == whole
         chunk_bytes = decode_manifest(pack.with_suffix(".manifest").read_bytes()).chunk_bytes
-        assert 0 < (await good.report()).bytes_sent <= chunk_bytes
+        assert 0 < brought[good.store_id] == (await good.report()).bytes_sent <= chunk_bytes
+        assert sum(brought.values()) == version.pack_bytes
 
 
 async def test_damage_in_a_peers_arena_is_never_accepted(

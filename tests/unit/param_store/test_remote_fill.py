@@ -7,7 +7,7 @@ import threading
 import pytest
 from blake3 import blake3
 
-from torchrelay.common.errors import DataCorrupted
+from torchrelay.common.errors import DataCorrupted, Unavailable
 from torchrelay.param_store.remote import RangeReader
 from torchrelay.param_store.remote_fill import fill_from_remote
 from torchrelay.transfer.buffers import MemoryBuffer
@@ -17,13 +17,20 @@ DATA = bytes(range(256)) * 4
 
 
 class Bytes(RangeReader):
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    """What ``again`` has is read when the first bytes were not good."""
 
-    def read_into(self, offset: int, view: memoryview) -> None:
+    def __init__(self, data: bytes, again: bytes | None = None) -> None:
+        self.data, self.again = data, again
+
+    def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
         if offset + len(view) > len(self.data):
             raise DataCorrupted("too short")
         view[:] = self.data[offset : offset + len(view)]
+
+    def read_again(self, offset: int, view: memoryview, stop: threading.Event) -> bool:
+        if self.again is not None:
+            view[:] = self.again[offset : offset + len(view)]
+        return self.again is not None
 
     def close(self) -> None: ...
 
@@ -44,7 +51,7 @@ class Expecting(MemoryBuffer):
         return {index for index in range(self.num_chunks) if self.is_published(index)}
 
 
-def fill(data: bytes, wanted: list[int], stop_after: int = 1000) -> Expecting:
+def fill(data: bytes, wanted: list[int], stop_after: int = 1000, again: bytes | None = None) -> Expecting:
     sink, stop, seen = Expecting(), threading.Event(), list[int]()
 
     def on_chunk(index: int) -> None:
@@ -53,7 +60,7 @@ def fill(data: bytes, wanted: list[int], stop_after: int = 1000) -> Expecting:
             stop.set()
 
     try:
-        fill_from_remote("p", Bytes(data), CHUNK_BYTES, sink, wanted, stop, on_chunk, 3)
+        fill_from_remote("p", Bytes(data, again), CHUNK_BYTES, sink, wanted, stop, on_chunk, 3)
     finally:
         assert set(seen) == sink.published()
     return sink
@@ -71,6 +78,26 @@ def test_a_damaged_chunk_is_left_out_and_named() -> None:
     damaged[1000] ^= 1
     with pytest.raises(DataCorrupted, match="2 chunks of pack p are damaged in the remote store, among them 3, 10"):
         fill(bytes(damaged), list(range(11)))
+
+
+def test_what_is_good_at_the_second_reading_is_taken_and_what_is_not_is_named() -> None:
+    damaged = bytearray(DATA)
+    damaged[350] ^= 1
+    assert fill(bytes(damaged), list(range(11)), again=DATA).published() == set(range(11))
+    with pytest.raises(DataCorrupted, match="1 chunks of pack p are damaged in the remote store, among them 3"):
+        fill(bytes(damaged), list(range(11)), again=bytes(damaged))
+
+
+def test_a_reader_that_a_stop_interrupts_is_no_failure() -> None:
+    stop = threading.Event()
+
+    class Interrupted(Bytes):
+        def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
+            stop.set()
+            raise Unavailable("stopped")
+
+    fill_from_remote("p", Interrupted(DATA), CHUNK_BYTES, Expecting(), range(11), stop, lambda index: None, 3)
+    assert stop.is_set()
 
 
 def test_an_error_of_the_store_ends_it() -> None:

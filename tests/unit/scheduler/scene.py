@@ -21,7 +21,10 @@ from torchrelay.scheduler.core import (
 )
 from torchrelay.scheduler.effects import (
     Answer,
+    Command,
+    CopyCommand,
     Effects,
+    GuardCommand,
     Happening,
     Placed,
     Refused,
@@ -83,9 +86,10 @@ class Scene:
     stores: dict[str, Store] = field(default_factory=dict)
     models: dict[str, Model] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
-    commands: list[WakeCommand | RolesCommand | UnloadCommand] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
     happenings: list[Happening] = field(default_factory=list)
     failing_workers: set[str] = field(default_factory=set)
+    guards: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ids = count(1)
@@ -139,7 +143,7 @@ class Scene:
             for command in effects.commands:
                 self.obey(command)
 
-    def obey(self, command: WakeCommand | RolesCommand | UnloadCommand) -> None:
+    def obey(self, command: Command) -> None:
         if isinstance(command, WakeCommand):
             for hop in command.hops:
                 for order in hop.loads:
@@ -147,7 +151,11 @@ class Scene:
         elif isinstance(command, RolesCommand):
             self.set_slot(command.worker_id, roles=command.roles)
             self.do(self.policy.roles_set(command.instance_id, self.now))
-        else:
+        elif isinstance(command, CopyCommand):
+            self.copy(command.model, command.hop.store_id)
+        elif isinstance(command, GuardCommand):
+            self.guards[command.store_id] = command.pack_ids
+        elif isinstance(command, UnloadCommand):
             self.workers[command.worker_id] = replace(self.workers[command.worker_id], slot=Slot())
             self.report(command.worker_id)
 
@@ -159,6 +167,16 @@ class Scene:
         self.workers[worker_id] = replace(self.workers[worker_id], slot=slot)
         self.do(self.policy.load_accepted(instance_id, self.now))
         self.report(worker_id)
+
+    def copy(self, model: Model, store_id: str) -> None:
+        """The store takes the order, and has the whole pack at once."""
+        self.do(self.policy.copy_begun(model.pack_id, store_id, self.now))
+        self.hold(store_id, model)
+
+    def hold(self, store_id: str, model: Model, **changes: object) -> None:
+        store = self.stores[store_id]
+        copy = replace(a_copy(model), **changes)  # type: ignore[arg-type]
+        self.stores[store_id] = replace(store, copies={**store.copies, model.pack_id: copy})
 
     def set_slot(self, worker_id: str, **changes: object) -> None:
         worker = self.workers[worker_id]

@@ -175,7 +175,9 @@ class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
         self.store_id, self.host_id = store_id, host_id
         self.incarnation = new_id("run")
         self.relays: list[param_store_pb2.RelayRequest] = []
+        self.guards: list[param_store_pb2.GuardRequest] = []
         self.copies: dict[str, reports_pb2.PackCopy] = {}
+        self.link: reports_pb2.LinkReport | None = None
         self.answers = asyncio.Event()  # cleared: commands get no answer
         self.answers.set()
 
@@ -189,6 +191,7 @@ class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
             epoch=self.epoch,
             arena_target_bytes=1024 * MB,
             copies=self.copies.values(),
+            link=self.link,
         )
 
     async def Relay(self, request: param_store_pb2.RelayRequest, context: Any) -> param_store_pb2.RelayReply:
@@ -202,6 +205,11 @@ class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
         )
         await self.touch()
         return param_store_pb2.RelayReply()
+
+    async def Guard(self, request: param_store_pb2.GuardRequest, context: Any) -> param_store_pb2.GuardReply:
+        self.check_epoch(request.epoch)
+        self.guards.append(request)
+        return param_store_pb2.GuardReply()
 
     async def finish_relay(self, pack_id: str, begin_unix_us: int) -> None:
         copy = self.copies[pack_id]

@@ -1,33 +1,40 @@
-"""Relay plans: one incoming copy per host, no circles, chains instead of stars."""
+"""Relay plans: one network copy per host, nothing before it has it, free directions first, fast targets first."""
 
 from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.scheduler.scene import a_copy, a_model, a_store
 from torchrelay.scheduler.core import REMOTE
-from torchrelay.scheduler.planning import Arrow, Relays, plan, whole_holders
+from torchrelay.scheduler.planning import MAX_ALTERNATES, MAX_STRIPED, Arriving, Arrow, Node, Uplink, plan
 
-NAMES = [f"s{number}" for number in range(8)]
+NAMES = [f"s{number}" for number in range(12)]
+MB = 1e6
+
+
+def upstreams(arrows: tuple[Arrow, ...]) -> dict[str, tuple[str, ...]]:
+    return {arrow.target: arrow.striped for arrow in arrows}
 
 
 def test_targets_of_the_remote_store_form_one_chain() -> None:
-    arrows = plan([], [], ["s1", "s2", "s3"], {})
+    arrows = plan([], [], ["s1", "s2", "s3"])
     assert [(arrow.target, arrow.upstream) for arrow in arrows] == [("s1", REMOTE), ("s2", "s1"), ("s3", "s2")]
+    assert arrows[0].sources == (REMOTE,)
+    assert arrows[1].sources == ("s1", "s3", REMOTE)  # s3 follows it: a last resort before the remote store
     assert arrows[2].sources == ("s2", "s1", REMOTE)
 
 
 def test_a_complete_holder_heads_the_chain_and_sends_once() -> None:
-    arrows = plan(["s0"], [], ["s1", "s2", "s3"], {})
+    arrows = plan(["s0"], [], ["s1", "s2", "s3"])
     assert [arrow.upstream for arrow in arrows] == ["s0", "s1", "s2"]
     assert arrows[2].sources == ("s2", "s0", "s1", REMOTE)  # alternates: complete holders first, the remote store last
 
 
 def test_two_complete_holders_head_two_chains() -> None:
-    arrows = plan(["s0", "s7"], [], ["s1", "s2", "s3", "s4"], {})
+    arrows = plan(["s0", "s7"], [], ["s1", "s2", "s3", "s4"])
     assert Counter(arrow.upstream for arrow in arrows).most_common(1)[0][1] == 1
     assert [arrow.upstream for arrow in arrows[:2]] == ["s0", "s7"]
 
@@ -38,45 +45,130 @@ def test_later_targets_follow_the_end_of_a_running_chain() -> None:
 
 
 def test_a_host_that_has_it_is_still_told_and_costs_nobody() -> None:
-    arrows = plan(["s0", "s1"], [], ["s1", "s2"], {})
+    arrows = plan(["s0", "s1"], [], ["s1", "s2"])
     assert arrows[0].already_there and arrows[0].sources == ("s0", REMOTE)
     assert arrows[1].upstream == "s0"
 
 
+def test_fast_targets_first_and_each_by_its_free_bandwidth_not_by_order() -> None:
+    nodes = {name: Node(rate * MB, rate * MB) for name, rate in [("s0", 100), ("s1", 20), ("s2", 50), ("s3", 100)]}
+    arrows = plan(["s0"], [], ["s1", "s2", "s3"], nodes=nodes, num_bytes=100 * MB)
+    assert upstreams(arrows) == {"s3": ("s0",), "s2": ("s3",), "s1": ("s2",)}
+    assert [round(arrow.bytes_per_s / MB) for arrow in arrows] == [100, 50, 20]
+    assert [round(arrow.ready_s, 1) for arrow in arrows] == [1.0, 2.0, 5.0]
+
+
+def test_two_slow_sources_are_striped_over_for_a_fast_target() -> None:
+    nodes = {"s0": Node(60 * MB), "s1": Node(40 * MB), "s2": Node(residual_in=100 * MB)}
+    (arrow,) = plan(["s0", "s1"], [], ["s2"], nodes=nodes, num_bytes=100 * MB)
+    assert arrow.striped == ("s0", "s1") and arrow.shares == pytest.approx((0.6, 0.4))
+    assert arrow.bytes_per_s == pytest.approx(100 * MB)
+    assert str(arrow) == "s2 from s0 60 % and s1 40 % at 100 MB/s, ready in 1 s"
+
+
+def test_a_direction_that_sends_kv_is_spared_while_a_free_one_is_enough() -> None:
+    nodes = {"s0": Node(800 * MB, busy_out=True), "s1": Node(900 * MB), "s2": Node(residual_in=100 * MB)}
+    assert upstreams(plan(["s0", "s1"], [], ["s2"], nodes=nodes)) == {"s2": ("s1",)}
+    nodes["s1"] = Node(10 * MB)
+    assert upstreams(plan(["s0", "s1"], [], ["s2"], nodes=nodes)) == {"s2": ("s0",)}
+
+
+def test_one_network_copy_per_host_and_fan_out_inside_it() -> None:
+    nodes = {"s0": Node(host="a"), "s1": Node(host="b"), "s2": Node(host="b"), "s3": Node(host="a")}
+    arrows = plan(["s0"], [], ["s1", "s2", "s3"], nodes=nodes)
+    assert upstreams(arrows) == {"s1": ("s0",), "s2": ("s1",), "s3": ("s0",)}
+
+
+def test_the_live_target_and_later_deadlines_come_last() -> None:
+    targets = ["s1", "s2", "s3", "s4"]
+    arrows = plan(["s0"], [], targets, deadlines={"s4": 1.0, "s3": 2.0}, live={"s1"})
+    assert [arrow.target for arrow in arrows] == ["s4", "s3", "s2", "s1"]
+
+
+def test_a_slow_uplink_is_crossed_once() -> None:
+    nodes = {name: Node(leaf="left" if name in ("s0", "s1", "s2") else "right") for name in NAMES[:6]}
+    uplinks = {"left": Uplink(500 * MB, 500 * MB), "right": Uplink(500 * MB, 500 * MB)}
+    arrows = plan(["s0"], [], ["s1", "s3", "s2", "s4", "s5"], nodes=nodes, uplinks=uplinks)
+    crossings = [arrow for arrow in arrows if nodes[arrow.upstream].leaf != nodes[arrow.target].leaf]
+    assert len(crossings) == 1 and all(arrow.num_striped == 1 for arrow in arrows)
+
+
+def test_a_full_uplink_limits_what_is_promised_across_it() -> None:
+    nodes = {"s0": Node(leaf="left"), "s1": Node(leaf="right"), "s2": Node(leaf="right")}
+    arrows = plan(["s0"], [], ["s1", "s2"], nodes=nodes, uplinks={"left": Uplink(residual_up=50 * MB)})
+    assert upstreams(arrows) == {"s1": ("s0",), "s2": ("s1",)}
+    assert [arrow.bytes_per_s for arrow in arrows] == pytest.approx([50 * MB, 50 * MB])
+
+
+def test_a_copy_on_its_way_feeds_no_faster_than_it_comes() -> None:
+    arriving = {"s1": Arriving(have=0.5, bytes_per_s=20 * MB)}
+    (arrow,) = plan([], ["s1"], ["s2"], arriving=arriving, num_bytes=100 * MB)
+    assert arrow.upstream == "s1" and arrow.bytes_per_s == pytest.approx(40 * MB)
+
+
 names = st.lists(st.sampled_from(NAMES), unique=True)
+rates = st.floats(1e3, 1e10) | st.sampled_from([0.0, 1e8])
+some_nodes = st.builds(
+    Node,
+    residual_out=rates,
+    residual_in=rates,
+    host=st.sampled_from(["", "", "a", "b"]),
+    busy_out=st.booleans(),
+    leaf=st.sampled_from(["", "x", "y"]),
+)
 
 
-@given(names, names, names, st.dictionaries(st.sampled_from(NAMES), st.integers(0, 3)))
-def test_one_incoming_arrow_each_and_no_circles(
-    whole: list[str], filling: list[str], targets: list[str], outgoing: dict[str, int]
+@given(
+    whole=names,
+    filling=names,
+    targets=names,
+    nodes=st.dictionaries(st.sampled_from([*NAMES, REMOTE]), some_nodes),
+    arriving=st.dictionaries(st.sampled_from(NAMES), st.builds(Arriving, st.floats(0, 1), rates)),
+    uplinks=st.dictionaries(st.sampled_from(["x", "y"]), st.builds(Uplink, rates, rates)),
+    deadlines=st.dictionaries(st.sampled_from(NAMES), st.floats(0, 1e3)),
+    live=st.sets(st.sampled_from(NAMES)),
+)
+def test_whatever_is_there_every_target_is_fed_by_what_has_it_before(
+    whole: list[str],
+    filling: list[str],
+    targets: list[str],
+    nodes: dict[str, Node],
+    arriving: dict[str, Arriving],
+    uplinks: dict[str, Uplink],
+    deadlines: dict[str, float],
+    live: set[str],
 ) -> None:
     filling = [store for store in filling if store not in whole]
-    arrows = plan(whole, filling, targets, outgoing)
-    assert [arrow.target for arrow in arrows] == targets
-    order = {store: rank for rank, store in enumerate([*filling, *(t for t in targets if t not in filling)])}
+    arguments = {
+        "nodes": nodes, "arriving": arriving, "uplinks": uplinks, "deadlines": deadlines, "live": live,
+    }  # fmt: skip
+    arrows = plan(whole, filling, targets, num_bytes=1e9, **arguments)  # type: ignore[arg-type]
+    assert arrows == plan(whole, filling, targets, num_bytes=1e9, **arguments)  # type: ignore[arg-type]
+    assert sorted(arrow.target for arrow in arrows) == sorted(targets)
+    known = {*whole, *filling, *targets}
+    has = {*whole, *filling}
     for arrow in arrows:
+        assert arrow.already_there == (arrow.target in whole or arrow.target in filling)
         assert arrow.sources[-1] == REMOTE and arrow.sources.count(REMOTE) == 1
-        assert arrow.target not in arrow.sources
-        assert len(set(arrow.sources)) == len(arrow.sources)
-        for source in arrow.sources[:-1]:  # whatever repair takes, bytes flow one way along this order
-            assert source in whole or order[source] < order[arrow.target]
+        assert arrow.target not in arrow.sources and set(arrow.sources) - {REMOTE} <= known
+        assert len(set(arrow.sources)) == len(arrow.sources) <= MAX_STRIPED + MAX_ALTERNATES + 1
+        if arrow.already_there:
+            continue
+        assert 1 <= arrow.num_striped <= MAX_STRIPED and len(arrow.shares) == arrow.num_striped
+        assert sum(arrow.shares) == pytest.approx(1) and all(share > 0 for share in arrow.shares)
+        assert set(arrow.striped) <= has or (arrow.striped == (REMOTE,) and not has)
+        assert arrow.bytes_per_s > 0 and arrow.ready_s > 0
+        has.add(arrow.target)
 
 
-def test_running_relays_are_holders_until_they_end() -> None:
-    model = a_model()
-    relays = Relays()
-    relays.start(model.pack_id, [Arrow("s1", (REMOTE,)), Arrow("s2", ("s1", REMOTE))], now=100.0)
-    assert relays.filling(model.pack_id, []) == ("s1", "s2")
-    assert relays.outgoing() == {REMOTE: 1, "s1": 1}
-    relays.observe(a_store("s1", "h1", [a_copy(model, 3)]), now=101.0)
-    assert len(relays) == 2
-    relays.observe(a_store("s1", "h1", [a_copy(model)]), now=102.0)
-    assert relays.filling(model.pack_id, []) == ("s2",)
-    relays.observe(a_store("s2", "h2"), now=200.0)  # it never began
-    assert len(relays) == 0
-
-
-def test_whole_holders_are_those_with_every_chunk() -> None:
-    model = a_model()
-    stores = [a_store("s1", "h1", [a_copy(model)]), a_store("s2", "h2", [a_copy(model, 7)]), a_store("s3", "h3")]
-    assert whole_holders(model.pack_id, stores) == ("s1",)
+@given(targets=st.integers(1, 40), sources=st.integers(1, 4), seed=st.randoms(use_true_random=False))
+def test_no_direction_is_promised_more_than_it_has(targets: int, sources: int, seed: object) -> None:
+    nodes = {f"n{number}": Node(seed.uniform(10, 1000), seed.uniform(10, 1000)) for number in range(targets + sources)}  # type: ignore[attr-defined]
+    stores = list(nodes)
+    arrows = plan(stores[:sources], [], stores[sources:], nodes=nodes, num_bytes=1e4)
+    sent: Counter[str] = Counter()
+    for arrow in arrows:
+        assert arrow.bytes_per_s <= nodes[arrow.target].residual_in * 1.001
+        for source, share in zip(arrow.striped, arrow.shares, strict=True):
+            sent[source] += share * arrow.bytes_per_s  # type: ignore[assignment]
+    assert all(rate <= nodes[store].residual_out * 1.03 for store, rate in sent.items())

@@ -58,6 +58,9 @@ class Policing(RuleBasedStateMachine):
             waiting = next((one for one in state.queues if one.key == key), None)
             admission = attempt.admission if attempt else waiting
             assert admission is not None
+            self.scene.do(self.scene.policy.tick(self.scene.now))  # what is due happens, asked again or not
+            if key not in self.open or state.books.get(key) is not attempt:
+                return  # it was placed just now
             before = (len(state.books), len(state.queues))
             model = self.scene.models[admission.version_id]
             effects = self.scene.policy.admit(admission, model, None, self.scene.now)

@@ -181,6 +181,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
     try:
         while data := source.recv(1 << 16):
             target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
     except OSError:  # one of the two is gone, and so is the stream
         return
 

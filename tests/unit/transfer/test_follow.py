@@ -190,7 +190,8 @@ def test_a_source_that_falls_silent_midway_is_left_too() -> None:
     sink = empty_pack()
     with serving(full_pack()) as holder, meddling_door(holder.address, hang) as door:
         sources = [source_at(door, PACK_ID), source_at(holder.address, PACK_ID)]
-        assert list(follow(PACK_ID, ALL, sources, sink, receiver(), stall_s=0.3)) == list(ALL)
+        # The chunk that had begun to come is left to the other, and may come after its neighbours.
+        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver())) == list(ALL)
         released.set()
     assert sink.bytes_held == DATA
 

@@ -1,11 +1,10 @@
-"""TCP behind the transport's names: what blocks ends in time, and what broke says so."""
+"""TCP apart from what every transport does: addresses, connecting, and a shortage of descriptors."""
 
 from __future__ import annotations
 
 import resource
 import socket
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -20,79 +19,6 @@ def listener() -> Iterator[Listener]:
     made = TcpTransport().listen("127.0.0.1", 0)
     yield made
     made.close()
-
-
-def pair(listener: Listener) -> tuple[Connection, Connection]:
-    near = TcpTransport().connect(listener.address, timeout_s=5.0)
-    far = listener.accept()
-    assert far is not None
-    return near, far
-
-
-def receive(connection: Connection, num_bytes: int) -> bytes:
-    view, done = memoryview(bytearray(num_bytes)), 0
-    while done < num_bytes:
-        done += connection.receive_into(view[done:])
-    return bytes(view)
-
-
-def test_parts_arrive_in_order_however_many_and_large(listener: Listener) -> None:
-    near, far = pair(listener)
-    parts = [bytes([number]) * size for number, size in enumerate([1, 0, 3 << 20, 7, 1 << 20])]
-    sending = threading.Thread(target=near.send, args=(parts,))
-    sending.start()
-    assert receive(far, sum(map(len, parts))) == b"".join(parts)
-    sending.join()
-    near.close()
-    assert far.receive_into(memoryview(bytearray(1))) == 0
-    far.close()
-
-
-def test_a_receive_lets_its_caller_look_around(listener: Listener) -> None:
-    near, far = pair(listener)
-    begin = time.monotonic()
-    with pytest.raises(TimeoutError):
-        near.receive_into(memoryview(bytearray(1)))
-    assert 0.05 < time.monotonic() - begin < 1.0
-    near.close()
-    far.close()
-
-
-def test_a_peer_that_takes_nothing_is_given_up(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "SEND_TIMEOUT_S", 0.1)
-    near, far = pair(listener)
-    with pytest.raises(TimeoutError, match="taken nothing"):
-        near.send([bytes(64 << 20)])
-    near.close()
-    far.close()
-
-
-def test_aborting_wakes_the_thread_that_is_blocked(listener: Listener) -> None:
-    near, far = pair(listener)
-    failed: list[OSError] = []
-
-    def send() -> None:
-        try:
-            near.send([bytes(64 << 20)])
-        except OSError as error:
-            failed.append(error)
-
-    sending = threading.Thread(target=send)
-    sending.start()
-    near.abort()
-    sending.join(5.0)
-    assert failed
-    near.close()
-    far.close()
-
-
-def test_a_closed_listener_accepts_no_more(listener: Listener) -> None:
-    accepted: list[Connection | None] = []
-    accepting = threading.Thread(target=lambda: accepted.append(listener.accept()))
-    accepting.start()
-    listener.close()
-    accepting.join(5.0)
-    assert accepted == [None]
 
 
 def test_connecting_fails_with_a_reason() -> None:

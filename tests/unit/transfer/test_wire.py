@@ -19,8 +19,10 @@ from torchrelay.transfer.wire import (
     decode_refusal,
     encode,
     pack_header,
+    pack_marks,
     pack_wanted,
     unpack_header,
+    unpack_marks,
     unpack_wanted,
 )
 
@@ -61,6 +63,19 @@ def test_a_whole_pack_is_one_run_and_a_scattered_one_fits() -> None:
 def test_more_than_there_is_cannot_be_wanted(packed: bytes) -> None:
     with pytest.raises(ProtocolViolation):
         unpack_wanted(packed, 10)
+
+
+@given(st.lists(st.integers(0, 1), max_size=70))
+def test_bitmaps_read_back(marks: list[int]) -> None:
+    packed = pack_marks(bytes(marks))
+    assert len(packed) == (len(marks) + 7) // 8
+    assert unpack_marks(packed, len(marks)) == bytes(marks)
+
+
+@pytest.mark.parametrize(("packed", "num_chunks"), [(b"", 1), (b"\1\0", 8), (b"\x80", 7)])
+def test_a_bitmap_of_another_size_is_refused(packed: bytes, num_chunks: int) -> None:
+    with pytest.raises(ProtocolViolation, match="bitmap"):
+        unpack_marks(packed, num_chunks)
 
 
 def test_greetings_read_back() -> None:

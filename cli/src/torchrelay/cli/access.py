@@ -89,6 +89,8 @@ def _gateway(home: Path | None, url: str | None) -> tuple[str, Home | None]:
     local = Home.at(home)
     if not url:
         return local.endpoints()["http"], local
+    if not url.startswith(("http://", "https://")):
+        raise Problem(f"--url: {url!r} is not an address", "write it as http://host:port")
     url = url.rstrip("/").removesuffix("/v1")
     is_local = local.running_pid() is not None and local.endpoints()["http"] == url
     return url, local if is_local else None

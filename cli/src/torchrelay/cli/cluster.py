@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from torchrelay.cli.problems import Problem, Unreachable
 from torchrelay.common.rpc import open_blocking_channel
-from torchrelay.common.settings import ServiceSettings
+from torchrelay.common.settings import ServiceSettings, complaints
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -31,7 +31,7 @@ def tls_of_environment() -> Tls | None:
     try:
         return ServiceSettings().tls
     except ValidationError as error:
-        raise Problem(error.errors()[0]["msg"], "mend the TORCHRELAY_ variable, or unset it") from error
+        raise Problem(complaints(error)[0], "mend the TORCHRELAY_ variables of this shell, or unset them") from error
 
 
 def watch(address: str, tls: Tls | None = None) -> Iterator[scheduler_pb2.ClusterView]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -26,6 +28,7 @@ PLATFORM, USE, MONEY = "The platform", "Models", "Tenants and money"
 
 app = typer.Typer(
     no_args_is_help=True,
+    invoke_without_command=True,
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -33,11 +36,22 @@ app = typer.Typer(
     help=SUMMARY,
     epilog=EPILOG,
 )
+
+
+@app.callback()
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and leave.", is_eager=True)] = False,
+) -> None:
+    if version:
+        typer.echo(f"torchrelay {metadata.version('torchrelay')}")
+        raise typer.Exit
+
+
 app.command(rich_help_panel=PLATFORM, epilog=UP_EXAMPLE)(up)
 app.command(rich_help_panel=PLATFORM, epilog=top.EXAMPLE)(top.top)
 app.command(rich_help_panel=PLATFORM, epilog=explain.EXAMPLE)(explain.explain)
 app.command(rich_help_panel=USE, epilog=upload.EXAMPLE)(upload.upload)
-app.command(rich_help_panel=USE, epilog=models.EXAMPLE)(models.models)
+app.add_typer(models.app, name="models", rich_help_panel=USE, epilog=models.EXAMPLE)
 app.command(rich_help_panel=USE, epilog=chat.EXAMPLE)(chat.chat)
 app.add_typer(key.app, name="key", rich_help_panel=MONEY)
 app.add_typer(tenant.app, name="tenant", rich_help_panel=MONEY)

@@ -12,6 +12,22 @@ _MENDS = {
 }
 
 
+# Fields of the REST door by the options that give them.
+_OPTIONS = {
+    "from": "--from",
+    "to": "--to",
+    "period": "--month",
+    "key_id": "ID",
+    "max_tokens": "--max-tokens",
+    "temperature": "--temperature",
+    "idle_timeout_s": "--idle-timeout-s",
+    "max_instances": "--max-instances",
+    "requests_per_minute": "--requests-per-minute",
+    "storage_quota_bytes": "--storage-quota-gb",
+    "budget_nano": "--budget",
+}
+
+
 class Problem(Exception):
     """``message`` says what is wrong, ``mend`` what to do about it. Printed without a traceback; exit status 1."""
 
@@ -39,5 +55,12 @@ def refused(content: bytes, status: int) -> Refused:
         message, param, code = error["message"], error.get("param"), error.get("code")
     except (ValueError, KeyError, TypeError, AttributeError):
         return Refused(f"the gateway answered {status}: {content[:200]!r}", _MENDS.get(status, ""), status=status)
-    named = f" ({param})" if param and str(param) not in str(message) else ""
-    return Refused(f"{message}{named}", _MENDS.get(status, ""), status=status, code=str(code or ""))
+    mend = "see: torchrelay models" if (status, param) == (404, "model") else _MENDS.get(status, "")
+    return Refused(_named(str(message), str(param or "")), mend, status=status, code=str(code or ""))
+
+
+def _named(message: str, field: str) -> str:
+    """The sentence with what it is about: the option where one gives the field, else the field's own name."""
+    if option := _OPTIONS.get(field):
+        return f"{option}: {message.removesuffix(f': {field}')}"
+    return f"{message} ({field})" if field and field not in message else message

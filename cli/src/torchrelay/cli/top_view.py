@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from torchrelay.cli import console
+from torchrelay.cli.console import NARROW, Columns, Fitted
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 
 RATE_WINDOW_S = 2.0
@@ -87,8 +88,12 @@ class Screen:
         return [*old[-1:], *samples[len(old) :]]
 
 
-def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str) -> Group:
-    """The whole view; without rates the columns of rates stay empty."""
+def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str) -> Fitted:
+    """The whole view, as the terminal's width allows; without rates the columns of rates stay empty."""
+    return Fitted(lambda width: _screen(view, rates, address, width < NARROW))
+
+
+def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_small: bool) -> Group:
     time_of_day = datetime.now().strftime("%H:%M:%S")
     waiting, running = (sum(getattr(d, name) for d in view.demand) for name in ("num_waiting", "num_running"))
     head = Text.assemble(
@@ -96,24 +101,26 @@ def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str) 
         f"  {time_of_day}  scheduler {address}  ",
         f"{running} running, {waiting} waiting",
     )
-    parts: list[RenderableType] = [head, "", workers_table(view.workers, rates), stores_table(view.stores, rates)]
+    workers, stores = workers_table(view.workers, rates, is_small), stores_table(view.stores, rates, is_small)
+    parts: list[RenderableType] = [head, "", workers, stores]
     if any(store.copies for store in view.stores):
-        parts.append(copies_table(view))
+        parts.append(copies_table(view, is_small))
     if view.instances or view.demand:
-        parts.append(models_table(view))
+        parts.append(models_table(view, is_small))
     else:
         parts.append(Text("no instances: every model is at zero", style="dim"))
     return Group(*parts)
 
 
-def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates) -> Table:
+def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_small: bool = False) -> Table:
     numbers = ("run", "wait", "KV free", "pre/s", "dec/s")
     columns = ("worker", "host", "roles", "state", "model", "layers", *numbers)
-    made = console.table(*columns, right=(*numbers, "layers"), is_narrow=True)
+    spared = ("host", "layers", "KV free") if is_small else ()
+    made = Columns(*columns, right=(*numbers, "layers"), whole=("worker", "model"), without=spared, is_narrow=True)
     for worker in sorted(workers, key=lambda one: one.worker_id):
         slot, node = worker.slot, f"{worker.worker_id}.{worker.incarnation}"
         state = reports_pb2.SlotState.State.Name(slot.state).removeprefix("STATE_").lower()
-        made.add_row(
+        made.add_line(
             worker.worker_id,
             worker.host_id,
             _roles(slot.roles or worker.roles),
@@ -129,12 +136,13 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates) -> 
     return made
 
 
-def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates) -> Table:
+def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_small: bool = False) -> Table:
     numbers = ("used", "arena", "limit", "packs", "in/s", "out/s", "received", "sent", "uploads")
-    made = console.table("store", "host", *numbers, right=numbers, is_narrow=True)
+    spared = ("host", "limit", "received", "sent") if is_small else ()
+    made = Columns("store", "host", *numbers, right=numbers, whole=("store",), without=spared, is_narrow=True)
     for store in sorted(stores, key=lambda one: one.store_id):
         node = f"{store.store_id}.{store.incarnation}"
-        made.add_row(
+        made.add_line(
             store.store_id,
             store.host_id,
             console.sized(sum(copy.pack_bytes for copy in store.copies)),
@@ -150,15 +158,16 @@ def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates) -> Tab
     return made
 
 
-def copies_table(view: scheduler_pb2.ClusterView) -> Table:
+def copies_table(view: scheduler_pb2.ClusterView, is_small: bool = False) -> Table:
     """A line per copy: which host holds which pack, how much of it, and whence it came."""
     models = {instance.pack_id: instance.model for instance in view.instances}
     numbers = ("size", "chunks", "pins")
-    made = console.table("pack", "model", "holder", *numbers, "", "from", right=numbers, is_narrow=True)
+    columns, spared = ("pack", "model", "holder", *numbers, "", "from"), ("chunks", "pins") if is_small else ()
+    made = Columns(*columns, right=numbers, whole=("model", "holder"), without=spared, is_narrow=True)
     for store in sorted(view.stores, key=lambda one: one.store_id):
         for copy in store.copies:
             done = Text.assemble((_progress(copy.num_chunks_verified, copy.num_chunks), "cyan"))
-            made.add_row(
+            made.add_line(
                 copy.pack_id[:12],
                 Text(models.get(copy.pack_id, "-")),
                 store.store_id,
@@ -171,15 +180,16 @@ def copies_table(view: scheduler_pb2.ClusterView) -> Table:
     return made
 
 
-def models_table(view: scheduler_pb2.ClusterView) -> Table:
+def models_table(view: scheduler_pb2.ClusterView, is_small: bool = False) -> Table:
     """Instances by model, then models that wait without any."""
     demand = {one.model: one for one in view.demand}
     numbers = ("for", "run", "idle", "wait")
     columns = ("model", "instance", "worker", "roles", "state", *numbers)
-    made = console.table(*columns, right=numbers, is_narrow=True)
+    spared = ("instance",) if is_small else ()
+    made = Columns(*columns, right=numbers, whole=("model", "worker"), without=spared, is_narrow=True)
     for instance in sorted(view.instances, key=lambda one: (one.model, one.instance_id)):
         waits = demand.get(instance.model)
-        made.add_row(
+        made.add_line(
             Text(instance.model),
             instance.instance_id[:12],
             instance.worker_id,
@@ -191,7 +201,7 @@ def models_table(view: scheduler_pb2.ClusterView) -> Table:
             str(waits.num_waiting if waits else 0),
         )
     for model in sorted(demand.keys() - {instance.model for instance in view.instances}):
-        made.add_row(Text(model), "-", "", "", "", "", "", "", str(demand[model].num_waiting))
+        made.add_line(Text(model), "-", "", "", "", "", "", "", str(demand[model].num_waiting))
     return made
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem
-from torchrelay.cli.up.herald import Herald
+from torchrelay.cli.up.herald import Herald, next_steps
 from torchrelay.cli.up.options import UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.stack import Stack, StackPlan
@@ -85,6 +85,7 @@ def test_each_child_is_told_its_own(home: Home, ports: Ports) -> None:
     assert told["param-store"]["TORCHRELAY_ARENA_BYTES"] == str(1 << 30)
     assert told["param-store"]["TORCHRELAY_ARENA_PATH"] == str(stack.arena)
     assert told["scheduler"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"
+    assert told["gateway"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"  # what tenants are told
     assert told["gateway"]["TORCHRELAY_ADMIN_KEY"] == home.admin_key()
     holders_of_the_cluster_key = [name for name, env in told.items() if home.cluster_key() in env.values()]
     assert holders_of_the_cluster_key == ["scheduler"]
@@ -124,6 +125,18 @@ def test_a_home_keeps_its_rest_port_and_says_when_it_is_taken(home: Home, tmp_pa
     told = io.StringIO()
     Herald(home, Console(file=told, width=200)).missed_port(last, moved.endpoints["http"])
     assert f"{last} is taken: REST is on {moved.endpoints['http']}" in told.getvalue()
+
+
+def test_the_next_steps_are_those_of_the_folder(tmp_path: Path) -> None:
+    assert next_steps(tmp_path, None)[1:] == ["torchrelay upload DIR --name mine", "torchrelay chat mine"]
+    (tmp_path / "examples/glossary/model").mkdir(parents=True)
+    assert next_steps(tmp_path, tmp_path / ".venv") == [
+        ". .venv/bin/activate",
+        "torchrelay key create --tenant acme",
+        "torchrelay upload examples/glossary/model --name glossary",
+        'torchrelay chat glossary "What is a relay?"',
+    ]
+    assert next_steps(tmp_path, Path("/opt/my venv"))[0] == ". '/opt/my venv/bin/activate'"
 
 
 def test_a_quiet_herald_gives_no_advice(home: Home, ports: Ports) -> None:

@@ -27,7 +27,7 @@ async def admissions_to(address: str, patience_s: float = 10.0) -> AsyncIterator
     async with AsyncExitStack() as stack:
         channel = open_channel(address)
         stack.push_async_callback(channel.close)
-        admissions = Admissions(SchedulerStub(channel), "gw", patience_s)
+        admissions = Admissions(SchedulerStub(channel), "gw", address, patience_s)
         running = asyncio.ensure_future(admissions.run())
         try:
             yield admissions
@@ -56,7 +56,9 @@ async def test_who_waits_is_told_when_the_scheduler_stays_away() -> None:
         await until(lambda: bool(heard))
         failure = heard[0]
         assert isinstance(failure, AdmissionFailed)
-        assert (failure.attempt, failure.error.message) == (1, "the scheduler cannot be reached")
+        assert failure.attempt == 1
+        assert failure.error.message.startswith("the scheduler at 127.0.0.1:")
+        assert "(TORCHRELAY_SCHEDULER_ADDRESS) cannot be reached" in failure.error.message
         assert admissions.num_open == 0
 
 

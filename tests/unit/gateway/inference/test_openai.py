@@ -57,6 +57,28 @@ def test_sampling_as_given_and_as_by_default() -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "field", "said"),
+    [
+        (chat(messages=[{"role": "usr", "content": "c"}]), "messages", "messages[0].role is 'usr'"),
+        (
+            chat(messages=[{"role": "user", "content": "c"}, {"role": "system"}]),
+            "messages",
+            "messages[1] of role system",
+        ),
+        (chat(messages=[{"role": "user", "content": None}]), "messages", "has no content"),
+        (chat(messages=[{"role": "user", "content": []}]), "messages", "has no content"),
+        (chat(max_token=5), "max_token", "max_token is not known: is max_tokens meant?"),
+        (chat(temperatur=1), "temperatur", "is temperature meant?"),
+    ],
+)
+def test_slips_in_a_chat_name_their_field(body: bytes, field: str, said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        ask_of_chat(decode_chat(body))
+    assert caught.value.field == field
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
     ("body", "field"),
     [
         (b"{}", "model"),

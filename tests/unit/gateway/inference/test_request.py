@@ -182,7 +182,7 @@ async def test_release_tells_where_the_time_went(world: World) -> None:
     await ask(world, 4)
     await until(lambda: len(world.scheduler.releases) == 1)
     release = world.scheduler.releases[0]
-    assert [phase.name for phase in release.phases] == ["queue", "first_token", "prefill"]
+    assert [phase.name for phase in release.phases] == ["prepare", "queue", "first_token", "decode", "prefill"]
     assert all(phase.end_unix_us >= phase.begin_unix_us > 0 for phase in release.phases)
     assert release.ttft_s > 0
     assert release.num_output_tokens == 4

@@ -66,6 +66,7 @@ async def test_errors_keep_class_and_field(world: World, stub: Any) -> None:
     assert isinstance(await error_of(request(model="nobody/none")), NotFound)
     for made, field in (
         (request(n=0), "n"),
+        (pb.GenerateRequest(model="echo", chat=pb.Messages(messages=[pb.Message(role="usr")])), "messages"),
         (request(n=99), "n"),
         (request(temperature=3), "temperature"),
         (request(top_p=0), "top_p"),

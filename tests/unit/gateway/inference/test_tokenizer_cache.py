@@ -34,7 +34,7 @@ async def files(store: EchoStore) -> AsyncIterator[StoreFiles]:
     async with AsyncExitStack() as stack:
         channel = open_channel(store.address)
         stack.push_async_callback(channel.close)
-        yield StoreFiles(ParamStoreStub(channel))
+        yield StoreFiles(ParamStoreStub(channel), store.address)
 
 
 async def test_askers_share_one_load(store: EchoStore, files: StoreFiles) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.gateway.conftest import Parts
 from tests.unit.gateway.scripted import ScriptedStore, serving_scheduler, serving_store
+from torchrelay.gateway.catalogue import Scaling
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.front import Front, Receive, Scope, Send
 from torchrelay.gateway.http_server import http_server
@@ -65,8 +66,8 @@ async def door(parts: Parts) -> AsyncIterator[Door]:
 
     async with AsyncExitStack() as stack:
         store = ScriptedStore()  # type: ignore[abstract]
-        store_client = StoreClient(await stack.enter_async_context(serving_store(store)))
-        scheduler = SchedulerClient(await stack.enter_async_context(serving_scheduler()))
+        store_client = StoreClient(await stack.enter_async_context(serving_store(store)), "store:1")
+        scheduler = SchedulerClient(await stack.enter_async_context(serving_scheduler()), "scheduler:1")
         services = Services(
             database=parts.database,
             tenants=parts.tenants,
@@ -75,6 +76,7 @@ async def door(parts: Parts) -> AsyncIterator[Door]:
             prices=parts.prices,
             uploads=Uploads(parts.database, parts.catalogue, store_client),
             scheduler=scheduler,
+            default_scaling=Scaling(60.0, 8),
             model_changed=model_changed,
         )
         app = Front(_tokens, make_app(services), max_body_bytes=64 << 10)

@@ -46,3 +46,16 @@ async def test_the_admin_must_say_which_tenant(door: Door) -> None:
     reply = await door.admin.post("/v1/keys", json={})
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tenant")
     assert (await door.admin.post("/v1/keys", json={"tenant": "absent"})).status_code == 404
+
+
+async def test_limits_of_a_tenant_are_changed_one_by_one(door: Door) -> None:
+    await door.admin.post("/v1/tenants", json={"name": "zoo", "storage_quota_bytes": 10, "budget_nano": 5})
+    raised = (await door.admin.patch("/v1/tenants/zoo", json={"budget_nano": 9})).json()
+    assert (raised["budget_nano"], raised["storage_quota_bytes"]) == (9, 10)
+    freed = (await door.admin.patch("/v1/tenants/zoo", json={"storage_quota_bytes": None})).json()
+    assert (freed["budget_nano"], freed["storage_quota_bytes"]) == (9, None)
+    assert (await door.admin.patch("/v1/tenants/zoo", json={})).json() == freed
+    assert (await door.admin.patch("/v1/tenants/absent", json={"budget_nano": 9})).status_code == 404
+    wrong = await door.admin.patch("/v1/tenants/zoo", json={"budget_nano": -1})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "budget_nano")
+    assert (await door.acme.patch("/v1/tenants/acme", json={"budget_nano": 9})).status_code == 403

@@ -10,7 +10,8 @@ async def test_a_model_is_found_by_both_names_changed_and_deleted(door: Door) ->
     assert (await door.acme.get("/v1/models/glossary")).json() == model
     assert (await door.acme.get("/v1/models/acme%2Fglossary")).json() == model  # as the openai client writes it
     changed = (await door.acme.patch("/v1/models/glossary", json={"idle_timeout_s": 1.5})).json()
-    assert changed == model | {"idle_timeout_s": 1.5}
+    assert (model["idle_timeout_s"], model["effective_idle_timeout_s"], model["effective_max_instances"]) == (0, 60, 8)
+    assert changed == model | {"idle_timeout_s": 1.5, "effective_idle_timeout_s": 1.5}
     gone = await door.acme.delete("/v1/models/acme/glossary")
     assert gone.json() == {"id": "acme/glossary", "object": "model", "deleted": True}
     assert (await door.acme.get("/v1/models/glossary")).status_code == 404

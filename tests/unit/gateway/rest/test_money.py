@@ -60,6 +60,10 @@ async def test_prices_are_added_and_listed_with_their_intervals(door: Door) -> N
         (first["id"], "acme/glossary", "2999-01-01T00:00:00+00:00"),
         (second["id"], "acme/glossary", None),
     ]
+    await door.admin.put("/v1/prices", json=row | {"model": "zoo/secret"})
+    of_acme = (await door.acme.get("/v1/prices")).json()  # its own models' and the default, nobody else's
+    assert (of_acme["data"], of_acme["currency"]) == (listed, "USD")
+    assert (await door.acme.put("/v1/prices", json=row)).status_code == 403
     wrong = await door.admin.put("/v1/prices", json=row | {"valid_from": "2020-01-01"})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "valid_from")
     assert (await door.admin.put("/v1/prices", json=row | {"model": "glossary"})).status_code == 400

@@ -16,6 +16,7 @@ from torchrelay.cli.access import HomeOption, KeyOption, UrlOption, tenant_acces
 from torchrelay.cli.chatting import Answer, ChatEvent, Message, stream_chat
 from torchrelay.cli.client import Client
 from torchrelay.cli.problems import Problem
+from torchrelay.cli.wrapping import WordWrap
 
 EXAMPLE = """Example:  torchrelay chat acme/glossary "What is a cold start?"
 
@@ -92,14 +93,19 @@ class Conversation:
         return is_whole
 
     def _show(self, events: Iterator[ChatEvent], answer: Answer) -> None:
-        with self._err.status("thinking") as status:
-            for event in events:
-                answer.add(event)
-                if event.text:
-                    status.stop()
-                    write(event.text)
-                elif event.is_waiting:
-                    status.update("waiting for a place, or for the model to wake", spinner_style="yellow")
+        wrap = WordWrap(self._out.width) if sys.stdout.isatty() else None
+        try:
+            with self._err.status("thinking") as status:
+                for event in events:
+                    answer.add(event)
+                    if event.text:
+                        status.stop()
+                        write(event.text if wrap is None else wrap.feed(console.printable(event.text)))
+                    elif event.is_waiting:
+                        status.update("waiting for a place, or for the model to wake", spinner_style="yellow")
+        finally:
+            if wrap is not None:
+                write(wrap.rest())
 
 
 def write(text: str) -> None:

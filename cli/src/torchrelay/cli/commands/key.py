@@ -27,7 +27,11 @@ app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 @app.command(epilog="Example:  torchrelay key create --tenant acme --name laptop")
 def create(
     tenant: Annotated[
-        str | None, typer.Option(help="Whose key; made when there is no such tenant. Needs the admin key.")
+        str | None,
+        typer.Option(
+            help="Whose key; made when there is no such tenant. Needs the admin key. By default the tenant of the "
+            "key at hand: --key, $TORCHRELAY_API_KEY, or the one saved here."
+        ),
     ] = None,
     name: Annotated[str, typer.Option(help="A label to know the key by.")] = "",
     requests_per_minute: Annotated[int | None, typer.Option(min=1, help="Rate limit; none by default.")] = None,

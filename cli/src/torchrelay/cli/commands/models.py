@@ -1,18 +1,38 @@
-"""`torchrelay models`: what is published."""
+"""`torchrelay models`: what is published, how it scales, and its end."""
 
 from __future__ import annotations
 
+import sys
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
 
 from torchrelay.cli import console
 from torchrelay.cli.access import HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.console import NARROW, Columns, Fitted
+from torchrelay.cli.problems import Problem
 
-EXAMPLE = "Example:  torchrelay models"
+EXAMPLE = "Example:  torchrelay models\n\nSleep sooner:  torchrelay models set glossary --idle-timeout-s 30"
+app = typer.Typer(invoke_without_command=True)
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="TENANT/MODEL, or MODEL of your own.")]
 
 
-def models(home: HomeOption = None, url: UrlOption = None, key: KeyOption = None, as_json: JsonOption = False) -> None:
-    """List the models this key may call (with the admin key: all)."""
+@app.callback()
+def models(
+    context: typer.Context,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: KeyOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the models this key may call (with the admin key: all); set or delete one."""
+    if context.invoked_subcommand is not None:
+        sources = [context.get_parameter_source(name) for name in context.params]
+        if any(source is not None and source.name == "COMMANDLINE" for source in sources):
+            raise typer.BadParameter(f"give options behind {context.invoked_subcommand!r}, not before it")
+        return
     with tenant_access(home, url, key).client() as client:
         listed = client.call("GET", "/v1/models")
     if as_json:
@@ -23,21 +43,78 @@ def models(home: HomeOption = None, url: UrlOption = None, key: KeyOption = None
         console.out().print(models_table(listed["data"]))
 
 
-def models_table(models: list[dict[str, Any]]) -> Any:
+def models_table(models: list[dict[str, Any]]) -> Fitted:
+    """A line per model; a narrow terminal gets what is asked for most."""
+    return Fitted(lambda width: _table(models, is_small=width < NARROW))
+
+
+def _table(models: list[dict[str, Any]], is_small: bool) -> Columns:
     numbers = ("size", "context", "idle s", "max")
-    made = console.table(
-        "model", "version", "architecture", "dtype", "size", "context", "idle s", "max", "published", right=numbers
-    )
+    columns = ("model", "version", "architecture", "dtype", *numbers, "published")
+    spared = ("version", "architecture", "dtype") if is_small else ()
+    made = Columns(*columns, right=numbers, whole=("model", "published"), without=spared, is_narrow=True)
     for model in models:
-        made.add_row(
+        made.add_line(
             model["id"],
             model["version"][:12],
             model["architecture"],
             model["dtype"],
             console.sized(model["size_bytes"]),
             f"{model['context_length']:,}",
-            f"{model['idle_timeout_s']:g}" if model.get("idle_timeout_s") else "default",
-            str(model["max_instances"]) if model.get("max_instances") else "default",
-            datetime.fromtimestamp(model["created"]).strftime("%Y-%m-%d %H:%M"),
+            *_scaling(model),
+            datetime.fromtimestamp(model["created"]).strftime("%Y-%m-%d" if is_small else "%Y-%m-%d %H:%M"),
         )
     return made
+
+
+def _scaling(model: dict[str, Any]) -> tuple[str, str]:
+    """Idle seconds and most instances, and whether they are the platform's choice."""
+    idle_s, most = model["effective_idle_timeout_s"], model["effective_max_instances"]
+    return (
+        f"{idle_s:g}" if model["idle_timeout_s"] else f"{idle_s:g} (default)",
+        f"{most}" if model["max_instances"] else f"{most} (default)",
+    )
+
+
+@app.command("set", epilog="Example:  torchrelay models set glossary --idle-timeout-s 30")
+def set_model(
+    name: NameArgument,
+    idle_timeout_s: Annotated[
+        float | None, typer.Option(min=0, help="Idle seconds until it goes to zero; 0: the platform's default.")
+    ] = None,
+    max_instances: Annotated[
+        int | None, typer.Option(min=0, help="Most instances per role; 0: the platform's default.")
+    ] = None,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Change how a model scales; its version stays.
+
+    Instances that run now hear of it with the model's next request.
+    """
+    settings = {"idle_timeout_s": idle_timeout_s, "max_instances": max_instances}
+    wanted = {field: value for field, value in settings.items() if value is not None}
+    if not wanted:
+        raise Problem("there is nothing to set", "give --idle-timeout-s or --max-instances")
+    with tenant_access(home, url, key).client() as client:
+        model = client.call("PATCH", f"/v1/models/{quote(name)}", json=wanted)
+    idle_s, most = _scaling(model)
+    console.out().print(f"[bold]{model['id']}[/]: idle s {idle_s}, max instances per role {most}")
+    console.err().print("[dim]instances that run now hear of it with the model's next request[/]")
+
+
+@app.command(epilog="Example:  torchrelay models delete glossary")
+def delete(
+    name: NameArgument,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    home: HomeOption = None,
+    url: UrlOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Take a model out of the catalogue; running requests end well, new ones are refused. The bill stays."""
+    if not yes and sys.stdin.isatty() and not typer.confirm(f"delete {name}?", err=True):
+        raise typer.Exit(1)
+    with tenant_access(home, url, key).client() as client:
+        gone = client.call("DELETE", f"/v1/models/{quote(name)}")
+    console.out().print(f"deleted {gone['id']}")

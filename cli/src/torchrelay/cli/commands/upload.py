@@ -22,7 +22,7 @@ from rich.text import Text
 from torchrelay.cli import console
 from torchrelay.cli.access import Access, HomeOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.model_check import check_folder, check_name
-from torchrelay.cli.problems import Problem
+from torchrelay.cli.problems import Problem, Refused
 from torchrelay.cli.uploading import UploadMemory
 
 EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
@@ -80,10 +80,32 @@ def upload(
     full_name = _model_name(access, folder, name)
     check_name(full_name)
     check_folder(folder)
+    before = _version_before(access, full_name)
     model = _run(access, folder, full_name, chosen)
     facts = f"{model['architecture']}, {model['dtype']}, {console.sized(model['size_bytes'])}"
-    console.out().print(f"[bold green]published[/] {model['id']}  [dim]({facts})[/]")
+    what = "unchanged" if model["version"] == before else "published"
+    console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")
     console.err().print(f"[dim]talk to it: torchrelay chat {model['id']}[/]")
+
+
+def _version_before(access: Access, name: str) -> str | None:
+    """The version that the name stands for until now. Raises ``Problem`` when the model cannot be this key's."""
+    tenant, slash, _ = name.rpartition("/")
+    with access.client() as client:
+        if slash and access.is_admin:
+            if tenant not in [one["name"] for one in client.call("GET", "/v1/tenants")["data"]]:
+                raise Problem(f"there is no tenant {tenant!r}", f"make it: torchrelay tenant create {tenant}")
+        elif slash:
+            own = client.call("GET", "/v1/keys")["data"][0]["tenant"]  # the key that asks is among them
+            if tenant != own:
+                raise Problem(f"this key is of {own}, not of {tenant}", f"give --name {own}/..., or a key of {tenant}")
+        try:
+            version: str = client.call("GET", f"/v1/models/{name}")["version"]
+        except Refused as refused:
+            if refused.status != 404:
+                raise
+            return None
+    return version
 
 
 def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:

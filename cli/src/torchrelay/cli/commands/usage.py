@@ -14,7 +14,7 @@ from torchrelay.cli.access import Access, HomeOption, JsonOption, KeyOption, Url
 from torchrelay.cli.problems import Problem
 
 USAGE_EXAMPLE = "Example:  torchrelay usage --by day --from 2026-11-01"
-BILL_EXAMPLE = "Example:  torchrelay bill --period 2026-11"
+BILL_EXAMPLE = "Example:  torchrelay bill --month 2026-11"
 _NUMBERS = ("requests", "prompt", "cached", "output", "cost", "amount")
 
 TenantOption = Annotated[str | None, typer.Option(help="With the admin key: of this tenant.")]
@@ -63,7 +63,9 @@ def usage_table(found: dict[str, Any], by: str) -> Table:
 
 
 def bill(
-    period: Annotated[str | None, typer.Option(help="Month, such as 2026-11; this one by default (UTC).")] = None,
+    month: Annotated[
+        str | None, typer.Option("--month", "--period", help="Such as 2026-11; this one by default (UTC).")
+    ] = None,
     tenant: TenantOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
@@ -74,7 +76,7 @@ def bill(
     access = _access(home, url, key, tenant)
     if access.is_admin and not tenant:
         raise Problem("the admin key must say whose bill", "name the tenant: --tenant NAME")
-    wanted = {"period": period or datetime.now(UTC).strftime("%Y-%m"), "tenant": tenant}
+    wanted = {"period": month or datetime.now(UTC).strftime("%Y-%m"), "tenant": tenant}
     with access.client() as client:
         found = client.call("GET", "/v1/bill", params=_given(wanted))
     if as_json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -15,13 +17,29 @@ from torchrelay.cli.up.options import UpOptions
 EXAMPLE = "Example:  torchrelay up --home /srv/torchrelay --http-port 8080"
 
 
+class LogLevel(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+def check_device(device: str) -> str:
+    """``device`` itself. Raises ``typer.BadParameter`` when it is neither the CPU nor a CUDA device."""
+    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
+        raise typer.BadParameter(f"{device!r} is no device: give cpu, or cuda:N with the GPU's number")
+    return device
+
+
 def up(
     home: HomeOption = None,
     host: Annotated[
         str, typer.Option(help="Address of the tenants' door; 0.0.0.0: all. The rest stays on loopback.")
     ] = "127.0.0.1",
-    http_port: Annotated[int, typer.Option(help="REST port; 0: the last one of this home, else 8080, else any.")] = 0,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0: any free one.")] = 0,
+    http_port: Annotated[
+        int, typer.Option(min=0, max=65535, help="REST port; 0: the last one of this home, else 8080, else any.")
+    ] = 0,
+    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0: any free one.")] = 0,
     prefill_workers: Annotated[int, typer.Option(min=0, help="Workers for prompts.")] = 1,
     decode_workers: Annotated[int, typer.Option(min=0, help="Workers for the tokens after the first.")] = 1,
     both_workers: Annotated[int, typer.Option(min=0, help="Workers that play both roles.")] = 0,
@@ -31,9 +49,9 @@ def up(
         float, typer.Option(min=0, help="Idle seconds until a model goes to zero; 0: default.")
     ] = 0,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads per worker; 0: one per core.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, or cuda:N.")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, or cuda:N.", callback=check_device)] = "cpu",
     tls: Annotated[bool, typer.Option("--tls", help="TLS between the services, with certificates made here.")] = False,
-    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    log_level: Annotated[LogLevel, typer.Option(help="What the services log.")] = LogLevel.info,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not say what to do next.")] = False,
 ) -> None:
     """Start the platform on this machine; Ctrl-C stops it.
@@ -59,7 +77,7 @@ def up(
         idle_timeout_s=idle_timeout_s,
         threads=threads,
         device=device,
-        log_level=log_level,
+        log_level=log_level.value,
         tls=tls,
     )
     from torchrelay.cli.up.running import run_up  # imports gRPC: not for `torchrelay --help`

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console
 from rich.status import Status
@@ -12,6 +15,25 @@ from rich.text import Text
 from torchrelay.cli.console import show_problem
 from torchrelay.cli.home import DEFAULT_HOME, Home
 from torchrelay.cli.problems import Problem
+
+EXAMPLE_MODEL = "examples/glossary/model"
+
+
+def next_steps(folder: Path, venv: Path | None) -> list[str]:
+    """What to type next, by someone who has just opened a terminal in ``folder``; within the repository as it lies."""
+    steps = []
+    if venv is not None:
+        shown = venv.relative_to(folder) if venv.is_relative_to(folder) else venv
+        steps.append(f". {shlex.quote(str(shown / 'bin' / 'activate'))}")
+    has_example = (folder / EXAMPLE_MODEL).is_dir()
+    model, name = (EXAMPLE_MODEL, "glossary") if has_example else ("DIR", "mine")
+    question = ' "What is a relay?"' if has_example else ""
+    return [
+        *steps,
+        "torchrelay key create --tenant acme",
+        f"torchrelay upload {model} --name {name}",
+        f"torchrelay chat {name}{question}",
+    ]
 
 
 class Herald:
@@ -62,7 +84,8 @@ class Herald:
         show("\nNext, in another terminal:\n")
         if self._home.path != DEFAULT_HOME.absolute():
             show(f"  export TORCHRELAY_HOME={self._home.path}", soft_wrap=True)
-        show("  torchrelay key create --tenant acme\n  torchrelay upload DIR --name mine\n  torchrelay chat mine")
+        for line in next_steps(Path.cwd(), Path(sys.prefix) if sys.prefix != sys.base_prefix else None):
+            show(f"  {line}", soft_wrap=True, markup=False)
         show("\nCtrl-C stops everything.\n")
 
     def stopping(self) -> None:

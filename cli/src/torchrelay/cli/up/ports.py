@@ -43,7 +43,7 @@ class Ports:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
-            except OSError:
+            except (OSError, UnicodeError):  # an address nobody has, or that is none at all
                 return None
             bound: int = probe.getsockname()[1]
         return bound if self._claim(bound) else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from torchrelay.cli.console import out
 from torchrelay.cli.home import Home
+from torchrelay.cli.up.elsewhere import check_elsewhere
 from torchrelay.cli.up.herald import Herald
 from torchrelay.cli.up.options import UpOptions
 from torchrelay.cli.up.ports import Ports
@@ -22,6 +24,7 @@ async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None
     """Runs the platform until SIGINT or SIGTERM; a second signal ends it at once. ``is_quiet``: without advice."""
     home.make()
     with home.owned(), closing(Ports()) as ports:
+        await check_elsewhere(os.environ)
         stack = StackPlan(home, options, ports, tls_of_install(home, options)).stack()
         herald = Herald(home, out(), is_quiet=is_quiet)
         if stack.missed_http_port:

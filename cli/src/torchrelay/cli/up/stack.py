@@ -206,4 +206,6 @@ class StackPlan:
             "TORCHRELAY_HTTP_PORT": str(self._http_port),
             "TORCHRELAY_GRPC_PORT": str(self._grpc_port),
         }
+        if self._options.idle_timeout_s:  # what the scheduler does, tenants are told
+            env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
         return self._service("gateway", "torchrelay-gateway", env, is_door=True)

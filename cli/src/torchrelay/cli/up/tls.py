@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.options import UpOptions
-from torchrelay.common.settings import ServiceSettings
+from torchrelay.common.settings import ServiceSettings, complaints
 from torchrelay.common.tls import TlsFiles
 
 
@@ -19,9 +19,7 @@ def tls_of_install(home: Home, options: UpOptions) -> TlsFiles | None:
     try:
         named = ServiceSettings().tls_files
     except ValidationError as error:
-        raise Problem(
-            error.errors()[0]["msg"], "mend the TORCHRELAY_ variables of this shell, or unset them"
-        ) from error
+        raise Problem(complaints(error)[0], "mend the TORCHRELAY_ variables of this shell, or unset them") from error
     if named is not None or not options.tls:
         return named
     from torchrelay.cli.up.certificates import ensure_certificates  # imports cryptography: only who needs it pays

@@ -1,4 +1,4 @@
-"""gRPC set-up shared by all services: servers with health and error mapping, channels with keep-alive.
+"""gRPC set-up shared by all services: servers with health and error mapping, channels with keep-alive, TLS by setting.
 
 A ``TorchrelayError`` raised by a servicer becomes its gRPC status, with its code, field and retry time in the trailing
 metadata; ``error_from_rpc`` turns it back on the other side, so both ends speak of the same class.
@@ -14,6 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, error_class
+from torchrelay.common.tls import CLUSTER_NAME, Tls
 
 MAX_MESSAGE_BYTES = 8 << 20
 _OPTIONS = [
@@ -37,9 +38,22 @@ _CHANNEL_OPTIONS = [
 _CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A lazy channel to ``host:port``; it reconnects by itself."""
-    return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+# A peer's certificate names the cluster, not the address it is reached at.
+_TLS_OPTIONS = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", CLUSTER_NAME)]
+
+
+def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
+    """A lazy channel to ``host:port``; it reconnects by itself. ``tls``: how this process shows itself; None: plain."""
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=_TLS_OPTIONS)
+
+
+def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
+    """The same for programs without an event loop."""
+    if tls is None:
+        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return grpc.secure_channel(address, tls.channel_credentials(), options=_TLS_OPTIONS)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
@@ -118,14 +132,19 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchrelayE
 
 
 class RpcServer:
-    """A gRPC server with health checking; ``port`` is known after ``start()``."""
+    """A gRPC server with health checking, at ``port``. With ``tls`` it serves only peers of the same cluster."""
 
-    def __init__(self, host: str, port: int = 0) -> None:
+    def __init__(self, host: str, port: int = 0, tls: Tls | None = None) -> None:
         self.server = grpc.aio.server(interceptors=(_ErrorMapping(),), options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._host = host
-        self.port = self.server.add_insecure_port(f"{host}:{port}")
+        address = f"{host}:{port}"
+        self.port = (
+            self.server.add_insecure_port(address)
+            if tls is None
+            else self.server.add_secure_port(address, tls.server_credentials())
+        )
 
     async def start(self) -> None:
         """Serves, and says so to health checks."""

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -19,6 +19,8 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+
+from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 
 
 class ServiceSettings(BaseSettings):
@@ -40,6 +42,14 @@ class ServiceSettings(BaseSettings):
     ready_file: Path | None = Field(
         None, description="Where this process writes its addresses as JSON once it serves; removed at its end."
     )
+    tls_ca_file: Path | None = Field(
+        None,
+        description="PEM of the cluster's CA: with the two below, TLS between all processes; none of the three: plain.",
+    )
+    tls_cert_file: Path | None = Field(
+        None, description="PEM of this process's certificate, which names torchrelay.internal."
+    )
+    tls_key_file: Path | None = Field(None, description="PEM of the certificate's key, unencrypted.")
     log_level: str = Field("info", description="debug, info, warning or error.")
     log_format: str = Field("json", description="json, or console for people.")
     trace_file: Path | None = Field(None, description="Append finished spans to this file, one JSON object a line.")
@@ -50,6 +60,30 @@ class ServiceSettings(BaseSettings):
     def reach_host(self) -> str:
         """The address others reach this process at."""
         return self.advertise_host or self.host
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """None: TLS is off. Raises ``TlsUnusable`` when only some of the files are named."""
+        ca, cert, key = self.tls_ca_file, self.tls_cert_file, self.tls_key_file
+        if ca is not None and cert is not None and key is not None:
+            return TlsFiles(ca, cert, key)
+        fields = {"tls_ca_file": ca, "tls_cert_file": cert, "tls_key_file": key}
+        missing = [f"TORCHRELAY_{name.upper()}" for name, path in fields.items() if path is None]
+        if len(missing) == len(fields):
+            return None
+        raise TlsUnusable(f"TLS needs all of its three files or none: set {' and '.join(missing)}, or unset the rest")
+
+    @property
+    def tls(self) -> Tls | None:
+        """The identity of this process among its peers, read from the files now; None: TLS is off."""
+        files = self.tls_files
+        return None if files is None else Tls(files)
+
+    @model_validator(mode="after")
+    def _tls_is_usable(self) -> Self:
+        if (tls := self.tls) is not None:
+            tls.check()
+        return self
 
     @classmethod
     def settings_customise_sources(
@@ -80,7 +114,16 @@ def load_settings(settings_cls: type[S], program: str, args: list[str] | None = 
     try:
         return settings_cls(**source())
     except ValidationError as error:
-        for fault in error.errors():
-            name = ".".join(str(part) for part in fault["loc"])
-            print(f"{program}: {name} (TORCHRELAY_{name.upper()}): {fault['msg']}", file=sys.stderr)
+        for complaint in complaints(error):
+            print(f"{program}: {complaint}", file=sys.stderr)
         raise SystemExit(2) from error
+
+
+def complaints(error: ValidationError) -> list[str]:
+    """What is wrong with the settings, a line per field."""
+    said = []
+    for fault in error.errors():
+        name = ".".join(str(part) for part in fault["loc"])
+        where = f"{name} (TORCHRELAY_{name.upper()}): " if name else ""  # no name: it lies between several fields
+        said.append(where + fault["msg"].removeprefix("Value error, "))
+    return said

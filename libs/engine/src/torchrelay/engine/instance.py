@@ -102,6 +102,7 @@ class Instance:
         tokens = (*group.prompt, *forced, 0)
         if min(tokens) < 0 or max(tokens) >= self.config.vocab_size:
             raise InvalidRequest("a token of the prompt is not in the model's vocabulary", field="prompt")
+        self._check_biases(group)
         self._scheduler.submit(Group.of(group, on_kv))
 
     def adopt(self, group: GroupSpec, layout: KvLayout) -> Adoption:
@@ -112,7 +113,12 @@ class Instance:
         """
         if layout.block_tokens < 1 or layout != KvLayout.of(self.kv_shape, layout.block_tokens, group):
             raise InvalidRequest(f"the KV offered for {group.group_id} does not fit the model and the request")
+        self._check_biases(group)
         return Adoption(group, layout, self._pages, self._scheduler, self.config.vocab_size)
+
+    def _check_biases(self, group: GroupSpec) -> None:
+        if any(not 0 <= token < self.config.vocab_size for token, _ in group.sampling.logit_bias):
+            raise InvalidRequest("a token of logit_bias is not in the model's vocabulary", field="logit_bias")
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
         """Frees the pages of a group, or of one of its choices, at once; no token of it comes any more."""

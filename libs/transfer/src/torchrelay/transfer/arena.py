@@ -20,11 +20,12 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.telemetry import get_logger
 from torchrelay.transfer.arena_file import is_at, open_locked
 from torchrelay.transfer.errors import ArenaCorrupted, ArenaFull, ProtocolViolation, UnknownBuffer
+from torchrelay.transfer.guards import Guard
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.pages import fault_in
 from torchrelay.transfer.ranges import Room, UsedRange, find_room
 from torchrelay.transfer.slab_format import ALIGN_BYTES, SlabFormat, checked_manifest, page_aligned
-from torchrelay.transfer.slab_table import MAX_SLABS, TABLE_BYTES, SlabTable, TableEntry
+from torchrelay.transfer.slab_table import MAX_SLABS, TABLE_BYTES, SlabTable, TableEntry, check_ranges
 from torchrelay.transfer.slabs import Slab
 
 __all__ = ["RECOVERED", "Arena", "ArenaFull"]
@@ -46,6 +47,7 @@ class Arena:
         self._entries: dict[str, TableEntry] = {}
         self._slabs: dict[str, Slab] = {}
         self._pins: dict[str, set[str]] = {}
+        self.guard = Guard()
         self._tick = 0
         self._closed = self._growth_ended = False
         self._lock = threading.RLock()
@@ -120,12 +122,12 @@ class Arena:
         """A growth under way ends after its slice, later ones raise ``ArenaFull``: so ``close`` comes in time."""
         self._growth_ended = True
 
-    def reserve(self, encoded_manifest: bytes, owner: str | None = None) -> Slab:
+    def reserve(self, encoded_manifest: bytes, owner: str | None = None, keep_guarded: bool = False) -> Slab:
         """The place of this pack: the one it has already, or a new, empty one; pinned by ``owner`` if one is named.
 
         Grows when the faulted range has no room but the capacity has; where that is not enough, evicts the least
-        recently used unpinned packs. A slab whose filling failed may be filled again. Raises ``ArenaFull``, and
-        ``ProtocolViolation`` for a bad manifest.
+        recently used unpinned packs; those under guard last, and not at all if ``keep_guarded``. A slab whose filling
+        failed may be filled again. Raises ``ArenaFull``, and ``ProtocolViolation`` for a bad manifest.
         """
         pack_id = pack_id_of(encoded_manifest)
         form = SlabFormat.of(checked_manifest(encoded_manifest), len(encoded_manifest))
@@ -135,7 +137,7 @@ class Arena:
                 num_missing_bytes = 0
                 slab = self.get(pack_id)
                 if slab is None:
-                    room = self._room_for(pack_id, form.num_slab_bytes, end_bytes)
+                    room = self._room_for(pack_id, form.num_slab_bytes, end_bytes, keep_guarded)
                     num_missing_bytes = room.begin + form.num_slab_bytes - self.faulted_bytes
                     if num_missing_bytes <= 0:
                         slab = self._place(pack_id, room, form, encoded_manifest)
@@ -208,7 +210,7 @@ class Arena:
                 raise ArenaCorrupted("the arena's table differs from what this process wrote")
             if self._entries.keys() != self._slabs.keys() or not self._pins.keys() <= self._slabs.keys():
                 raise ArenaCorrupted("slabs, table and pins name different packs")
-            _check_ranges(list(self._entries.values()), self.faulted_bytes, self.capacity_bytes)
+            check_ranges(list(self._entries.values()), self.faulted_bytes, self.capacity_bytes)
             for slab in self._slabs.values():
                 entry = self._entries[slab.pack_id]
                 if (slab.offset, slab.num_slab_bytes) != (entry.begin, entry.num_bytes):
@@ -237,19 +239,21 @@ class Arena:
         self._tick += 1
         return self._tick
 
-    def _room_for(self, pack_id: str, num_bytes: int, end_bytes: int) -> Room:
+    def _room_for(self, pack_id: str, num_bytes: int, end_bytes: int, keep_guarded: bool) -> Room:
         if self._closed:
             raise ArenaFull("the arena is closed")
-        used = [
-            UsedRange(entry.pack_id, entry.begin, entry.end, entry.last_used, entry.pack_id in self._pins)
-            for entry in self._entries.values()
-        ]
+        ranks, used = self.guard.ranks, []
+        for entry in self._entries.values():
+            rank = ranks.get(entry.pack_id)
+            kept = entry.pack_id in self._pins or (keep_guarded and rank is not None)
+            last_used = entry.last_used if rank is None else self._tick + 1 + rank  # the guarded leave after all others
+            used.append(UsedRange(entry.pack_id, entry.begin, entry.end, last_used, kept))
         room = find_room(used, TABLE_BYTES, self.faulted_bytes, end_bytes, num_bytes)
         if room is None:
             pinned = sum(taken.end - taken.begin for taken in used if taken.pinned)
             raise ArenaFull(
                 f"pack {pack_id} needs {num_bytes} bytes in one piece; "
-                f"of the arena's {end_bytes} bytes {pinned} are pinned",
+                f"of the arena's {end_bytes} bytes {pinned} are pinned{' or guarded' if keep_guarded else ''}",
                 field="arena_bytes",
             )
         return room
@@ -274,7 +278,7 @@ class Arena:
         for entry in sorted(self._table.entries(), key=lambda entry: entry.begin):
             self._tick = max(self._tick, entry.last_used)
             try:
-                _check_ranges([*self._entries.values(), entry], self.faulted_bytes, self.capacity_bytes)
+                check_ranges([*self._entries.values(), entry], self.faulted_bytes, self.capacity_bytes)
                 slab = Slab(self, self._memory[entry.begin : entry.end], entry.begin, entry.pack_id)
                 if slab.num_slab_bytes != entry.num_bytes or pack_id_of(slab.head) != entry.pack_id:
                     raise ArenaCorrupted(f"pack {entry.pack_id} is not what lies in its place")
@@ -285,15 +289,3 @@ class Arena:
             self._entries[entry.pack_id] = entry
             self._slabs[entry.pack_id] = slab
             self._pins[entry.pack_id] = {RECOVERED}
-
-
-def _check_ranges(entries: list[TableEntry], faulted_bytes: int, capacity_bytes: int) -> None:
-    if not TABLE_BYTES <= faulted_bytes <= capacity_bytes:
-        raise ArenaCorrupted(f"{faulted_bytes} bytes of {capacity_bytes} cannot be faulted in")
-    free_from = TABLE_BYTES
-    for entry in sorted(entries, key=lambda entry: entry.begin):
-        if entry.begin % ALIGN_BYTES or entry.num_bytes % ALIGN_BYTES or entry.num_bytes <= 0:
-            raise ArenaCorrupted(f"pack {entry.pack_id} does not lie on pages")
-        if entry.begin < free_from or entry.end > faulted_bytes:
-            raise ArenaCorrupted(f"pack {entry.pack_id} overlaps another or lies out of range")
-        free_from = entry.end

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Protocol, runtime_checkable
 
 from blake3 import blake3
 
 from torchrelay.transfer.errors import BufferLost
 
-__all__ = ["Buffer", "BufferLost", "Leased", "MemoryBuffer", "Sink"]
+MOST_READY = 16  # chunks told at once: a sender asks again after each batch
+
+__all__ = ["MOST_READY", "Buffer", "BufferLost", "Leased", "MemoryBuffer", "Sink"]
 
 
 class Buffer(Protocol):
@@ -43,6 +45,17 @@ class Buffer(Protocol):
         """True: ready (verified). False: not yet. Raises ``BufferLost`` when it will never come."""
         ...
 
+    def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
+        """The first few of these chunks that are ready, at most ``MOST_READY``; waits while there is none.
+
+        Raises ``BufferLost`` when there never will be one.
+        """
+        ...
+
+    def marks(self) -> bytes:
+        """One byte for each chunk: 1 if it is known to be ready. Does not block."""
+        ...
+
 
 @runtime_checkable
 class Leased(Protocol):
@@ -67,7 +80,9 @@ class Sink(Protocol):
         ...
 
     def accept(self, index: int) -> None:
-        """The chunk is complete and verified. Called once for each, in order of arrival."""
+        """The chunk is complete and verified. Called once for each, by the thread that received it: several, if
+        several sources are followed.
+        """
         ...
 
 
@@ -129,6 +144,21 @@ class MemoryBuffer:
             if self._error is not None:
                 raise BufferLost(self._error.message)
             return False
+
+    def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
+        def ready() -> list[int]:
+            return list(islice((index for index in indices if self._published[index]), MOST_READY))
+
+        if found := ready():
+            return found
+        with self._changed:
+            self._changed.wait_for(lambda: ready() or self._error is not None, timeout_s)
+            if not (found := ready()) and self._error is not None:
+                raise BufferLost(self._error.message)
+            return found
+
+    def marks(self) -> bytes:
+        return bytes(self._published)
 
     def fail(self, error: Exception | str) -> None:
         """The chunks not yet published will never come: everybody who waits gets ``BufferLost``."""

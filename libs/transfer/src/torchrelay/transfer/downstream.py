@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
+import threading
 import time
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,10 +19,11 @@ from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.telemetry import get_logger
 from torchrelay.transfer.buffers import Buffer, Leased
-from torchrelay.transfer.errors import ProtocolViolation, RangeRefused, WrongReceiver
+from torchrelay.transfer.errors import ProtocolViolation, RangeRefused, SourceClosed, WrongReceiver
 from torchrelay.transfer.frames import FrameStream
 from torchrelay.transfer.tickets import CHALLENGE_BYTES, PROOF_BYTES, Ticket, check, prove
-from torchrelay.transfer.transport import Connection
+from torchrelay.transfer.transport import Connection, TransferClass
+from torchrelay.transfer.wanted import Wanted
 from torchrelay.transfer.wire import (
     MAX_HELLO_BYTES,
     MAX_WANT_BYTES,
@@ -30,13 +34,16 @@ from torchrelay.transfer.wire import (
     decode_hello,
     encode,
     pack_header,
+    pack_marks,
+    pack_wanted,
     unpack_wanted,
 )
 
 HANDSHAKE_S = 10.0  # a peer that has not said in this time who it is and what it wants is sent away
-BATCH_BYTES = 1 << 20  # small chunks that are ready leave in one system call
-BATCH_PARTS = 256  # a header and a chunk are two
-WAIT_S = 0.1  # how soon a stream that waits for a chunk notices that it was aborted
+BATCH_BYTES = 256 << 10  # small chunks that are ready leave in one system call
+LOOK_S = (
+    0.02  # how soon a stream that waits for a chunk sees that another was asked for; how often it tells what it got
+)
 ALIVE_S = (0.02, 10.0)  # what a follower may ask for
 log = get_logger(__name__)
 
@@ -56,15 +63,19 @@ class Holder:
 
 
 class Downstream:
-    """One follower's stream, in a thread of its own."""
+    """One follower's stream: a thread of its own that sends, and one that reads what the follower asks for."""
 
     def __init__(self, holder: Holder, connection: Connection) -> None:
         self._holder = holder
         self._connection = connection
         self._frames = FrameStream(connection, HANDSHAKE_S, ends_at=time.monotonic() + HANDSHAKE_S)
+        self._wanted = Wanted()
         self._alive_s = ALIVE_S[1]
         self._last_sent = time.monotonic()
+        self._told = bytearray()  # the marks that the follower knows
+        self._told_at = 0.0
         self._aborted = False
+        self._reading: threading.Thread | None = None
 
     def run(self) -> None:
         """The whole stream; a refusal is told to the follower, a follower that has gone ends it quietly."""
@@ -77,23 +88,42 @@ class Downstream:
         except OSError as error:
             log.info("follower_gone", reason=str(error))
         finally:
+            self._frames.abort()
+            if self._reading is not None:
+                self._reading.join()
             self._frames.close()
 
     def abort(self) -> None:
-        """Ends the stream from another thread; it is over within ``WAIT_S``."""
+        """Ends the stream from another thread; it is over within ``LOOK_S``."""
         self._aborted = True
         self._connection.abort()
 
     def _serve(self) -> None:
-        ticket, packed_wanted = self._admit()
-        buffer = self._holder.find(ticket.buffer_id, self._keep_alive)
+        ticket = self._admit()
+        buffer = self._holder.find(ticket.buffer_id, self._while_finding)
         with _leased(buffer):
-            wanted = unpack_wanted(packed_wanted, buffer.num_chunks)
-            _check_range(ticket, buffer, wanted)
-            self._frames.send(FrameKind.HEAD, buffer.head)
-            self._send_chunks(buffer, wanted)
+            self._told = bytearray(buffer.marks())
+            have = pack_marks(self._told)
+            self._connection.send(
+                (
+                    pack_header(FrameKind.HEAD, len(buffer.head)),
+                    buffer.head,
+                    pack_header(FrameKind.HAVE, len(have), buffer.num_chunks),
+                    have,
+                )
+            )
+            self._begin_reading(ticket, buffer)
+            self._send_chunks(buffer)
 
-    def _admit(self) -> tuple[Ticket, bytes]:
+    def _begin_reading(self, ticket: Ticket, buffer: Buffer) -> None:
+        reading = threading.Thread(target=self._read, args=(ticket, buffer), name="wants", daemon=True)
+        try:
+            reading.start()
+        except RuntimeError as error:  # the system gives no thread more
+            raise ConnectionAbortedError(str(error)) from error
+        self._reading = reading
+
+    def _admit(self) -> Ticket:
         hello = decode_hello(self._frames.receive(FrameKind.HELLO, MAX_HELLO_BYTES))
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ProtocolViolation(f"protocol version {hello.protocol_version}; this holder speaks {PROTOCOL_VERSION}")
@@ -102,42 +132,84 @@ class Downstream:
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
         self._frames.send(FrameKind.CHALLENGE, prove(session, b"holder", hello.challenge) + challenge)
         proof = self._frames.receive(FrameKind.PROOF, PROOF_BYTES)
-        # Read before judging: a refusal sent with bytes still unread would be lost in TCP's reset.
-        packed_wanted = self._frames.receive(FrameKind.WANT, MAX_WANT_BYTES)
         proven = hmac.compare_digest(proof, prove(session, b"receiver", challenge))
         if hello.receiver_id != ticket.receiver_id or not proven:
             raise WrongReceiver(f"the ticket is for receiver {ticket.receiver_id!r}, and this is not it")
         self._alive_s = min(max(hello.alive_every_ms / 1000, ALIVE_S[0]), ALIVE_S[1])
-        return ticket, packed_wanted
+        self._connection.set_class(_class_of(hello))
+        return ticket
 
-    def _send_chunks(self, buffer: Buffer, wanted: list[int]) -> None:
-        position = 0
-        while position < len(wanted):
-            self._await_ready(buffer, wanted[position])
-            parts: list[bytes | memoryview] = []
-            num_bytes = 0
-            while position < len(wanted) and num_bytes < BATCH_BYTES and len(parts) < BATCH_PARTS:
-                index = wanted[position]
-                if not buffer.wait(index, 0.0):
-                    break
+    def _read(self, ticket: Ticket, buffer: Buffer) -> None:
+        """The reading thread: what the follower asks for, until it goes."""
+        frames = FrameStream(self._connection, math.inf)
+        try:
+            allowed = _allowed(ticket, buffer)
+            while True:
+                header = frames.receive_header()
+                runs = unpack_wanted(frames.payload(header, MAX_WANT_BYTES), buffer.num_chunks)
+                if header.kind == FrameKind.WANT:
+                    _check_range(ticket, allowed, runs)
+                    self._wanted.add(runs)
+                elif header.kind == FrameKind.CANCEL:
+                    self._wanted.cancel(runs)
+                else:
+                    raise ProtocolViolation(f"a {header.kind.name} frame came where chunks are asked for")
+        except SourceClosed:
+            self._wanted.end(ConnectionResetError("the follower has closed the stream"))
+        except (TorchrelayError, OSError) as error:
+            self._wanted.end(error)
+
+    def _send_chunks(self, buffer: Buffer) -> None:
+        while True:
+            pending = self._wanted.pending(LOOK_S)
+            ready = buffer.wait_any(pending, min(self._alive_s, LOOK_S)) if pending else []
+            gained = self._gained(buffer)
+            if ready:
+                self._send_some(buffer, ready, gained)
+            elif gained:
+                self._frames.send(FrameKind.GAINED, gained)
+                self._last_sent = time.monotonic()
+            elif pending:
+                self._keep_alive()
+            if self._aborted:
+                raise ConnectionAbortedError("the holder shuts down")
+
+    def _send_some(self, buffer: Buffer, ready: list[int], gained: bytes) -> None:
+        parts: list[bytes | memoryview] = [pack_header(FrameKind.GAINED, len(gained)), gained] if gained else []
+        num_bytes = 0
+        for index in ready:
+            if self._wanted.take(index):
                 chunk = buffer.chunk(index)
                 parts += (pack_header(FrameKind.CHUNK, len(chunk), index, buffer.digest(index)), chunk)
                 num_bytes += len(chunk)
-                position += 1
-            self._connection.send(parts)
-            self._last_sent = time.monotonic()
-            self._holder.count_sent(num_bytes)
+                self._told[index] = 1
+                if num_bytes >= BATCH_BYTES:
+                    break
+        self._connection.send(parts)
+        self._last_sent = time.monotonic()
+        self._holder.count_sent(num_bytes)
 
-    def _await_ready(self, buffer: Buffer, index: int) -> None:
-        while not buffer.wait(index, min(self._alive_s, WAIT_S)):
-            self._keep_alive()
+    def _gained(self, buffer: Buffer) -> bytes:
+        """What has become ready and is neither told nor sent, packed; seldom, and empty if there is nothing."""
+        now = time.monotonic()
+        if now - self._told_at < LOOK_S or 0 not in self._told:
+            return b""
+        self._told_at = now
+        marks = buffer.marks()
+        gained = [index for index, mark in enumerate(marks) if mark and not self._told[index]]
+        for index in gained:
+            self._told[index] = 1
+        return pack_wanted(gained)
 
-    def _keep_alive(self) -> None:
-        """Tells the follower now and then that its holder is slow, not dead; notices when either has gone."""
-        if self._aborted:
-            raise ConnectionAbortedError("the holder shuts down")
+    def _while_finding(self) -> None:
         if self._connection.ended():
             raise ConnectionResetError("the follower has closed the stream")
+        self._keep_alive()
+
+    def _keep_alive(self) -> None:
+        """Tells the follower now and then that its holder is slow, not dead."""
+        if self._aborted:
+            raise ConnectionAbortedError("the holder shuts down")
         if time.monotonic() - self._last_sent >= self._alive_s:
             self._frames.send(FrameKind.ALIVE)
             self._last_sent = time.monotonic()
@@ -163,11 +235,25 @@ def _ticket_of(hello: Hello) -> Ticket:
         raise ProtocolViolation("the ticket cannot be read") from error
 
 
-def _check_range(ticket: Ticket, buffer: Buffer, wanted: Sequence[int]) -> None:
+def _class_of(hello: Hello) -> TransferClass:
+    try:
+        return TransferClass(hello.transfer_class)
+    except ValueError as error:
+        raise ProtocolViolation(f"there is no transfer class {hello.transfer_class}") from error
+
+
+def _allowed(ticket: Ticket, buffer: Buffer) -> range | None:
+    """The chunks that lie wholly within the ticket's bytes; None: all."""
     if ticket.begin == 0 and ticket.end == 0:
-        return
+        return None
     end = ticket.end or buffer.num_bytes
     offsets = list(accumulate((len(buffer.chunk(index)) for index in range(buffer.num_chunks)), initial=0))
+    return range(bisect_left(offsets, ticket.begin), max(bisect_right(offsets, end) - 1, 0))
+
+
+def _check_range(ticket: Ticket, allowed: range | None, wanted: Sequence[int]) -> None:
     for index in wanted:
-        if offsets[index] < ticket.begin or offsets[index + 1] > end:
-            raise RangeRefused(f"the ticket allows bytes [{ticket.begin}, {end}) only; chunk {index} is not in them")
+        if allowed is not None and index not in allowed:
+            raise RangeRefused(
+                f"the ticket allows bytes [{ticket.begin}, {ticket.end or 'end'}) only; chunk {index} is not in them"
+            )

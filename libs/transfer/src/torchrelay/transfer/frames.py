@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 
 from blake3 import blake3
 
@@ -21,15 +22,23 @@ from torchrelay.transfer.wire import (
 )
 
 RECEIVE_BYTES = 512 << 10  # what is hashed while it is still in the processor's cache
+SKIP_BYTES = 64 << 10
 
 
 class Stopped(Exception):
     """The stop event was set."""
 
 
+class LetGo(Exception):
+    """The chunk that is coming in is no longer wanted of this source."""
+
+
 class FrameStream:
     """One end of a stream. ``stall_s`` is how long the other end may be silent; ``ends_at``, a monotonic time, is when
     everything must have been received, however busily it trickles in.
+
+    One thread receives. ``send`` may be called by any. ``watch`` is told of each few bytes of a chunk, and, by 0, about
+    every ``TICK_S`` in which nothing comes; what it raises ends the wait.
     """
 
     def __init__(
@@ -40,64 +49,100 @@ class FrameStream:
         ends_at: float = math.inf,
     ) -> None:
         self._connection = connection
-        self._stall_s = stall_s
+        self.stall_s = stall_s
         self._stop = stop
         self._ends_at = ends_at
         self._header = memoryview(bytearray(HEADER_BYTES))
+        self._sending = threading.Lock()
+        self.watch: Callable[[int], None] = _unwatched
 
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:
         """Sends a small frame."""
-        self._connection.send((pack_header(kind, len(payload)), payload))
+        with self._sending:
+            self._connection.send((pack_header(kind, len(payload)), payload))
 
-    def receive_header(self, starve_s: float = math.inf) -> FrameHeader:
-        """The next frame's header; keep-alive frames are passed over, for at most ``starve_s``.
+    def receive_header(self) -> FrameHeader:
+        """The next frame's header.
 
         Raises ``SourceClosed``, ``SourceStalled``, ``ProtocolViolation``, ``Stopped``, and what the other end gives
         as its reason when it refuses.
         """
-        begin = time.monotonic()
-        while True:
-            self.fill(self._header)
-            header = unpack_header(self._header)
-            if header.kind == FrameKind.REFUSED:
-                raise decode_refusal(self._payload(header, MAX_REFUSAL_BYTES)).error()
-            if header.kind != FrameKind.ALIVE:
-                return header
-            self._payload(header, 0)
-            if time.monotonic() - begin > starve_s:
-                raise SourceStalled(f"the source lives, and has had nothing to send for {starve_s:g} s")
+        self.fill(self._header)
+        header = unpack_header(self._header)
+        if header.kind == FrameKind.REFUSED:
+            raise decode_refusal(self.payload(header, MAX_REFUSAL_BYTES)).error()
+        return header
 
     def receive(self, kind: FrameKind, limit_bytes: int) -> bytes:
-        """The payload of the next frame, which must be of this kind and no longer than the limit."""
+        """The payload of the next frame, which must be of this kind and no longer than the limit; keep-alive frames
+        are passed over.
+        """
         header = self.receive_header()
+        while header.kind == FrameKind.ALIVE and kind != FrameKind.ALIVE:
+            self.payload(header, 0)
+            header = self.receive_header()
         if header.kind != kind:
             raise ProtocolViolation(f"a {header.kind.name} frame came where {kind.name} was due")
-        return self._payload(header, limit_bytes)
+        return self.payload(header, limit_bytes)
 
-    def fill(self, view: memoryview, digest: blake3 | None = None) -> None:
-        """Receives exactly the view's bytes, in place; ``digest`` takes them in as they come."""
-        heard, done = time.monotonic(), 0
+    def fill(self, view: memoryview) -> None:
+        """Receives exactly the view's bytes, in place."""
+        done = 0
         while done < len(view):
+            done += self.take(view[done:])
+
+    def pour(self, view: memoryview, digest: blake3) -> bool:
+        """Receives exactly the view's bytes, in place; ``digest`` takes them in as they come.
+
+        Once ``watch`` raises ``LetGo`` the view is touched no more; what is left is passed over, and False returned.
+        """
+        done = 0
+        try:
+            while done < len(view):
+                num_bytes = self.take(view[done : done + RECEIVE_BYTES])
+                digest.update(view[done : done + num_bytes])
+                done += num_bytes
+                self.watch(num_bytes)
+        except LetGo:
+            self.skip(len(view) - done)
+            return False
+        return True
+
+    def skip(self, num_bytes: int) -> None:
+        """Receives so many bytes, for nobody."""
+        scratch = memoryview(bytearray(min(num_bytes, SKIP_BYTES)))
+        while num_bytes:
+            passed = self.take(scratch[:num_bytes])
+            num_bytes -= passed
+            self.watch(passed)
+
+    def take(self, view: memoryview) -> int:
+        """Receives at least a byte, and at most the view's."""
+        heard = time.monotonic()
+        while True:
             if self._stop is not None and self._stop.is_set():
                 raise Stopped
             if time.monotonic() > self._ends_at:
                 raise SourceStalled("what was due took too long")
             try:
-                num_bytes = self._connection.receive_into(view[done : done + RECEIVE_BYTES])
+                num_bytes = self._connection.receive_into(view)
             except TimeoutError:
-                if time.monotonic() - heard > self._stall_s:
-                    raise SourceStalled(f"nothing was received for {self._stall_s:g} s") from None
+                if time.monotonic() - heard > self.stall_s:
+                    raise SourceStalled(f"nothing was received for {self.stall_s:g} s") from None
+                self.watch(0)
                 continue
             if num_bytes == 0:
                 raise SourceClosed("the connection ended early")
-            if digest is not None:
-                digest.update(view[done : done + num_bytes])
-            heard, done = time.monotonic(), done + num_bytes
+            return num_bytes
+
+    def abort(self) -> None:
+        self._connection.abort()
 
     def close(self) -> None:
         self._connection.close()
 
-    def _payload(self, header: FrameHeader, limit_bytes: int) -> bytes:
+    def payload(self, header: FrameHeader, limit_bytes: int) -> bytes:
+        """What follows a header."""
         if header.num_bytes > limit_bytes:
             raise ProtocolViolation(
                 f"a {header.kind.name} frame of {header.num_bytes} bytes, not at most {limit_bytes}"
@@ -105,3 +150,7 @@ class FrameStream:
         payload = bytearray(header.num_bytes)
         self.fill(memoryview(payload))
         return bytes(payload)
+
+
+def _unwatched(num_bytes: int) -> None:
+    """Nobody looks."""

@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torchrelay.transfer.errors import ArenaCorrupted, ArenaFull
-from torchrelay.transfer.slab_format import page_aligned
+from torchrelay.transfer.slab_format import ALIGN_BYTES, page_aligned
 
 MAX_SLABS = 1023
 _MAGIC = b"TRARENA1"
@@ -44,6 +45,19 @@ class TableEntry:
 def is_table_of(front: bytes, capacity_bytes: int) -> bool:
     """Whether a file that begins so is an arena of this version and size."""
     return front[:_FAULTED_OFFSET] == _HEADER.pack(_MAGIC, _VERSION, MAX_SLABS, capacity_bytes, 0)[:_FAULTED_OFFSET]
+
+
+def check_ranges(entries: Iterable[TableEntry], faulted_bytes: int, capacity_bytes: int) -> None:
+    """Raises ``ArenaCorrupted`` when slabs overlap, or lie out of what is faulted in."""
+    if not TABLE_BYTES <= faulted_bytes <= capacity_bytes:
+        raise ArenaCorrupted(f"{faulted_bytes} bytes of {capacity_bytes} cannot be faulted in")
+    free_from = TABLE_BYTES
+    for entry in sorted(entries, key=lambda entry: entry.begin):
+        if entry.begin % ALIGN_BYTES or entry.num_bytes % ALIGN_BYTES or entry.num_bytes <= 0:
+            raise ArenaCorrupted(f"pack {entry.pack_id} does not lie on pages")
+        if entry.begin < free_from or entry.end > faulted_bytes:
+            raise ArenaCorrupted(f"pack {entry.pack_id} overlaps another or lies out of range")
+        free_from = entry.end
 
 
 class SlabTable:

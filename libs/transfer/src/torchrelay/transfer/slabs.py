@@ -5,15 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
 from blake3 import blake3
 
 from torchrelay.common.errors import NotFound
+from torchrelay.transfer.buffers import MOST_READY
 from torchrelay.transfer.errors import ArenaCorrupted, BufferLost
 from torchrelay.transfer.manifest import Manifest, decode_manifest
 from torchrelay.transfer.slab_format import ALIGN_BYTES, SlabFormat, checked_manifest, read_format
@@ -119,6 +121,21 @@ class Slab:
             if self._error and not self._verified[index]:
                 raise BufferLost(self._error)
             return bool(self._verified[index])
+
+    def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
+        """The first few of these that are verified; waits while there is none. See ``buffers.Buffer``."""
+        if found := list(islice(filter(self.is_verified, indices), MOST_READY)):
+            return found
+        with self._changed:
+            self._changed.wait_for(lambda: self._error or any(self._verified[index] for index in indices), timeout_s)
+            found = list(islice((index for index in indices if self._verified[index]), MOST_READY))
+            if self._error and not found:
+                raise BufferLost(self._error)
+            return found
+
+    def marks(self) -> bytes:
+        """One byte for each chunk, 1: verified by this process."""
+        return bytes(self._verified)
 
     def fail(self, error: Exception | str) -> None:
         """The missing chunks will not come (every source has failed). Verified ones stay good; see ``revive``."""

@@ -6,14 +6,16 @@ import errno
 import os
 import select
 import socket
-import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from torchrelay.common.telemetry import get_logger
-from torchrelay.transfer.transport import TICK_S, Connection, Listener
+from torchrelay.transfer.pacing import PacedSender, can_pace
+from torchrelay.transfer.parts import drop_bytes, views_of
+from torchrelay.transfer.timeouts import set_timeouts
+from torchrelay.transfer.transport import TICK_S, Connection, Listener, TransferClass
 
 SEND_TIMEOUT_S = 30.0  # a peer that takes no byte for so long is given up
 ACCEPT_AGAIN_S = 0.1
@@ -27,12 +29,9 @@ class TcpConnection:
 
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
+        self._sendmsg: Callable[[Sequence[memoryview]], int] = connected.sendmsg
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # Receives and sends have timeouts of their own, so the kernel keeps them, and none costs a poll before each
-        # call.
-        connected.setblocking(True)
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(TICK_S))
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(SEND_TIMEOUT_S))
+        set_timeouts(connected, receive_s=TICK_S, send_s=SEND_TIMEOUT_S)
 
     def receive_into(self, view: memoryview) -> int:
         try:
@@ -41,16 +40,21 @@ class TcpConnection:
             raise TimeoutError("nothing received") from error
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        pending = [memoryview(part) for part in parts if len(part)]
+        pending = views_of(parts)
         while pending:
             try:
-                num_sent = self._socket.sendmsg(pending)
+                num_sent = self._sendmsg(pending)
             except BlockingIOError as error:
                 raise TimeoutError(f"the peer has taken nothing for {SEND_TIMEOUT_S:g} s") from error
-            while pending and num_sent >= len(pending[0]):
-                num_sent -= len(pending.pop(0))
-            if num_sent:
-                pending[0] = pending[0][num_sent:]
+            drop_bytes(pending, num_sent)
+
+    def set_class(self, transfer_class: TransferClass) -> None:
+        if transfer_class == TransferClass.KV:
+            self._sendmsg = self._socket.sendmsg
+            return
+        with suppress(OSError):  # a connection that broke says so when it is used
+            if can_pace(self._socket):
+                self._sendmsg = PacedSender(self._socket, transfer_class).sendmsg
 
     def ended(self) -> bool:
         try:
@@ -139,7 +143,3 @@ def split_address(address: str) -> tuple[str, int]:
 
 def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
-def _timeval(seconds: float) -> bytes:
-    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1_000_000))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -9,8 +10,18 @@ from typing import Protocol
 TICK_S = 0.1  # how long a receive blocks before it lets its caller look around
 
 
+class TransferClass(enum.IntEnum):
+    """What travels, and so what it yields to: each to those before it. The numbers go over the wire."""
+
+    KV = 0  # KV pages and activations: a request waits for them
+    URGENT = 1  # parameters of a model that somebody waits for
+    IDLE = 2  # parameters nobody waits for: cache copies, repairs of the replicator
+
+
 class Connection(Protocol):
-    """A reliable, ordered stream of bytes between two nodes, used by one thread; any may ``abort`` it."""
+    """A reliable, ordered stream of bytes between two nodes. One thread sends, the same or another receives; any may
+    ``abort`` it. Closed when both are done with it.
+    """
 
     def receive_into(self, view: memoryview) -> int:
         """Receives from one byte to the view's length; 0: the peer has ended.
@@ -21,6 +32,12 @@ class Connection(Protocol):
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Sends all parts, without joining them. Raises ``TimeoutError`` when the peer takes nothing for too long."""
+        ...
+
+    def set_class(self, transfer_class: TransferClass) -> None:
+        """How what is sent from now on yields to others on the way. A new connection is of class ``KV``: it yields to
+        none. Called by the thread that sends; harmless on a connection that broke.
+        """
         ...
 
     def ended(self) -> bool:
@@ -50,7 +67,9 @@ class Listener(Protocol):
 class Transport(Protocol):
     """A way to move bytes."""
 
-    def listen(self, host: str, port: int) -> Listener: ...
+    def listen(self, host: str, port: int) -> Listener:
+        """Port 0: a free one."""
+        ...
 
     def connect(self, address: str, timeout_s: float, stop: threading.Event | None = None) -> Connection:
         """Raises ``OSError`` (``TimeoutError`` among them); ``InterruptedError`` when ``stop`` is set meanwhile."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from blake3 import blake3
 
@@ -13,61 +14,103 @@ from torchrelay.transfer.errors import ChunkDamaged, ProtocolViolation, TicketRe
 from torchrelay.transfer.frames import FrameStream, Stopped
 from torchrelay.transfer.sources import Receiver, SourceAddress
 from torchrelay.transfer.tickets import CHALLENGE_BYTES, PROOF_BYTES, prove, unseal
-from torchrelay.transfer.transport import Transport
-from torchrelay.transfer.wire import MAX_HEAD_BYTES, PROTOCOL_VERSION, FrameKind, Hello, encode, pack_wanted
+from torchrelay.transfer.transport import TransferClass, Transport
+from torchrelay.transfer.wire import (
+    MAX_HAVE_BYTES,
+    MAX_HEAD_BYTES,
+    PROTOCOL_VERSION,
+    FrameHeader,
+    FrameKind,
+    Hello,
+    encode,
+    pack_wanted,
+    unpack_marks,
+    unpack_wanted,
+)
 
 ALIVE_PER_STALL = 4  # how many keep-alive frames a waiting holder is asked for in the time that counts as a stall
+ALIVE_EVERY_S = 0.04  # and never less often: by them a holder that has nothing is told from one that is gone
 
 
 class Upstream:
     """An open stream of chunks. ``head`` is the buffer's head; close it when done."""
 
     def __init__(self, frames: FrameStream, head: bytes) -> None:
-        self._frames = frames
+        self.frames = frames
         self.head = head
+        self._num_chunks = 0  # HAVE tells
 
     @classmethod
     def open(
         cls,
         source: SourceAddress,
         receiver: Receiver,
-        wanted: Sequence[int],
         transport: Transport,
         stall_s: float,
         stop: threading.Event | None,
+        transfer_class: TransferClass = TransferClass.KV,
+        connect_s: float = math.inf,
+        watch: Callable[[int], None] | None = None,
     ) -> Upstream:
-        """Connects and opens the stream. Raises what ``FrameStream.receive_header`` does, and ``OSError``."""
+        """Connects and opens the stream. Raises what ``FrameStream.receive_header`` does, and ``OSError``.
+
+        ``watch``: see ``FrameStream``.
+        """
         try:
-            connection = transport.connect(source.address, stall_s, stop)
+            connection = transport.connect(source.address, min(connect_s, stall_s), stop)
         except InterruptedError:
             raise Stopped from None
         frames = FrameStream(connection, stall_s, stop)
+        if watch is not None:
+            frames.watch = watch
         try:
-            _greet(frames, source, receiver, pack_wanted(wanted), stall_s)
+            _greet(frames, source, receiver, stall_s, transfer_class)
             return cls(frames, frames.receive(FrameKind.HEAD, MAX_HEAD_BYTES))
         except BaseException:
             frames.close()
             raise
 
-    def receive(self, index: int, view: memoryview, expected: bytes | None, starve_s: float) -> None:
-        """Receives the next chunk, which must be this one. Raises ``ChunkDamaged`` when its digest differs."""
-        header = self._frames.receive_header(starve_s)
-        if (header.kind, header.chunk, header.num_bytes) != (FrameKind.CHUNK, index, len(view)):
-            raise ProtocolViolation(
-                f"chunk {index} of {len(view)} bytes was due, "
-                f"not {header.kind.name} {header.chunk} of {header.num_bytes}"
-            )
+    def ask(self, wanted: Sequence[int], cancelled: Sequence[int] = ()) -> None:
+        """Asks for more chunks, and takes back what was asked for before. Any thread may."""
+        if cancelled:
+            self.frames.send(FrameKind.CANCEL, pack_wanted(cancelled))
+        if wanted:
+            self.frames.send(FrameKind.WANT, pack_wanted(wanted))
+
+    def gained(self, header: FrameHeader) -> list[int]:
+        """The chunks that a HAVE or GAINED frame names."""
+        packed = self.frames.payload(header, MAX_HAVE_BYTES)
+        if header.kind == FrameKind.GAINED:
+            return unpack_wanted(packed, self._num_chunks)
+        marks = unpack_marks(packed, header.chunk)
+        self._num_chunks = len(marks)
+        return [index for index, mark in enumerate(marks) if mark]
+
+    def receive_chunk(self, header: FrameHeader, view: memoryview, expected: bytes | None) -> bool:
+        """Receives what follows a CHUNK header. False: let go midway. Raises ``ChunkDamaged`` for another digest."""
+        if header.num_bytes != len(view):
+            raise ProtocolViolation(f"chunk {header.chunk} has {len(view)} bytes, not {header.num_bytes}")
         digest = blake3()
-        self._frames.fill(view, digest)
+        if not self.frames.pour(view, digest):
+            return False
         if digest.digest() != (header.digest if expected is None else expected):
-            raise ChunkDamaged(f"chunk {index} does not match its digest")
+            raise ChunkDamaged(f"chunk {header.chunk} does not match its digest")
+        return True
+
+    def abort(self) -> None:
+        """Ends it from another thread."""
+        self.frames.abort()
 
     def close(self) -> None:
-        self._frames.close()
+        self.frames.close()
 
 
 def _greet(
-    frames: FrameStream, source: SourceAddress, receiver: Receiver, packed_wanted: bytes, stall_s: float
+    frames: FrameStream,
+    source: SourceAddress,
+    receiver: Receiver,
+    stall_s: float,
+    transfer_class: TransferClass,
 ) -> None:
     session = unseal(source.ticket, receiver.node_key)
     challenge = secrets.token_bytes(CHALLENGE_BYTES)
@@ -76,13 +119,13 @@ def _greet(
         receiver_id=receiver.id,
         ticket=source.ticket.SerializeToString(),
         challenge=challenge,
-        alive_every_ms=int(stall_s * 1000 / ALIVE_PER_STALL),
+        alive_every_ms=int(min(stall_s / ALIVE_PER_STALL, ALIVE_EVERY_S) * 1000),
+        transfer_class=transfer_class,
     )
     frames.send(FrameKind.HELLO, encode(hello))
     answer = frames.receive(FrameKind.CHALLENGE, PROOF_BYTES + CHALLENGE_BYTES)
     proof, theirs = answer[:PROOF_BYTES], answer[PROOF_BYTES:]
     frames.send(FrameKind.PROOF, prove(session, b"receiver", theirs))
-    frames.send(FrameKind.WANT, packed_wanted)
     if not hmac.compare_digest(proof, prove(session, b"holder", challenge)):
         # A receiver that cannot open the ticket fails here too; the holder, who sees its proof, says which it was.
         frames.receive_header()

@@ -6,9 +6,16 @@ HELLO   ticket, receiver, challenge  ->
 PROOF   the receiver's proof         ->
 WANT    runs of chunks, in order     ->
                                      <-      HEAD        the buffer's head
+                                     <-      HAVE        how many chunks there are; a bitmap: those it has so far
+WANT    more of them, at any time    ->
+CANCEL  runs no longer wanted        ->
                                      <-      CHUNK ...   each as soon as it is ready
-at any time                          <-      ALIVE       nothing ready, but not dead
+                                     <-      GAINED      runs of chunks that it has got since
+at any time                          <-      ALIVE       nothing ready of what is wanted, but not dead
                                      <-      REFUSED     why; the last frame
+
+A chunk that was cancelled may come all the same: its sending had begun. What a holder sends it has, so GAINED tells
+only of chunks that wait to be sent, or were not asked for.
 """
 
 from __future__ import annotations
@@ -24,16 +31,19 @@ from torchrelay.common.errors import TorchrelayError, error_class
 from torchrelay.transfer.errors import ProtocolViolation
 from torchrelay.transfer.manifest import DIGEST_BYTES
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_HELLO_BYTES = 8 << 10
 MAX_REFUSAL_BYTES = 4 << 10
 MAX_HEAD_BYTES = 64 << 20
 MAX_WANT_BYTES = 1 << 20
+MAX_HAVE_BYTES = 1 << 20
 NO_DIGEST = bytes(DIGEST_BYTES)
 
 _HEADER = struct.Struct(">4sBxxxII32s")  # magic, kind, chunk index, payload bytes, BLAKE3 of a chunk
 _MAGIC = b"TRF1"
 _RUN = struct.Struct(">II")  # first chunk, number of chunks
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
+_MARKS = bytes.maketrans(b"01", b"\0\1")
 HEADER_BYTES = _HEADER.size
 
 
@@ -46,10 +56,13 @@ class FrameKind(enum.IntEnum):
     CHUNK = 6
     ALIVE = 7
     REFUSED = 8
+    HAVE = 9
+    CANCEL = 10
+    GAINED = 11
 
 
 class FrameHeader(NamedTuple):
-    """What precedes every payload. ``chunk`` (its number) and ``digest`` mean something for chunks only."""
+    """What precedes every payload. ``chunk`` is a chunk's number, and in HAVE how many there are; else, 0."""
 
     kind: FrameKind
     chunk: int
@@ -65,6 +78,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     ticket: bytes  # a serialised Ticket
     challenge: bytes
     alive_every_ms: int
+    transfer_class: int = 0  # transport.TransferClass: what the stream yields to
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +122,20 @@ def unpack_wanted(packed: bytes, num_chunks: int) -> list[int]:
             raise ProtocolViolation(f"chunks [{begin}, {begin + count}) are wanted of a buffer of {num_chunks}")
         wanted.extend(range(begin, begin + count))
     return wanted
+
+
+def pack_marks(marks: bytes | bytearray) -> bytes:
+    """One byte per chunk, 0 or 1, as a bitmap: chunk 0 is the lowest bit of the first byte."""
+    digits = marks[::-1].translate(_DIGITS)  # a number in base 2, read and written in linear time
+    return int(digits or b"0", 2).to_bytes((len(marks) + 7) // 8, "little")
+
+
+def unpack_marks(packed: bytes, num_chunks: int) -> bytearray:
+    """Raises ``ProtocolViolation`` when the bitmap is not that of so many chunks."""
+    number = int.from_bytes(packed, "little")
+    if len(packed) != (num_chunks + 7) // 8 or number >> num_chunks:
+        raise ProtocolViolation(f"a bitmap of {len(packed)} bytes is not that of {num_chunks} chunks")
+    return bytearray(f"{number:0{num_chunks}b}"[: -num_chunks - 1 : -1].encode().translate(_MARKS))
 
 
 def _runs(wanted: Iterable[int]) -> Iterable[tuple[int, int]]:

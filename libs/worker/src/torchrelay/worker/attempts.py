@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torchrelay.common.text import StopChecker
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.core import ChoiceSpec, Finish, GroupSpec, NewToken, SamplingParams
+from torchrelay.engine.core import ChoiceSpec, Finish, GroupSpec, Logprobs, NewToken, SamplingParams
 from torchrelay.worker.outbox import Outbox
 
 FINISH_REASONS = {
@@ -62,6 +62,11 @@ class Attempt:
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                logit_bias=tuple(sorted(sampling.logit_bias.items())),
+                top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
                 seed=sampling.seed,
                 max_tokens=sampling.max_tokens,
                 stop_token_ids=frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids),
@@ -91,6 +96,7 @@ class Attempt:
             finish_reason=FINISH_REASONS[finish] if finish else pb.FINISH_REASON_UNSPECIFIED,
             num_cached_prompt_tokens=token.num_cached,
             phases=phases,
+            logprobs=[_to_wire(token.logprobs)] if token.logprobs else [],
         )
 
     def failure(self, error: pb.RunError) -> list[pb.ChoiceOutput]:
@@ -99,6 +105,14 @@ class Attempt:
             pb.ChoiceOutput(key=self.start.key, choice=choice, finish_reason=pb.FINISH_REASON_ERROR, error=error)
             for choice in sorted(self.open_choices)
         ]
+
+
+def _to_wire(logprobs: Logprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        chosen=logprobs.chosen,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[value for _, value in logprobs.top],
+    )
 
 
 class Attempts:

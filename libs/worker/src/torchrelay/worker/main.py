@@ -39,15 +39,16 @@ async def running(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addre
     """Brings up the worker: engine warm, pool faulted in, roles registered, reports flowing."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    tls = settings.tls
     async with AsyncExitStack() as stack:
         nats = await connect(settings.nats_url, settings.worker_id)
         stack.push_async_callback(nats.close)
-        channel = await stack.enter_async_context(open_channel(settings.store_address))
-        worker = Worker(settings, nats, ParamStoreStub(channel))
+        channel = await stack.enter_async_context(open_channel(settings.store_address, tls))
+        worker = Worker(settings, nats, ParamStoreStub(channel), tls)
         worker.engine.start()
         await worker.engine.call(lambda: warm_up(worker.pool))
         worker.holder.start()
-        server = RpcServer(settings.host, settings.port)
+        server = RpcServer(settings.host, settings.port, tls)
         address = f"{settings.reach_host}:{server.port}"
         reporter = Reporter(worker, address)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker, reporter), server.server)

@@ -13,12 +13,14 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.events import Subjects
 from torchrelay.common.ids import new_id
 from torchrelay.common.telemetry import get_logger
+from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2, types_pb2
 from torchrelay.engine.core import LoadFailed, StepResult
 from torchrelay.engine.pool import KvPool
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.follow import Receiver
 from torchrelay.transfer.holder import HolderServer
+from torchrelay.transfer.tls import transport_for
 from torchrelay.worker.engine_thread import EngineThread
 from torchrelay.worker.loader import Loader
 from torchrelay.worker.meters import Meters
@@ -51,8 +53,12 @@ class _Drain:
 class Worker:
     """What the servicers and roles of this process share. All methods on the event loop."""
 
-    def __init__(self, settings: WorkerSettings, nats: Client, store: ParamStoreAsyncStub) -> None:
+    def __init__(
+        self, settings: WorkerSettings, nats: Client, store: ParamStoreAsyncStub, tls: Tls | None = None
+    ) -> None:
         self.settings = settings
+        self.tls = tls
+        self.transport = transport_for(tls)
         self.incarnation = new_id("inc")
         self.slot = Slot()
         self.meters = Meters()
@@ -62,7 +68,14 @@ class Worker:
         self.buffers: dict[str, Buffer] = {}
         node_key = bytes.fromhex(settings.node_key)
         self.receiver = Receiver(settings.worker_id, node_key)
-        self.holder = HolderServer(settings.worker_id, node_key, self.buffers.get, settings.host, settings.data_port)
+        self.holder = HolderServer(
+            settings.worker_id,
+            node_key,
+            self.buffers.get,
+            settings.host,
+            settings.data_port,
+            transport=self.transport,
+        )
         self.engine = EngineThread(self._on_step, self._on_fault)
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)
         self._store = store

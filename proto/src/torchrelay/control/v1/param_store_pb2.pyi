@@ -570,6 +570,7 @@ class RelayRequest(_message.Message):
     RELAY_ID_FIELD_NUMBER: _builtins.int
     NUM_STRIPED_FIELD_NUMBER: _builtins.int
     URGENCY_FIELD_NUMBER: _builtins.int
+    KEEP_GUARDED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     pack_id: _builtins.str
     pack_bytes: _builtins.int
@@ -577,6 +578,8 @@ class RelayRequest(_message.Message):
     num_striped: _builtins.int
     """0: one"""
     urgency: Global___RelayUrgency.ValueType
+    keep_guarded: _builtins.bool
+    """rather refused (ArenaFull) than guarded packs evicted; else they go after all others"""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Source]:
         """the first num_striped are followed at once, the others are alternates for repair"""
@@ -591,10 +594,11 @@ class RelayRequest(_message.Message):
         relay_id: _builtins.str = ...,
         num_striped: _builtins.int = ...,
         urgency: Global___RelayUrgency.ValueType = ...,
+        keep_guarded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "num_striped", b"num_striped", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_id", b"relay_id", "sources", b"sources", "urgency", b"urgency"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keep_guarded", b"keep_guarded", "num_striped", b"num_striped", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_id", b"relay_id", "sources", b"sources", "urgency", b"urgency"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -675,3 +679,49 @@ class WatchCopiesRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchCopiesRequest: _TypeAlias = WatchCopiesRequest  # noqa: Y015
+
+@_typing.final
+class GuardRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PACK_IDS_FIELD_NUMBER: _builtins.int
+    LEASE_S_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    lease_s: _builtins.float
+    """that are not here yet are guarded from the moment they come
+    so that a scheduler that died does not keep the arena full for ever
+    """
+    @_builtins.property
+    def pack_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """in the order in which they go if a relay that may evict them finds no other room; those"""
+
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        pack_ids: _abc.Iterable[_builtins.str] | None = ...,
+        lease_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "lease_s", b"lease_s", "pack_ids", b"pack_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GuardRequest: _TypeAlias = GuardRequest  # noqa: Y015
+
+@_typing.final
+class GuardReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GuardReply: _TypeAlias = GuardReply  # noqa: Y015

@@ -96,6 +96,11 @@ class ParamStoreStub:
                 request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.WatchCopiesRequest.SerializeToString,
                 response_deserializer=torchrelay_dot_control_dot_v1_dot_reports__pb2.StoreReport.FromString,
                 _registered_method=True)
+        self.Guard = channel.unary_unary(
+                '/torchrelay.control.v1.ParamStore/Guard',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardReply.FromString,
+                _registered_method=True)
 
 
 class ParamStoreServicer:
@@ -184,6 +189,14 @@ class ParamStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Guard(self, request, context):
+        """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
+        place. What is no longer named may go: that is the release permit.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParamStoreServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -246,6 +259,11 @@ def add_ParamStoreServicer_to_server(servicer, server):
                     servicer.WatchCopies,
                     request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.WatchCopiesRequest.FromString,
                     response_serializer=torchrelay_dot_control_dot_v1_dot_reports__pb2.StoreReport.SerializeToString,
+            ),
+            'Guard': grpc.unary_unary_rpc_method_handler(
+                    servicer.Guard,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -573,6 +591,33 @@ class ParamStore:
             '/torchrelay.control.v1.ParamStore/WatchCopies',
             torchrelay_dot_control_dot_v1_dot_param__store__pb2.WatchCopiesRequest.SerializeToString,
             torchrelay_dot_control_dot_v1_dot_reports__pb2.StoreReport.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Guard(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrelay.control.v1.ParamStore/Guard',
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardReply.FromString,
             options,
             channel_credentials,
             insecure,

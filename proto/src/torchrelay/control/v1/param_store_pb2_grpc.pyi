@@ -57,6 +57,10 @@ class ParamStoreStub:
     """Releases an unpinned pack's range."""
     WatchCopies: _grpc.UnaryStreamMultiCallable[_param_store_pb2.WatchCopiesRequest, _reports_pb2.StoreReport]
     """The report at once, then again at every change of a copy (bounded rate while chunks arrive)."""
+    Guard: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.GuardRequest, _param_store_pb2.GuardReply]
+    """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
+    place. What is no longer named may go: that is the release permit.
+    """
 
 @_typing.type_check_only
 class ParamStoreAsyncStub(ParamStoreStub):
@@ -86,6 +90,10 @@ class ParamStoreAsyncStub(ParamStoreStub):
     """Releases an unpinned pack's range."""
     WatchCopies: _aio.UnaryStreamMultiCallable[_param_store_pb2.WatchCopiesRequest, _reports_pb2.StoreReport]  # type: ignore[assignment]
     """The report at once, then again at every change of a copy (bounded rate while chunks arrive)."""
+    Guard: _aio.UnaryUnaryMultiCallable[_param_store_pb2.GuardRequest, _param_store_pb2.GuardReply]  # type: ignore[assignment]
+    """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
+    place. What is no longer named may go: that is the release permit.
+    """
 
 class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
     """One per host: the host's copies of packs, and the door through which models come in."""
@@ -184,5 +192,15 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reports_pb2.StoreReport], _abc.AsyncIterator[_reports_pb2.StoreReport]]:
         """The report at once, then again at every change of a copy (bounded rate while chunks arrive)."""
+
+    @_abc_1.abstractmethod
+    def Guard(
+        self,
+        request: _param_store_pb2.GuardRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_param_store_pb2.GuardReply, _abc.Awaitable[_param_store_pb2.GuardReply]]:
+        """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
+        place. What is no longer named may go: that is the release permit.
+        """
 
 def add_ParamStoreServicer_to_server(servicer: ParamStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

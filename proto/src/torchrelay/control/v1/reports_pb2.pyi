@@ -225,6 +225,8 @@ class StoreReport(_message.Message):
     BYTES_SENT_FIELD_NUMBER: _builtins.int
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_UPLOADS_FIELD_NUMBER: _builtins.int
+    FAILURE_DOMAIN_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     incarnation: _builtins.str
     host_id: _builtins.str
@@ -241,9 +243,15 @@ class StoreReport(_message.Message):
     bytes_received: _builtins.int
     """data plane and remote store, since start"""
     num_running_uploads: _builtins.int
+    failure_domain: _builtins.str
+    """what may fail together with this host: a rack, a zone; empty: the host alone"""
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackCopy]:
         """in the arena"""
+
+    @_builtins.property
+    def link(self) -> Global___LinkReport:
+        """absent: the host has no counters to be read"""
 
     def __init__(
         self,
@@ -261,14 +269,44 @@ class StoreReport(_message.Message):
         bytes_sent: _builtins.int = ...,
         bytes_received: _builtins.int = ...,
         num_running_uploads: _builtins.int = ...,
+        failure_domain: _builtins.str = ...,
+        link: Global___LinkReport | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_free_bytes", b"arena_free_bytes", "arena_target_bytes", b"arena_target_bytes", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "copies", b"copies", "data_address", b"data_address", "epoch", b"epoch", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "num_running_uploads", b"num_running_uploads", "store_id", b"store_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_free_bytes", b"arena_free_bytes", "arena_target_bytes", b"arena_target_bytes", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "copies", b"copies", "data_address", b"data_address", "epoch", b"epoch", "failure_domain", b"failure_domain", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "link", b"link", "num_running_uploads", b"num_running_uploads", "store_id", b"store_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreReport: _TypeAlias = StoreReport  # noqa: Y015
+
+@_typing.final
+class LinkReport(_message.Message):
+    """The host's network interfaces taken together, loopback left out. The counters rise and hold all traffic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTES_SENT_FIELD_NUMBER: _builtins.int
+    BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    bytes_sent: _builtins.int
+    bytes_received: _builtins.int
+    bytes_per_s: _builtins.float
+    """link speed, in either direction; 0: not known"""
+    def __init__(
+        self,
+        *,
+        bytes_sent: _builtins.int = ...,
+        bytes_received: _builtins.int = ...,
+        bytes_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkReport: _TypeAlias = LinkReport  # noqa: Y015
 
 @_typing.final
 class PackCopy(_message.Message):
@@ -286,6 +324,7 @@ class PackCopy(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
     NUM_REPAIRS_FIELD_NUMBER: _builtins.int
+    GUARDED_FIELD_NUMBER: _builtins.int
     pack_id: _builtins.str
     pack_bytes: _builtins.int
     num_chunks: _builtins.int
@@ -303,6 +342,8 @@ class PackCopy(_message.Message):
     """holder id it comes from, or "remote": of several the one that brings most"""
     num_repairs: _builtins.int
     """sources given up or joined because another died, fell silent or turned slow"""
+    guarded: _builtins.bool
+    """the scheduler's guard over it has not run out"""
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceShare]:
         """every source that has brought something, the remote store too"""
@@ -322,10 +363,11 @@ class PackCopy(_message.Message):
         source: _builtins.str = ...,
         shares: _abc.Iterable[Global___SourceShare] | None = ...,
         num_repairs: _builtins.int = ...,
+        guarded: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_chunks", b"num_chunks", "num_chunks_verified", b"num_chunks_verified", "num_pins", b"num_pins", "num_repairs", b"num_repairs", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_begin_unix_us", b"relay_begin_unix_us", "relay_end_unix_us", b"relay_end_unix_us", "relay_first_unix_us", b"relay_first_unix_us", "shares", b"shares", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "guarded", b"guarded", "num_chunks", b"num_chunks", "num_chunks_verified", b"num_chunks_verified", "num_pins", b"num_pins", "num_repairs", b"num_repairs", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_begin_unix_us", b"relay_begin_unix_us", "relay_end_unix_us", b"relay_end_unix_us", "relay_first_unix_us", b"relay_first_unix_us", "shares", b"shares", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

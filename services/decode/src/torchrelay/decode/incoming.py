@@ -10,15 +10,23 @@ from torchrelay.control.v1 import decode_pb2
 from torchrelay.engine.adoption import Adoption
 from torchrelay.engine.handover import KvLayout
 from torchrelay.transfer.follow import Receiver, SourceAddress, follow
+from torchrelay.transfer.transport import Transport
 
 
 class Incoming:
     """One KV buffer on its way in. ``receive`` blocks and runs on a thread of its own; ``stop`` ends it early."""
 
-    def __init__(self, offer: decode_pb2.KvOffer, layout: KvLayout, adoption: Adoption, receiver: Receiver) -> None:
+    def __init__(
+        self,
+        offer: decode_pb2.KvOffer,
+        layout: KvLayout,
+        adoption: Adoption,
+        receiver: Receiver,
+        transport: Transport,
+    ) -> None:
         self.adoption, self.layout = adoption, layout
         self.num_bytes = 0
-        self._offer, self._receiver = offer, receiver
+        self._offer, self._receiver, self._transport = offer, receiver, transport
         self._stop = threading.Event()
         self._staged: dict[int, bytearray] = {}
 
@@ -35,7 +43,14 @@ class Incoming:
         wanted = range(self.layout.num_chunks)
         trailer = b""
         for index in follow(
-            source.ticket.buffer_id, wanted, [address], self, self._receiver, stop=self._stop, stall_s=stall_s
+            source.ticket.buffer_id,
+            wanted,
+            [address],
+            self,
+            self._receiver,
+            stop=self._stop,
+            stall_s=stall_s,
+            transport=self._transport,
         ):
             data = self._staged.pop(index)
             self.num_bytes += len(data)

@@ -57,6 +57,12 @@ def exact_amount(cost_nano: int) -> str:
     return f"{Decimal(cost_nano) / _NANO:.9f}"
 
 
+def dollars(nano: int) -> str:
+    """``$1.50``, ``$0.000204``: exact, with cents at least, for messages."""
+    whole, _, part = exact_amount(nano).partition(".")
+    return f"${whole}.{part.rstrip('0').ljust(2, '0')}"
+
+
 def bill_of(period: str, sums: Sequence[BilledSum]) -> Bill:
     """The bill over the sums of a period."""
     lines = tuple(BillLine(billed, amount_of(billed.cost_nano)) for billed in sums)

@@ -22,7 +22,9 @@ if budget >= 0 then
     redis.call('ZREM', leases, late)
   end
   local reserved = tonumber(redis.call('GET', reserved_key) or 0)
-  if spent + reserved + amount > budget then return {'budget'} end
+  if spent + reserved + amount > budget then
+    return {'budget', string.format('%.0f', spent), string.format('%.0f', reserved)}
+  end
 end
 
 if per_minute > 0 then

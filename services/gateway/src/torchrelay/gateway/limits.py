@@ -17,6 +17,7 @@ from sqlalchemy import select
 
 from torchrelay.common.errors import PermissionDenied, QuotaExceeded, RateLimited
 from torchrelay.common.ids import new_id
+from torchrelay.gateway.bills import dollars
 from torchrelay.gateway.core import Principal, PublishedModel, Reservation
 from torchrelay.gateway.limit_scripts import ADMIT, RELEASE
 from torchrelay.gateway.prices import cost_nano
@@ -72,7 +73,7 @@ class Limits:
                 f"this key may make {principal.requests_per_minute} requests a minute", retry_after_s=float(answer[1])
             )
         if answer[0] == b"budget":
-            raise QuotaExceeded("the tenant's budget does not cover this request")
+            raise _over_budget(principal, reservation, *map(int, answer[1:]))
         return reservation
 
     async def release(self, reservation: Reservation, cost_nano: int) -> None:
@@ -111,6 +112,15 @@ class Limits:
         async with self._database.read() as connection:
             spent_nano: int = (await connection.execute(query)).scalar_one()
         return spent_nano
+
+
+def _over_budget(principal: Principal, wanted: Reservation, spent_nano: int, reserved_nano: int) -> QuotaExceeded:
+    tenant, budget = principal.tenant, dollars(principal.budget_nano or 0)
+    return QuotaExceeded(
+        f"the budget of {tenant} is {budget}: {dollars(spent_nano)} is spent, {dollars(reserved_nano)} is reserved by "
+        f"running requests, and this one may cost {dollars(wanted.reserved_nano)}; ask for fewer (max_tokens), or "
+        f"have the admin raise it: torchrelay tenant set {tenant} --budget DOLLARS"
+    )
 
 
 def _budget_keys(tenant_id: str) -> list[str]:

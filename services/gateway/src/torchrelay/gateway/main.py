@@ -19,7 +19,7 @@ from torchrelay.common.service import Addresses, run_service
 from torchrelay.common.settings import load_settings
 from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway.background import background
-from torchrelay.gateway.catalogue import Catalogue
+from torchrelay.gateway.catalogue import Catalogue, Scaling
 from torchrelay.gateway.freshness import TableVersions
 from torchrelay.gateway.front import Front
 from torchrelay.gateway.heartbeat import Heartbeat
@@ -87,7 +87,10 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
 
 @asynccontextmanager
 async def _servers(settings: GatewaySettings, door: InferenceDoor, services: Services) -> AsyncIterator[Addresses]:
-    """Both doors, which drain together at the end. What outlasts the drain ends with an error that says why."""
+    """Both doors, which drain together at the end. What outlasts the drain ends with an error that says why.
+
+    They speak no TLS: for tenants that is the ingress's, whose names and certificates are not the cluster's.
+    """
     app = Front(door.asgi, make_app(services), settings.max_body_bytes)
     async with http_server(app, settings.host, settings.http_port, settings.drain_s + END_S) as http:
         rpc = RpcServer(settings.host, settings.grpc_port)
@@ -125,19 +128,21 @@ async def _make_parts(settings: GatewaySettings, gateway_id: str, database: Data
     )
     prices = Prices(database, freshness)
     catalogue = Catalogue(database, freshness, prices, settings.cached_models)
-    store_channel = open_channel(settings.store_address)
+    tls = settings.tls
+    store_channel = open_channel(settings.store_address, tls)
     stack.push_async_callback(store_channel.close)
-    store = StoreClient(store_channel)
-    scheduler_channel = open_channel(settings.scheduler_address)
+    store = StoreClient(store_channel, settings.store_address)
+    scheduler_channel = open_channel(settings.scheduler_address, tls)
     stack.push_async_callback(scheduler_channel.close)
     services = Services(
         database=database,
-        tenants=Tenants(database),
+        tenants=Tenants(database, freshness),
         keys=keys,
         catalogue=catalogue,
         prices=prices,
         uploads=Uploads(database, catalogue, store),
-        scheduler=SchedulerClient(scheduler_channel),
+        scheduler=SchedulerClient(scheduler_channel, settings.scheduler_address),
+        default_scaling=Scaling(settings.idle_timeout_s, settings.max_instances),
         model_changed=signals.model_changed,
     )
     ledger = await stack.enter_async_context(Ledger(database))

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import grpc
 
-from torchrelay.common.rpc import error_from_rpc
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
+from torchrelay.gateway.peers import scheduler_at
 
 log = get_logger(__name__)
 
 
 class SchedulerClient:
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = SchedulerStub(channel)
+        self._peer = scheduler_at(address)
 
     async def largest_slot_bytes(self, timeout_s: float = 2.0) -> int:
         """Weights that the largest known slot can hold; 0 when none is known or the scheduler is away."""
@@ -23,7 +24,7 @@ class SchedulerClient:
             async for view in call:
                 return int(view.largest_slot_bytes)
         except grpc.aio.AioRpcError as error:
-            log.info("largest_slot_unknown", error=error_from_rpc(error).message)
+            log.info("largest_slot_unknown", error=self._peer.error(error).message)
         finally:
             call.cancel()
         return 0
@@ -33,4 +34,4 @@ class SchedulerClient:
         try:
             return await self._stub.Explain(scheduler_pb2.ExplainRequest(request_id=request_id), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            raise self._peer.error(error) from error

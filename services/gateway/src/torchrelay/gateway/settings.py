@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from torchrelay.common.settings import ServiceSettings
 
@@ -13,20 +13,24 @@ class GatewaySettings(ServiceSettings):
     gateway_id: str = Field(
         "gateway", description="Name of this gateway; each process adds random letters, so that a restart is another."
     )
-    http_port: int = Field(0, description="REST port; 0: any free one.")
-    grpc_port: int = Field(0, description="gRPC port; 0: any free one.")
+    http_port: int = Field(0, ge=0, le=65535, description="REST port; 0: any free one.")
+    grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port; 0: any free one.")
     database_url: str = Field(
         "sqlite:///torchrelay.db",
         description="sqlite:///path (one gateway only) or postgresql://user:password@host/name.",
     )
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey; empty: no rate limits or budgets.")
     scheduler_address: str = Field("127.0.0.1:7401", description="host:port of the scheduler's gRPC server.")
-    store_address: str = Field("127.0.0.1:7402", description="host:port of the param-store that uploads go to.")
+    store_address: str = Field("127.0.0.1:7103", description="host:port of the param-store that uploads go to.")
     admin_key: str = Field("", description="The admin key (tra-...); empty: nobody is admin.")
     key_pepper: str = Field(
         "", description="Hex secret that API keys are hashed with; empty: one is made at first start and kept in SQL."
     )
 
+    idle_timeout_s: float = Field(
+        60.0, gt=0, description="The scheduler's own setting, for models that set none; shown to tenants."
+    )
+    max_instances: int = Field(8, ge=1, description="The same for the most instances per role.")
     default_max_tokens: int = Field(512, ge=1, description="max_tokens of a request that names none.")
     max_choices: int = Field(16, ge=1, description="Largest n of a request.")
     keep_alive_s: float = Field(5.0, gt=0, description="A waiting stream gets a comment line this often.")
@@ -49,3 +53,16 @@ class GatewaySettings(ServiceSettings):
     )
     housekeeping_s: float = Field(60.0, gt=0, description="How often forgotten uploads and versions are looked for.")
     drain_s: float = Field(5.0, ge=0, description="Running streams may take this long to end at shutdown.")
+
+    @field_validator("database_url")
+    @classmethod
+    def _is_a_known_database(cls, url: str) -> str:
+        return check_database_url(url)
+
+
+def check_database_url(url: str) -> str:
+    """``url`` itself. Raises ``ValueError`` when it is of no database that the ledger can be kept in."""
+    scheme, separator, _ = url.partition(":")
+    if not separator or scheme.partition("+")[0] not in ("sqlite", "postgresql"):
+        raise ValueError(f"{url!r} is no sqlite:///path and no postgresql://user:password@host/name")
+    return url

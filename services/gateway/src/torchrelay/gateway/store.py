@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import grpc
 
 from torchrelay.common.errors import NotFound, Unavailable
-from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.core import Shape, Version
+from torchrelay.gateway.peers import store_at
 from torchrelay.gateway.slices import Body, slices
 
 _QUICK_S = 10.0  # deadline of calls that only look something up
@@ -39,8 +39,9 @@ class Progress:
 class StoreClient:
     """All methods raise what the store raised, or ``Unavailable`` when it cannot be reached."""
 
-    def __init__(self, channel: grpc.aio.Channel) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
         self._stub = ParamStoreStub(channel)
+        self._peer = store_at(address)
 
     async def begin(
         self, upload_id: str, tenant_id: str, files: Sequence[DeclaredFile], quota_bytes: int
@@ -54,14 +55,14 @@ class StoreClient:
         try:
             return list((await self._stub.BeginUpload(request, timeout=_QUICK_S)).files)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            raise self._peer.error(error) from error
 
     async def describe(self, upload_id: str) -> list[param_store_pb2.FileState]:
         request = param_store_pb2.DescribeUploadRequest(upload_id=upload_id)
         try:
             return list((await self._stub.DescribeUpload(request, timeout=_QUICK_S)).files)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            raise self._peer.error(error) from error
 
     async def put_file(self, upload_id: str, path: str, offset: int, body: Body) -> param_store_pb2.FileState:
         """Streams ``body`` into the file. Flow control reaches back to the sender: memory is one slice."""
@@ -79,7 +80,7 @@ class StoreClient:
             if error.code() == grpc.StatusCode.INTERNAL:  # grpcio's own: its write lost the race against the answer
                 message = f"the param-store ended the transfer of {path}: go on where the upload's state says it is"
                 raise Unavailable(message, field=path) from error
-            raise error_from_rpc(error) from error
+            raise self._peer.error(error) from error
         finally:
             call.cancel()
 
@@ -92,7 +93,7 @@ class StoreClient:
                 version = version_of(said.version) if said.HasField("version") else None
                 yield Progress(said.stage, said.num_bytes_done, said.num_bytes_total, version)
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            raise self._peer.error(error) from error
         finally:
             call.cancel()
 
@@ -101,7 +102,7 @@ class StoreClient:
         try:
             await self._stub.AbortUpload(param_store_pb2.AbortUploadRequest(upload_id=upload_id), timeout=_QUICK_S)
         except grpc.aio.AioRpcError as error:
-            mapped = error_from_rpc(error)
+            mapped = self._peer.error(error)
             if not isinstance(mapped, NotFound):
                 raise mapped from error
 
@@ -111,7 +112,7 @@ class StoreClient:
             request = param_store_pb2.DeleteVersionRequest(version_id=version_id)
             await self._stub.DeleteVersion(request, timeout=_QUICK_S)
         except grpc.aio.AioRpcError as error:
-            mapped = error_from_rpc(error)
+            mapped = self._peer.error(error)
             if not isinstance(mapped, NotFound):
                 raise mapped from error
 

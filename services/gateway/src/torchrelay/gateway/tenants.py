@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import insert, select
+from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from torchrelay.common.errors import Conflict, InvalidRequest, NotFound
 from torchrelay.common.ids import new_id
+from torchrelay.gateway.freshness import TableVersions, raise_version
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import balances, tenants
 
@@ -40,10 +42,11 @@ def check_name(name: str, field: str) -> str:
 
 
 class Tenants:
-    """Owns the tenants table."""
+    """Owns the tenants table. With ``freshness`` a changed budget holds here at once, else within ``confirm_s``."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, freshness: TableVersions | None = None) -> None:
         self._database = database
+        self._freshness = freshness
 
     async def create(self, name: str, storage_quota_bytes: int | None = None, budget_nano: int | None = None) -> Tenant:
         """A new tenant with an empty balance. Raises ``Conflict`` when the name is taken."""
@@ -64,6 +67,16 @@ class Tenants:
         except IntegrityError as error:
             raise Conflict(f"there is a tenant {name!r} already", field="name") from error
         return tenant
+
+    async def change(self, name: str, limits: Mapping[str, int | None]) -> Tenant:
+        """Sets the limits that are given by the names of their fields (``None``: no limit). Raises ``NotFound``."""
+        async with self._database.write() as connection:
+            if limits:
+                await connection.execute(update(tenants).where(tenants.c.name == name).values(dict(limits)))
+                await raise_version(connection, "keys")  # what a key stands for includes its tenant's budget
+        if self._freshness is not None:
+            self._freshness.doubt()
+        return await self.by_name(name)
 
     async def by_name(self, name: str) -> Tenant:
         """Raises ``NotFound``."""

@@ -164,6 +164,6 @@ async def _check_quota(connection: SqlConnection, tenant_id: str, quota_bytes: i
     if taken + more_bytes > quota_bytes:
         raise QuotaExceeded(
             f"the storage quota is {quota_bytes} bytes: {taken} are taken by models and open uploads, "
-            f"and this needs {more_bytes} more",
+            f"and this needs {more_bytes} more; delete a model, or have the admin raise it (torchrelay tenant set)",
             field="files",
         )

@@ -1,20 +1,26 @@
-"""What a store does without being asked: reports on NATS, stale uploads, pins of workers that do not come back."""
+"""What a store does without being asked: reports on NATS, stale uploads, lost workers' pins, the disk tier."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 
 import nats.errors
 
 from torchrelay.common.events import Subjects, connect
 from torchrelay.common.telemetry import get_logger
+from torchrelay.param_store.disk_cache import DiskCache
+from torchrelay.param_store.disk_keeping import keep
+from torchrelay.param_store.filling import REMOTE
 from torchrelay.param_store.recovery import release_unmapped
 from torchrelay.param_store.store import Store
+from torchrelay.transfer.slabs import Slab
 
 log = get_logger(__name__)
 REPORT_EVERY_S = 0.1
 EXPIRE_EVERY_S = 60.0
+_LOOK_PAUSE_S = 0.2
 
 
 async def publish_reports(store: Store) -> None:
@@ -47,3 +53,39 @@ async def release_recovered(store: Store) -> None:
         await asyncio.sleep(store.settings.recovery_grace_s)
         left = await asyncio.to_thread(release_unmapped, store.arena)
         store.changes.notify()
+
+
+async def keep_on_disk(store: Store) -> None:
+    """Writes packs that came from the remote store to the disk tier, one after the other, until cancelled."""
+    if store.disk is None:
+        return
+    tried: dict[str, Slab] = {}  # once for each time that a pack comes: a full disk is not asked again and again
+    with store.changes.listen() as changed:
+        while True:
+            changed.clear()
+            fresh = _fresh(store)
+            for slab in fresh.values():
+                if tried.get(slab.pack_id) is not slab:
+                    await _keep(store.disk, slab)
+            tried = fresh
+            await asyncio.sleep(_LOOK_PAUSE_S)
+            await changed.wait()
+
+
+def _fresh(store: Store) -> dict[str, Slab]:
+    """The whole packs in the arena that came from the remote store."""
+    came = {copy.record.pack_id for copy in store.relays.copies() if copy.record.source == REMOTE}
+    return {slab.pack_id: slab for slab in store.arena.slabs() if slab.pack_id in came and slab.complete}
+
+
+async def _keep(cache: DiskCache, slab: Slab) -> None:
+    stop = threading.Event()
+    if cache.has(slab.pack_id):
+        return
+    writing = asyncio.get_running_loop().run_in_executor(None, keep, cache, slab, stop)
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        stop.set()
+        await writing
+        raise

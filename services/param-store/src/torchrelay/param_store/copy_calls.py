@@ -16,14 +16,16 @@ from torchrelay.param_store.store import Store
 from torchrelay.param_store.versions import checked_digest
 from torchrelay.transfer.follow import SourceAddress
 from torchrelay.transfer.slabs import Slab
+from torchrelay.transfer.transport import TransferClass
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
+_MAX_LEASE_S = 3600.0
 _WATCH_PAUSE_S = 0.05  # at most 20 reports a second to each watcher
 
 
 class CopyCalls:
-    """Hold, Relay, Drop, WatchCopies."""
+    """Hold, Relay, Drop, WatchCopies, Guard."""
 
     store: Store
 
@@ -68,7 +70,14 @@ class CopyCalls:
         sources = [_source(source) for source in request.sources if source.holder_id != self.store.settings.store_id]
         if not sources:
             raise InvalidRequest("a relay needs at least one source other than the store itself", field="sources")
-        reserved = self.store.relays.relay(request.pack_id, sources, request.relay_id)
+        reserved = self.store.relays.relay(
+            request.pack_id,
+            sources,
+            request.relay_id,
+            request.keep_guarded,
+            max(request.num_striped, 1),
+            TransferClass.IDLE if request.urgency == pb.RELAY_URGENCY_IDLE else TransferClass.URGENT,
+        )
         complete = await asyncio.shield(asyncio.wrap_future(reserved))
         names = [source.holder_id for source in request.sources]
         log.info("relay", pack_id=request.pack_id, relay_id=request.relay_id, sources=names, complete=complete)
@@ -80,6 +89,14 @@ class CopyCalls:
         dropped = await asyncio.to_thread(self.store.relays.drop, request.pack_id)
         log.info("drop", pack_id=request.pack_id, dropped=dropped)
         return pb.DropReply(dropped=dropped)
+
+    async def Guard(self, request: pb.GuardRequest, context: Context) -> pb.GuardReply:
+        self.store.epoch.check(request.epoch)
+        if not 0 <= request.lease_s <= _MAX_LEASE_S:
+            raise InvalidRequest(f"a guard is leased for at most {_MAX_LEASE_S:g} seconds", field="lease_s")
+        self.store.arena.guard.renew(request.pack_ids, request.lease_s)
+        self.store.changes.notify()
+        return pb.GuardReply()
 
     async def WatchCopies(
         self, request: pb.WatchCopiesRequest, context: Context

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,12 +55,13 @@ class FileReader(RangeReader):
         except OSError:  # tmpfs before Linux 6.6, some network file systems
             self._direct = -1
 
-    def read_into(self, offset: int, view: memoryview) -> None:
+    def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
         done = 0
         while done < len(view):
             count = self._read(offset + done, view[done:])
             if count == 0:
-                raise DataCorrupted(f"{self._key} of the remote store ends at byte {offset + done}")
+                num_bytes = os.fstat(self._cached).st_size
+                raise DataCorrupted(f"{self._key} of the remote store ends at byte {num_bytes}")
             done += count
 
     def _read(self, offset: int, view: memoryview) -> int:

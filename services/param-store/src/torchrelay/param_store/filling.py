@@ -21,13 +21,16 @@ from torchrelay.param_store.remote import RemoteStore
 from torchrelay.param_store.remote_fill import fill_from_remote
 from torchrelay.param_store.versions import manifest_key, pack_key
 from torchrelay.transfer.arena import Arena
-from torchrelay.transfer.follow import Receiver, SourceAddress, fetch_head, follow
+from torchrelay.transfer.follow import STALL_S, Receiver, SourceAddress, fetch_head, follow
 from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.shares import Tally
 from torchrelay.transfer.slabs import Slab
+from torchrelay.transfer.transport import TransferClass, Transport
 
 log = get_logger(__name__)
 REMOTE = "remote"
-STARVE_S = 10.0  # a peer that is alive but brings no chunk for so long is left for the next source
+STARVE_S = 10.0  # a peer that is alive is left for the next source when no chunk has come from anywhere for so long
+SILENT_S = 2.0  # one of which nothing is heard, if others come after all peers: the remote store
 OWNER = "filling"  # pins the slab while its chunks arrive
 
 
@@ -38,22 +41,34 @@ class CopyRecord:
     pack_id: str
     pack_bytes: int = 0
     num_chunks: int = 0
-    source: str = ""
     error: str = ""
     begin_unix_us: int = 0
     first_unix_us: int = 0
     end_unix_us: int = 0
+    tally: Tally = field(default_factory=Tally)  # what each source has brought
+
+    @property
+    def source(self) -> str:
+        """The holder that has brought most, or ``REMOTE``."""
+        return self.tally.largest
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where a pack comes from. None among the sources stands for the remote store."""
+    """Where a pack comes from. None among the sources stands for the remote store.
+
+    Of the first peers, ``num_striped`` are followed at once; the others, and the remote store, are for repair.
+    """
 
     pack_id: str
     sources: tuple[SourceAddress | None, ...]
     receiver: Receiver
     num_remote_readers: int
     relay_id: str = ""
+    keep_guarded: bool = False  # rather fail than evict what the scheduler guards
+    transport: Transport | None = None  # how peers are followed; None: plain TCP
+    num_striped: int = 1
+    transfer_class: TransferClass = TransferClass.URGENT
 
     def groups(self) -> Iterator[tuple[SourceAddress, ...]]:
         """Neighbouring peers, to be followed with one another as alternates; empty: the remote store."""
@@ -112,7 +127,8 @@ class Filling:
     def _reserve(self) -> Slab:
         """The slab of an earlier, interrupted filling, or a new one by the manifest of the first source that has it."""
         slab = self.arena.get(self.plan.pack_id)
-        slab = self.arena.reserve(self._head() if slab is None else slab.head, OWNER)
+        head = self._head() if slab is None else slab.head
+        slab = self.arena.reserve(head, OWNER, self.plan.keep_guarded)
         self.record.pack_bytes, self.record.num_chunks = slab.num_bytes, slab.num_chunks
         self.on_change()
         return slab
@@ -133,49 +149,81 @@ class Filling:
     def _head_from(self, source: SourceAddress | None) -> bytes:
         if source is None:
             return self.remote.get_bytes(manifest_key(self.plan.pack_id))
-        return fetch_head(source, self.plan.receiver, self.stop)
+        return fetch_head(source, self.plan.receiver, self.stop, transport=self.plan.transport)
 
     def _fill(self, slab: Slab) -> None:
         failures = []
-        for peers in self.plan.groups():
+        groups = list(self.plan.groups())
+        for peers in groups:
             missing = slab.missing()
             if not missing or self.stop.is_set():
                 break
-            self.record.source = peers[0].holder_id if peers else REMOTE
+            name = peers[0].holder_id if peers else REMOTE
             try:
-                self._fill_from(peers, slab, missing)
+                if peers:
+                    self._fill_from_peers(peers, slab, missing, SILENT_S if peers is not groups[-1] else STALL_S)
+                else:
+                    self._fill_from_remote(slab, missing)
             except (TorchrelayError, OSError) as error:
-                failures.append(f"{self.record.source}: {error}")
-                log.warning("source_failed", pack_id=slab.pack_id, source=self.record.source, error=str(error))
+                failures.append(f"{name}: {error}")
+                log.warning("source_failed", pack_id=slab.pack_id, source=name, error=str(error))
         if slab.complete:  # even when it was stopped at that very moment
             return
         if self.stop.is_set():
             raise Unavailable("the filling was stopped")
         raise Unavailable(f"no source has the missing chunks: {'; '.join(failures)}")
 
-    def _fill_from(self, peers: Sequence[SourceAddress], slab: Slab, missing: Sequence[int]) -> None:
-        def on_chunk(index: int) -> None:
-            if not self.record.first_unix_us:
-                self.record.first_unix_us = _now_us()
-            self.on_bytes(len(slab.chunk(index)))
-            self.on_change()
+    def _fill_from_peers(
+        self, peers: Sequence[SourceAddress], slab: Slab, missing: Sequence[int], stall_s: float
+    ) -> None:
+        plan = self.plan
+        for index in follow(
+            slab.pack_id,
+            missing,
+            peers,
+            slab,
+            plan.receiver,
+            self.stop,
+            stall_s,
+            plan.transport,
+            STARVE_S,
+            plan.num_striped,
+            plan.transfer_class,
+            self.record.tally,
+        ):
+            self._arrived(slab, index)
 
-        if peers:
-            for index in follow(slab.pack_id, missing, peers, slab, self.plan.receiver, self.stop, starve_s=STARVE_S):
-                on_chunk(index)
-            return
-        manifest = slab.manifest
-        with closing(self.remote.open_range(pack_key(slab.pack_id))) as reader:
-            fill_from_remote(
-                slab.pack_id,
-                reader,
-                manifest.chunk_bytes,
-                slab,
-                missing,
-                self.stop,
-                on_chunk,
-                self.plan.num_remote_readers,
-            )
+    def _fill_from_remote(self, slab: Slab, missing: Sequence[int]) -> None:
+        tally = self.record.tally
+
+        def on_chunk(index: int) -> None:
+            tally.brought(REMOTE, len(slab.chunk(index)))
+            self._arrived(slab, index)
+
+        tally.joined(REMOTE)
+        try:
+            with closing(self.remote.open_range(pack_key(slab.pack_id))) as reader:
+                fill_from_remote(
+                    slab.pack_id,
+                    reader,
+                    slab.manifest.chunk_bytes,
+                    slab,
+                    missing,
+                    self.stop,
+                    on_chunk,
+                    self.plan.num_remote_readers,
+                )
+        except (TorchrelayError, OSError) as error:
+            tally.failed(REMOTE, str(error))
+            raise
+        finally:
+            tally.left(REMOTE)
+
+    def _arrived(self, slab: Slab, index: int) -> None:
+        if not self.record.first_unix_us:
+            self.record.first_unix_us = _now_us()
+        self.on_bytes(len(slab.chunk(index)))
+        self.on_change()
 
 
 def _name(source: SourceAddress | None) -> str:

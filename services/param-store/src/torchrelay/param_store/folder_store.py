@@ -14,7 +14,7 @@ from torchrelay.common.errors import InvalidRequest, NotFound
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.durable import sync_folder
 from torchrelay.param_store.file_reader import FileReader, ReadBuffers
-from torchrelay.param_store.remote import RangeReader, RemoteStore
+from torchrelay.param_store.remote import RangeReader, RemoteOptions, RemoteStore
 
 _DRAFTS = "drafts"
 _ABANDONED_S = 86400.0
@@ -30,8 +30,8 @@ class FolderStore(RemoteStore):
         self._remove_abandoned(time.time())
 
     @classmethod
-    def from_url(cls, url: str) -> FolderStore:
-        """``file:///an/absolute/folder``, or ``file:a/relative/one``."""
+    def from_url(cls, url: str, options: RemoteOptions) -> FolderStore:
+        """``file:///an/absolute/folder``, or ``file:a/relative/one``; there is nothing to choose."""
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise InvalidRequest(f"{url!r} does not name a folder of this machine", field="remote_url")

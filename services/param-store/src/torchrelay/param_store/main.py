@@ -11,7 +11,7 @@ from torchrelay.common.rpc import RpcServer
 from torchrelay.common.service import Addresses, run_service
 from torchrelay.common.settings import load_settings
 from torchrelay.control.v1 import param_store_pb2_grpc
-from torchrelay.param_store.background import expire_uploads, publish_reports, release_recovered
+from torchrelay.param_store.background import expire_uploads, keep_on_disk, publish_reports, release_recovered
 from torchrelay.param_store.servicer import ParamStoreServicer
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.param_store.store import Store
@@ -21,14 +21,15 @@ Work = Callable[[Store], Coroutine[Any, Any, None]]
 
 @asynccontextmanager
 async def serving(
-    settings: StoreSettings, background: tuple[Work, ...] = (publish_reports, expire_uploads, release_recovered)
+    settings: StoreSettings,
+    background: tuple[Work, ...] = (publish_reports, expire_uploads, release_recovered, keep_on_disk),
 ) -> AsyncIterator[Addresses]:
     """Brings up the store: arena, data plane, gRPC; then the work in the background."""
     async with AsyncExitStack() as stack:
         store = Store(settings, asyncio.get_running_loop())
         stack.push_async_callback(asyncio.to_thread, store.close)
         await asyncio.to_thread(store.start)
-        server = RpcServer(settings.host, settings.port)
+        server = RpcServer(settings.host, settings.port, settings.tls)
         store.grpc_address = f"{settings.reach_host}:{server.port}"
         param_store_pb2_grpc.add_ParamStoreServicer_to_server(ParamStoreServicer(store), server.server)
         await server.start()

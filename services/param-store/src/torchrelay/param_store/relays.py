@@ -14,6 +14,7 @@ from torchrelay.param_store.remote import RemoteStore
 from torchrelay.transfer.arena import Arena
 from torchrelay.transfer.follow import Receiver, SourceAddress
 from torchrelay.transfer.slabs import Slab
+from torchrelay.transfer.transport import TransferClass, Transport
 
 log = get_logger(__name__)
 _MAX_FAILURES_KEPT = 16
@@ -40,6 +41,7 @@ class Relays:
         on_change: Callable[[], None],
         max_relays: int = 16,
         num_remote_readers: int = 4,
+        transport: Transport | None = None,
     ) -> None:
         self._arena = arena
         self._remote = remote
@@ -47,6 +49,7 @@ class Relays:
         self._on_change = on_change
         self._max_relays = max_relays
         self._num_remote_readers = num_remote_readers
+        self._transport = transport
         self._fillings: dict[str, tuple[Filling, threading.Thread]] = {}
         self._records: dict[str, CopyRecord] = {}
         self._num_holds = 0
@@ -54,7 +57,15 @@ class Relays:
         self._lock = threading.Lock()
         self.num_bytes_received = 0
 
-    def relay(self, pack_id: str, sources: Sequence[SourceAddress | None], relay_id: str = "") -> Future[bool]:
+    def relay(
+        self,
+        pack_id: str,
+        sources: Sequence[SourceAddress | None],
+        relay_id: str = "",
+        keep_guarded: bool = False,
+        num_striped: int = 1,
+        transfer_class: TransferClass = TransferClass.URGENT,
+    ) -> Future[bool]:
         """Sees to it that the pack is filled. The future ends once its range is reserved; True: it was whole already.
 
         Asking again while a filling runs has no further effect; after one that is being stopped, a new one runs. Raises
@@ -71,7 +82,17 @@ class Relays:
                 return whole
             if self._closed or len(self._fillings) >= self._max_relays:
                 raise Overloaded(f"this store fills {len(self._fillings)} packs already")
-            plan = Plan(pack_id, tuple(sources), self._receiver, self._num_remote_readers, relay_id)
+            plan = Plan(
+                pack_id,
+                tuple(sources),
+                self._receiver,
+                self._num_remote_readers,
+                relay_id,
+                keep_guarded,
+                self._transport,
+                num_striped,
+                transfer_class,
+            )
             return self._start(plan, None if running is None else running[1])
 
     def _start(self, plan: Plan, after: threading.Thread | None) -> Future[bool]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from blake3 import blake3
 
-from torchrelay.common.errors import DataCorrupted
+from torchrelay.common.errors import DataCorrupted, Unavailable
 from torchrelay.param_store.remote import RangeReader
 from torchrelay.transfer.buffers import Sink
 
@@ -18,15 +18,19 @@ def fill_from_remote(
     reader: RangeReader,
     chunk_bytes: int,
     sink: Sink,
-    wanted: Sequence[int],
+    wanted: Iterable[int],
     stop: threading.Event,
     on_chunk: Callable[[int], None],
     num_readers: int,
 ) -> None:
     """Reads the wanted chunks in order, ``num_readers`` at a time: while one thread hashes, the others read.
 
-    Ends early, without an error, when ``stop`` is set. A damaged chunk is left out and the others still come; then
-    raises ``DataCorrupted``. ``OSError`` and what the sink raises end it at once.
+    Ends early, without an error, when ``stop`` is set. A chunk that does not match its digest is read again where that
+    may help; a damaged one is left out and the others still come; then raises ``DataCorrupted``. Whatever else the
+    reader or the sink raises ends it at once. ``wanted`` is asked for the next chunk only when a reader is free.
+
+    NOTE: bytes land in the sink's own memory before they are verified. Nobody else may bring a chunk that was taken
+    from ``wanted``.
     """
     todo = iter(wanted)
     damaged: list[int] = []
@@ -37,19 +41,25 @@ def fill_from_remote(
         with taking:
             return None if stop.is_set() or broken.is_set() else next(todo, None)
 
+    def bring(index: int) -> bool:
+        offset, view, digest = index * chunk_bytes, sink.chunk(index), sink.digest(index)
+        reader.read_into(offset, view, stop)
+        if blake3(view).digest() == digest:
+            return True
+        return reader.read_again(offset, view, stop) and blake3(view).digest() == digest
+
     def read() -> None:
         try:
             while (index := take()) is not None:
-                view = sink.chunk(index)
-                reader.read_into(index * chunk_bytes, view)
-                if blake3(view).digest() == sink.digest(index):
+                if bring(index):
                     sink.accept(index)
                     on_chunk(index)
                 else:
                     damaged.append(index)
-        except BaseException:
+        except BaseException as error:
             broken.set()  # the other readers end; this error is raised by result() below
-            raise
+            if not (isinstance(error, Unavailable) and stop.is_set()):
+                raise
 
     with ThreadPoolExecutor(num_readers, thread_name_prefix="remote-read") as pool:
         reads = [pool.submit(read) for _ in range(num_readers)]

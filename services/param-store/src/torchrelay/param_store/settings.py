@@ -9,6 +9,8 @@ from pydantic import Field
 
 from torchrelay.common.ids import new_id
 from torchrelay.common.settings import ServiceSettings
+from torchrelay.param_store.disk_cache import spare_bytes
+from torchrelay.param_store.remote import RemoteOptions, is_folder
 from torchrelay.transfer.arena_file import capacity_left_at
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -20,14 +22,27 @@ class StoreSettings(ServiceSettings):
 
     store_id: str = Field(default_factory=lambda: new_id("sto"), description="Stable name of this store.")
     host_id: str = Field("local", description="Name of this host; the workers of the same host carry the same.")
-    zone: str = Field("", description="Failure domain of this host; empty: none is known.")
+    failure_domain: str = Field(
+        "", description="What may fail together with this host: a rack, a zone. By default itself."
+    )
     port: int = Field(0, description="gRPC port; 0: any free one.")
     data_port: int = Field(0, description="Port of the data plane; 0: any free one.")
     node_key: str = Field(
         pattern="^[0-9a-fA-F]{64}$", description="Hex key of 32 bytes: derive_node_key(cluster key, store_id)."
     )
     data_dir: Path = Field(Path("store-data"), description="Folder for uploads under way.")
-    remote_url: str = Field("file:store-remote", description="Where published packs lie: file:///a/folder.")
+    remote_url: str = Field(
+        "file:store-remote",
+        description="Where published packs lie: file:///a/folder, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or "
+        "az://CONTAINER/PREFIX.",
+    )
+    remote_endpoint: str = Field(
+        "", description="URL of an S3-compatible server of your own; empty: the provider's, or what its variables say."
+    )
+    remote_timeout_s: float = Field(10.0, gt=0, description="Silence of an object store that makes a read begin anew.")
+    remote_give_up_s: float = Field(
+        30.0, gt=0, description="How long without any byte a read of an object store is tried again before it fails."
+    )
     arena_path: Path | None = Field(
         None, description="The arena's file, in shared memory; by default /dev/shm/torchrelay-STORE_ID."
     )
@@ -39,10 +54,30 @@ class StoreSettings(ServiceSettings):
     )
     max_relays: int = Field(16, ge=1, description="Most packs filled at once; more are refused.")
     remote_readers: int = Field(4, ge=1, le=16, description="Reads of the remote store under way at once, per pack.")
+    disk_cache_bytes: int | None = Field(
+        None,
+        ge=0,
+        description="Most bytes of packs kept on this host's disk, below data_dir; unset: for an object store half of "
+        "what is free, at most 64 GiB, none for a folder.",
+    )
     max_upload_bytes: int = Field(1 << 40, ge=1, description="Largest upload that is taken in.")
     upload_expiry_s: float = Field(86400.0, gt=0, description="An upload untouched for so long is removed.")
     max_waiting_commits: int = Field(16, ge=1, description="Most commits waiting for the packer; more are refused.")
     packer_memory_bytes: int = Field(384 << 20, ge=64 << 20, description="Most memory that a packer process may use.")
+
+    @property
+    def remote_options(self) -> RemoteOptions:
+        return RemoteOptions(self.remote_endpoint, self.remote_timeout_s, self.remote_give_up_s)
+
+    @property
+    def disk_cache_folder(self) -> Path:
+        return self.data_dir / "packs"
+
+    def disk_cache_limit_bytes(self) -> int:
+        """``disk_cache_bytes``, or what this host's disk can spare now; 0: there is no disk tier."""
+        if self.disk_cache_bytes is not None:
+            return self.disk_cache_bytes
+        return 0 if is_folder(self.remote_url) else spare_bytes(self.disk_cache_folder)
 
     @property
     def arena_file(self) -> Path:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Container
 
 from torchrelay.common.ids import new_id
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import reports_pb2
 from torchrelay.param_store.changes import Changes
+from torchrelay.param_store.disk_cache import DiskCache
+from torchrelay.param_store.disk_tier import DiskTier
 from torchrelay.param_store.epoch import Epoch
+from torchrelay.param_store.interfaces import read_traffic
 from torchrelay.param_store.packing import PackingTurn
 from torchrelay.param_store.relays import Copy, Relays
-from torchrelay.param_store.remote import open_remote
+from torchrelay.param_store.remote import RemoteStore, open_remote
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.param_store.uploads import Uploads
 from torchrelay.param_store.versions import Versions
@@ -21,6 +25,7 @@ from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.errors import ArenaFull
 from torchrelay.transfer.follow import Receiver
 from torchrelay.transfer.holder import HolderServer
+from torchrelay.transfer.tls import transport_for
 
 log = get_logger(__name__)
 
@@ -34,13 +39,17 @@ class Store:
         self.grpc_address = ""
         self.epoch = Epoch()
         self.changes = Changes(loop)
-        remote = open_remote(settings.remote_url)
+        self.disk = _open_disk(settings)
+        remote = _open_remote(settings, self.disk)
         self.versions = Versions(remote)
         self.uploads = Uploads(settings.data_dir / "uploads", settings.max_upload_bytes, settings.upload_expiry_s)
         self.packing = PackingTurn(settings.max_waiting_commits)
         node_key = bytes.fromhex(settings.node_key)
         # Before the arena: when the port is taken, no shared memory is left behind.
-        self.holder = HolderServer(settings.store_id, node_key, self._find, settings.host, settings.data_port)
+        transport = transport_for(settings.tls)
+        self.holder = HolderServer(
+            settings.store_id, node_key, self._find, settings.host, settings.data_port, transport=transport
+        )
         self.arena = Arena.create(settings.arena_file, settings.arena_capacity_bytes())
         self.relays = Relays(
             self.arena,
@@ -49,6 +58,7 @@ class Store:
             self.changes.notify,
             settings.max_relays,
             settings.remote_readers,
+            transport,
         )
         self._closing = threading.Event()
         self._prepared = threading.Event()
@@ -101,6 +111,7 @@ class Store:
 
     def report(self) -> reports_pb2.StoreReport:
         """The store's state as the scheduler hears of it."""
+        guarded = self.arena.guard.ranks
         return reports_pb2.StoreReport(
             store_id=self.settings.store_id,
             incarnation=self.incarnation,
@@ -111,14 +122,35 @@ class Store:
             arena_target_bytes=self.arena.capacity_bytes,
             arena_bytes=self.arena.faulted_bytes,
             arena_free_bytes=self.arena.free_bytes,
-            copies=[_pack_copy(copy) for copy in self.relays.copies()],
+            copies=[_pack_copy(copy, guarded) for copy in self.relays.copies()],
             bytes_sent=self.holder.bytes_sent,
             bytes_received=self.relays.num_bytes_received,
             num_running_uploads=self.uploads.num_open,
+            failure_domain=self.settings.failure_domain or self.settings.host_id,
+            link=_link(),
         )
 
 
-def _pack_copy(copy: Copy) -> reports_pb2.PackCopy:
+def _link() -> reports_pb2.LinkReport | None:
+    traffic = read_traffic()
+    if traffic is None:
+        return None
+    return reports_pb2.LinkReport(
+        bytes_sent=traffic.bytes_sent, bytes_received=traffic.bytes_received, bytes_per_s=traffic.bytes_per_s
+    )
+
+
+def _open_disk(settings: StoreSettings) -> DiskCache | None:
+    limit_bytes = settings.disk_cache_limit_bytes()
+    return DiskCache(settings.disk_cache_folder, limit_bytes) if limit_bytes else None
+
+
+def _open_remote(settings: StoreSettings, disk: DiskCache | None) -> RemoteStore:
+    remote = open_remote(settings.remote_url, settings.remote_options)
+    return remote if disk is None else DiskTier(remote, disk)
+
+
+def _pack_copy(copy: Copy, guarded: Container[str]) -> reports_pb2.PackCopy:
     record = copy.record
     return reports_pb2.PackCopy(
         pack_id=record.pack_id,
@@ -131,4 +163,16 @@ def _pack_copy(copy: Copy) -> reports_pb2.PackCopy:
         relay_first_unix_us=record.first_unix_us,
         relay_end_unix_us=record.end_unix_us,
         source=record.source,
+        shares=[
+            reports_pb2.SourceShare(
+                holder_id=share.holder_id,
+                num_bytes=share.num_bytes,
+                bytes_per_s=share.bytes_per_s,
+                following=share.following,
+                error=share.error,
+            )
+            for share in record.tally.shares()
+        ],
+        num_repairs=record.tally.num_repairs,
+        guarded=record.pack_id in guarded,
     )

@@ -124,7 +124,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     def _decode(self, address: str) -> decode_pb2_grpc.DecodeAsyncStub:
         channel = self._channels.get(address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address)
+            channel = self._channels[address] = open_channel(address, self.worker.tls)
         return decode_pb2_grpc.DecodeStub(channel)
 
     def owns(self, attempt: Attempt, token: NewToken) -> bool:

@@ -11,15 +11,29 @@ import grpc
 from torchrelay.common.errors import StaleEpoch, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.rpc import error_from_rpc
+from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
+from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
 from torchrelay.scheduler import wire
-from torchrelay.scheduler.core import REMOTE
 from torchrelay.scheduler.desk import Desk
-from torchrelay.scheduler.effects import Command, Hop, LoadOrder, RolesCommand, UnloadCommand, WakeCommand
+from torchrelay.scheduler.effects import (
+    Command,
+    CopyCommand,
+    GuardCommand,
+    Hop,
+    LoadOrder,
+    RerouteCommand,
+    RolesCommand,
+    UnloadCommand,
+    WakeCommand,
+)
 from torchrelay.scheduler.peers import Peers
 
 if TYPE_CHECKING:
+    from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub
     from torchrelay.control.v1.worker_pb2_grpc import WorkerAsyncStub  # exists in the stubs only
+
+log = get_logger(__name__)
 
 _TIMEOUT_S = 5.0  # Load and SetRoles answer at once, and Relay where memory is faulted in
 _FAULTING_BYTES_PER_S = 0.25e9  # a store may have to fault its arena in before it can reserve a range
@@ -50,6 +64,12 @@ class Actuator:
                 self._tasks.create_task(self._set_roles(command), name=f"set roles {command.instance_id}")
             case UnloadCommand():
                 self._tasks.create_task(self._unload(command), name=f"unload {command.instance_id}")
+            case RerouteCommand():
+                self._tasks.create_task(self._reroute(command), name=f"reroute {command.hop.store_id}")
+            case CopyCommand():
+                self._tasks.create_task(self._copy(command), name=f"copy {command.model.name}")
+            case GuardCommand():
+                self._tasks.create_task(self._guard(command), name=f"guard {command.store_id}")
 
     async def _wake(self, command: WakeCommand) -> None:
         """Relays in the order of the chain; each host's loads start as soon as its store has taken its relay."""
@@ -65,14 +85,14 @@ class Actuator:
                 for order in hop.loads:
                     loads.create_task(self._load(command, order))
 
-    async def _relay(self, command: WakeCommand, hop: Hop) -> None:
+    async def _relay(self, command: WakeCommand | CopyCommand | RerouteCommand, hop: Hop) -> None:
         stores = self._desk.policy.state.view.stores
         store = stores.get(hop.store_id)
         if store is None:
             raise Unavailable("the store is gone")
-        holders = [stores.get(source) for source in hop.sources if source != REMOTE]
+        holders = [stores[source] for source in hop.sources if source in stores]
         model, ticketing = command.model, self._desk.ticketing
-        sources = [ticketing.source(model.pack_id, holder, hop.store_id) for holder in holders if holder is not None]
+        sources = [ticketing.source(model.pack_id, holder, hop.store_id) for holder in holders]
         sources.append(ticketing.source(model.pack_id, None, hop.store_id))
         request = param_store_pb2.RelayRequest(
             epoch=self._desk.epoch.value,
@@ -80,10 +100,49 @@ class Actuator:
             pack_bytes=model.pack_bytes,
             sources=sources,
             relay_id=new_id("relay"),
+            num_striped=max(sum(source in stores for source in hop.sources[: hop.num_striped]), 1),
+            urgency=RELAY_URGENCY_URGENT,
         )
+        if isinstance(command, CopyCommand):
+            request.keep_guarded = command.keep_guarded
+        if not (isinstance(command, WakeCommand) or command.urgent):
+            request.urgency = RELAY_URGENCY_IDLE
         stub = param_store_pb2_grpc.ParamStoreStub(self._peers.channel(store.grpc_address))
         timeout_s = _TIMEOUT_S + request.pack_bytes / _FAULTING_BYTES_PER_S
         await self._call(lambda: stub.Relay(request, timeout=timeout_s))
+
+    async def _reroute(self, command: RerouteCommand) -> None:
+        """The relay goes on as it is when its store cannot be told."""
+        try:
+            await self._relay(command, command.hop)
+        except TorchrelayError as error:
+            log.info("reroute_failed", store_id=command.hop.store_id, error=error.message)
+
+    async def _copy(self, command: CopyCommand) -> None:
+        pack_id, store_id = command.model.pack_id, command.hop.store_id
+        try:
+            await self._relay(command, command.hop)
+        except TorchrelayError as error:
+            self._desk.copy_failed(pack_id, store_id, f"the relay could not be started: {error.message}")
+            return
+        self._desk.copy_begun(pack_id, store_id)
+
+    async def _guard(self, command: GuardCommand) -> None:
+        request = param_store_pb2.GuardRequest(
+            epoch=self._desk.epoch.value, pack_ids=command.pack_ids, lease_s=command.lease_s
+        )
+        try:
+            stub = self._store(command.store_id)
+            await self._call(lambda: stub.Guard(request, timeout=_TIMEOUT_S))
+        except TorchrelayError as error:
+            log.info("guard_failed", store_id=command.store_id, error=error.message)
+            self._desk.guard_failed(command.store_id)
+
+    def _store(self, store_id: str) -> ParamStoreAsyncStub:
+        store = self._desk.policy.state.view.stores.get(store_id)
+        if store is None:
+            raise Unavailable("the store is gone")
+        return param_store_pb2_grpc.ParamStoreStub(self._peers.channel(store.grpc_address))
 
     async def _load(self, command: WakeCommand, order: LoadOrder) -> None:
         request = worker_pb2.LoadRequest(

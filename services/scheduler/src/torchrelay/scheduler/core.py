@@ -122,6 +122,18 @@ class Worker:
     num_queued_prefill_tokens: int = 0
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0  # median decode step; 0: not measured yet
+    kv_bytes_sent: int = 0  # since start
+    kv_bytes_received: int = 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one source has to do with a copy."""
+
+    holder_id: str  # or REMOTE
+    num_bytes: int
+    bytes_per_s: float  # of late; 0: it brings nothing now
+    following: bool = False  # it is asked for chunks now
 
 
 @dataclass(frozen=True)
@@ -138,6 +150,8 @@ class Copy:
     relay_first_us: int = 0
     relay_end_us: int = 0
     source: str = ""
+    shares: tuple[Share, ...] = ()  # by source
+    guarded: bool = False  # by a scheduler's lease that has not run out
 
     @property
     def complete(self) -> bool:
@@ -146,6 +160,15 @@ class Copy:
     @property
     def receiving(self) -> bool:
         return not self.complete and not self.error
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A host's network interfaces taken together; the counters rise, and hold all traffic."""
+
+    bytes_sent: int
+    bytes_received: int
+    bytes_per_s: float = 0.0  # link speed, either direction; 0: not known
 
 
 @dataclass(frozen=True)
@@ -161,6 +184,15 @@ class Store:
     epoch: int = 0
     arena_target_bytes: int = 0
     copies: Mapping[str, Copy] = field(default_factory=dict)
+    failure_domain: str = ""
+    bytes_sent: int = 0  # by the data plane since the store began
+    bytes_received: int = 0  # by the data plane and from the remote store
+    wire: Wire | None = None  # None: the host has no counters
+
+    @property
+    def domain(self) -> str:
+        """What fails together with this host; at least the host itself."""
+        return self.failure_domain or self.host_id
 
     def room_for(self, pack_id: str, pack_bytes: int) -> bool:
         """Whether the arena has the pack, or can make room for it by evicting what nobody pins."""

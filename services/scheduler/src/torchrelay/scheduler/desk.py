@@ -12,6 +12,7 @@ from typing import Protocol
 from torchrelay.common.telemetry import get_logger, record_span
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler import wire
+from torchrelay.scheduler.copy_metrics import CopyMetrics
 from torchrelay.scheduler.core import AttemptKey
 from torchrelay.scheduler.effects import Answer, Command, Effects, Opened, Placed, Refused
 from torchrelay.scheduler.epoch import Epoch
@@ -71,6 +72,7 @@ class Desk:
         self._history = history
         self._watchers: set[asyncio.Event] = set()
         self._metrics = Metrics(lambda: len(policy.state.queues), lambda: history.num_dropped)
+        self._copy_metrics = CopyMetrics(lambda: policy.state.copybook)
 
     # Gateways
 
@@ -169,6 +171,15 @@ class Desk:
     def unload_failed(self, instance_id: str, cause: str) -> None:
         self._apply(self.policy.unload_failed(instance_id, cause, self.clock.now()))
 
+    def copy_begun(self, pack_id: str, store_id: str) -> None:
+        self._apply(self.policy.copy_begun(pack_id, store_id, self.clock.now()))
+
+    def copy_failed(self, pack_id: str, store_id: str, cause: str) -> None:
+        self._apply(self.policy.copy_failed(pack_id, store_id, cause, self.clock.now()))
+
+    def guard_failed(self, store_id: str) -> None:
+        self._apply(self.policy.guard_failed(store_id, self.clock.now()))
+
     def tick(self, heard_since: float) -> None:
         self._apply(self.policy.tick(self.clock.now(), heard_since))
         self._forget_lost()
@@ -195,6 +206,7 @@ class Desk:
         for happening in effects.happenings:
             self.explain.happened(happening)
             self._history.note(happening)
+            self._copy_metrics.happened(happening)
             log.info(happening.kind, model=happening.model, subject=happening.subject, reason=happening.reason)
         self._touch()
 

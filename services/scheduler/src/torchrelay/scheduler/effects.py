@@ -23,6 +23,7 @@ class Hop:
     store_id: str
     sources: tuple[str, ...]
     loads: tuple[LoadOrder, ...]
+    num_striped: int = 1  # of the sources, followed at once
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,15 @@ class WakeCommand:
     model: Model
     hops: tuple[Hop, ...]
     traceparent: str = ""  # of the request that woke it
+
+
+@dataclass(frozen=True)
+class RerouteCommand:
+    """A relay that runs gets other sources; what it has it keeps."""
+
+    model: Model
+    hop: Hop  # without loads
+    urgent: bool
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,26 @@ class UnloadCommand:
     drain_s: float
 
 
-Command = WakeCommand | RolesCommand | UnloadCommand
+@dataclass(frozen=True)
+class CopyCommand:
+    """A store gets a copy that no request waits for; with ``keep_guarded`` not in the place of a guarded one."""
+
+    model: Model
+    hop: Hop  # without loads
+    urgent: bool
+    keep_guarded: bool
+
+
+@dataclass(frozen=True)
+class GuardCommand:
+    """A store keeps these packs for as long as the lease runs, and gives way with the first ones first."""
+
+    store_id: str
+    pack_ids: tuple[str, ...]
+    lease_s: float
+
+
+Command = WakeCommand | RerouteCommand | RolesCommand | UnloadCommand | CopyCommand | GuardCommand
 
 
 class RefusalReason(enum.IntEnum):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.core import Instance, Model, Phase, Role, Roles, Store
+from torchrelay.scheduler import relaying
+from torchrelay.scheduler.core import Instance, Model, Phase, Role, Roles
 from torchrelay.scheduler.effects import Hop, LoadOrder, RolesCommand, UnloadCommand, WakeCommand
-from torchrelay.scheduler.planning import Arrow, plan, whole_holders
 from torchrelay.scheduler.scaling import decide
 from torchrelay.scheduler.situation import Demand, Drain, Load, SetRoles, Situation, Wake
 from torchrelay.scheduler.state import State
@@ -103,26 +103,16 @@ def _wake(state: State, action: Wake, now: float) -> None:
         orders.setdefault(worker.host_id, []).append(order)
         state.happened(now, "wake", instance, action.reason, "instance.loading", about(instance))
     stores = {host_id: store for host_id in orders if (store := state.view.store_of(host_id))}
-    arrows = _arrows(state, model, stores, now)
+    store_ids = [store.store_id for store in stores.values()]
+    arrows = relaying.draw(state, model.pack_id, model.pack_bytes, store_ids, now)
     by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
     waiting = state.queues.waiting(model.version_id)
-    hops = tuple(Hop(arrow.target, arrow.sources, by_store[arrow.target]) for arrow in arrows)
+    hops = tuple(Hop(arrow.target, arrow.sources, by_store[arrow.target], arrow.num_striped) for arrow in arrows)
     state.effects.commands.append(WakeCommand(model, hops, waiting[0].traceparent if waiting else ""))
-    chain = ", ".join(f"{arrow.target} from {arrow.upstream}" for arrow in arrows)
+    chain = ", ".join(map(str, arrows))
     num = len(action.assignments)
     state.happened(now, "plan", model, chain)
     state.happened(now, "scale_up", model, action.reason, "scale.up", {"num_instances": num, "relay": chain})
-
-
-def _arrows(state: State, model: Model, targets: Mapping[str, Store], now: float) -> tuple[Arrow, ...]:
-    stores = state.view.stores
-    whole = whole_holders(model.pack_id, stores.values())
-    filling = [store for store in state.relays.filling(model.pack_id, stores.values()) if store in stores]
-    filling = [store for store in filling if store not in whole]
-    store_ids = [store.store_id for store in targets.values()]
-    arrows = plan(whole, filling, store_ids, state.relays.outgoing())
-    state.relays.start(model.pack_id, arrows, now)
-    return arrows
 
 
 def _set_roles(state: State, action: SetRoles, now: float) -> None:

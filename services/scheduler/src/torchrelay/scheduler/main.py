@@ -37,8 +37,9 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
     """Serves until the block is left; a newer scheduler, or a fault of its own, raises out of it."""
     clock, subjects = Clock(), Subjects(settings.nats_prefix)
     nats = await connect(settings.nats_url, "scheduler")
-    peers = Peers()
-    server = RpcServer(settings.host, settings.port)
+    tls = settings.tls
+    peers = Peers(tls)
+    server = RpcServer(settings.host, settings.port, tls)
     try:
         await ensure_streams(nats.jetstream(), subjects)
         desk, history = _desk(settings, clock, nats, subjects)

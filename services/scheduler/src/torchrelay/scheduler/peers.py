@@ -7,17 +7,19 @@ import asyncio
 import grpc
 
 from torchrelay.common.rpc import open_channel
+from torchrelay.common.tls import Tls
 
 
 class Peers:
     """Opens a channel at first use."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: Tls | None = None) -> None:
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def channel(self, address: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = open_channel(address, self._tls)
         return self._channels[address]
 
     async def forget(self, address: str) -> None:

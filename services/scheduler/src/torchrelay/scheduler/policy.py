@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from torchrelay.scheduler import admitting, growing
+from torchrelay.scheduler import admitting, growing, relaying, replicating
 from torchrelay.scheduler.core import Admission, AttemptKey, Instance, Model, Phase, Placement, Store, Worker
 from torchrelay.scheduler.effects import Effects, RefusalReason
 from torchrelay.scheduler.fleet import Change, Turn
@@ -30,6 +30,7 @@ class Policy:
     def admit(self, admission: Admission, model: Model, current: Placement | None, now: float) -> Effects:
         """An admission, for the first time or again. ``current``: where it runs, if it was placed before."""
         state = self.state
+        state.copybook.recency.note(model, now)
         if admitting.admit(state, admission, model, current, now):
             admitting.refuse_if_impossible(state, admission, now)
             admitting.serve(state, now, (model.version_id,))
@@ -75,6 +76,7 @@ class Policy:
         if accepted is None:
             return state.take_effects()
         self._remember_sizes()
+        state.links.observe_worker(accepted, now)
         changes = state.fleet.observe(accepted, now)
         for change in changes:
             self._turned(change, now)
@@ -96,18 +98,20 @@ class Policy:
 
     def store_reported(self, store: Store, now: float) -> Effects:
         state = self.state
-        is_new = store.store_id not in state.view.stores
+        before = state.view.stores.get(store.store_id)
         if state.view.accept_store(store):
             self._remember_sizes()
-            state.relays.observe(store, now)
-            if is_new:
+            replicating.store_seen(state, store, before, now)
+            relaying.store_reported(state, store, now)
+            if before is None:
                 self._react(now)
         return state.take_effects()
 
     def store_gone(self, store_id: str, now: float) -> Effects:
         """Nobody listens at the store's address any more; its arena, and the instances in it, may well live on."""
-        if self.state.view.drop_store(store_id, now):
-            self.state.relays.lose(store_id)
+        if store := self.state.view.drop_store(store_id, now):
+            relaying.store_lost(self.state, store)
+            replicating.store_left(self.state, store, now)
         return self.state.take_effects()
 
     # Outcomes of commands
@@ -156,6 +160,18 @@ class Policy:
             self.state.happened(now, "drain_failed", instance, cause)
         return self.state.take_effects()
 
+    def copy_begun(self, pack_id: str, store_id: str, now: float) -> Effects:
+        replicating.copy_begun(self.state, pack_id, store_id, now)
+        return self.state.take_effects()
+
+    def copy_failed(self, pack_id: str, store_id: str, cause: str, now: float) -> Effects:
+        replicating.copy_failed(self.state, pack_id, store_id, cause, now)
+        return self.state.take_effects()
+
+    def guard_failed(self, store_id: str, now: float) -> Effects:
+        self.state.copybook.not_told(store_id, now)
+        return self.state.take_effects()
+
     # Time
 
     def tick(self, now: float, heard_since: float = 0.0) -> Effects:
@@ -168,13 +184,15 @@ class Policy:
         for worker in lost.workers:
             self._lose_worker(worker.worker_id, f"silent for {state.rules.stale_s:g} s", now)
         for store in lost.stores:
-            state.relays.lose(store.store_id)
+            relaying.store_lost(state, store)
+            replicating.store_left(state, store, now)
         for key in state.gateways.overdue(now):
             admitting.release(state, key, now)
         growing.retry_unloads(state, now)
         state.failures.prune(now)
         admitting.refuse_impossible(state, now)
         self._react(now)
+        replicating.replicate(state, now)
         return state.take_effects()
 
     # Shared

@@ -33,6 +33,22 @@ class Rules:
     gateway_grace_s: float = 10.0  # how long a gateway whose stream broke may take to come back
     settle_s: float = 0.5  # after a start: reports of instances that already run come in; no wake before
 
+    # Copies in RAM
+    replicate: bool = True
+    recent_s: float = 600.0  # a pack used within this time has recent demand
+    recent_copies: int = 2  # of such a pack, in different failure domains
+    max_replications: int = 32  # copies made at once for no request; half as many when nothing was lost
+    max_replications_per_store: int = 2  # arriving at one store
+    cache_share: float = 0.8  # of an arena that packs without recent demand may fill
+    replicate_every_s: float = 0.5
+    loss_grace_s: float = 2.0  # a store that fell silent may come back with its arena within this time
+    guard_s: float = 30.0  # how long a store keeps the guard when it hears nothing
+    copy_backoff_s: float = 1.0  # after a copy that failed; doubled by each further one, up to copy_backoff_max_s
+    copy_backoff_max_s: float = 60.0
+
+    # Relays
+    link_cap_bytes_per_s: float = 0.0  # no direction of a host's link is planned to carry more; 0: what is measured
+
     # Predictions where nothing has been measured yet
     default_prefill_tokens_per_s: float = 1000.0
     default_step_s: float = 0.03

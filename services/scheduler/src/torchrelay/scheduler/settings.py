@@ -27,6 +27,26 @@ class SchedulerSettings(ServiceSettings):
     load_tries: int = Field(3, ge=1, description="Failed loads before the requests that wait are told.")
     gateway_grace_s: float = Field(10.0, ge=0, description="A gateway whose stream broke may take this long to return.")
 
+    replicate: bool = Field(
+        True, description="Keep and rebuild copies of packs in RAM beside those that instances use."
+    )
+    recent_s: float = Field(600.0, gt=0, description="A model used within this time has recent demand.")
+    recent_copies: int = Field(
+        2, ge=1, le=8, description="Copies in RAM of such a model, in different failure domains."
+    )
+    max_replications: int = Field(32, ge=1, description="Copies made at once that no request waits for.")
+    max_replications_per_store: int = Field(2, ge=1, description="Of these, arriving at one store.")
+    cache_share: float = Field(
+        0.8, gt=0, le=1, description="Part of each arena that models without recent demand may fill."
+    )
+    guard_s: float = Field(
+        30.0, ge=1, le=3600, description="How long stores keep the last copies without word from here."
+    )
+
+    link_cap_bytes_per_s: float = Field(
+        0.0, ge=0, description="Most that relays are planned to take of a host's link, in bytes/s; 0: what is measured."
+    )
+
     @field_validator("cluster_key")
     @classmethod
     def _is_key(cls, value: str) -> str:
@@ -48,4 +68,12 @@ class SchedulerSettings(ServiceSettings):
             drain_s=self.drain_s,
             load_tries=self.load_tries,
             gateway_grace_s=self.gateway_grace_s,
+            link_cap_bytes_per_s=self.link_cap_bytes_per_s,
+            replicate=self.replicate,
+            recent_s=self.recent_s,
+            recent_copies=self.recent_copies,
+            max_replications=self.max_replications,
+            max_replications_per_store=self.max_replications_per_store,
+            cache_share=self.cache_share,
+            guard_s=self.guard_s,
         )

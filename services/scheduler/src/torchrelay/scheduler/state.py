@@ -6,11 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torchrelay.scheduler.books import Books
+from torchrelay.scheduler.copybook import CopyBook
 from torchrelay.scheduler.core import Instance, Model
 from torchrelay.scheduler.effects import Effects, Happening
 from torchrelay.scheduler.failures import Failures
 from torchrelay.scheduler.fleet import Fleet
 from torchrelay.scheduler.gateways import Gateways
+from torchrelay.scheduler.links import Links
 from torchrelay.scheduler.planning import Relays
 from torchrelay.scheduler.queueing import Queues
 from torchrelay.scheduler.rules import Rules
@@ -35,6 +37,8 @@ class State:
     fleet: Fleet = field(default_factory=Fleet)
     books: Books = field(default_factory=Books)
     relays: Relays = field(default_factory=Relays)
+    links: Links = field(default_factory=Links)
+    copybook: CopyBook = field(default_factory=CopyBook)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     effects: Effects = field(default_factory=Effects)
     fruitless: dict[str, frozenset[str]] = field(default_factory=dict)  # request id -> instances; see note_fruitless
@@ -45,7 +49,8 @@ class State:
     def fresh(cls, rules: Rules, new_id: Callable[[], str], now: float) -> State:
         queues = Queues(rules.queue_limit, rules.queue_limit_total)
         gateways, view = Gateways(rules.gateway_grace_s), View(rules.fence_s)
-        return cls(rules, new_id, now, queues, Failures(rules), gateways, view)
+        links = Links(rules.link_cap_bytes_per_s)
+        return cls(rules, new_id, now, queues, Failures(rules), gateways, view, links=links)
 
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()

@@ -17,8 +17,10 @@ from torchrelay.scheduler.core import (
     Role,
     Roles,
     Seat,
+    Share,
     Slot,
     Store,
+    Wire,
     Worker,
 )
 from torchrelay.scheduler.effects import Happening, RefusalReason
@@ -83,6 +85,8 @@ def worker_of(report: reports_pb2.WorkerReport, now: float) -> Worker:
         num_queued_prefill_tokens=report.num_queued_prefill_tokens,
         prefill_tokens_per_s=report.prefill_tokens_per_s,
         step_s=report.step_s,
+        kv_bytes_sent=report.kv_bytes_sent,
+        kv_bytes_received=report.kv_bytes_received,
     )
 
 
@@ -108,10 +112,22 @@ def store_of(report: reports_pb2.StoreReport, now: float) -> Store:
                 relay_first_us=copy.relay_first_unix_us,
                 relay_end_us=copy.relay_end_unix_us,
                 source=copy.source,
+                shares=tuple(
+                    Share(share.holder_id, share.num_bytes, share.bytes_per_s, share.following) for share in copy.shares
+                ),
+                guarded=copy.guarded,
             )
             for copy in report.copies
         },
+        failure_domain=report.failure_domain,
+        bytes_sent=report.bytes_sent,
+        bytes_received=report.bytes_received,
+        wire=_wire_of(report.link) if report.HasField("link") else None,
     )
+
+
+def _wire_of(link: reports_pb2.LinkReport) -> Wire:
+    return Wire(link.bytes_sent, link.bytes_received, link.bytes_per_s)
 
 
 def model_of(version: types_pb2.ModelVersion) -> Model:

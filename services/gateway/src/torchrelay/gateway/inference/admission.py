@@ -22,6 +22,7 @@ from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.gateway.inference.core import AdmissionFailed, Happening
+from torchrelay.gateway.peers import scheduler_at
 
 log = get_logger(__name__)
 
@@ -47,9 +48,10 @@ class _Admission:
 class Admissions:
     """All open admissions of this gateway. ``run()`` keeps the stream; the other methods never block."""
 
-    def __init__(self, scheduler: SchedulerStub, gateway_id: str, patience_s: float = 10.0) -> None:
+    def __init__(self, scheduler: SchedulerStub, gateway_id: str, address: str, patience_s: float = 10.0) -> None:
         self._scheduler = scheduler
         self._gateway_id = gateway_id
+        self._peer = scheduler_at(address)
         self._patience_s = patience_s
         self._open: dict[Key, _Admission] = {}
         self._unsent: deque[pb.AdmitCommand] = deque(maxlen=MAX_UNSENT)
@@ -104,7 +106,7 @@ class Admissions:
             if self._connected_at is not None and clock() - self._connected_at > STABLE_S:
                 last_served, num_failures = clock(), 0
             if clock() - last_served > self._patience_s:
-                self._fail_waiting(Unavailable("the scheduler cannot be reached"))
+                self._fail_waiting(self._peer.away())
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
 

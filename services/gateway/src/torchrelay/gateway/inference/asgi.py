@@ -15,6 +15,7 @@ from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway import openai_error
 from torchrelay.gateway.doors import KeysDoor
 from torchrelay.gateway.inference import openai, replies
+from torchrelay.gateway.inference.attempts import now_unix_us
 from torchrelay.gateway.inference.core import Ask, ClientLeft, Delivery
 from torchrelay.gateway.inference.intake import Intake, Running
 from torchrelay.gateway.inference.replies import ReplyForm, StreamReply, WholeChoice
@@ -56,13 +57,14 @@ class TokenPaths:
             await self._serve(exchange, is_chat, dict(scope["headers"]).get(b"authorization"))
 
     async def _serve(self, exchange: Exchange, is_chat: bool, authorization: bytes | None) -> None:
+        arrived_unix_us = now_unix_us()
         try:
             principal = await self._keys.authenticate(
                 None if authorization is None else authorization.decode("latin-1")
             )
             encoded = await exchange.read_body(self._max_body_bytes)
             ask, form, is_stream = _understand(encoded, is_chat)
-            async with self._intake.running(principal, ask, exchange.request_id) as running:
+            async with self._intake.running(principal, ask, exchange.request_id, arrived_unix_us) as running:
                 await exchange.answer(running, form, is_stream)
         except ClientLeft:
             return

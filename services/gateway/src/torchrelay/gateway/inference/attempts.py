@@ -11,7 +11,7 @@ from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.inference.admission import Admissions, Key, Listener
 from torchrelay.gateway.inference.blocks import block_hashes
 from torchrelay.gateway.inference.core import Call
-from torchrelay.gateway.inference.generation import AttemptPlan
+from torchrelay.gateway.inference.generation import FIRST_ATTEMPT, AttemptPlan
 from torchrelay.gateway.inference.workers import RunStream, WorkerStreams
 
 
@@ -83,6 +83,7 @@ class Attempt:
     asked_unix_us: int = 0
     placed_unix_us: int = 0
     first_token_unix_us: int = 0
+    ended_unix_us: int = 0
     num_output_tokens: int = 0
     measured: list[scheduler_pb2.Phase] = field(default_factory=list)
     _streams: dict[str, RunStream] = field(default_factory=dict)
@@ -163,7 +164,7 @@ class Attempt:
             else:
                 stream.forget(self.key)
         self._streams.clear()
-        began = self.first_token_unix_us
+        began, self.ended_unix_us = self.first_token_unix_us, now_unix_us()
         self.roads.admissions.release(
             scheduler_pb2.Release(
                 key=types_pb2.AttemptKey(request_id=self.call.request_id, attempt=self.plan.attempt),
@@ -175,13 +176,20 @@ class Attempt:
         )
 
     def phases(self) -> list[scheduler_pb2.Phase]:
-        """Where the time until the first token went, as far as the gateway knows."""
+        """Where the time went, as far as the gateway knows.
+
+        ``prepare``: key, chat template, tokens and limits, before the scheduler was asked. ``decode``: from the first
+        token to the attempt's end.
+        """
         where = self.roads.gateway_id
         phases = []
+        if self.plan.attempt == FIRST_ATTEMPT:
+            phases.append(("prepare", self.call.arrived_unix_us, self.asked_unix_us))
         if self.placed_unix_us:
             phases.append(("queue", self.asked_unix_us, self.placed_unix_us))
         if self.first_token_unix_us:
             phases.append(("first_token", self.placed_unix_us, self.first_token_unix_us))
+            phases.append(("decode", self.first_token_unix_us, self.ended_unix_us))
         own = [
             scheduler_pb2.Phase(name=name, begin_unix_us=begin, end_unix_us=end, where=where)
             for name, begin, end in phases

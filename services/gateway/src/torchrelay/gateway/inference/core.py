@@ -46,6 +46,7 @@ class Call:
     prompt: tuple[int, ...]
     sampling: generation_pb2.Sampling
     num_choices: int
+    arrived_unix_us: int  # when its door began with it
 
 
 @dataclass(frozen=True, slots=True)

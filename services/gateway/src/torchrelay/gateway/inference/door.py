@@ -60,14 +60,14 @@ class InferenceDoor:
 
     async def __aenter__(self) -> Self:
         settings, stack = self._settings, self._stack
-        files = StoreFiles(ParamStoreStub(self._store))
+        files = StoreFiles(ParamStoreStub(self._store), settings.store_address)
         self.tokenizers = TokenizerCache(files, settings.tokenizer_cache_bytes)
         stack.callback(self.tokenizers.close)
         templates = await stack.enter_async_context(TemplateRenderer(settings.template_timeout_s))
-        self.admissions = Admissions(SchedulerStub(self._scheduler), self._gateway_id)
+        self.admissions = Admissions(SchedulerStub(self._scheduler), self._gateway_id, settings.scheduler_address)
         self._admitting = asyncio.ensure_future(self.admissions.run())
         stack.push_async_callback(self._stop_admitting)
-        self.workers = await stack.enter_async_context(WorkerStreams(self._gateway_id))
+        self.workers = await stack.enter_async_context(WorkerStreams(self._gateway_id, tls=settings.tls))
         books = await stack.enter_async_context(Bookkeeping(self._ledger, self._limits, settings.drain_s))
         self.intake = Intake(
             self._catalogue,

@@ -13,6 +13,7 @@ from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.gateway.core import Cause, ChoiceUsage
 from torchrelay.gateway.inference.core import Delivery, Usage
 
+FIRST_ATTEMPT = 1
 _CAUSES = {pb.FINISH_REASON_STOP: Cause.STOP, pb.FINISH_REASON_LENGTH: Cause.LENGTH}
 
 
@@ -47,9 +48,9 @@ class Generation:
 
     def __init__(self, num_choices: int, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._last_attempt = 1
+        self._last_attempt = FIRST_ATTEMPT
         self._num_cached: int | None = None
-        self.choices = [Progress(choice, attempt=1) for choice in range(num_choices)]
+        self.choices = [Progress(choice, attempt=FIRST_ATTEMPT) for choice in range(num_choices)]
 
     @property
     def is_finished(self) -> bool:
@@ -61,7 +62,7 @@ class Generation:
 
     def first(self) -> AttemptPlan:
         """The attempt every request begins with: all choices, nothing forced."""
-        return AttemptPlan(1, {progress.choice: () for progress in self.choices})
+        return AttemptPlan(FIRST_ATTEMPT, {progress.choice: () for progress in self.choices})
 
     def carries(self, attempt: int, choice: int) -> bool:
         """Whether ``choice`` still waits for tokens of ``attempt``."""

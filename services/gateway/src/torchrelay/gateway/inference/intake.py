@@ -65,9 +65,12 @@ class Intake:
         self._idle.set()
 
     @asynccontextmanager
-    async def running(self, principal: Principal, ask: Ask, request_id: str) -> AsyncIterator[Running]:
+    async def running(
+        self, principal: Principal, ask: Ask, request_id: str, arrived_unix_us: int
+    ) -> AsyncIterator[Running]:
         """The request, started. When the block is left it is over, by whatever way: freed, released and settled.
 
+        ``arrived_unix_us``: when its door began with it, which is time zero of its timeline.
         Raises ``TorchrelayError`` for everything that keeps it from starting.
         """
         if self._num_inside >= MAX_OPEN:
@@ -77,7 +80,7 @@ class Intake:
         outcome = TorchrelayError.code
         try:
             with span_of("request", request_id=request_id, model=ask.model[:200]):
-                running = await self._start(principal, ask, request_id)
+                running = await self._start(principal, ask, request_id, arrived_unix_us)
                 try:
                     yield running
                 except (asyncio.CancelledError, GeneratorExit, ClientLeft):
@@ -100,7 +103,7 @@ class Intake:
             if not self._num_inside:
                 self._idle.set()
 
-    async def _start(self, principal: Principal, ask: Ask, request_id: str) -> Running:
+    async def _start(self, principal: Principal, ask: Ask, request_id: str, arrived_unix_us: int) -> Running:
         model = await self._catalogue.resolve(principal, ask.model)
         prompt = await self._prompts.token_ids(model, ask)
         sampling = sampling_of(ask, model, len(prompt), self._bounds)
@@ -108,7 +111,7 @@ class Intake:
         num_output_tokens = sampling.max_tokens * ask.num_choices
         reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens)
         request = RunningRequest(
-            Call(request_id, principal, model, prompt, sampling, ask.num_choices),
+            Call(request_id, principal, model, prompt, sampling, ask.num_choices, arrived_unix_us),
             self._roads,
             self._books,
             reservation,

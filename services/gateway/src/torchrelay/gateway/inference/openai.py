@@ -1,7 +1,7 @@
 """What OpenAI clients send: request bodies of ``/v1/chat/completions`` and ``/v1/completions``, decoded and checked.
 
-Fields this version does not know are ignored, except those that would change the answer: they are refused by name
-rather than passed over.
+Fields this version does not know are ignored, except those that would change the answer and those that look like a slip
+of the pen (``max_token``): they are refused by name rather than passed over.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from msgspec import Meta
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.inference.core import Ask, ChatMessage
+from torchrelay.gateway.inference.misspelt import misspelt
 
 MAX_STOPS = 4
 MAX_STOP_CHARS = 512
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -83,6 +85,7 @@ class CompletionBody(Body, kw_only=True):
 B = TypeVar("B", bound=Body)
 _CHAT: msgspec.json.Decoder[ChatBody] = msgspec.json.Decoder(ChatBody)
 _COMPLETION: msgspec.json.Decoder[CompletionBody] = msgspec.json.Decoder(CompletionBody)
+_NAMES: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _PATH = re.compile(r" - at `\$\.?(\w*)[^`]*`$")
 _FIELD = re.compile(r"required field `(\w+)`")
 
@@ -127,7 +130,7 @@ def ask_of_chat(body: ChatBody) -> Ask:
     max_tokens, field = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
         max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
-    messages = tuple(_message(message) for message in body.messages)
+    messages = tuple(_message(message, place) for place, message in enumerate(body.messages))
     return _ask(body, messages=messages, max_tokens=max_tokens, max_tokens_field=field)
 
 
@@ -171,8 +174,18 @@ def check_stops(stops: list[str]) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _message(message: Message) -> ChatMessage:
+def check_role(role: str, place: int) -> None:
+    """Raises ``InvalidRequest`` for a message by nobody: most templates would take it for a user's."""
+    if role not in ROLES:
+        said = f"messages[{place}].role is {role[:40]!r}: it is one of {', '.join(ROLES)}"
+        raise InvalidRequest(said, field="messages")
+
+
+def _message(message: Message, place: int) -> ChatMessage:
+    check_role(message.role, place)
     content = message.content
+    if content in (None, []) and message.role != "assistant":
+        raise InvalidRequest(f"messages[{place}] of role {message.role} has no content", field="messages")
     if isinstance(content, list):
         for part in content:
             if part.type != "text" or part.text is None:
@@ -198,7 +211,10 @@ def _refuse(refusals: dict[str, bool]) -> None:
 
 def _decode(decoder: msgspec.json.Decoder[B], encoded: bytes) -> B:
     try:
-        return decoder.decode(encoded)
+        body = decoder.decode(encoded)
+        if slip := misspelt(_NAMES.decode(encoded).keys(), type(body).__struct_fields__):
+            raise InvalidRequest(f"{slip[0]} is not known: is {slip[1]} meant?", field=slip[0])
+        return body
     except msgspec.ValidationError as error:
         message = str(error)
         path, field = _PATH.search(message), _FIELD.search(message)

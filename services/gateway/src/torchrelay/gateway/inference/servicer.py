@@ -11,9 +11,10 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.doors import CatalogueDoor, KeysDoor
+from torchrelay.gateway.inference.attempts import now_unix_us
 from torchrelay.gateway.inference.core import Ask, Delivery, Usage
 from torchrelay.gateway.inference.intake import Intake, Running
-from torchrelay.gateway.inference.openai import check_stops
+from torchrelay.gateway.inference.openai import check_role, check_stops
 from torchrelay.inference.v1 import inference_pb2 as pb
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceServicer
 
@@ -31,6 +32,8 @@ def ask_of(request: pb.GenerateRequest) -> Ask:
         case "prompt":
             fields["text"] = request.prompt
         case "chat":
+            for place, message in enumerate(request.chat.messages):
+                check_role(message.role, place)
             fields["messages"] = tuple({"role": m.role, "content": m.content} for m in request.chat.messages)
         case "prompt_token_ids":
             fields["token_ids"] = tuple(request.prompt_token_ids.ids)
@@ -73,9 +76,10 @@ class InferenceGate(InferenceServicer):
         self._intake = intake
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+        arrived_unix_us = now_unix_us()
         principal = await self._authenticate(context)
         ask, request_id = ask_of(request), new_id("req")
-        async with self._intake.running(principal, ask, request_id) as running:
+        async with self._intake.running(principal, ask, request_id, arrived_unix_us) as running:
             while not running.request.is_finished:
                 deliveries = await running.request.next()
                 if deliveries:

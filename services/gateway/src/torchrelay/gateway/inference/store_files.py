@@ -10,16 +10,17 @@ import grpc
 from blake3 import blake3
 
 from torchrelay.common.errors import DataCorrupted
-from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
+from torchrelay.gateway.peers import store_at
 
 
 class StoreFiles:
     """Reads files; keeps none."""
 
-    def __init__(self, store: ParamStoreStub) -> None:
+    def __init__(self, store: ParamStoreStub, address: str) -> None:
         self._store = store
+        self._peer = store_at(address)
 
     async def read(self, digest: str, name: str, max_bytes: int) -> bytes:
         """The file's bytes. Raises ``DataCorrupted`` naming the file, ``NotFound`` or ``Unavailable``."""
@@ -45,6 +46,6 @@ class StoreFiles:
                     raise DataCorrupted(f"the model's {name} is larger than {max_bytes} bytes", field=name)
                 yield part.data
         except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
+            raise self._peer.error(error) from error
         if hasher.hexdigest() != digest:
             raise DataCorrupted(f"the model's {name} does not match its digest", field=name)

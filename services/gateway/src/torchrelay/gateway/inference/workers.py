@@ -17,6 +17,7 @@ import grpc
 
 from torchrelay.common.rpc import open_channel
 from torchrelay.common.telemetry import get_logger
+from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
@@ -40,12 +41,14 @@ class RunStream:
         gateway_id: str,
         idle_s: float,
         on_end: Callable[[], None],
+        tls: Tls | None = None,
     ) -> None:
         self._role = role
         self._worker = worker
         self._gateway_id = gateway_id
         self._idle_s = idle_s
         self._on_end = on_end
+        self._tls = tls
         self._routes: dict[Key, Listener] = {}
         self._unsent: deque[pb.RunCommand] = deque()
         self._filled = asyncio.Event()
@@ -67,7 +70,7 @@ class RunStream:
         self._routes.pop(key, None)
 
     async def run(self) -> None:
-        channel = open_channel(self._worker.grpc_address)
+        channel = open_channel(self._worker.grpc_address, self._tls)
         try:
             call: Any = (PrefillStub(channel) if self._role == "prefill" else DecodeStub(channel)).Run()
             async with asyncio.timeout(CONNECT_S):
@@ -132,9 +135,10 @@ class RunStream:
 class WorkerStreams:
     """All ``Run`` streams of this gateway; an async context manager that owns their tasks."""
 
-    def __init__(self, gateway_id: str, idle_s: float = 60.0) -> None:
+    def __init__(self, gateway_id: str, idle_s: float = 60.0, tls: Tls | None = None) -> None:
         self._gateway_id = gateway_id
         self._idle_s = idle_s
+        self._tls = tls
         self._streams: dict[tuple[RoleName, str], RunStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -153,7 +157,9 @@ class WorkerStreams:
         place = (role, worker.grpc_address)
         stream = self._streams.get(place)
         if stream is None:
-            stream = RunStream(role, worker, self._gateway_id, self._idle_s, lambda: self._forget(place, stream))
+            stream = RunStream(
+                role, worker, self._gateway_id, self._idle_s, lambda: self._forget(place, stream), self._tls
+            )
             self._streams[place] = stream
             task = asyncio.get_running_loop().create_task(stream.run(), name=f"{role}@{worker.grpc_address}")
             self._tasks.add(task)

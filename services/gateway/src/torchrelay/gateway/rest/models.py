@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from torchrelay.gateway.catalogue import Scaling
 from torchrelay.gateway.core import PublishedModel
-from torchrelay.gateway.rest.services import Caller, ServicesOf
+from torchrelay.gateway.rest.services import Caller, Services, ServicesOf
 
 router = APIRouter(prefix="/v1/models")
 
@@ -27,18 +27,19 @@ class ScalingBody(BaseModel):
 
 @router.get("")
 async def all_models(services: ServicesOf, caller: Caller) -> dict[str, Any]:
-    return {"object": "list", "data": [shown(model) for model in await services.catalogue.models(caller)]}
+    return {"object": "list", "data": [shown(services, model) for model in await services.catalogue.models(caller)]}
 
 
 @router.get("/{name:path}")
 async def one_model(services: ServicesOf, caller: Caller, name: str) -> dict[str, Any]:
-    return shown(await services.catalogue.resolve(caller, name))
+    return shown(services, await services.catalogue.resolve(caller, name))
 
 
 @router.patch("/{name:path}")
 async def change(services: ServicesOf, caller: Caller, name: str, wanted: ScalingBody) -> dict[str, Any]:
+    """Instances that run hear of it with the model's next request: settings travel to the scheduler with requests."""
     await services.catalogue.set_scaling(await services.catalogue.resolve(caller, name), wanted.scaling())
-    return shown(await services.catalogue.resolve(caller, name))
+    return shown(services, await services.catalogue.resolve(caller, name))
 
 
 @router.delete("/{name:path}")
@@ -49,9 +50,9 @@ async def delete(services: ServicesOf, caller: Caller, name: str) -> dict[str, A
     return {"id": model.name, "object": "model", "deleted": True}
 
 
-def shown(model: PublishedModel) -> dict[str, Any]:
+def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
     """A model as OpenAI lists it, and as much of its version as its tenant may care for."""
-    version = model.version
+    version, default = model.version, services.default_scaling
     return {
         "id": model.name,
         "object": "model",
@@ -64,4 +65,6 @@ def shown(model: PublishedModel) -> dict[str, Any]:
         "size_bytes": version.pack_bytes,
         "idle_timeout_s": model.idle_timeout_s,
         "max_instances": model.max_instances,
+        "effective_idle_timeout_s": model.idle_timeout_s or default.idle_timeout_s,
+        "effective_max_instances": model.max_instances or default.max_instances,
     }

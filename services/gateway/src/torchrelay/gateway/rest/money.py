@@ -82,9 +82,15 @@ async def bill(
 
 
 @router.get("/prices")
-async def prices(services: ServicesOf, _admin: Admin) -> dict[str, Any]:
+async def prices(services: ServicesOf, caller: Caller) -> dict[str, Any]:
+    """The price list by the time each row begins; for a tenant the rows that can apply to its models."""
     rows = await services.prices.all()
-    return {"object": "list", "data": [_price(price, valid_until(rows, price)) for price in rows]}
+    seen = [price for price in rows if caller.is_admin or price.model.partition("/")[0] in ("", caller.tenant)]
+    return {
+        "object": "list",
+        "currency": CURRENCY,
+        "data": [_price(price, valid_until(rows, price)) for price in seen],
+    }
 
 
 @router.put("/prices")

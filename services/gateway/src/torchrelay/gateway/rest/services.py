@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from torchrelay.common.errors import InvalidRequest, PermissionDenied
-from torchrelay.gateway.catalogue import Catalogue
+from torchrelay.gateway.catalogue import Catalogue, Scaling
 from torchrelay.gateway.core import Principal, PublishedModel
 from torchrelay.gateway.keys import Keys
 from torchrelay.gateway.prices import Prices
@@ -30,6 +30,7 @@ class Services:
     prices: Prices
     uploads: Uploads
     scheduler: SchedulerClient
+    default_scaling: Scaling  # the scheduler's, for models that set none
     model_changed: ModelChanged  # ("published" or "deleted", name, model): an event of the history
 
 

@@ -20,6 +20,14 @@ class NewTenant(BaseModel):
     budget_nano: int | None = Field(default=None, ge=0, lt=2**53)
 
 
+class TenantChange(BaseModel):
+    """What is left out stays as it is; ``null`` is no limit."""
+
+    model_config = ConfigDict(extra="forbid")
+    storage_quota_bytes: int | None = Field(default=None, ge=0, lt=2**63)
+    budget_nano: int | None = Field(default=None, ge=0, lt=2**53)
+
+
 @router.post("", status_code=201)
 async def create(services: ServicesOf, _admin: Admin, wanted: NewTenant) -> dict[str, Any]:
     return _shown(await services.tenants.create(wanted.name, wanted.storage_quota_bytes, wanted.budget_nano))
@@ -28,6 +36,12 @@ async def create(services: ServicesOf, _admin: Admin, wanted: NewTenant) -> dict
 @router.get("")
 async def all_tenants(services: ServicesOf, _admin: Admin) -> dict[str, Any]:
     return {"object": "list", "data": [_shown(tenant) for tenant in await services.tenants.list()]}
+
+
+@router.patch("/{name}")
+async def change(services: ServicesOf, _admin: Admin, name: str, wanted: TenantChange) -> dict[str, Any]:
+    """A changed budget holds for the next request; a smaller quota keeps what is stored and refuses more."""
+    return _shown(await services.tenants.change(name, wanted.model_dump(exclude_unset=True)))
 
 
 def _shown(tenant: Tenant) -> dict[str, Any]:

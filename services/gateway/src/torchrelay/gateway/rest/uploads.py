@@ -91,7 +91,7 @@ async def commit(
     async with aclosing(steps):
         async for _ in steps:
             pass
-    return JSONResponse(shown(await _published(services, caller, upload)))
+    return JSONResponse(shown(services, await _published(services, caller, upload)))
 
 
 async def _lines(
@@ -101,7 +101,7 @@ async def _lines(
         async with aclosing(steps):
             async for step in steps:
                 yield _line({"stage": step.stage, "done": step.num_bytes_done, "total": step.num_bytes_total})
-        yield _line({"model": shown(await _published(services, caller, upload))})
+        yield _line({"model": shown(services, await _published(services, caller, upload))})
     except TorchrelayError as error:  # the status has gone out: the outcome is in the last line
         yield _line(error_body(error))
     except Exception:  # the same border as the application's own, which is too late for a last line

@@ -1,0 +1,120 @@
+"""The relay against the limits of its links: chains, stars, repair, striping, KV beside it, and bare loopback.
+
+    python bench/relay.py [--quick]
+
+Hosts are network namespaces, each direction of their links held to 400 Mbit/s (see tests/lab); every one runs a real
+param-store, told what to fetch by the RPCs that the scheduler uses. Needs root, iproute2 and iperf3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.relay_chain import measure_chain, measure_embeddings, measure_gloo, measure_star
+from bench.relay_faults import measure_kill, measure_silent, measure_slow, measure_striping
+from bench.relay_figures import Ledger
+from bench.relay_kv import BUFFER_BYTES, measure_kv
+from bench.relay_lab import RATE_MBIT, TARGETS, RelayLab, relay_lab
+from bench.relay_loopback import measure_loopback
+from bench.relay_replay import measure_replays
+from bench.report import finish
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured, in megabytes, seconds and samples.
+
+    ``pack_mb`` is the pack of all that stands against the undisturbed chain: its number of chunks decides the
+    pipeline's delay. Stars, broadcasts and replays stand against another transfer, or a prediction, of the same
+    smaller pack.
+    """
+
+    num_samples: int
+    pack_mb: int
+    small_pack_mb: int
+    num_kv_pairs: int
+    kv_s: float
+    kv_pack_mb: int
+    num_loopback_samples: int
+    loopback_mb: int
+
+
+QUICK = Effort(1, 64, 8, 1, 2.0, 32, 3, 256)
+FULL = Effort(5, 64, 64, 5, 5.0, 64, 5, 1000)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer samples and smaller packs, under 50 s")
+    effort = QUICK if parser.parse_args().quick else FULL
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever ends it leaves no host behind
+    ledger = Ledger()
+    with ledger.case("loopback_over_iperf3", "two_hops_over_iperf3", "rss_mb"):
+        measure_loopback(ledger, effort.loopback_mb, effort.num_loopback_samples)
+    with ledger.rest(), relay_lab() as relays:
+        measure_in_lab(relays, ledger, effort)
+    finish("relay", conditions(effort), ledger.checks())
+
+
+def measure_in_lab(relays: RelayLab, ledger: Ledger, effort: Effort) -> None:
+    small = effort.small_pack_mb
+    pack = relays.pack(effort.pack_mb)
+    undisturbed_s = float("nan")
+    with case(relays, ledger, "link_use", "chain7_over_1", "source_packs", "first_layer_fraction"):
+        undisturbed_s = measure_chain(relays, ledger, pack, effort.num_samples)
+    for _ in range(effort.num_samples):
+        with case(relays, ledger, "striping"):
+            measure_striping(relays, ledger, pack)
+        with case(relays, ledger, "repair_kill"):
+            measure_kill(relays, ledger, pack, undisturbed_s)
+        with case(relays, ledger, "repair_slow"):
+            measure_slow(relays, ledger, pack, undisturbed_s)
+        with case(relays, ledger, "repair_silent"):
+            measure_silent(relays, ledger, pack, undisturbed_s)
+    relays.forget(pack)
+    with case(relays, ledger, "first_layer_embeddings"):
+        measure_embeddings(relays, ledger, effort.pack_mb)
+    with case(relays, ledger, "star7_over_1"):
+        measure_star(relays, ledger, small)
+    with case(relays, ledger, "gloo7_over_1"):
+        measure_gloo(relays, ledger, small, min(effort.num_samples, 3))
+    with case(relays, ledger, "kv_p99_opposite", "kv_p99_same"):
+        measure_kv(relays, ledger, effort.kv_pack_mb, effort.num_kv_pairs, effort.kv_s)
+    with case(relays, ledger, "replayed_over_predicted"):
+        measure_replays(relays, ledger, small)
+
+
+@contextmanager
+def case(relays: RelayLab, ledger: Ledger, *names: str) -> Iterator[None]:
+    """One case of the lab; after one that failed the next begins with fresh stores."""
+    with ledger.case(*names):
+        try:
+            yield
+        except Exception:
+            relays.renew()
+            raise
+
+
+def conditions(effort: Effort) -> dict[str, Any]:
+    return {
+        **asdict(effort),
+        "rate_mbit": RATE_MBIT,
+        "targets": len(TARGETS),
+        "kv_buffer_bytes": BUFFER_BYTES,
+        "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
+        "load_average": round(os.getloadavg()[0], 1),
+    }
+
+
+if __name__ == "__main__":
+    main()

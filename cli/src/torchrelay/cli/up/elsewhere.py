@@ -1,0 +1,84 @@
+"""What of the platform runs elsewhere, by variables: brokers and the ledger. Tried before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from torchrelay.cli.problems import Problem
+from torchrelay.gateway.settings import check_database_url
+
+ANSWER_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """A server that ``variable`` names by ``url``; ``address`` is where to try it, None: it cannot be tried."""
+
+    name: str
+    variable: str
+    url: str
+    address: tuple[str, int] | None
+
+
+_INSTEAD = {"Redis": "one is started here", "NATS": "one is started here", "PostgreSQL": "SQLite keeps the ledger"}
+_BROKERS = {
+    "TORCHRELAY_REDIS_URL": ("Redis", ("redis", "rediss", "unix"), 6379),
+    "TORCHRELAY_NATS_URL": ("NATS", ("nats", "tls", "ws", "wss"), 4222),
+}
+
+
+def servers_elsewhere(environment: Mapping[str, str]) -> list[Elsewhere]:
+    """What the variables name. Raises ``Problem`` for one that is no address."""
+    found = []
+    for variable, (name, schemes, port) in _BROKERS.items():
+        if url := environment.get(variable, ""):
+            found.append(_server(name, variable, url, schemes, port))
+    variable = "TORCHRELAY_DATABASE_URL"
+    if url := environment.get(variable, ""):
+        try:
+            check_database_url(url)
+        except ValueError as error:
+            raise Problem(f"{variable}: {error}", "mend it, or unset it for a ledger in the home folder") from error
+        if url.startswith("postgresql"):
+            scheme = url.partition(":")[0]
+            found.append(_server("PostgreSQL", variable, url, (scheme,), 5432))
+    return found
+
+
+def _server(name: str, variable: str, url: str, schemes: tuple[str, ...], default_port: int) -> Elsewhere:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or default_port
+    except ValueError as error:
+        raise Problem(f"{variable} is {url!r}: {error}", f"write it as {schemes[0]}://host:{default_port}") from error
+    if parts.scheme not in schemes or (host is None and name == "NATS"):
+        raise Problem(f"{variable} is {url!r}, which is no address", f"write it as {schemes[0]}://host:{default_port}")
+    # Without a host it is a socket file (Redis), or said in the query (PostgreSQL).
+    return Elsewhere(name, variable, url, None if host is None else (host, port))
+
+
+async def check_elsewhere(environment: Mapping[str, str]) -> None:
+    """Raises ``Problem`` within seconds when one of them does not answer: services would wait for it for long."""
+    for server in servers_elsewhere(environment):
+        if server.address is not None and not await _answers(*server.address):
+            host, port = server.address
+            raise Problem(
+                f"no {server.name} answers at {host}:{port}, which {server.variable} names",
+                f"start it, or unset {server.variable}: then {_INSTEAD[server.name]}",
+            )
+
+
+async def _answers(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, UnicodeError, TimeoutError):
+        return False
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return True

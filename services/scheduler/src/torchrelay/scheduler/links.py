@@ -1,0 +1,209 @@
+"""What each host's link can carry and what it carries now, per direction, learned from reports.
+
+Capacity: what the best link of the cluster was seen to reach (fading, with a half-life of minutes), for a slower rate
+may be the other end's fault; twice that for a direction no relay has used, so that it is tried; at most the link speed
+that the host itself tells. Where a relay fell short of its plan, what it reached, for a while. A setting may cap it,
+none makes it up.
+Background: what workers say they moved as KV, or all that the host's network counters show beside relays, whichever is
+more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from torchrelay.scheduler.core import REMOTE, Copy, Store, Worker
+from torchrelay.scheduler.planning import PRESUMED_BYTES_PER_S, Node, RunningRelay
+
+_SMOOTH_S = 1.0
+_SILENT_S = 3.0
+_LEAST_DELTA_S = 0.05  # reports closer to each other than this are taken together
+_HALF_LIFE_S = 300.0  # of what a link was seen to reach
+_CEILING_S = 30.0  # how long a link counts as slow after a relay fell short on it
+_LEAST_MEASURED_S = 0.05  # a relay that took less time says little of the link
+_UNTRIED = 2.0  # less than what counts as a departure from a plan
+_BUSY = 0.05  # of the capacity: background below this is noise
+
+
+@dataclass
+class Meter:
+    """A rising counter of bytes, as a smoothed rate; nothing after a while of silence."""
+
+    _rate: float = 0.0
+    _value: int = 0
+    _at: float = 0.0
+
+    def bytes_per_s(self, now: float) -> float:
+        return 0.0 if self.is_silent(now) else self._rate
+
+    def is_silent(self, now: float) -> bool:
+        return now - self._at > _SILENT_S
+
+    def observe(self, value: int, now: float) -> None:
+        since = now - self._at
+        if not self._at or value < self._value:  # the first time, or the counter began anew
+            self._value, self._at = value, now
+        elif since >= _LEAST_DELTA_S:
+            weight = 1 - math.exp(-since / _SMOOTH_S)
+            self._rate += weight * ((value - self._value) / since - self._rate)
+            self._value, self._at = value, now
+
+
+@dataclass
+class Direction:
+    """One direction of a host's link."""
+
+    speed: float = 0.0  # of the interfaces; 0: not known
+    all_traffic: Meter = field(default_factory=Meter)  # stays at 0 where the host has no counters
+    relayed: Meter = field(default_factory=Meter)
+    kv: dict[str, Meter] = field(default_factory=dict)  # by worker
+    _peak: float = 0.0
+    _peak_at: float = 0.0
+    _ceiling: float = math.inf
+    _ceiling_until: float = 0.0
+
+    def background(self, now: float) -> float:
+        kv = sum(meter.bytes_per_s(now) for meter in self.kv.values())
+        return max(kv, self.all_traffic.bytes_per_s(now) - self.relayed.bytes_per_s(now), 0.0)
+
+    def observe_kv(self, worker_id: str, value: int, now: float) -> None:
+        self.kv = {known: meter for known, meter in self.kv.items() if known == worker_id or not meter.is_silent(now)}
+        self.kv.setdefault(worker_id, Meter()).observe(value, now)
+
+    def reached(self, bytes_per_s: float, now: float) -> None:
+        if bytes_per_s >= self.peak(now):
+            self._peak, self._peak_at = bytes_per_s, now
+
+    def peak(self, now: float) -> float:
+        return float(self._peak * 0.5 ** (max(now - self._peak_at, 0.0) / _HALF_LIFE_S))
+
+    def fell_short(self, bytes_per_s: float, now: float) -> None:
+        """A relay fell short of its plan, and this is all that the direction carried."""
+        self._ceiling, self._ceiling_until = bytes_per_s, now + _CEILING_S
+
+    def capacity(self, best: float, now: float) -> float:
+        """``best``: what the best link of the cluster reached; 0: none has been measured."""
+        seen = best if self._peak else best * _UNTRIED
+        capacity = min(seen or math.inf, self.speed or math.inf)
+        if math.isinf(capacity):
+            capacity = PRESUMED_BYTES_PER_S
+        return min(capacity, self._ceiling) if now < self._ceiling_until else capacity
+
+
+@dataclass
+class _Link:
+    out: Direction = field(default_factory=Direction)
+    into: Direction = field(default_factory=Direction)
+
+
+class Links:
+    """By host, the remote store being one. ``cap_bytes_per_s``: no direction is planned to carry more; 0: no cap."""
+
+    def __init__(self, cap_bytes_per_s: float = 0.0) -> None:
+        self._cap = cap_bytes_per_s or math.inf
+        self._links: defaultdict[str, _Link] = defaultdict(_Link)
+        self._host_of: dict[str, str] = {REMOTE: REMOTE}  # by store
+        self._incoming: dict[str, dict[str, float]] = {}  # by host: what each source's host brings now
+
+    def observe_worker(self, worker: Worker, now: float) -> None:
+        link = self._links[worker.host_id]
+        link.out.observe_kv(worker.worker_id, worker.kv_bytes_sent, now)
+        link.into.observe_kv(worker.worker_id, worker.kv_bytes_received, now)
+
+    def observe_store(self, store: Store, now: float) -> None:
+        self._host_of[store.store_id] = store.host_id
+        link, wire = self._links[store.host_id], store.wire
+        link.out.relayed.observe(store.bytes_sent, now)
+        link.into.relayed.observe(store.bytes_received, now)
+        if wire is not None:
+            link.out.speed = link.into.speed = wire.bytes_per_s
+            link.out.all_traffic.observe(wire.bytes_sent, now)
+            link.into.all_traffic.observe(wire.bytes_received, now)
+        self._learn(store, now)
+
+    def _learn(self, store: Store, now: float) -> None:
+        """What the store's copies tell of the links they came over: their own, and their sources'."""
+        incoming: defaultdict[str, float] = defaultdict(float)
+        for copy in store.copies.values():
+            for share in copy.shares:
+                if share.following and share.bytes_per_s and share.holder_id in self._host_of:
+                    incoming[self._host_of[share.holder_id]] += share.bytes_per_s
+            if (rate := _mean_bytes_per_s(copy)) and now - copy.relay_end_us / 1e6 < _SMOOTH_S:
+                self._links[store.host_id].into.reached(rate, now)
+                if copy.source in self._host_of and not copy.shares:
+                    self._links[self._host_of[copy.source]].out.reached(rate, now)
+        self._incoming[store.host_id] = dict(incoming)
+        if incoming:
+            self._links[store.host_id].into.reached(sum(incoming.values()), now)
+        for host_id in incoming:
+            self._links[host_id].out.reached(self._sent_by(host_id), now)
+
+    def _sent_by(self, host_id: str) -> float:
+        """All that the host's followers get from it now."""
+        return sum(rates.get(host_id, 0.0) for rates in self._incoming.values())
+
+    def forget_store(self, store: Store) -> None:
+        self._host_of.pop(store.store_id, None)
+        self._incoming.pop(store.host_id, None)
+        self._links.pop(store.host_id, None)
+
+    def fell_short(self, source: str, now: float) -> None:
+        """A relay gets far less from the source than was planned: all that the source sends is what it can."""
+        if host_id := self._host_of.get(source):
+            self._links[host_id].out.fell_short(self._sent_by(host_id), now)
+
+    def took_less(self, store: Store, now: float) -> None:
+        """Another source made it no faster: what the store takes in is what it can."""
+        self._links[store.host_id].into.fell_short(sum(self._incoming.get(store.host_id, {}).values()), now)
+
+    def nodes(self, stores: list[Store], running: list[RunningRelay], now: float) -> dict[str, Node]:
+        """What each store, and the remote store, has left beside what runs now."""
+        best = max((way.peak(now) for link in self._links.values() for way in (link.out, link.into)), default=0.0)
+        out: defaultdict[str, list[float]] = defaultdict(list)
+        into: defaultdict[str, list[float]] = defaultdict(list)
+        for relay in running:
+            target = self._host_of.get(relay.target, relay.target)
+            into[target].append(relay.bytes_per_s)
+            for source, rate in relay.feeds:
+                out[self._host_of.get(source, source)].append(rate)
+        found = {REMOTE: self._node(REMOTE, "", best, out, into, now)}
+        for store in stores:
+            leaf = store.failure_domain if store.failure_domain != store.host_id else ""
+            found[store.store_id] = self._node(store.host_id, leaf, best, out, into, now)
+        return found
+
+    def _node(
+        self,
+        host_id: str,
+        leaf: str,
+        best: float,
+        out: defaultdict[str, list[float]],
+        into: defaultdict[str, list[float]],
+        now: float,
+    ) -> Node:
+        link = self._links[host_id]
+        capacity_out = min(link.out.capacity(best, now), self._cap)
+        capacity_in = min(link.into.capacity(best, now), self._cap)
+        return Node(
+            residual_out=_left(capacity_out, link.out.background(now), out[host_id]),
+            residual_in=_left(capacity_in, link.into.background(now), into[host_id]),
+            host=host_id,
+            busy_out=bool(out[host_id]) or link.out.background(now) > _BUSY * capacity_out,
+            leaf=leaf,
+        )
+
+
+def _left(capacity: float, background: float, relays: list[float]) -> float:
+    """For one more relay: KV comes first, other relays share."""
+    free = max(capacity - background, 0.0)
+    return max(free - sum(relays), free / (1 + len(relays)))
+
+
+def _mean_bytes_per_s(copy: Copy) -> float:
+    """Over the whole relay; 0 where it is not over, or was too short to tell."""
+    if not copy.complete or not copy.source:
+        return 0.0
+    took_s = (copy.relay_end_us - copy.relay_first_us) / 1e6
+    return copy.pack_bytes / took_s if took_s >= _LEAST_MEASURED_S else 0.0

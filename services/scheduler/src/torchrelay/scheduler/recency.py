@@ -1,0 +1,44 @@
+"""Which packs were used, and when last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchrelay.scheduler.core import Model
+
+_MAX_PACKS = 4096
+
+
+@dataclass(frozen=True)
+class Use:
+    """A pack, by the model that used it last."""
+
+    model: Model
+    last_used: float
+
+
+class Recency:
+    """The packs used last; the longest unused are forgotten first."""
+
+    def __init__(self) -> None:
+        self._uses: dict[str, Use] = {}  # by pack, the one used last at the end
+
+    def __contains__(self, pack_id: str) -> bool:
+        return pack_id in self._uses
+
+    def __iter__(self) -> Iterator[Use]:
+        return iter(self._uses.values())
+
+    def model(self, pack_id: str) -> Model:
+        return self._uses[pack_id].model
+
+    def note(self, model: Model, now: float) -> str | None:
+        """The model is used. Returns the pack that is forgotten, if one is."""
+        self._uses.pop(model.pack_id, None)
+        self._uses[model.pack_id] = Use(model, now)
+        if len(self._uses) <= _MAX_PACKS:
+            return None
+        forgotten = next(iter(self._uses))
+        del self._uses[forgotten]
+        return forgotten

@@ -1,0 +1,92 @@
+"""An install whose services speak TLS with one another answers as the plain one does, and serves nobody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from tests.e2e.conftest import SMALL, Tenant
+from tests.support.calls import headers
+from tests.support.platform import SCRIPTS, Platform, running_platform
+from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+pytestmark = pytest.mark.e2e
+QUESTION = [{"role": "user", "content": "Which torch is handed on?"}]
+
+
+@pytest.fixture(scope="module")
+def sealed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """A platform with TLS between its services."""
+    with running_platform(tmp_path_factory.mktemp("sealed"), (*SMALL, "--tls")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def sealed_tenant(sealed: Platform, tmp_path_factory: pytest.TempPathFactory) -> Tenant:
+    return Tenant(sealed, "acme", sealed.tenant("acme"), tmp_path_factory.mktemp("checkpoints"))
+
+
+def chat(where: Tenant) -> dict[str, Any]:
+    body = {"model": where.model("llama"), "messages": QUESTION, "temperature": 0, "max_tokens": 24}
+    response = httpx.post(
+        f"{where.platform.http}/v1/chat/completions",
+        json={**body, "ignore_eos": True, "return_token_ids": True},
+        headers=headers(where.key),
+        timeout=60,
+    )
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def test_the_same_tokens_as_without(tenant: Tenant, sealed_tenant: Tenant) -> None:
+    """By way of admission, the store, prefill, the hand-over of KV, and decode."""
+    plain, within_tls = (chat(where)["choices"][0]["token_ids"] for where in (tenant, sealed_tenant))
+    assert within_tls == plain
+    assert len(plain) == 24
+
+
+def test_commands_reach_the_services(sealed: Platform, sealed_tenant: Tenant) -> None:
+    request_id = chat(sealed_tenant)["id"]
+    for words in (("top", "--once"), ("explain", request_id)):
+        said = subprocess.run(
+            [str(SCRIPTS / "torchrelay"), *words, "--home", str(sealed.home.path)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+        assert said.returncode == 0, said.stderr
+        assert "prefill-0" in said.stdout
+
+
+def test_who_shows_no_certificate_is_not_served(sealed: Platform) -> None:
+    with grpc.insecure_channel(sealed.endpoints["scheduler"]) as channel:
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Explain(scheduler_pb2.ExplainRequest(request_id="req-none"), timeout=10)
+    assert isinstance(refused.value, grpc.Call) and refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    nameless = ssl.create_default_context(cafile=sealed.endpoints["tls_ca_file"])
+    for child in ("param-store", "prefill-0", "decode-0"):
+        host, port = json.loads((sealed.home.run / f"{child}.json").read_text())["data"].split(":")
+        with (
+            socket.create_connection((host, int(port)), timeout=10) as plain,
+            nameless.wrap_socket(plain, server_hostname="torchrelay.internal") as end,
+            pytest.raises(ssl.SSLError, match="certificate required"),
+        ):
+            end.recv(1)
+
+
+def test_keys_are_readable_by_their_owner_alone(sealed: Platform) -> None:
+    keys = sorted((sealed.home.path / "tls").glob("*.key"))
+    assert [path.name for path in keys] == ["ca.key", "node.key"]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in keys)

@@ -1,0 +1,147 @@
+"""The replicator with real stores, each a process: a used model gets its second copy, and a lost one is rebuilt."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.scheduler.scripted import CLUSTER_KEY, Door, cluster, eventually
+from torchrelay.common.ids import new_id
+from torchrelay.common.rpc import open_channel
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
+from torchrelay.scheduler.main import serving
+from torchrelay.scheduler.settings import SchedulerSettings
+from torchrelay.transfer.tickets import derive_node_key
+
+PROGRAM = Path(sys.executable).with_name("torchrelay-param-store")
+DOMAINS = {"store-a": "rack-1", "store-b": "rack-1", "store-c": "rack-2"}
+
+
+@dataclass
+class StoreProcess:
+    process: subprocess.Popen[bytes]
+    ready: Path
+
+    async def address(self) -> str:
+        await eventually(self.ready.exists, 30)
+        address: str = json.loads(self.ready.read_text())["grpc"]
+        return address
+
+
+class Stores:
+    """Three stores on one broker; only the first one's remote store has the model."""
+
+    def __init__(self, folder: Path, remote: Path, nats_url: str) -> None:
+        self._folder, self._remote = folder, remote
+        self.prefix, self.nats_url = new_id("t"), nats_url
+        self.running = {store_id: self._start(store_id) for store_id in DOMAINS}
+
+    def _start(self, store_id: str) -> StoreProcess:
+        ready = self._folder / f"{store_id}.json"
+        remote = self._remote if store_id == "store-a" else self._folder / "nothing"
+        settings = {
+            "STORE_ID": store_id,
+            "HOST_ID": f"host of {store_id}",
+            "FAILURE_DOMAIN": DOMAINS[store_id],
+            "NODE_KEY": derive_node_key(bytes.fromhex(CLUSTER_KEY), store_id).hex(),
+            "ARENA_PATH": str(self._folder / f"{store_id}.arena"),
+            "ARENA_BYTES": str(32 << 20),
+            "DATA_DIR": str(self._folder / store_id),
+            "REMOTE_URL": remote.as_uri(),
+            "NATS_URL": self.nats_url,
+            "NATS_PREFIX": self.prefix,
+            "READY_FILE": str(ready),
+        }
+        environment = os.environ | {f"TORCHRELAY_{name}": value for name, value in settings.items()}
+        with (self._folder / f"{store_id}.log").open("wb") as log:
+            process = subprocess.Popen([str(PROGRAM)], env=environment, stdout=log, stderr=log)
+        return StoreProcess(process, ready)
+
+    async def fill_first(self, pack_id: str) -> None:
+        request = pb.RelayRequest(pack_id=pack_id, sources=[types_pb2.Source(holder_id="remote")])
+        async with open_channel(await self.running["store-a"].address()) as channel:
+            await ParamStoreStub(channel).Relay(request)
+
+    def kill(self, store_id: str) -> None:
+        self.running[store_id].process.send_signal(signal.SIGKILL)
+        self.running.pop(store_id).process.wait(10)
+
+    def stop(self) -> None:
+        for store in self.running.values():
+            store.process.terminate()
+        for store in self.running.values():
+            store.process.wait(20)
+
+
+@asynccontextmanager
+async def three_stores(folder: Path, remote: Path, nats_url: str) -> AsyncIterator[Stores]:
+    stores = Stores(folder, remote, nats_url)
+    try:
+        for store in stores.running.values():
+            await store.address()
+        yield stores
+    finally:
+        stores.stop()
+
+
+def guarded_on(view: scheduler_pb2.ClusterView, pack_id: str) -> set[str]:
+    """The stores with the whole pack under guard."""
+    return {
+        store.store_id
+        for store in view.stores
+        for copy in store.copies
+        if copy.pack_id == pack_id and copy.num_chunks_verified == copy.num_chunks > 0 and copy.guarded
+    }
+
+
+@pytest.mark.timeout(90)
+async def test_a_used_model_is_kept_in_two_racks_and_a_lost_copy_is_rebuilt(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], nats_url: str
+) -> None:
+    remote, description = published
+    pack_id = description.pack_id
+    version: dict[str, Any] = {
+        "version_id": description.version_id,
+        "model": "acme/tiny",
+        "pack_id": pack_id,
+        "pack_bytes": description.pack_bytes,
+        "shape": description.shape,
+    }
+    async with three_stores(tmp_path, remote, nats_url) as stores:
+        await stores.fill_first(pack_id)
+        settings = SchedulerSettings(nats_url=nats_url, nats_prefix=stores.prefix, cluster_key=CLUSTER_KEY)
+        async with serving(settings) as addresses, Door(addresses["grpc"]) as door:
+            await cluster(addresses["grpc"], lambda view: len(view.stores) == 3)
+            await door.admit("r1", version=types_pb2.ModelVersion(**version))
+            view = await cluster(addresses["grpc"], lambda view: len(guarded_on(view, pack_id)) == 2, 20)
+            assert guarded_on(view, pack_id) == {"store-a", "store-c"}
+            sources = {store.store_id: store.copies[0].source for store in view.stores if store.copies}
+            assert sources == {"store-a": "remote", "store-c": "store-a"}
+
+            stores.kill("store-c")
+            killed_at = time.monotonic()
+            view = await cluster(
+                addresses["grpc"], lambda view: guarded_on(view, pack_id) >= {"store-a", "store-b"}, 20
+            )
+            assert time.monotonic() - killed_at < 10
+            reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            told = {decision.kind: decision.reason for decision in reply.decisions}
+            assert "only on store-a" in told["replicate"] and "store-b from store-a" in told["rebuild"]
+
+            stores.kill("store-a")  # the only one that has it elsewhere: store-b is now the last
+            await cluster(addresses["grpc"], lambda view: {store.store_id for store in view.stores} == {"store-b"})
+            view = await cluster(addresses["grpc"], lambda view: bool(view.stores))
+            assert guarded_on(view, pack_id) == {"store-b"}

@@ -1,0 +1,124 @@
+"""The certificates of an install: made once, kept, and made anew in time."""
+
+from __future__ import annotations
+
+import stat
+from contextlib import closing
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from torchrelay.cli.cluster import tls_of
+from torchrelay.cli.home import Home
+from torchrelay.cli.problems import Problem
+from torchrelay.cli.up.certificates import CA_LIFE, LIFE, RENEW_BEFORE, ensure_certificates
+from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.ports import Ports
+from torchrelay.cli.up.stack import StackPlan
+from torchrelay.cli.up.tls import tls_of_install
+from torchrelay.common.tls import Tls, TlsFiles
+
+DAY = timedelta(days=1)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    for name in ("CA", "CERT", "KEY"):
+        monkeypatch.delenv(f"TORCHRELAY_TLS_{name}_FILE", raising=False)
+    home = Home(tmp_path / "home")
+    home.make()
+    return home
+
+
+def contents(files: TlsFiles) -> tuple[bytes, bytes, bytes]:
+    return files.ca.read_bytes(), files.cert.read_bytes(), files.key.read_bytes()
+
+
+def end_of(path: Path) -> datetime:
+    return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
+
+
+def test_they_are_made_once_and_their_keys_are_private(home: Home) -> None:
+    folder = home.path / "tls"
+    files = ensure_certificates(folder)
+    Tls(files).check()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {path.name for path in folder.iterdir()} == {"ca.crt", "ca.key", "node.crt", "node.key"}
+    assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.glob("*.key"))
+    made = contents(files)
+    assert contents(ensure_certificates(folder)) == made
+
+
+def test_they_are_renewed_before_their_end_and_never_outlive_their_ca(home: Home) -> None:
+    folder = home.path / "tls"
+    files = ensure_certificates(folder)
+    ca, cert, _ = contents(files)
+    begin = datetime.now(UTC)
+    ensure_certificates(folder, begin + LIFE - RENEW_BEFORE - DAY)
+    assert contents(files)[:2] == (ca, cert)
+    ensure_certificates(folder, begin + LIFE - RENEW_BEFORE + DAY)
+    assert contents(files)[0] == ca
+    assert contents(files)[1] != cert
+    late = begin + CA_LIFE - LIFE + DAY
+    ensure_certificates(folder, late)
+    assert contents(files)[0] != ca
+    assert late + LIFE - DAY < end_of(files.cert) < end_of(files.ca)
+
+
+@pytest.mark.parametrize("name", ["ca.crt", "node.crt", "node.key"])
+@pytest.mark.parametrize("damage", ["gone", "empty", "another's"])
+def test_damaged_files_are_made_anew(home: Home, tmp_path: Path, name: str, damage: str) -> None:
+    files, other = ensure_certificates(home.path / "tls"), ensure_certificates(tmp_path / "other")
+    path = files.ca.with_name(name)
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(b"" if damage == "empty" else other.ca.with_name(name).read_bytes())
+    files.key.with_name("node.key.draft").touch()  # of a start that was killed
+    Tls(ensure_certificates(home.path / "tls")).check()
+
+
+def test_an_install_speaks_plainly_unless_asked(home: Home) -> None:
+    assert tls_of_install(home, UpOptions()) is None
+    assert not (home.path / "tls").exists()
+    made = tls_of_install(home, UpOptions(tls=True))
+    assert made is not None and made.cert == home.path / "tls" / "node.crt"
+
+
+def test_named_files_are_used(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine = ensure_certificates(tmp_path / "mine")
+    monkeypatch.setenv("TORCHRELAY_TLS_CA_FILE", str(mine.ca))
+    with pytest.raises(Problem, match="set TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE"):
+        tls_of_install(home, UpOptions(tls=True))
+    monkeypatch.setenv("TORCHRELAY_TLS_CERT_FILE", str(mine.cert))
+    monkeypatch.setenv("TORCHRELAY_TLS_KEY_FILE", str(mine.key))
+    assert tls_of_install(home, UpOptions()) == tls_of_install(home, UpOptions(tls=True)) == mine
+
+
+def test_a_folder_that_cannot_be_written_is_a_problem(home: Home) -> None:
+    (home.path / "tls").write_text("in the way")
+    with pytest.raises(Problem, match="tls cannot be written"):
+        tls_of_install(home, UpOptions(tls=True))
+
+
+def test_commands_show_themselves_as_the_endpoints_say(home: Home) -> None:
+    files = ensure_certificates(home.path / "tls")
+    assert tls_of({"scheduler": "127.0.0.1:1"}) is None
+    assert tls_of({"scheduler": "127.0.0.1:1", **files.as_settings()}) is not None
+    files.key.unlink()
+    with pytest.raises(Problem, match="cannot be read"):
+        tls_of(files.as_settings())
+
+
+def test_every_service_is_told_and_the_door_is_asked_plainly(home: Home) -> None:
+    files = ensure_certificates(home.path / "tls")
+    with closing(Ports()) as ports:
+        stack = StackPlan(home, UpOptions(), ports, files).stack()
+    services = [spec for spec in stack.specs if spec.ready_file is not None]
+    told = {f"TORCHRELAY_{name.upper()}": path for name, path in files.as_settings().items()}
+    assert len(services) == 5
+    assert all(told.items() <= spec.env.items() for spec in services)
+    assert [spec.name for spec in services if spec.tls is None] == ["gateway"]
+    assert files.as_settings().items() <= stack.endpoints.items()

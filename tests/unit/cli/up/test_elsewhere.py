@@ -1,0 +1,52 @@
+"""Servers that variables name are tried before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.support.brokers import free_port
+from torchrelay.cli.problems import Problem
+from torchrelay.cli.up.elsewhere import check_elsewhere, servers_elsewhere
+
+NATS, REDIS, DATABASE = (f"TORCHRELAY_{name}_URL" for name in ("NATS", "REDIS", "DATABASE"))
+
+
+@pytest.mark.parametrize(
+    ("variable", "url"),
+    [
+        (NATS, "localhost:4222"),
+        (NATS, "nats:///"),
+        (NATS, "nats://host:many"),
+        (REDIS, "http://host"),
+        (DATABASE, "foo"),
+        (DATABASE, "mysql://host/name"),
+    ],
+)
+def test_what_is_no_address_is_named(variable: str, url: str) -> None:
+    with pytest.raises(Problem) as caught:
+        servers_elsewhere({variable: url})
+    assert variable in caught.value.message and url in caught.value.message
+    assert caught.value.mend
+
+
+def test_where_they_are_tried() -> None:
+    named = {NATS: "nats://a:b@one", REDIS: "unix:///tmp/redis.sock", DATABASE: "postgresql+asyncpg://u:p@two:1/name"}
+    assert {one.name: one.address for one in servers_elsewhere(named)} == {
+        "Redis": None,
+        "NATS": ("one", 4222),
+        "PostgreSQL": ("two", 1),
+    }
+    assert servers_elsewhere({DATABASE: "sqlite:///ledger.db", NATS: ""}) == []
+
+
+async def test_one_that_nobody_answers_at_ends_the_start() -> None:
+    there = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with there:
+        port = there.sockets[0].getsockname()[1]
+        await check_elsewhere({NATS: f"nats://127.0.0.1:{port}"})
+    silent = free_port()
+    for variable, url in ((NATS, f"nats://127.0.0.1:{silent}"), (REDIS, f"redis://127.0.0.1:{silent}/0")):
+        with pytest.raises(Problem, match=f"127.0.0.1:{silent}, which {variable} names"):
+            await check_elsewhere({variable: url})

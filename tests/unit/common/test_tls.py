@@ -1,0 +1,120 @@
+"""gRPC within TLS: peers of one cluster reach each other at any address, and nobody else does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, cast
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.support.certificates import DAY, Authority
+from torchrelay.common import probe
+from torchrelay.common.rpc import RpcServer, open_channel
+from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("cluster"))
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("stranger"))
+
+
+@pytest.fixture
+async def address(cluster: Authority) -> AsyncIterator[str]:
+    """A server of the cluster."""
+    server = RpcServer("127.0.0.1", tls=Tls(cluster.node("server")))
+    await server.start()
+    yield f"127.0.0.1:{server.port}"
+    await server.stop(0)
+
+
+async def status_at(address: str, tls: Tls | None) -> int:
+    async with open_channel(address, tls) as channel:
+        stub = cast(Any, health_pb2_grpc.HealthStub(channel))
+        return int((await stub.Check(health_pb2.HealthCheckRequest(), timeout=5)).status)
+
+
+async def assert_refused(address: str, tls: Tls | None) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await status_at(address, tls)
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_peers_of_one_cluster_meet_at_any_address(address: str, cluster: Authority) -> None:
+    assert await status_at(address, Tls(cluster.node("client"))) == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_nobody_else_is_served(address: str, cluster: Authority, stranger: Authority) -> None:
+    mine, theirs = cluster.node("mine"), stranger.node("theirs")
+    knows_our_ca = Tls(TlsFiles(mine.ca, theirs.cert, theirs.key))
+    for client in (None, Tls(theirs), knows_our_ca, Tls(cluster.expired())):
+        await assert_refused(address, client)
+
+
+async def test_a_client_talks_to_its_cluster_alone(cluster: Authority, stranger: Authority) -> None:
+    mine, theirs = cluster.node("mine"), stranger.node("theirs")
+    elsewhere = cluster.node("elsewhere", dns="www.example.com")
+    knows_our_ca = TlsFiles(mine.ca, theirs.cert, theirs.key)
+    for files in (None, theirs, knows_our_ca, elsewhere, cluster.expired()):
+        server = RpcServer("127.0.0.1", tls=None if files is None else Tls(files))
+        await server.start()
+        await assert_refused(f"127.0.0.1:{server.port}", Tls(mine))
+        await server.stop(0)
+
+
+async def test_the_health_check_comes_as_a_peer_and_knows_the_plain_door(
+    address: str, cluster: Authority, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def said_of(at: str) -> str:
+        monkeypatch.setattr("sys.argv", ["torchrelay-health", at])
+        await asyncio.to_thread(probe.main)
+        return capsys.readouterr().out
+
+    door = RpcServer("127.0.0.1")
+    await door.start()
+    with pytest.raises(SystemExit, match="does not answer"):
+        await said_of(address)
+    for name, path in cluster.node("probe").as_settings().items():
+        monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", path)
+    assert await said_of(address) == "serving\n"
+    assert await said_of(f"127.0.0.1:{door.port}") == "serving\n"
+    await door.stop(0)
+
+
+def test_what_every_peer_would_refuse_is_found_at_once(cluster: Authority, stranger: Authority) -> None:
+    Tls(cluster.node("good")).check()
+    mine, theirs = cluster.node("mine"), stranger.node("theirs")
+    bad = {
+        "certificate has expired": cluster.expired(),
+        "not yet valid": cluster.node("early", begin=DAY / 2),
+        "name torchrelay.internal": cluster.node("elsewhere", dns="www.example.com"),
+        "unable to get local issuer": TlsFiles(mine.ca, theirs.cert, theirs.key),
+    }
+    for reason, files in bad.items():
+        with pytest.raises(TlsUnusable, match=reason):
+            Tls(files).check()
+
+
+def test_files_that_are_no_identity_say_which_setting_it_is(cluster: Authority, tmp_path: Path) -> None:
+    good, other = cluster.node("good"), cluster.node("other")
+    text, absent = tmp_path / "text", tmp_path / "absent"
+    text.write_text("no certificate\n")
+    bad = {
+        "TORCHRELAY_TLS_CA_FILE: .*/absent cannot be read: No such file": TlsFiles(absent, good.cert, good.key),
+        "TORCHRELAY_TLS_CA_FILE: .*/text holds no certificate": TlsFiles(text, good.cert, good.key),
+        "TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE: .* are not a certificate and its unencrypted key": (
+            TlsFiles(good.ca, good.cert, other.key)
+        ),
+        "TORCHRELAY_TLS_KEY_FILE: .*/absent cannot be read": TlsFiles(good.ca, good.cert, absent),
+    }
+    for message, files in bad.items():
+        with pytest.raises(TlsUnusable, match=message):
+            Tls(files)

@@ -1,0 +1,112 @@
+"""From reports to arrows, and to other sources for a relay that turned slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.scheduler.scene import NUM_CHUNKS, Scene, a_copy, a_model, a_store, a_worker, hosts
+from torchrelay.scheduler import relaying
+from torchrelay.scheduler.core import REMOTE, Share, Store, Wire
+from torchrelay.scheduler.effects import RerouteCommand
+from torchrelay.scheduler.rules import Rules
+
+MODEL = a_model()
+MB = 1e6
+
+
+def a_host(number: int, num_verified: int = 0, wire: Wire | None = None, **changes: object) -> Store:
+    copies = [replace(a_copy(MODEL, num_verified), **changes)] if num_verified or changes else []  # type: ignore[arg-type]
+    return replace(a_store(f"store-{number}", f"host-{number}", copies), wire=wire)
+
+
+def a_cluster(*stores: Store) -> Scene:
+    return Scene(Rules(replicate=False)).settle(*stores)
+
+
+def reroutes(scene: Scene) -> list[RerouteCommand]:
+    return [command for command in scene.commands if isinstance(command, RerouteCommand)]
+
+
+def test_arrows_go_by_what_the_links_have_left() -> None:
+    speeds = {1: 1000 * MB, 2: 100 * MB, 3: 1000 * MB, 4: 500 * MB}
+    scene = a_cluster(
+        *(a_host(number, NUM_CHUNKS if number == 1 else 0, Wire(0, 0, speed)) for number, speed in speeds.items())
+    )
+    state = scene.policy.state
+    arrows = relaying.draw(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3", "store-4"], scene.now)
+    assert [(arrow.target, arrow.upstream) for arrow in arrows] == [
+        ("store-3", "store-1"),
+        ("store-4", "store-3"),
+        ("store-2", "store-4"),
+    ]
+    assert [relay.bytes_per_s for relay in state.relays.running()] == [1000 * MB, 500 * MB, 100 * MB]
+
+
+def test_a_host_with_running_requests_is_fed_last() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
+    scene.settle(a_worker("w", "host-2", num_running=3))
+    arrows = relaying.draw(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
+    assert [arrow.target for arrow in arrows] == ["store-3", "store-2"]
+
+
+def test_a_copy_on_its_way_is_told_the_sources_it_has() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
+    state = scene.policy.state
+    first = relaying.draw(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
+    again = relaying.draw(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now + 0.1)
+    assert again[0].already_there and again[0].striped == first[1].striped
+    assert again[0].sources[-1] == REMOTE and again[0].sources.count(first[1].upstream) == 1
+
+
+def slow_relay() -> Scene:
+    """store-3 follows store-1, which turns slow; store-2 has the pack as well."""
+    wire = Wire(0, 0, 100 * MB)
+    scene = a_cluster(a_host(1, NUM_CHUNKS, wire), a_host(2, NUM_CHUNKS, wire), a_host(3, 0, wire))
+    (arrow,) = relaying.draw(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    assert arrow.upstream == "store-1"
+    report(scene, 0.5, Share("store-1", 1, 90 * MB, True))
+    assert not reroutes(scene)
+    return scene
+
+
+def report(scene: Scene, seconds: float, *shares: Share) -> None:
+    scene.stores["store-3"] = a_host(3, 2, Wire(0, 0, 100 * MB), shares=shares)
+    scene.pass_time(seconds)
+
+
+def test_a_relay_that_gets_less_than_half_of_its_plan_gets_another_source() -> None:
+    scene = slow_relay()
+    report(scene, 0.5, Share("store-1", 1, 20 * MB, True))
+    assert not reroutes(scene)  # it may be over in a moment
+    report(scene, 1.0, Share("store-1", 1, 20 * MB, True))
+    (command,) = reroutes(scene)
+    assert command.model.pack_id == MODEL.pack_id and command.urgent
+    assert command.hop.store_id == "store-3" and command.hop.sources[0] == "store-2"
+    assert set(command.hop.sources) == {"store-1", "store-2", REMOTE}
+    (happening,) = [one for one in scene.happenings if one.kind == "reroute"]
+    assert happening.event == "scale.reroute" and "20 MB/s instead of the 100 planned" in happening.reason
+    (relay,) = scene.policy.state.relays.running()
+    assert relay.upstream == "store-2"
+
+
+def test_it_is_left_alone_for_a_while_and_when_nothing_better_is_known() -> None:
+    scene = slow_relay()
+    report(scene, 20.0, Share("store-1", 1, 20 * MB, True), Share("store-2", 1, 5 * MB, True))
+    assert len(reroutes(scene)) <= 2
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    relaying.draw(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    report(scene, 10.0, Share("store-1", 1, 1 * MB, True))
+    assert not reroutes(scene)
+
+
+def test_the_plan_of_a_wake_tells_its_predictions() -> None:
+    scene = hosts(2, replicate=False)
+    scene.admit(MODEL, "r1")
+    (plan,) = [one for one in scene.happenings if one.kind == "plan"]
+    assert "from remote at 500 MB/s, ready in 0.0674 s" in plan.reason
+
+
+def test_a_store_that_is_lost_takes_its_relays_along() -> None:
+    scene = slow_relay()
+    scene.do(scene.policy.store_gone("store-3", scene.now))
+    assert not scene.policy.state.relays.running()
