@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.transfer.swarm_parts import CHUNK_BYTES, SimulatedSource, transfer
+from torchrelay.transfer.chunks import MAX_WINDOW, MIN_WINDOW
 from torchrelay.transfer.lanes import Phase
-from torchrelay.transfer.swarm import MAX_STRIKES, MAX_WINDOW, MIN_WINDOW, Rules, Swarm
+from torchrelay.transfer.swarm import MAX_STRIKES, Rules, Swarm
 
 RATE = 50e6
 NUM_CHUNKS = 256

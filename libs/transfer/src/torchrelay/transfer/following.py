@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from torchrelay.common.errors import NotFound, PermissionDenied, TorchrelayError
 from torchrelay.common.telemetry import get_logger
 from torchrelay.transfer.buffers import Sink
+from torchrelay.transfer.chunks import Orders
 from torchrelay.transfer.errors import BufferLost, SourcesExhausted, SourceStalled
 from torchrelay.transfer.frames import LetGo, Stopped
 from torchrelay.transfer.shares import Tally
 from torchrelay.transfer.sources import Receiver, SourceAddress
 from torchrelay.transfer.stream import SinkFailed, Stream
-from torchrelay.transfer.swarm import Orders, Rules, Swarm
+from torchrelay.transfer.swarm import Rules, Swarm
 from torchrelay.transfer.transport import TICK_S, TransferClass, Transport
 
 REVIEW_S = 0.02
