@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.unit.param_store.folders import LARGER, write_folder
-from tests.unit.transfer.relay_parts import eventually
+from tests.unit.transfer.relay_parts import (
+    FixedBuffer,
+    eventually,
+    make_pack,
+    meddling_door,
+    receiver,
+    serving,
+    source_at,
+)
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.filling import CopyRecord, Filling, Plan
@@ -19,6 +27,7 @@ from torchrelay.param_store.relays import Relays
 from torchrelay.param_store.remote import RangeReader
 from torchrelay.transfer.arena import Arena
 from torchrelay.transfer.follow import Receiver, SourceAddress
+from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.tickets import Ticket
 
 
@@ -118,3 +127,36 @@ def test_without_a_manifest_nothing_is_reserved(arena: Arena, filling: Filling) 
     with pytest.raises(Unavailable, match="no source gave the manifest"):
         filling.reserved.result()
     assert arena.slabs() == []
+
+
+def test_what_an_alternate_brings_is_told_while_the_first_source_is_silent(tmp_path: Path, arena: Arena) -> None:
+    data, manifest = make_pack(4 << 20, chunk_bytes=32768)
+    pack_id = pack_id_of(manifest.encode())
+    half = manifest.num_chunks // 2
+    silent, told = threading.Event(), list[int]()
+
+    def fall_silent(passing: bytes, offset: int) -> bytes:
+        if offset > 400_000:
+            silent.wait(10)
+        return passing
+
+    growing = FixedBuffer(pack_id, data, manifest, published=half)
+    with (
+        serving(FixedBuffer(pack_id, data, manifest), holder_id="host-1") as host1,
+        serving(growing, holder_id="host-2") as host2,
+        meddling_door(host1.address, fall_silent) as door,
+    ):
+        sources = source_at(door, pack_id, "host-1"), source_at(host2.address, pack_id, "host-2")
+        plan = Plan(pack_id, sources, receiver(), 2)
+        filling = Filling(plan, arena, FolderStore(tmp_path), CopyRecord(pack_id), told.append, lambda: None)
+        running = threading.Thread(target=filling.run)
+        running.start()
+        try:
+            assert eventually(lambda: len(told) >= half - 8, 3.0)  # of the rest, some are asked of the silent one
+        finally:
+            silent.set()
+            for index in range(half, manifest.num_chunks):
+                growing.publish(index, growing.pieces[index])
+            running.join()
+    assert filling.record.error == ""
+    assert sum(told) == len(data)

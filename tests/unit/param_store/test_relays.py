@@ -59,6 +59,25 @@ async def test_a_chain_forwards_while_it_receives(
         assert (await first.report()).bytes_sent == version.pack_bytes
 
 
+async def test_a_source_named_while_it_fills_is_used(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription]
+) -> None:
+    pack, version = published
+    async with (
+        running_store(tmp_path) as full,
+        running_store(tmp_path / "2", remote_url=f"file://{tmp_path / 'empty'}") as store,
+    ):
+        await full.relay(pack.name, REMOTE)
+        await full.until_complete(pack.name)
+        with slow_holder(pack) as source:
+            source.show(0)
+            await store.relay(pack.name, peer("slow", source.server.address, pack.name, store))
+            await store.until(lambda report: report.copies[0].num_chunks_verified == 1)
+            assert await store.relay(pack.name, full.source(pack.name, store)) is False
+            assert (await store.until_complete(pack.name)).source == full.store_id
+        assert (await store.report()).bytes_received == version.pack_bytes
+
+
 async def test_the_next_source_takes_over_for_what_is_missing(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:

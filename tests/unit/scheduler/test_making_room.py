@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from tests.unit.scheduler.scene import MB, Scene, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.core import Phase
 
@@ -55,3 +57,18 @@ def test_models_that_are_always_busy_take_turns_in_a_single_slot() -> None:
     assert (
         4 <= len(turns) <= 7
     )  # in 60 s with turns of 10 s: nobody starves, and slots are not swapped for each request
+
+
+@pytest.mark.parametrize("rests_s", [None, 60.0])
+@pytest.mark.parametrize(("waiting", "shown"), [("acme/second", True), ("rival/secret", False)])
+def test_a_tenant_reads_no_name_of_another_tenants_model(waiting: str, shown: bool, rests_s: float | None) -> None:
+    scene = Scene().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene.admit(a_model("acme/first"), "r1")
+    scene.finish_loads()
+    if rests_s is None:  # idle, and evicted; else busy, and its turn ends
+        scene.release("r1")
+    scene.admit(a_model(waiting), "r2")
+    scene.pass_time(rests_s or 1.0)
+    told = [one.reason for one in scene.happenings if one.model == "acme/first" and one.kind == "drain"]
+    assert told and [waiting in reason for reason in told] == [shown] * len(told)
+    assert not any("rival" in one.reason for one in scene.happenings if one.model == "acme/first")

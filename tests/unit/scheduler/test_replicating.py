@@ -215,3 +215,18 @@ def test_a_recent_pack_that_no_store_can_take_is_said_to_be_short() -> None:
     scene.admit(MODEL, "r1")
     scene.pass_time(3.0)
     assert not copies(scene) and scene.policy.state.copybook.num_short == 1
+
+
+def test_a_lost_pack_that_the_remote_store_has_no_more_is_given_up_once_nobody_asks_for_it() -> None:
+    scene = racks(obedient=False, recent_s=5.0, copy_backoff_max_s=4.0)
+    del scene.stores["store-1"]
+    scene.do(scene.policy.store_gone("store-1", scene.now))
+    num_failed = 0
+    for _ in range(600):
+        scene.pass_time(0.1)
+        for command in copies(scene)[num_failed:]:
+            num_failed += 1
+            scene.do(scene.policy.copy_failed(MODEL.pack_id, command.hop.store_id, "no such version", scene.now))
+    assert 2 < num_failed < 16
+    scene.pass_time(60.0)
+    assert len(copies(scene)) == num_failed

@@ -24,7 +24,7 @@ from torchrelay.transfer.errors import BufferLost, SourcesExhausted
 from torchrelay.transfer.follow import follow
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.shares import Tally
-from torchrelay.transfer.sources import SourceAddress
+from torchrelay.transfer.sources import Offers, SourceAddress
 from torchrelay.transfer.transport import TransferClass
 
 DATA, MANIFEST = make_pack(4 << 20, chunk_bytes=32768)
@@ -96,6 +96,34 @@ def test_an_alternate_joins_long_before_a_silent_source_is_given_up() -> None:
         assert time.monotonic() - begin < 3.0
     assert tally.num_repairs == 1
     assert tally.largest == "host-2"
+
+
+def test_a_source_offered_meanwhile_is_an_alternate() -> None:
+    sink, tally, offers = empty_pack(), Tally(), Offers()
+    with (
+        serving(full_pack(published=4), holder_id="host-1") as host1,
+        serving(full_pack(), holder_id="host-2") as host2,
+    ):
+        sources = [source_at(host1.address, PACK_ID, "host-1")]
+        following = follow(PACK_ID, ALL, sources, sink, receiver(), tally=tally, offers=offers)
+        assert [next(following) for _ in range(4)] == list(ALL[:4])
+        offers.add([source_at(host2.address, PACK_ID, "host-2")])
+        assert sorted(following) == list(ALL[4:])
+    assert sink.bytes_held == DATA
+    assert {share.holder_id: share.num_bytes > 0 for share in tally.shares()} == {"host-1": True, "host-2": True}
+
+
+def test_a_holder_that_refused_gets_a_new_chance_with_a_new_ticket() -> None:
+    sink, offers = empty_pack(), Offers()
+    with serving(full_pack(), holder_id="host-1") as host1, serving(full_pack(0), holder_id="host-2") as host2:
+        expired = source_at(host1.address, PACK_ID, "host-1", expires=1)
+        sources = [expired, source_at(host2.address, PACK_ID, "host-2")]
+        following = follow(PACK_ID, ALL, sources, sink, receiver(), num_striped=2, offers=offers)
+        offering = threading.Timer(0.3, lambda: offers.add([source_at(host1.address, PACK_ID, "host-1")]))
+        offering.start()
+        assert sorted(following) == list(ALL)
+        offering.join()
+    assert sink.bytes_held == DATA
 
 
 def test_a_chunk_that_one_source_lacks_comes_from_the_other() -> None:

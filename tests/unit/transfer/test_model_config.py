@@ -14,6 +14,7 @@ QWEN3_MOE: dict[str, Any] = {
     "num_experts": 4,
     "moe_intermediate_size": 8,
 }
+QWEN2_WINDOWED: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -29,6 +30,10 @@ LLAMA3: dict[str, Any] = {
         ("LlamaForCausalLM", {"sliding_window": 8}, [None] * 4),
         ("MistralForCausalLM", {"sliding_window": 8}, [8] * 4),
         ("MistralForCausalLM", {"sliding_window": None}, [None] * 4),
+        ("MistralForCausalLM", {}, [4096] * 4),
+        ("MixtralForCausalLM", {"num_local_experts": 2, "num_experts_per_tok": 1}, [None] * 4),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
+        ("Gemma2ForCausalLM", {}, [4096, None, 4096, None]),
         ("Qwen2ForCausalLM", {"sliding_window": 8}, [None] * 4),
         (
             "Qwen2ForCausalLM",
@@ -99,6 +104,12 @@ def test_what_gemma_leaves_out() -> None:
     assert (found.score_cap, found.logit_cap, found.query_scale) == (50.0, 30.0, 256**-0.5)
 
 
+@pytest.mark.parametrize(("name", "eps"), [("LlamaForCausalLM", 1e-6), ("Phi3ForCausalLM", 1e-5)])
+def test_the_norms_are_those_of_the_family(name: str, eps: float) -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}
+    assert read_config(config | {"architectures": [name]}).norm_eps == eps
+
+
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
 def test_experts_by_either_name(key: str) -> None:
     config = {**LLAMA, **QWEN3_MOE, "num_experts_per_tok": 3, "norm_topk_prob": True}
@@ -128,6 +139,15 @@ def test_experts_by_either_name(key: str) -> None:
         ({"architectures": ["MixtralForCausalLM"]}, "num_local_experts"),
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 1}, "num_experts_per_tok"),
         ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": None}, "sliding_window"),
+        ({"architectures": ["Gemma2ForCausalLM"], "layer_types": [[], []]}, "layer_types"),
+        ({"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 5.0}}, "rope_parameters"),
+        (QWEN2_WINDOWED | {"max_window_layers": "2"}, "max_window_layers"),
+        ({"num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": None}, "head_dim"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers"),
+        (QWEN3_MOE | {"num_experts": 2**31}, "num_experts"),
+        (QWEN3_MOE, "num_experts_per_tok"),
         (QWEN3_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers"),
     ],
 )

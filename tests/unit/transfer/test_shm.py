@@ -104,6 +104,7 @@ def test_a_listener_leaves_its_successor_s_socket_alone(wire: Wire) -> None:
         path_of(first).unlink()
         with wire.listening() as second:
             first.close()
+            assert path_of(second).exists()
             wire.transport.connect(second.address, 1.0).close()
 
 

@@ -31,6 +31,17 @@ def test_connecting_fails_with_a_reason() -> None:
             TcpTransport().connect(bad, timeout_s=5.0)
 
 
+def test_a_peer_that_died_without_a_word_is_noticed_by_both_ends(listener: Listener) -> None:
+    connecting = TcpTransport().connect(listener.address, timeout_s=5.0)
+    accepted = listener.accept()
+    for end in (connecting, accepted):
+        assert isinstance(end, tcp.TcpConnection)
+        assert end._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert 0 < end._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
+        assert 0 < end._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+        end.close()
+
+
 def test_connecting_stops_and_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = join_address(*full.getsockname())

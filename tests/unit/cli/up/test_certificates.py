@@ -78,6 +78,7 @@ def test_damaged_files_are_made_anew(home: Home, tmp_path: Path, name: str, dama
         path.write_bytes(b"" if damage == "empty" else other.ca.with_name(name).read_bytes())
     files.key.with_name("node.key.draft").touch()  # of a start that was killed
     Tls(ensure_certificates(home.path / "tls")).check()
+    assert path.read_bytes() not in (b"", other.ca.with_name(name).read_bytes())
 
 
 def test_an_install_speaks_plainly_unless_asked(home: Home) -> None:

@@ -1,8 +1,8 @@
 """Keys of token prefixes: equal for equal beginnings of the prompts of one tenant, and for nothing else.
 
 The key of a block is the hash of the key before it and of its own tokens, so it stands for everything from the first
-token on. The same keys find cached KV in a worker and name the worker to route to. They are salted by tenant: nobody
-learns from a prompt's time to first token what another tenant has asked.
+token on. By them a worker finds cached KV. They are salted by tenant: nobody learns from a prompt's time to first token
+what another tenant has asked.
 """
 
 from __future__ import annotations

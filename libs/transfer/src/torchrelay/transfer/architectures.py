@@ -17,6 +17,7 @@ class ExpertNames:
     """
 
     count_keys: tuple[str, ...]  # whichever is there: transformers 5 calls them local where others do not
+    per_token: int  # default of num_experts_per_tok
     size_key: str  # each expert's intermediate size
     router: str
     gate: str
@@ -41,10 +42,12 @@ class Architecture:
     query_scalar: int | None = None  # default of query_pre_attn_scalar, whose root divides scores; None: head_dim
     experts: ExpertNames | None = None
     windows: Literal["never", "every_layer", "by_layer_type"] = "never"
+    window: int | None = None  # default of sliding_window, which is off where it is null
     window_switch: str = ""  # the key of config.json that must be true for windows to count
     full_every: int = 0  # by layer type, where config.json lists no types: each n-th layer has no window
     local_rope: bool = False  # layers with a window have rotary frequencies of their own
-    rope_theta: float = 10_000.0  # defaults of config.json, which may leave them out
+    norm_eps: float = 1e-6  # defaults of config.json, which may leave them out
+    rope_theta: float = 10_000.0
     head_dim: int | None = None
     tied_embeddings: bool = False
     activation_key: str = "hidden_act"
@@ -59,6 +62,7 @@ _GEMMA2 = Architecture(
     soft_caps=(50.0, 30.0),
     query_scalar=256,
     windows="by_layer_type",
+    window=4096,
     full_every=2,
     head_dim=256,
     tied_embeddings=True,
@@ -74,6 +78,7 @@ _GEMMA3 = Architecture(
     soft_caps=(None, None),
     query_scalar=256,
     windows="by_layer_type",
+    window=4096,
     full_every=6,
     local_rope=True,
     rope_theta=1_000_000.0,
@@ -85,9 +90,11 @@ _GEMMA3 = Architecture(
 _MIXTRAL = Architecture(
     "MixtralForCausalLM",
     windows="every_layer",
+    norm_eps=1e-5,
     rope_theta=1_000_000.0,
     experts=ExpertNames(
         count_keys=("num_local_experts",),
+        per_token=2,
         size_key="intermediate_size",
         router="block_sparse_moe.gate.weight",
         gate="block_sparse_moe.experts.{}.w1.weight",
@@ -99,9 +106,11 @@ _QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM",
     qk_norm=True,
     windows="every_layer",
+    window=4096,
     window_switch="use_sliding_window",
     experts=ExpertNames(
         count_keys=("num_experts", "num_local_experts"),
+        per_token=8,
         size_key="moe_intermediate_size",
         router="mlp.gate.weight",
         gate="mlp.experts.{}.gate_proj.weight",
@@ -114,12 +123,24 @@ ARCHITECTURES = {
     family.name: family
     for family in (
         Architecture("LlamaForCausalLM"),
-        Architecture("MistralForCausalLM", windows="every_layer"),
-        Architecture("Qwen2ForCausalLM", qkv_bias=True, windows="by_layer_type", window_switch="use_sliding_window"),
-        Architecture("Qwen3ForCausalLM", qk_norm=True, windows="by_layer_type", window_switch="use_sliding_window"),
+        Architecture("MistralForCausalLM", windows="every_layer", window=4096),
+        Architecture(
+            "Qwen2ForCausalLM",
+            qkv_bias=True,
+            windows="by_layer_type",
+            window=4096,
+            window_switch="use_sliding_window",
+        ),
+        Architecture(
+            "Qwen3ForCausalLM",
+            qk_norm=True,
+            windows="by_layer_type",
+            window=4096,
+            window_switch="use_sliding_window",
+        ),
         _GEMMA2,
         _GEMMA3,
-        Architecture("Phi3ForCausalLM", fused=True, windows="every_layer"),
+        Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", norm_eps=1e-5),
         _MIXTRAL,
         _QWEN3_MOE,
     )

@@ -21,7 +21,7 @@ LOOK_AHEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """What to tell one source: places to ask for, places no longer wanted of it."""
+    """What to tell one source: chunks to ask for, chunks no longer wanted. By place here, by number to the source."""
 
     wanted: list[int]
     cancelled: list[int]

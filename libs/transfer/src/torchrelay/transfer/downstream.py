@@ -96,7 +96,7 @@ class Downstream:
     def abort(self) -> None:
         """Ends the stream from another thread; it is over within ``LOOK_S``."""
         self._aborted = True
-        self._connection.abort()
+        self._frames.abort()
 
     def _serve(self) -> None:
         ticket = self._admit()

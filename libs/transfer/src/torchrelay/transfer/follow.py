@@ -9,12 +9,13 @@ from contextlib import closing
 
 from torchrelay.transfer.buffers import Sink
 from torchrelay.transfer.errors import SourceClosed, SourcesExhausted
-from torchrelay.transfer.following import Following, Terms
+from torchrelay.transfer.following import Following
 from torchrelay.transfer.frames import Stopped
 from torchrelay.transfer.shares import Tally
-from torchrelay.transfer.sources import Receiver, SourceAddress
+from torchrelay.transfer.sources import Offers, Receiver, SourceAddress
 from torchrelay.transfer.swarm import Rules
 from torchrelay.transfer.tcp import TcpTransport
+from torchrelay.transfer.terms import Terms
 from torchrelay.transfer.transport import TransferClass, Transport
 from torchrelay.transfer.upstream import Upstream
 
@@ -36,6 +37,7 @@ def follow(
     num_striped: int = 1,
     transfer_class: TransferClass = TransferClass.KV,
     tally: Tally | None = None,
+    offers: Offers | None = None,
 ) -> Generator[int, None, None]:
     """Receives the wanted chunks, each wanted once, into the sink; yields each index once verified and accepted.
 
@@ -47,7 +49,8 @@ def follow(
     came from anywhere and it had nothing to send: copies that after a repair wait for one another in a circle would
     else wait for ever. What was accepted is never asked for again.
 
-    Blocks the thread that iterates. ``tally`` learns what each source brings. A transfer of class ``IDLE`` joins no
+    Blocks the thread that iterates. ``tally`` learns what each source brings; what is put into ``offers``
+    is an alternate from then on, before the others. A transfer of class ``IDLE`` joins no
     source because of another's slowness. Ends early, without an error, within about 100 ms of ``stop`` being set.
     Closing the generator closes its connections. Raises ``SourcesExhausted`` when every source has failed, and whatever
     the sink raises.
@@ -62,6 +65,7 @@ def follow(
         stall_s,
         starve_s,
         tally or Tally(),
+        offers or Offers(),
     )
     yield from Following(terms, wanted, sources, sink, stop).run()
 

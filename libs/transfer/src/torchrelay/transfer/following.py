@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
 
 from torchrelay.common.errors import NotFound, PermissionDenied, TorchrelayError
 from torchrelay.common.telemetry import get_logger
@@ -21,41 +20,16 @@ from torchrelay.transfer.buffers import Sink
 from torchrelay.transfer.chunks import Orders
 from torchrelay.transfer.errors import BufferLost, SourcesExhausted, SourceStalled
 from torchrelay.transfer.frames import LetGo, Stopped
-from torchrelay.transfer.shares import Tally
-from torchrelay.transfer.sources import Receiver, SourceAddress
+from torchrelay.transfer.sources import SourceAddress
 from torchrelay.transfer.stream import SinkFailed, Stream
-from torchrelay.transfer.swarm import Rules, Swarm
-from torchrelay.transfer.transport import TICK_S, TransferClass, Transport
+from torchrelay.transfer.swarm import Swarm
+from torchrelay.transfer.terms import Ending, Terms
+from torchrelay.transfer.transport import TICK_S
 
 REVIEW_S = 0.02
 CONNECT_S = 0.5  # when there is another to turn to
 _SOURCE_FAILURES = (TorchrelayError, OSError)
 log = get_logger(__name__)
-
-
-class Ending(threading.Event):
-    """Set when this transfer is over, or when its caller's own event is."""
-
-    def __init__(self, stop: threading.Event | None) -> None:
-        super().__init__()
-        self._stop = stop
-
-    def is_set(self) -> bool:
-        return super().is_set() or (self._stop is not None and self._stop.is_set())
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """What a transfer is given: see ``follow``."""
-
-    buffer_id: str
-    receiver: Receiver
-    transport: Transport
-    rules: Rules
-    transfer_class: TransferClass
-    stall_s: float
-    starve_s: float
-    tally: Tally = field(default_factory=Tally)
 
 
 class Following:
@@ -74,7 +48,7 @@ class Following:
         self._wanted = wanted
         self._place = {index: place for place, index in enumerate(wanted)}
         self._swarm = Swarm(len(wanted), len(sources), terms.rules)
-        self._sources = sources
+        self._sources = list(sources)
         self._streams: dict[int, Stream] = {}  # the open ones
         self._threads: list[threading.Thread] = []
         self._accepted: deque[int] = deque()
@@ -272,19 +246,25 @@ class Following:
                 streams = list(self._streams.values())
             else:
                 streams = [stream] if stream.number in self._streams else []
-            orders = [(each, self._orders(each, now)) for each in streams]
-        for each, order in orders:
-            if order.wanted or order.cancelled:
-                each.ask([self._wanted[place] for place in order.wanted], [self._wanted[p] for p in order.cancelled])
+            for each in streams:
+                self._order(each, now)
+        for each in streams:
+            each.tell()
         self._begin(joined)
 
-    def _orders(self, stream: Stream, now: float) -> Orders:
+    def _order(self, stream: Stream, now: float) -> None:
         orders = self._swarm.orders(stream.number)
         self._swarm.ask(stream.number, orders.wanted, now)
-        return orders
+        if orders.wanted or orders.cancelled:
+            wanted, cancelled = (
+                [self._wanted[place] for place in places] for places in (orders.wanted, orders.cancelled)
+            )
+            stream.ask(Orders(wanted, cancelled))
 
     def _review(self, now: float) -> list[int]:
         """Which sources are to be opened."""
+        for source in reversed(self.terms.offers.take()):  # the last to be offered is the next to be joined
+            self._offer(source)
         joined = self._swarm.review(now)
         self._review_at = now + REVIEW_S
         for number in joined:
@@ -294,3 +274,10 @@ class Following:
         for number, stream in self._streams.items():
             stream.count(self.terms.tally, followed=not self._swarm.lanes[number].resting)
         return joined
+
+    def _offer(self, source: SourceAddress) -> None:
+        """An alternate more, or a known one that has moved or got a new ticket: it counts when it is opened next."""
+        holders = [known.holder_id for known in self._sources]
+        number = holders.index(source.holder_id) if source.holder_id in holders else len(holders)
+        self._sources[number : number + 1] = [source]
+        self._swarm.offer(number)

@@ -54,6 +54,8 @@ class FrameStream:
         self._ends_at = ends_at
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._sending = threading.Lock()
+        self._ending = threading.Lock()
+        self._closed = False
         self.watch: Callable[[int], None] = _unwatched
 
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:
@@ -136,10 +138,17 @@ class FrameStream:
             return num_bytes
 
     def abort(self) -> None:
-        self._connection.abort()
+        """Ends both directions. Any thread may, at any time."""
+        with self._ending:
+            if not self._closed:
+                self._connection.abort()
 
     def close(self) -> None:
-        self._connection.close()
+        """By the thread that receives. The descriptors, whose numbers others get next, go when no thread sends."""
+        self.abort()
+        with self._sending, self._ending:
+            self._closed = True
+            self._connection.close()
 
     def payload(self, header: FrameHeader, limit_bytes: int) -> bytes:
         """What follows a header."""

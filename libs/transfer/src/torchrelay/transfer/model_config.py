@@ -10,7 +10,9 @@ from typing import Any
 from torchrelay.transfer.architectures import ARCHITECTURES, Architecture
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+MAX_LAYERS, MAX_EXPERTS = 4096, 4096  # so that a config alone cannot make its reader's memory grow
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
+_FIRST_WINDOWED = 28  # transformers' default of max_window_layers
 
 
 class UnsupportedModel(ValueError):
@@ -84,7 +86,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     family = _family(config)
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
     head_dim = _whole(config, "head_dim", family.head_dim or hidden // heads)
-    num_layers = _whole(config, "num_hidden_layers")
+    num_layers = _whole(config, "num_hidden_layers", at_most=MAX_LAYERS)
     score_cap, logit_cap = _soft_caps(config, family)
     parsed = ModelConfig(
         architecture=family,
@@ -96,7 +98,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         head_dim=head_dim,
         vocab_size=_whole(config, "vocab_size"),
         max_context_tokens=_whole(config, "max_position_embeddings"),
-        norm_eps=_number(config, "rms_norm_eps", 1e-6),
+        norm_eps=_number(config, "rms_norm_eps", family.norm_eps),
         activation=_activation(config, family),
         rope=_rope(config, family, _FULL),
         local_rope=_rope(config, family, _WINDOWED) if family.local_rope else None,
@@ -166,9 +168,10 @@ def _windows(config: Mapping[str, Any], family: Architecture, num_layers: int) -
     full: tuple[int | None, ...] = (None,) * num_layers
     if family.windows == "never" or (family.window_switch and not config.get(family.window_switch)):
         return full
-    if config.get("sliding_window") is None:
+    found = config.get("sliding_window", family.window)
+    if found is None and not family.full_every:
         return full
-    window = _whole(config, "sliding_window")
+    window = _whole({"sliding_window": found}, "sliding_window")
     if family.windows == "every_layer":
         return (window,) * num_layers
     types = config.get("layer_types")
@@ -176,9 +179,11 @@ def _windows(config: Mapping[str, Any], family: Architecture, num_layers: int) -
         every = _whole(config, "sliding_window_pattern", family.full_every)
         types = [_WINDOWED if (layer + 1) % every else _FULL for layer in range(num_layers)]
     elif types is None:
-        first = config.get("max_window_layers", num_layers)
+        first = config.get("max_window_layers", _FIRST_WINDOWED)
+        if type(first) is not int:
+            raise UnsupportedModel(f"max_window_layers must be a whole number, not {first!r}", "max_window_layers")
         types = [_WINDOWED if layer >= first else _FULL for layer in range(num_layers)]
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= {_WINDOWED, _FULL}:
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (_WINDOWED, _FULL) for kind in types):
         raise UnsupportedModel(f"layer_types must name {_WINDOWED} or {_FULL} for each layer", "layer_types")
     return tuple(window if kind == _WINDOWED else None for kind in types)
 
@@ -190,7 +195,8 @@ def _experts(config: Mapping[str, Any], family: Architecture) -> ExpertConfig | 
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise UnsupportedModel("layers without experts among layers with them are not supported", "mlp_only_layers")
     count_key = next((key for key in names.count_keys if key in config), names.count_keys[0])
-    count, per_token = _whole(config, count_key), _whole(config, "num_experts_per_tok", 2)
+    count = _whole(config, count_key, at_most=MAX_EXPERTS)
+    per_token = _whole(config, "num_experts_per_tok", names.per_token)
     if per_token > count:
         raise UnsupportedModel(f"num_experts_per_tok is more than {count_key}", "num_experts_per_tok")
     sums_to_one = bool(config.get(names.sums_to_one_key)) if names.sums_to_one_key else True
@@ -202,6 +208,8 @@ def _rope(config: Mapping[str, Any], family: Architecture, layer_type: str) -> R
     found = config.get("rope_parameters") or {}
     if not isinstance(found, dict):
         raise UnsupportedModel("rope_parameters must be an object", "rope_parameters")
+    if family.local_rope and found and layer_type not in found:
+        raise UnsupportedModel(f"rope_parameters must have those of {layer_type}", "rope_parameters")
     found = found.get(layer_type, found)
     if layer_type == _WINDOWED and not config.get("rope_parameters"):
         return RopeConfig(_number(config, "rope_local_base_freq", 10_000.0))
@@ -209,7 +217,7 @@ def _rope(config: Mapping[str, Any], family: Architecture, layer_type: str) -> R
     if not isinstance(found, dict):
         raise UnsupportedModel("rope_scaling must be an object", "rope_scaling")
     default = _number(config, "rope_theta", family.rope_theta if layer_type == _FULL else 10_000.0)
-    if _number(found, "partial_rotary_factor", float(config.get("partial_rotary_factor") or 1.0)) != 1.0:
+    if found.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
         raise UnsupportedModel("rotary embeddings of a part of each head are not supported", "partial_rotary_factor")
     return _scaled_rope(found, _number(found, "rope_theta", default))
 
@@ -233,12 +241,14 @@ def _scaled_rope(rope: Mapping[str, Any], theta: float) -> RopeConfig:
     return RopeConfig(theta, scaling)
 
 
-def _whole(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _whole(config: Mapping[str, Any], key: str, default: int | None = None, at_most: int = 2**63 - 1) -> int:
     value = config.get(key)
-    if value is None and default is not None:
-        return default
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**63:
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise UnsupportedModel(f"{key} must be a positive whole number, not {value!r}", key)
+    if value > at_most:
+        raise UnsupportedModel(f"{key} must be at most {at_most}", key)
     return value
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from torchrelay.transfer.chunks import Orders
 from torchrelay.transfer.errors import ProtocolViolation
 from torchrelay.transfer.shares import Tally
 from torchrelay.transfer.sources import SourceAddress
@@ -35,6 +38,8 @@ class Stream:
         self.asked: set[int] = set()  # what may come
         self._is_counted = False  # in the tally, as one that is followed
         self._following = following
+        self._orders: deque[Orders] = deque()  # not told to the source yet
+        self._telling = threading.Lock()
         self._upstream: Upstream | None = None
         self._num_unnoted_bytes = 0
         self._note_at = 0.0
@@ -55,12 +60,20 @@ class Stream:
         else:
             raise ProtocolViolation(f"a {header.kind.name} frame came where chunks were due")
 
-    def ask(self, wanted: list[int], cancelled: list[int]) -> None:
-        """Any thread may."""
-        if self._upstream is not None:
-            self.asked.update(wanted)
-            with suppress(OSError):  # the connection is gone: the thread that receives finds that out
-                self._upstream.ask(wanted, cancelled)
+    def ask(self, orders: Orders) -> None:
+        """Notes what ``tell`` is to tell the source; of several orders, the first noted is told first."""
+        self.asked.update(orders.wanted)
+        self._orders.append(orders)
+
+    def tell(self) -> None:
+        """Any thread may. A chunk taken back and wanted again must not be told the other way round."""
+        while self._orders and self._upstream is not None:
+            with (
+                self._telling,
+                suppress(IndexError, OSError),
+            ):  # told meanwhile; gone, as the receiving thread finds out
+                orders = self._orders.popleft()
+                self._upstream.ask(orders.wanted, orders.cancelled)
 
     def count(self, tally: Tally, *, followed: bool) -> None:
         """Lets the tally know whether the source is asked for chunks."""

@@ -78,6 +78,20 @@ class Swarm(Chunks):
         else:
             lane.phase = Phase.GONE
 
+    def offer(self, source: int) -> None:
+        """A new source, by the next number, or a known one with a new chance. Unless it is open it is joined next."""
+        if source == len(self.lanes):
+            self.lanes.append(Lane())
+            self._queue.appendleft(source)
+            return
+        lane = self.lanes[source]
+        if lane.phase is Phase.WAITING:
+            self._queue.remove(source)
+        elif lane.phase is not Phase.GONE:
+            return
+        lane.phase, lane.strikes = Phase.WAITING, 0
+        self._queue.appendleft(source)
+
     # -- what to do
 
     @property

@@ -6,6 +6,7 @@ import errno
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from torchrelay.transfer.transport import TICK_S, Connection, Listener, Transfer
 
 SEND_TIMEOUT_S = 30.0  # a peer that takes no byte for so long is given up
 ACCEPT_AGAIN_S = 0.1
+PROBE_EVERY_S, NUM_PROBES = 10, 3  # of a peer that is silent while nothing is sent to it
 _BACKLOG = 128
 _CLOSED = (errno.EBADF, errno.EINVAL)
 log = get_logger(__name__)
@@ -31,6 +33,7 @@ class TcpConnection:
         self._socket = connected
         self._sendmsg: Callable[[Sequence[memoryview]], int] = connected.sendmsg
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _notice_silent_end(connected)
         set_timeouts(connected, receive_s=TICK_S, send_s=SEND_TIMEOUT_S)
 
     def receive_into(self, view: memoryview) -> int:
@@ -118,6 +121,16 @@ class TcpTransport:
         except BaseException:
             connecting.close()
             raise
+
+
+def _notice_silent_end(connected: socket.socket) -> None:
+    """A peer whose machine or link died without a word is found out, also by a stream that has nothing to send."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_EVERY_S)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
+    if sys.platform == "linux":
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_EVERY_S)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT_S * 1000))
 
 
 def _await_connected(connecting: socket.socket, address: str, deadline: float, stop: threading.Event | None) -> None:

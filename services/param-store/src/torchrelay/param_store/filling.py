@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
@@ -25,6 +26,7 @@ from torchrelay.transfer.follow import STALL_S, Receiver, SourceAddress, fetch_h
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.shares import Tally
 from torchrelay.transfer.slabs import Slab
+from torchrelay.transfer.sources import Offers
 from torchrelay.transfer.transport import TransferClass, Transport
 
 log = get_logger(__name__)
@@ -88,6 +90,7 @@ class Filling:
     on_change: Callable[[], None]
     stop: threading.Event = field(default_factory=threading.Event)
     reserved: Future[bool] = field(default_factory=Future)
+    offers: Offers = field(default_factory=Offers)  # peers named since it began
 
     def run(self) -> None:
         """Never raises: what goes wrong is told by ``reserved``, the record and the slab."""
@@ -153,20 +156,20 @@ class Filling:
 
     def _fill(self, slab: Slab) -> None:
         failures = []
-        groups = list(self.plan.groups())
-        for peers in groups:
-            missing = slab.missing()
-            if not missing or self.stop.is_set():
-                break
+        groups = deque(self.plan.groups())
+        while groups and not self.stop.is_set() and (missing := slab.missing()):
+            peers = groups.popleft()
             name = peers[0].holder_id if peers else REMOTE
             try:
                 if peers:
-                    self._fill_from_peers(peers, slab, missing, SILENT_S if peers is not groups[-1] else STALL_S)
+                    self._fill_from_peers(peers, slab, missing, SILENT_S if groups else STALL_S)
                 else:
                     self._fill_from_remote(slab, missing)
             except (TorchrelayError, OSError) as error:
                 failures.append(f"{name}: {error}")
                 log.warning("source_failed", pack_id=slab.pack_id, source=name, error=str(error))
+            if not groups and (late := self.offers.take()):
+                groups.append(tuple(late))
         if slab.complete:  # even when it was stopped at that very moment
             return
         if self.stop.is_set():
@@ -177,11 +180,11 @@ class Filling:
         self, peers: Sequence[SourceAddress], slab: Slab, missing: Sequence[int], stall_s: float
     ) -> None:
         plan = self.plan
-        for index in follow(
+        for _ in follow(
             slab.pack_id,
             missing,
             peers,
-            slab,
+            _Arriving(slab, self._arrived),
             plan.receiver,
             self.stop,
             stall_s,
@@ -190,8 +193,9 @@ class Filling:
             plan.num_striped,
             plan.transfer_class,
             self.record.tally,
+            self.offers,
         ):
-            self._arrived(slab, index)
+            pass  # each was told of as it was accepted, by the thread that received it
 
     def _fill_from_remote(self, slab: Slab, missing: Sequence[int]) -> None:
         tally = self.record.tally
@@ -224,6 +228,24 @@ class Filling:
             self.record.first_unix_us = _now_us()
         self.on_bytes(len(slab.chunk(index)))
         self.on_change()
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """The slab as a ``Sink`` that tells of each chunk at once: the iteration may wait for a source that is silent."""
+
+    slab: Slab
+    tell: Callable[[Slab, int], None]
+
+    def chunk(self, index: int) -> memoryview:
+        return self.slab.chunk(index)
+
+    def digest(self, index: int) -> bytes:
+        return self.slab.digest(index)
+
+    def accept(self, index: int) -> None:
+        self.slab.accept(index)
+        self.tell(self.slab, index)
 
 
 def _name(source: SourceAddress | None) -> str:

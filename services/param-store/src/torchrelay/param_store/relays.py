@@ -68,12 +68,13 @@ class Relays:
     ) -> Future[bool]:
         """Sees to it that the pack is filled. The future ends once its range is reserved; True: it was whole already.
 
-        Asking again while a filling runs has no further effect; after one that is being stopped, a new one runs. Raises
-        ``Overloaded`` when as many run as may.
+        Asking again while a filling runs adds the peers named to its alternates, before those it has; after one that
+        is being stopped, a new one runs. Raises ``Overloaded`` when as many run as may.
         """
         with self._lock:
             running = self._fillings.get(pack_id)
             if running is not None and not running[0].stop.is_set():
+                running[0].offers.add(source for source in sources if source is not None)
                 return running[0].reserved
             slab = self._arena.get(pack_id)
             if slab is not None and slab.complete:

@@ -12,6 +12,7 @@ from torchrelay.scheduler.rules import Rules
 
 _UNSEEN_S = 10.0  # an order whose store never reports the pack is given up after this time
 _REPORT_LAG_S = 0.5  # a report that comes later than this was made after the command was answered
+_KEEP_TRIES = 5  # failed copies of a lost pack that nobody uses before it is given up: it may have been deleted
 _REORDER_S = 2.0  # a guard that names the same packs in another order is renewed at most so often
 
 Key = tuple[str, str]  # pack, store
@@ -78,13 +79,16 @@ class CopyBook:
             self._ordered[key] = replace(ordered, begun_at=now)
 
     def fail(self, key: Key, error: str, now: float, rules: Rules) -> Ended | None:
-        """The pack is not brought there again for a while."""
+        """The pack is not brought there again for a while; one that nobody uses, after some tries nowhere."""
         ordered = self._ordered.pop(key, None)
         if ordered is None:
             return None
         times = self._failed[key].times + 1 if key in self._failed else 1
         pause_s = min(rules.copy_backoff_s * 2 ** (times - 1), rules.copy_backoff_max_s)
         self._failed[key] = _Failed(times, now + pause_s)
+        num_tries = sum(failed.times for (pack_id, _), failed in self._failed.items() if pack_id == key[0])
+        if ordered.cause is Cause.KEEP and num_tries >= _KEEP_TRIES:
+            self.lost.discard(key[0])
         return Ended(*key, ordered.cause, now - ordered.ordered_at, error)
 
     def ended(self, stores: Mapping[str, Store], now: float, rules: Rules) -> Iterator[Ended]:

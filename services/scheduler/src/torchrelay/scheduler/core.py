@@ -1,7 +1,6 @@
 """The nouns of the scheduler: frozen, without I/O and without a clock.
 
-Times are seconds of one clock that is given in as ``now``, never goes back and starts at the Unix epoch, so that a
-time of a decision can be shown beside times measured elsewhere.
+Times are seconds since the Unix epoch, by one clock that is given in as ``now`` and never goes back.
 """
 
 from __future__ import annotations

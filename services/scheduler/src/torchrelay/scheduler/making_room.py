@@ -32,8 +32,10 @@ def make_room(
     idle = _idle_victims(demand.model, situation)
     victims = [load for load in idle if load.instance.worker_id in usable and load.instance.instance_id not in emptied]
     if chosen := _fewest(victims, missing, usable):
-        reason = f"idle, and {demand.model.name} waits for a slot"
-        return [Drain(load.instance.instance_id, "evict", reason) for load in chosen]
+        return [
+            Drain(load.instance.instance_id, "evict", f"idle, and {_named(demand.model, load)} waits for a slot")
+            for load in chosen
+        ]
     # Busy models give up one slot at a time, so that two that wait for each other do not swap places.
     if leaving or demand.oldest_wait_s < rules.share_after_s:
         return []
@@ -103,13 +105,13 @@ def _share(model: Model, missing: Roles, situation: Situation, usable: Mapping[s
     for load in situation.loads:
         if load.instance.staying and load.instance.version_id != model.version_id:
             by_version.setdefault(load.instance.version_id, []).append(load)
-    reason = f"{model.name} waits for a slot, and this model can do without this one"
     best: tuple[tuple[bool, bool, int, str], list[SetRoles | Drain]] | None = None
     for loads in by_version.values():
         for victim in loads:
             instance = victim.instance
             if instance.phase is not Phase.READY or not usable.get(instance.worker_id, frozenset()) >= missing:
                 continue
+            reason = f"{_named(model, victim)} waits for a slot, and this model can do without this one"
             kept = _kept_by(loads, victim, situation.workers, reason)
             if kept is None:
                 continue
@@ -136,8 +138,17 @@ def _end_turn(
         and load.instance.worker_id in usable
     ]
     held.sort(key=lambda load: (load.instance.since, load.instance.instance_id))
-    reason = f"{demand.model.name} has waited {demand.oldest_wait_s:.0f} s, and no slot can be spared"
-    return [Drain(load.instance.instance_id, "turn", reason) for load in _fewest(held, missing, usable)]
+    waited = f"has waited {demand.oldest_wait_s:.0f} s, and no slot can be spared"
+    return [
+        Drain(load.instance.instance_id, "turn", f"{_named(demand.model, load)} {waited}")
+        for load in _fewest(held, missing, usable)
+    ]
+
+
+def _named(model: Model, victim: Load) -> str:
+    """The model that waits, as the victim's tenant may know it: it reads why its own went."""
+    is_own = model.name.partition("/")[0] == victim.instance.model.partition("/")[0]
+    return model.name if is_own else "a model of another tenant"
 
 
 def _kept_by(loads: Sequence[Load], victim: Load, workers: Mapping[str, Worker], reason: str) -> list[SetRoles] | None:

@@ -6,10 +6,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torchrelay.common.prefixes import prefix_keys
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.inference.admission import Admissions, Key, Listener
-from torchrelay.gateway.inference.blocks import block_hashes
 from torchrelay.gateway.inference.core import Call
 from torchrelay.gateway.inference.generation import FIRST_ATTEMPT, AttemptPlan
 from torchrelay.gateway.inference.workers import RunStream, WorkerStreams
@@ -63,7 +63,7 @@ def admit_request(
         num_forced_tokens=plan.num_forced_tokens,
         max_tokens=call.sampling.max_tokens,
         num_choices=len(plan.forced),
-        block_hashes=block_hashes(call.principal.tenant_id, call.prompt, block_tokens),
+        block_hashes=prefix_keys(call.principal.tenant_id, call.prompt, block_tokens) if block_tokens else (),
         deadline_class=scheduler_pb2.DEADLINE_CLASS_INTERACTIVE,
         lost_workers=lost_workers,
         traceparent=traceparent,
