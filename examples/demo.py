@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -35,8 +35,14 @@ def platform(home: Home) -> Iterator[dict[str, str]]:
     """`torchrelay up` on a fresh home; yields its endpoints, and ends it with SIGINT as a person would."""
     program = str(Path(sys.executable).parent / "torchrelay")
     command = [program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S), "--quiet"]
+    interrupted: list[int] = []
+    # Ctrl-C while the child is being made would lose sight of it: it waits until there is a process to end.
+    before = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
     process = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C reaches it once, through us
+    signal.signal(signal.SIGINT, before)
     try:
+        if interrupted:
+            raise KeyboardInterrupt
         while not home.endpoints_file.exists():
             if process.poll() is not None:
                 raise SystemExit(f"torchrelay up ended with status {process.returncode}")
@@ -50,9 +56,13 @@ def platform(home: Home) -> Iterator[dict[str, str]]:
 
 def stop(process: subprocess.Popen[bytes]) -> int:
     """Ends the platform as Ctrl-C does, and returns its status; one more Ctrl-C meanwhile ends it at once."""
-    process.send_signal(signal.SIGINT)
     try:
-        return process.wait(60)
+        for _ in range(3):  # one that came while it still imported may have been lost
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(20)
+        process.kill()
+        return process.wait()
     except KeyboardInterrupt:
         process.send_signal(signal.SIGINT)
         process.wait(60)
