@@ -45,9 +45,10 @@ def follow(
     The first ``num_striped`` sources are followed from the start, for different chunks; the others are alternates.
     One is joined as soon as a source turns slow or falls silent (within about 0.2 s), at once when one breaks off,
     refuses or damages a chunk, and after half a second in which a source says that it has nothing. See ``swarm``. A
-    source is left for good after ``stall_s`` without a byte while something was due, or ``starve_s`` in which nothing
-    came from anywhere and it had nothing to send: copies that after a repair wait for one another in a circle would
-    else wait for ever. What was accepted is never asked for again.
+    source is left after ``stall_s`` without a byte while something was due, or ``starve_s`` in which nothing came from
+    anywhere and it had nothing to send: copies that after a repair wait for one another in a circle would else wait for
+    ever. It is tried once more, and left for good when it fails again before it brings a chunk. What was accepted is
+    never asked for again.
 
     Blocks the thread that iterates. ``tally`` learns what each source brings; what is put into ``offers``
     is an alternate from then on, before the others. A transfer of class ``IDLE`` joins no
