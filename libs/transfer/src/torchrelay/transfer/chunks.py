@@ -95,9 +95,12 @@ class Chunks:
         cancelled, lane.cancels = lane.cancels, []
         wanted: list[int] = []
         if lane.asks and self.num_left:
+            # What it has not got yet fills a window of its own: else a chunk given back could not be asked of it.
+            num_had = sum(lane.has[place] for place in lane.outstanding)
             window = self._window(lane)
-            if 2 * len(lane.outstanding) <= window:
-                wanted = self._assign(source, lane, window - len(lane.outstanding))
+            room, room_ahead = _room(window, num_had), _room(window, len(lane.outstanding) - num_had)
+            if room or room_ahead:
+                wanted = self._assign(lane, room, room_ahead)
         return Orders(wanted, cancelled)
 
     def ask(self, source: int, wanted: Iterable[int], now: float) -> None:
@@ -120,21 +123,26 @@ class Chunks:
         window_bytes = lane.gauge.recent * WINDOW_S or UNMEASURED_WINDOW_BYTES
         return min(max(int(window_bytes / chunk_bytes), MIN_WINDOW), MAX_WINDOW)
 
-    def _assign(self, source: int, lane: Lane, room: int) -> list[int]:
+    def _assign(self, lane: Lane, room: int, room_ahead: int) -> list[int]:
+        """So many chunks that this source has, and so many that it lacks."""
         wanted, skipped = list[int](), list[int]()
-        while self._free and len(wanted) < room and len(skipped) < LOOK_AHEAD:
+        while self._free and (room or room_ahead) and len(skipped) < LOOK_AHEAD:
             place = heapq.heappop(self._free)
             if not self._is_free(place):
                 continue
-            # What it lacks it may yet get; but if another has it, that one is asked.
-            if lane.has[place] or not self._is_had(place, but=lane):
+            if lane.has[place] and room:
                 wanted.append(place)
+                room -= 1
+            # What it lacks it may yet get; but if another has it, that one is asked.
+            elif not lane.has[place] and room_ahead and not self._is_had(place, but=lane):
+                wanted.append(place)
+                room_ahead -= 1
             else:
                 skipped.append(place)
         for place in skipped:
             heapq.heappush(self._free, place)
-        if len(wanted) < room and len(self.lanes) > 1:
-            wanted += self._unblock(lane, room - len(wanted))
+        if room and len(self.lanes) > 1:
+            wanted += self._unblock(lane, room)
             if not wanted and not skipped:
                 wanted += self._steal(lane)
         return wanted
@@ -202,3 +210,8 @@ class Chunks:
         if lane.begun is not None:
             self._writer.pop(lane.begun, None)
         lane.begun, lane.revoked = None, False
+
+
+def _room(window: int, num_asked: int) -> int:
+    """How many more to ask for; 0 until half the window is free, so that chunks are asked for several at a time."""
+    return window - num_asked if 2 * num_asked <= window else 0
