@@ -50,7 +50,7 @@ class Effort:
 
 
 QUICK = Effort(1, 64, 8, 1, 2.0, 32, 3, 256)
-FULL = Effort(5, 64, 64, 5, 5.0, 64, 5, 1000)
+FULL = Effort(5, 64, 64, 5, 10.0, 64, 5, 1000)
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def measure_in_lab(relays: RelayLab, ledger: Ledger, effort: Effort) -> None:
         measure_star(relays, ledger, small)
     with case(relays, ledger, "gloo7_over_1"):
         measure_gloo(relays, ledger, small, min(effort.num_samples, 3))
-    with case(relays, ledger, "kv_p99_opposite", "kv_p99_same"):
+    with case(relays, ledger, *(f"{size}_p99_{way}" for size in ("kv", "kv_1mb") for way in ("opposite", "same"))):
         measure_kv(relays, ledger, effort.kv_pack_mb, effort.num_kv_pairs, effort.kv_s)
     with case(relays, ledger, "replayed_over_predicted"):
         measure_replays(relays, ledger, small)

@@ -36,6 +36,8 @@ FIGURES = {
     "striping": Figure("ratio", 0.9, at_least=True),
     "kv_p99_opposite": Figure("ratio-1", 0.05),
     "kv_p99_same": Figure("ratio", 1.3),
+    "kv_1mb_p99_opposite": Figure("ratio-1"),
+    "kv_1mb_p99_same": Figure("ratio"),
     "loopback_over_iperf3": Figure("ratio", 0.6, at_least=True),
     "two_hops_over_iperf3": Figure("ratio", 0.33, at_least=True),
     "rss_mb": Figure("MB", 100),

@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,33 +20,38 @@ from tests.lab.raw_pack import RawPack
 
 # KV goes from one to the other; the relay between them goes either way.
 _PREFILL, _DECODE = "h1", "h2"
-BUFFER_BYTES = 1 << 20
+# A prompt's KV: 85 tokens of the 583 MB checkpoint that bench/engine.py serves, and 21 of them.
+BUFFER_BYTES, SMALL_BUFFER_BYTES = 4 << 20, 1 << 20
 KV_BYTES_PER_S = 0.3 * RATE_MBIT * MB / 8
 _PORT = 7600
+_SOON_S = 0.3
 _PROGRAM = Path(__file__).with_name("relay_kv_stream.py")
 
 
 def measure_kv(relays: RelayLab, ledger: Ledger, megabytes: int, num_pairs: int, seconds: float) -> None:
-    """``num_pairs`` times: the P99 of a buffer's time alone, and beside a relay either way."""
+    """``num_pairs`` times: the P99 of a buffer's time alone, and beside a relay either way.
+
+    Of small buffers too, for half as long: a queue on the way counts more for them.
+    """
     stores, pack = relays.stores, relays.pack(megabytes)
     with kv_stream(relays) as stream:
-        stream.p99_s(1.0)  # both ends have run once
+        stream.times_s(1.0, BUFFER_BYTES)  # both ends have run once
         for _ in range(num_pairs):
-            alone_s = stream.p99_s(seconds)
-            for name, holder, follower in (
-                ("kv_p99_opposite", _DECODE, _PREFILL),
-                ("kv_p99_same", _PREFILL, _DECODE),
+            alone = stream.p99s_s(seconds)
+            for direction, holder, follower in (
+                ("opposite", _DECODE, _PREFILL),
+                ("same", _PREFILL, _DECODE),
             ):
                 relays.begin([stores.relay(holder, pack, [SOURCE])])
                 stores.await_whole([holder], pack)
                 with relaying(relays, pack, holder, follower) as relayed:
-                    beside_s = stream.p99_s(seconds)
+                    beside = stream.p99s_s(seconds)
                 stores.drop([holder], pack)
-                rate = relayed.num_packs * pack.num_bytes / seconds
-                against = (
-                    f"P99 {beside_s * 1000:.1f} ms, alone {alone_s * 1000:.1f} ms; the relay had {rate / MB:.0f} MB/s"
-                )
-                ledger.note(name, beside_s / alone_s - (name == "kv_p99_opposite"), against)
+                rate = relayed.num_packs * pack.num_bytes / (1.5 * seconds)
+                for size in alone:
+                    times = f"P99 {beside[size] * 1000:.1f} ms, alone {alone[size] * 1000:.1f} ms"
+                    growth = beside[size] / alone[size] - (direction == "opposite")
+                    ledger.note(f"{size}_p99_{direction}", growth, f"{times}; the relay had {rate / MB:.0f} MB/s")
     relays.forget(pack)
 
 
@@ -53,17 +59,29 @@ def measure_kv(relays: RelayLab, ledger: Ledger, megabytes: int, num_pairs: int,
 class KvStream:
     """The running ends of a stream; see relay_kv_stream.py."""
 
+    holder: subprocess.Popen[bytes]
     follower: subprocess.Popen[bytes]
 
-    def p99_s(self, seconds: float) -> float:
-        """The P99 of a buffer's time, of buffers at 30% of the link for so long."""
-        assert self.follower.stdin is not None and self.follower.stdout is not None
-        self.follower.stdin.write(f"{seconds} {KV_BYTES_PER_S}\n".encode())
-        self.follower.stdin.flush()
+    def p99s_s(self, seconds: float) -> dict[str, float]:
+        """The P99 of each size of buffers."""
+        return {
+            "kv": p99(self.times_s(seconds, BUFFER_BYTES)),
+            "kv_1mb": p99(self.times_s(seconds / 2, SMALL_BUFFER_BYTES)),
+        }
+
+    def times_s(self, seconds: float, buffer_bytes: int) -> list[float]:
+        """What each buffer took, of buffers at 30% of the link for so long."""
+        order = f"{time.monotonic() + _SOON_S} {seconds} {KV_BYTES_PER_S} {buffer_bytes}\n".encode()
+        for end in (self.holder, self.follower):
+            assert end.stdin is not None
+            end.stdin.write(order)
+            end.stdin.flush()
+        assert self.follower.stdout is not None
         line = self.follower.stdout.readline()
         if not line:
             raise RuntimeError(f"the follower of KV ended with status {self.follower.wait()}")
-        return p99(json.loads(line))
+        taken: list[float] = json.loads(line)
+        return taken
 
 
 def p99(samples: Sequence[float]) -> float:
@@ -73,7 +91,7 @@ def p99(samples: Sequence[float]) -> float:
 @contextmanager
 def kv_stream(relays: RelayLab) -> Iterator[KvStream]:
     prefill, decode = relays.lab[_PREFILL], relays.lab[_DECODE]
-    about = [secrets.token_hex(32), prefill.address, str(_PORT), str(BUFFER_BYTES)]
+    about = [secrets.token_hex(32), prefill.address, str(_PORT)]
     with ExitStack() as closing:
         holder = prefill.spawn([sys.executable, str(_PROGRAM), "hold", *about], stdin=subprocess.PIPE)
         closing.callback(_end, holder)
@@ -81,7 +99,7 @@ def kv_stream(relays: RelayLab) -> Iterator[KvStream]:
         command = [sys.executable, str(_PROGRAM), "follow", *about]
         follower = decode.spawn(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         closing.callback(_end, follower)
-        yield KvStream(follower)
+        yield KvStream(holder, follower)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,22 +1,25 @@
 """The two ends of a KV stream: a holder of buffers, and a follower that takes one after the other at a steady pace.
 
-    python relay_kv_stream.py hold    CLUSTER_KEY HOST PORT BUFFER_BYTES
-    python relay_kv_stream.py follow  CLUSTER_KEY HOST PORT BUFFER_BYTES
+    python relay_kv_stream.py hold    CLUSTER_KEY HOST PORT
+    python relay_kv_stream.py follow  CLUSTER_KEY HOST PORT
 
-A buffer is a prompt's KV: chunks as large as a layer's pages. The follower reads lines `SECONDS BYTES_PER_S` and
-answers each with the seconds that its buffers took, as JSON. A buffer's time counts from the moment it was due,
-whenever it was asked for, until its last byte is verified; every buffer is a stream of its own, as between workers.
+A buffer is a prompt's KV: chunks as large as a layer's pages. As between workers, every buffer is a stream of its own
+that is opened when the prefill begins, and waits; the KV is there ``LEAD_S`` later. Both ends read lines
+`BEGIN SECONDS BYTES_PER_S BUFFER_BYTES`, BEGIN being a time of the machine's monotonic clock. The follower answers each
+with the seconds that its buffers took, as JSON: from the moment the KV was due until its last byte was verified.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import sched
 import secrets
 import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import structlog
 
@@ -26,8 +29,9 @@ from torchrelay.transfer.holder import HolderServer
 from torchrelay.transfer.tickets import TicketOffice, derive_node_key
 
 _CHUNK_BYTES = 256 << 10
-_BUFFER, _HOLDER, _FOLLOWER = "kv", "kv-holder", "kv-follower"
-_MAX_AT_ONCE = 16
+_HOLDER, _FOLLOWER = "kv-holder", "kv-follower"
+_MAX_AT_ONCE = 32
+LEAD_S = 0.1
 _FAR = 1 << 50
 
 
@@ -47,44 +51,71 @@ class _KvSink:
         """Nothing to mark: ``follow`` yields it."""
 
 
-def _sizes(buffer_bytes: int) -> list[int]:
-    return [min(_CHUNK_BYTES, buffer_bytes - begin) for begin in range(0, buffer_bytes, _CHUNK_BYTES)]
+@dataclass(frozen=True, slots=True)
+class _Agenda:
+    """What a line asks for."""
+
+    buffer_bytes: int
+    dues: dict[str, float]  # by buffer id: when its KV is there
+
+    @classmethod
+    def of(cls, line: str) -> _Agenda:
+        begin, seconds, bytes_per_s, buffer_bytes = map(float, line.split())
+        interval_s = buffer_bytes / bytes_per_s
+        dues = [begin + number * interval_s for number in range(int(seconds / interval_s))]
+        return cls(int(buffer_bytes), {f"kv-{due}": due for due in dues})
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        return [min(_CHUNK_BYTES, self.buffer_bytes - begin) for begin in range(0, self.buffer_bytes, _CHUNK_BYTES)]
 
 
-def hold(cluster_key: bytes, host: str, port: int, buffer_bytes: int) -> None:
-    buffer = MemoryBuffer(_BUFFER, _sizes(buffer_bytes))
-    for index, size in enumerate(_sizes(buffer_bytes)):
-        buffer.publish(index, secrets.token_bytes(size))
-    server = HolderServer(_HOLDER, derive_node_key(cluster_key, _HOLDER), {_BUFFER: buffer}.get, host, port)
+def hold(cluster_key: bytes, host: str, port: int) -> None:
+    buffers: dict[str, MemoryBuffer] = {}
+
+    def offer(buffer_id: str, data: bytes, sizes: Sequence[int]) -> None:
+        buffer = buffers[buffer_id] = MemoryBuffer(buffer_id, sizes)
+        for index, size in enumerate(sizes):
+            buffer.chunk(index)[:] = data[:size]
+        if len(buffers) > _MAX_AT_ONCE:
+            del buffers[next(iter(buffers))]
+
+    def publish(buffer_id: str) -> None:
+        for index in range(buffers[buffer_id].num_chunks):
+            buffers[buffer_id].publish(index)
+
+    data = secrets.token_bytes(_CHUNK_BYTES)
+    server = HolderServer(_HOLDER, derive_node_key(cluster_key, _HOLDER), buffers.get, host, port)
     server.start()
-    sys.stdin.read()
+    for line in sys.stdin:
+        agenda, diary = _Agenda.of(line), sched.scheduler(time.monotonic, time.sleep)
+        for buffer_id, due in agenda.dues.items():
+            diary.enterabs(due - LEAD_S, 0, offer, (buffer_id, data, agenda.chunk_sizes))
+            diary.enterabs(due, 0, publish, (buffer_id,))
+        diary.run()
     server.close()
 
 
 class _Follower:
-    def __init__(self, cluster_key: bytes, address: str, buffer_bytes: int) -> None:
-        ticket = TicketOffice(cluster_key).issue(_BUFFER, _HOLDER, _FOLLOWER, _FAR)
-        self._source = SourceAddress(_HOLDER, address, ticket)
+    def __init__(self, cluster_key: bytes, address: str) -> None:
+        self._office, self._address = TicketOffice(cluster_key), address
         self._receiver = Receiver(_FOLLOWER, derive_node_key(cluster_key, _FOLLOWER))
-        self._sizes = _sizes(buffer_bytes)
 
-    def take(self, due: float) -> float:
-        """One buffer; seconds since it was due."""
-        sink = _KvSink(self._sizes)
-        for _ in follow(_BUFFER, range(len(self._sizes)), [self._source], sink, self._receiver):
+    def take(self, buffer_id: str, due: float, sizes: Sequence[int]) -> float:
+        """One buffer; seconds since its KV was due."""
+        source = SourceAddress(_HOLDER, self._address, self._office.issue(buffer_id, _HOLDER, _FOLLOWER, _FAR))
+        for _ in follow(buffer_id, range(len(sizes)), [source], _KvSink(sizes), self._receiver):
             pass
         return time.monotonic() - due
 
-    def run(self, seconds: float, bytes_per_s: float) -> list[float]:
+    def run(self, line: str) -> list[float]:
         """Buffers at a steady pace, however long each takes."""
-        interval_s = sum(self._sizes) / bytes_per_s
-        begin = time.monotonic()
+        agenda = _Agenda.of(line)
         with ThreadPoolExecutor(_MAX_AT_ONCE) as pool:
             taking = []
-            for number in range(int(seconds / interval_s)):
-                due = begin + number * interval_s
-                time.sleep(max(0.0, due - time.monotonic()))
-                taking.append(pool.submit(self.take, due))
+            for buffer_id, due in agenda.dues.items():
+                time.sleep(max(0.0, due - LEAD_S - time.monotonic()))
+                taking.append(pool.submit(self.take, buffer_id, due, agenda.chunk_sizes))
             return [taken.result() for taken in taking]
 
 
@@ -94,14 +125,13 @@ def main() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
     role, cluster_key, host = sys.argv[1], bytes.fromhex(sys.argv[2]), sys.argv[3]
-    port, buffer_bytes = int(sys.argv[4]), int(sys.argv[5])
+    port = int(sys.argv[4])
     if role == "hold":
-        hold(cluster_key, host, port, buffer_bytes)
+        hold(cluster_key, host, port)
         return
-    follower = _Follower(cluster_key, f"{host}:{port}", buffer_bytes)
+    follower = _Follower(cluster_key, f"{host}:{port}")
     for line in sys.stdin:
-        seconds, bytes_per_s = map(float, line.split())
-        print(json.dumps(follower.run(seconds, bytes_per_s)), flush=True)
+        print(json.dumps(follower.run(line)), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,11 @@ BUSY_SHARE = 0.8  # a cell counts when the source could have sent for so much of
 RECENT_S = 0.1
 EARLIER_S = 1.0
 KNOWN_S = 0.2  # so much must have been measured before "earlier" means something
-SLOW_BELOW = 0.5  # of the earlier rate
+SLOW_BELOW = 0.7  # of the earlier rate
 LARGEST_SHORTFALL = 0.33
-ALARM_S = 0.05  # what is missing to SLOW_BELOW, summed: 0.15 s of silence, 0.2 s at a quarter, 0.5 s at 0.4
+ALARM_S = (
+    0.05  # what is missing to SLOW_BELOW, summed: 0.15 s of silence or at a quarter, 0.25 s at a half, 0.5 s at 0.6
+)
 RECOVERED_AT = 0.75
 RECOVERED_SHARING_AT = 0.5  # another source takes its part of the way in
 
@@ -40,7 +42,7 @@ class ShownRate:
 
 @dataclass(slots=True)
 class Gauge:
-    """One source's rate while it could send, and whether it has fallen below half of what it was.
+    """One source's rate while it could send, and whether it has fallen well below what it was.
 
     Time in which the source had nothing to send does not count. The fall is found by summing up what is missing
     (Page's CUSUM, 1954): a short gap is forgotten, a lasting one raises the alarm the sooner the deeper it is.
