@@ -98,7 +98,8 @@ class Chunks:
             # What it has not got yet fills a window of its own: else a chunk given back could not be asked of it.
             num_had = sum(lane.has[place] for place in lane.outstanding)
             window = self._window(lane)
-            room, room_ahead = _room(window, num_had), _room(window, len(lane.outstanding) - num_had)
+            room = _room(window, num_had)
+            room_ahead = _room(window, len(lane.outstanding) - num_had) if 0 in lane.has else 0
             if room or room_ahead:
                 wanted = self._assign(lane, room, room_ahead)
         return Orders(wanted, cancelled)
