@@ -15,6 +15,7 @@ from torchrelay.transfer.layout import DTYPE_BYTES, tensors_by_segment
 from torchrelay.transfer.model_config import read_config
 
 VOCAB_SIZE = 96
+_FINITE = bytes(byte & 0xBF for byte in range(256))  # of a value's last byte: an exponent that is not all ones
 
 
 @dataclass
@@ -24,8 +25,10 @@ class Tensors:
     by_name: dict[str, tuple[str, tuple[int, ...], bytes]] = field(default_factory=dict)
 
     def add(self, name: str, dtype: str, shape: tuple[int, ...], random_bytes: random.Random) -> None:
-        size = math.prod(shape) * (DTYPE_BYTES.get(dtype) or 4)
-        self.by_name[name] = (dtype, shape, random_bytes.randbytes(size))
+        item_bytes = DTYPE_BYTES.get(dtype) or 4
+        data = bytearray(random_bytes.randbytes(math.prod(shape) * item_bytes))
+        data[item_bytes - 1 :: item_bytes] = data[item_bytes - 1 :: item_bytes].translate(_FINITE)
+        self.by_name[name] = (dtype, shape, bytes(data))
 
     def header(self) -> dict[str, Any]:
         position, entries = 0, {}
@@ -84,7 +87,14 @@ def write_documents(folder: Path) -> None:
     vocab = {f"t{i}": i for i in range(VOCAB_SIZE - 2)}
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [{"id": VOCAB_SIZE - 1, "content": "<s>", "special": True}],
+        "added_tokens": [
+            {"id": VOCAB_SIZE - 1, "content": "<s>", "special": True},
+            {
+                "id": VOCAB_SIZE,
+                "content": "<image_soft_token>",
+                "special": True,
+            },  # as of Gemma 3, beyond the embeddings
+        ],
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "t0"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))

@@ -18,7 +18,7 @@ from tests.unit.transfer.relay_parts import (
     serving,
     source_at,
 )
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.errors import NotFound, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.filling import CopyRecord, Filling, Plan
 from torchrelay.param_store.folder_store import FolderStore
@@ -28,7 +28,9 @@ from torchrelay.param_store.remote import RangeReader
 from torchrelay.transfer.arena import Arena
 from torchrelay.transfer.follow import Receiver, SourceAddress
 from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.tcp import TcpConnection
 from torchrelay.transfer.tickets import Ticket
+from torchrelay.transfer.transport import TransferClass
 
 
 @pytest.fixture
@@ -106,6 +108,55 @@ def test_a_relay_that_comes_while_the_filling_is_being_stopped_is_not_lost(
     relays.close()
 
 
+def test_an_urgent_relay_hastens_the_idle_one_that_runs(
+    tmp_path: Path, arena: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, manifest = make_pack(1 << 20, chunk_bytes=32768)
+    pack_id = pack_id_of(manifest.encode())
+    sent = FixedBuffer(pack_id, data, manifest, published=1)
+    classes: list[TransferClass] = []
+    monkeypatch.setattr(TcpConnection, "set_class", lambda _, transfer_class: classes.append(transfer_class))
+    relays = Relays(arena, FolderStore(tmp_path / "remote"), receiver(), lambda: None)
+    with serving(sent) as holder:
+        source = source_at(holder.address, pack_id)
+        relays.relay(pack_id, [source], transfer_class=TransferClass.IDLE).result(10)
+        assert eventually(lambda: relays.copies()[0].num_chunks_verified == 1)
+        relays.relay(pack_id, [source]).result(10)
+        assert eventually(lambda: classes[-1] == TransferClass.URGENT)
+        for index in range(manifest.num_chunks):
+            sent.publish(index, sent.pieces[index])
+        assert eventually(lambda: relays.copies()[0].num_chunks_verified == manifest.num_chunks)
+    assert classes[-2:] == [TransferClass.IDLE, TransferClass.URGENT]  # before them its manifest came
+    assert relays.copies()[0].record.tally.num_repairs == 0
+    relays.close()
+
+
+def test_a_failed_copy_that_is_still_read_goes_with_its_last_reader_unless_it_is_filled_again(
+    tmp_path: Path, arena: Arena, filling: Filling
+) -> None:
+    pack_id, remote = filling.plan.pack_id, filling.remote
+    whole = tmp_path / "remote/packs" / pack_id
+    data = whole.read_bytes()
+    whole.write_bytes(data[: len(data) // 2])
+    relays = Relays(arena, remote, filling.plan.receiver, lambda: None)
+
+    def fail_while_read(reader: str) -> None:
+        relays.relay(pack_id, [None]).result(10)
+        arena.pin(pack_id, reader)
+        assert eventually(lambda: not relays._fillings and relays.failure(pack_id) != "")
+
+    fail_while_read("stream-1")
+    arena.unpin(pack_id, "stream-1")
+    assert arena.slabs() == []
+    fail_while_read("stream-2")
+    whole.write_bytes(data)
+    assert relays.relay(pack_id, [None]).result(10) is False
+    assert eventually(lambda: not relays._fillings)
+    arena.unpin(pack_id, "stream-2")
+    assert [slab.complete for slab in arena.slabs()] == [True]
+    relays.close()
+
+
 def test_an_unexpected_error_is_told_and_not_swallowed(filling: Filling) -> None:
     def broken(num_bytes: int) -> None:
         raise ZeroDivisionError
@@ -124,9 +175,22 @@ def test_neighbouring_peers_are_alternates_of_one_another() -> None:
 def test_without_a_manifest_nothing_is_reserved(arena: Arena, filling: Filling) -> None:
     filling.remote.delete(f"packs/{filling.plan.pack_id}.manifest")
     filling.run()
-    with pytest.raises(Unavailable, match="no source gave the manifest"):
+    with pytest.raises(NotFound, match="no source gave the manifest"):  # the remote store says that it was deleted
         filling.reserved.result()
     assert arena.slabs() == []
+
+
+def test_a_remote_store_that_is_away_does_not_say_that_a_pack_was_deleted(
+    tmp_path: Path, arena: Arena, filling: Filling
+) -> None:
+    class Away(FolderStore):
+        def get_bytes(self, key: str) -> bytes:
+            raise Unavailable("it does not answer")
+
+    filling.remote = Away(tmp_path / "remote")
+    filling.run()
+    with pytest.raises(Unavailable, match="it does not answer"):
+        filling.reserved.result()
 
 
 def test_what_an_alternate_brings_is_told_while_the_first_source_is_silent(tmp_path: Path, arena: Arena) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.param_store.folders import (
     VOCAB_SIZE,
+    Tensors,
     config_of,
     read_index,
     shard_name,
@@ -22,6 +23,8 @@ from tests.unit.param_store.folders import (
 )
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.packer.core import Refused
+from torchrelay.param_store.packer.finite import first_not_finite
+from torchrelay.transfer.layout import DTYPE_BYTES
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -111,7 +114,7 @@ def trailing_bytes(folder: Path) -> None:
     tensors_of(config_of()).write(folder / WEIGHTS, tail=b"more")
 
 
-TOKENIZER = '{"model": {"type": "BPE", "vocab": {"a": 0, "b": %d}}, "added_tokens": []}'
+TOKENIZER = '{"model": {"type": "BPE", "vocab": {"a": 0, "b": %d}}, "added_tokens": [%%s]}'
 FAULTS: list[tuple[str, Change, str, str]] = [
     ("no config", remove("config.json"), "config.json", "missing from the upload"),
     ("config not JSON", write("config.json", "{'a': 1}"), "config.json", "not valid JSON"),
@@ -136,11 +139,17 @@ FAULTS: list[tuple[str, Change, str, str]] = [
     ("tokenizer without model", write("tokenizer.json", "{}"), "tokenizer.json", "missing required field `model`"),
     (
         "vocabulary",
-        write("tokenizer.json", TOKENIZER % 96),
+        write("tokenizer.json", TOKENIZER % 96 % ""),
         "tokenizer.json",
         "token id 96 lies outside the vocab_size",
     ),
-    ("negative id", write("tokenizer.json", TOKENIZER % -1), "tokenizer.json", "token id -1 lies outside"),
+    (
+        "added token",
+        write("tokenizer.json", TOKENIZER % 5 % '{"id": 200, "content": "<x>", "special": false}'),
+        "tokenizer.json",
+        "token id 200 lies outside the vocab_size 96 of config.json: the tokenizer has tokens that the model has no",
+    ),
+    ("negative id", write("tokenizer.json", TOKENIZER % -1 % ""), "tokenizer.json", "token id -1 lies outside"),
     ("other document", write("tokenizer_config.json", "no"), "tokenizer_config.json", "not valid JSON"),
     ("template", write("chat_template.jinja", b"x" * (257 << 10)), "chat_template.jinja", "at most 262,144 are read"),
     ("template not text", write("chat_template.jinja", b"\xff"), "chat_template.jinja", "not UTF-8"),
@@ -178,6 +187,48 @@ def test_faults_are_refused_by_file_and_cause(tmp_path: Path, change: Change, fi
     assert refused.value.file == file
     assert detail in refused.value.detail
     assert not (tmp_path / "a.pack").exists()
+
+
+SPECIAL_VALUES = {  # the bits of NaNs, quiet and signalling, and of both infinities
+    "F32": (0x7FC00000, 0xFF800001, 0x7F800000, 0xFF800000),
+    "BF16": (0x7FC0, 0xFF81, 0x7F80, 0xFF80),
+    "F16": (0x7E00, 0xFC01, 0x7C00, 0xFC00),
+}
+
+
+@pytest.mark.parametrize("dtype", SPECIAL_VALUES)
+def test_weights_that_are_no_finite_numbers_are_refused_by_tensor_and_element(tmp_path: Path, dtype: str) -> None:
+    config = config_of(hidden_size=128, intermediate_size=1024)
+    folder = write_folder(tmp_path / "model", config, dtype)
+    tensors = tensors_of(config, dtype)
+    names = ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight", "model.norm.weight")
+    for name, bits, where in zip(names * 2, SPECIAL_VALUES[dtype], (0.0, 0.7, 1.0, 0.3), strict=False):
+        kind, shape, data = tensors.by_name[name]
+        size = DTYPE_BYTES[dtype]
+        index = int(where * (len(data) // size - 1))
+        spoilt = data[: index * size] + bits.to_bytes(size, "little") + data[(index + 1) * size :]
+        Tensors({**tensors.by_name, name: (kind, shape, spoilt)}).write(folder / WEIGHTS)
+        with pytest.raises(Refused) as refused:
+            pack(folder, tmp_path / "a.pack", 0)
+        what = "infinite" if bits in SPECIAL_VALUES[dtype][2:] else "NaN"
+        assert (refused.value.file, refused.value.detail) == (
+            WEIGHTS,
+            f"tensor '{name}': element {index:,} is {what}; all weights must be finite numbers",
+        )
+    tensors.write(folder / WEIGHTS)
+    pack(folder, tmp_path / "a.pack", 0)
+
+
+@pytest.mark.parametrize("dtype", SPECIAL_VALUES)
+def test_the_largest_and_the_least_finite_numbers_are_weights_like_others(dtype: str) -> None:
+    bits = 8 * DTYPE_BYTES[dtype]
+    largest = SPECIAL_VALUES[dtype][2] - 1
+    values = [0, 1, largest, 1 << (bits - 1), (1 << (bits - 1)) + largest] * 40_000
+    data = b"".join(value.to_bytes(bits // 8, "little") for value in values)
+    assert first_not_finite(memoryview(data), dtype) is None
+    for place in (0, 65_535, 65_536, len(values)):
+        spoilt = data[: place * bits // 8] + SPECIAL_VALUES[dtype][1].to_bytes(bits // 8, "little")
+        assert first_not_finite(memoryview(spoilt + data), dtype) == (place, "NaN")
 
 
 def test_many_keys_of_which_one_comes_twice_are_refused_quickly(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.param_store.holders import bytes_in, damage, drop, held, slow_holder
 from tests.unit.param_store.stores import REMOTE, peer, running_store
-from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.errors import InvalidRequest, NotFound
 from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.transfer.manifest import decode_manifest
@@ -92,6 +92,28 @@ async def test_the_next_source_takes_over_for_what_is_missing(
         assert (await store.report()).bytes_received == version.pack_bytes
 
 
+async def test_a_failed_copy_gives_its_place_back_once_its_followers_are_told(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription]
+) -> None:
+    pack, _ = published
+    nowhere = f"file://{tmp_path / 'empty'}"
+    async with (
+        running_store(tmp_path / "1", remote_url=nowhere) as first,
+        running_store(tmp_path / "2", remote_url=nowhere) as second,
+    ):
+        free_bytes = (await first.report()).arena_free_bytes
+        with slow_holder(pack) as source:
+            source.show(0)
+            await first.relay(pack.name, peer("slow", source.server.address, pack.name, first))
+            await second.relay(pack.name, first.source(pack.name, second))
+            for store in (first, second):
+                await store.until(lambda report: report.copies[0].num_chunks_verified == 1)
+            source.buffer.fail("its disk broke")
+            for store in (first, second):
+                report = await store.until(lambda report: report.arena_free_bytes == free_bytes)
+                assert "its disk broke" in report.copies[0].error
+
+
 async def test_damage_in_the_remote_store_is_mended_by_a_peer(
     tmp_path: Path, published: tuple[Path, pb.VersionDescription]
 ) -> None:
@@ -137,7 +159,8 @@ async def test_bad_relays_are_refused_at_once(tmp_path: Path, published: tuple[P
     async with running_store(tmp_path) as store:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await store.relay("f" * 64, REMOTE)
-        assert "remote: the remote store has no packs/" in error_from_rpc(caught.value).message
+        error = error_from_rpc(caught.value)
+        assert isinstance(error, NotFound) and "remote: the remote store has no packs/" in error.message
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await store.relay("no digest", REMOTE)
         assert isinstance(error_from_rpc(caught.value), InvalidRequest)

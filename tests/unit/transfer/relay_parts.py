@@ -6,7 +6,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 from blake3 import blake3
@@ -85,6 +85,22 @@ class BlindSink:
 
     def accept(self, index: int) -> None:
         """Nothing to mark."""
+
+
+class Interrupted(list[int]):
+    """Wanted chunks of which all are published while somebody has looked at the first."""
+
+    def __init__(self, indices: Iterable[int], publish: Callable[[int], None]) -> None:
+        super().__init__(indices)
+        self._publish: Callable[[int], None] | None = publish
+
+    def __iter__(self) -> Iterator[int]:
+        publish, self._publish = self._publish, None
+        for place, index in enumerate(super().__iter__()):
+            if place == 1 and publish is not None:
+                for each in super().__iter__():
+                    publish(each)
+            yield index
 
 
 def receiver(receiver_id: str = "host-r") -> Receiver:

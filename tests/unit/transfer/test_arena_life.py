@@ -33,6 +33,7 @@ class ArenaLife(RuleBasedStateMachine):
         self.arena = Arena.create(self.path, TABLE_BYTES + 24 * PAGE)
         self.filled: dict[int, int] = {}  # pack -> chunks accepted
         self.pins: dict[int, set[str]] = {}
+        self.leaving: set[int] = set()  # dropped with their last pin
 
     def pinned(self, number: int) -> bool:
         return bool(self.pins.get(number))
@@ -52,6 +53,7 @@ class ArenaLife(RuleBasedStateMachine):
             assert any(self.pins.values())
             return
         self.filled.setdefault(number, 0)
+        self.leaving.discard(number)
         assert slab.num_verified <= self.filled[number]
         self.forget_evicted()
 
@@ -79,6 +81,12 @@ class ArenaLife(RuleBasedStateMachine):
     def unpin(self, number: int, owner: str) -> None:
         self.arena.unpin(IDS[number], owner)
         self.pins.get(number, set()).discard(owner)
+        self.let_leave()
+
+    def let_leave(self) -> None:
+        for number in [number for number in self.leaving if not self.pinned(number)]:
+            self.leaving.remove(number)
+            del self.filled[number]
 
     @rule(number=numbers)
     def drop(self, number: int) -> None:
@@ -86,6 +94,14 @@ class ArenaLife(RuleBasedStateMachine):
         assert dropped == (number in self.filled and not self.pinned(number))
         if dropped:
             del self.filled[number]
+
+    @rule(number=numbers)
+    def drop_when_unpinned(self, number: int) -> None:
+        dropped = self.arena.drop(IDS[number], when_unpinned=True)
+        assert dropped == (number in self.filled and not self.pinned(number))
+        if number in self.filled:
+            self.leaving.add(number)
+            self.let_leave()
 
     @rule(num_pages=st.integers(1, 8))
     def grow(self, num_pages: int) -> None:
@@ -98,12 +114,14 @@ class ArenaLife(RuleBasedStateMachine):
         self.arena = Arena.create(self.path, TABLE_BYTES + 24 * PAGE)
         assert {slab.pack_id for slab in self.arena.slabs()} == {IDS[number] for number in self.filled}
         self.pins = {number: {RECOVERED} for number in self.filled}
+        self.leaving = set()
 
     @rule()
     def release_recovered(self) -> None:
         release_recovered(self.arena)
         for pinned_by in self.pins.values():
             pinned_by.discard(RECOVERED)
+        self.let_leave()
 
     @invariant()
     def keeps_its_promises(self) -> None:

@@ -8,6 +8,7 @@ import time
 import pytest
 from blake3 import blake3
 
+from tests.unit.transfer.relay_parts import Interrupted
 from torchrelay.transfer.buffers import BufferLost, Leased, MemoryBuffer
 
 
@@ -45,6 +46,11 @@ def test_a_waiting_thread_wakes_at_once() -> None:
     buffer.publish(0, b"abc")
     waiting.join()
     assert woken[0] - published < 1.0
+
+
+def test_no_chunk_overtakes_another_because_it_comes_while_we_look() -> None:
+    buffer = MemoryBuffer("kv-1", [1, 1, 1])
+    assert buffer.wait_any(Interrupted(range(3), buffer.publish), 1.0) == [0, 1, 2]
 
 
 def test_a_failed_buffer_keeps_what_it_has() -> None:

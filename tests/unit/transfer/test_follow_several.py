@@ -25,6 +25,7 @@ from torchrelay.transfer.follow import follow
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.shares import Tally
 from torchrelay.transfer.sources import Offers, SourceAddress
+from torchrelay.transfer.tcp import TcpConnection
 from torchrelay.transfer.transport import TransferClass
 
 DATA, MANIFEST = make_pack(4 << 20, chunk_bytes=32768)
@@ -111,6 +112,49 @@ def test_a_source_offered_meanwhile_is_an_alternate() -> None:
         assert sorted(following) == list(ALL[4:])
     assert sink.bytes_held == DATA
     assert {share.holder_id: share.num_bytes > 0 for share in tally.shares()} == {"host-1": True, "host-2": True}
+
+
+def test_a_transfer_under_way_is_striped_once_it_is_told_to() -> None:
+    sink, tally, offers = empty_pack(), Tally(), Offers()
+    with (
+        serving(full_pack(), holder_id="host-1") as host1,
+        serving(full_pack(), holder_id="host-2") as host2,
+        meddling_door(host1.address, paced(lambda _: 8e6)) as door1,
+        meddling_door(host2.address, paced(lambda _: 8e6)) as door2,
+    ):
+        sources = [source_at(door1, PACK_ID, "host-1"), source_at(door2, PACK_ID, "host-2")]
+        following = follow(PACK_ID, ALL, sources[:1], sink, receiver(), tally=tally, offers=offers)
+        assert next(following) == 0
+        offers.add(sources[1:], num_striped=2)
+        assert sorted(following) == list(ALL[1:])
+    brought = {share.holder_id: share.num_bytes for share in tally.shares()}
+    assert min(brought.values()) > len(DATA) // 5
+    assert tally.num_repairs == 0
+
+
+def test_an_idle_transfer_becomes_urgent_once_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink, tally, offers = empty_pack(), Tally(), Offers()
+    classes: list[TransferClass] = []
+    monkeypatch.setattr(TcpConnection, "set_class", lambda _, transfer_class: classes.append(transfer_class))
+    with (
+        serving(full_pack(), holder_id="host-1") as host1,
+        serving(full_pack(), holder_id="host-2") as host2,
+        meddling_door(host1.address, paced(lambda passed: 8e6 if passed < 2 << 20 else 0.4e6)) as door,
+    ):
+        sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
+        idle = TransferClass.IDLE
+        following = follow(
+            PACK_ID, ALL, sources, sink, receiver(), transfer_class=idle, tally=tally, offers=offers, num_striped=1
+        )
+        assert next(following) == 0
+        assert classes == [idle]
+        offers.add([], is_urgent=True)
+        begin = time.monotonic()
+        assert sorted(following) == list(ALL[1:])
+        assert time.monotonic() - begin < 4.0  # an idle one would not have joined the other
+    assert sink.bytes_held == DATA and sorted(sink.accepted) == list(ALL)
+    assert classes[1:] and set(classes[1:]) == {TransferClass.URGENT}
+    assert {share.error for share in tally.shares()} == {""}
 
 
 def test_a_holder_that_refused_gets_a_new_chance_with_a_new_ticket() -> None:

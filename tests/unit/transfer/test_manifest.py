@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
-import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -40,7 +40,7 @@ def test_a_segment_needs_exactly_the_chunks_it_overlaps(num_bytes: int, cuts: li
     places = [0, *sorted(min(cut, num_bytes) for cut in cuts), num_bytes]
     segments = tuple(Segment(begin, end) for begin, end in itertools.pairwise(places))
     _, manifest = make_pack(num_bytes)
-    manifest = msgspec.structs.replace(manifest, segments=segments)
+    manifest = replace(manifest, segments=segments)
     for number, segment in enumerate(segments):
         overlapping = [
             index
@@ -59,8 +59,8 @@ def test_chunk_size_is_whole_pages_within_its_bounds(pack_bytes: int) -> None:
 
 def test_equal_manifests_have_equal_ids_whatever_the_order_of_their_config() -> None:
     _, manifest = make_pack(10_000)
-    one = msgspec.structs.replace(manifest, config={"a": 1, "b": [1, {"x": 0.5, "y": None}]})
-    other = msgspec.structs.replace(manifest, config={"b": [1, {"y": None, "x": 0.5}], "a": 1})
+    one = replace(manifest, config={"a": 1, "b": [1, {"x": 0.5, "y": None}]})
+    other = replace(manifest, config={"b": [1, {"y": None, "x": 0.5}], "a": 1})
     assert one.encode() == other.encode()
     assert pack_id_of(one.encode()) == pack_id_of(other.encode()) != pack_id_of(manifest.encode())
 

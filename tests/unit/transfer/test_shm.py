@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import errno
+import gc
 import os
 import socket
 import struct
@@ -20,7 +21,7 @@ import pytest
 from tests.unit.transfer.wires import Wire, receive
 from torchrelay.transfer import shm
 from torchrelay.transfer.shm import ShmTransport
-from torchrelay.transfer.shm_ring import RING_BYTES, make_ring
+from torchrelay.transfer.shm_ring import RING_BYTES, Incoming, make_ring
 from torchrelay.transfer.transport import Connection, Listener
 
 SPEAKER = """
@@ -162,6 +163,42 @@ def test_what_is_no_ring_is_not_used(wire: Wire, rings: Sequence[object]) -> Non
         accepted = listener.accept()
         assert accepted is not None
         with pytest.raises(ConnectionError, match="ring"):
+            accepted.receive_into(memoryview(bytearray(1)))
+        accepted.close()
+    assert num_descriptors() == before
+
+
+def test_a_meeting_that_fails_late_closes_each_descriptor_once(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> Incoming:
+        raise OSError("no socket options left")
+
+    gc.collect()  # what earlier tests left
+    before = num_descriptors()
+    with wire.pair() as (near, far):
+        near.send([b"hello"])
+        monkeypatch.setattr(shm, "Incoming", fail)
+        with pytest.raises(OSError, match="no socket options left") as failed:
+            far.receive_into(memoryview(bytearray(1)))
+        # Their numbers are free, and given to files; the socket of the failed meeting must not close one of them.
+        opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(6)]
+        del failed
+        gc.collect()
+        for descriptor in opened:
+            os.close(descriptor)
+    assert num_descriptors() == before
+
+
+def test_what_is_no_socket_is_not_used(wire: Wire) -> None:
+    before = num_descriptors()
+    with wire.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(str(path_of(listener)))
+        given = [os.open("/dev/null", os.O_RDWR), make_ring(), make_ring()]
+        socket.send_fds(peer, [b"\0"], given)
+        for descriptor in given:
+            os.close(descriptor)
+        accepted = listener.accept()
+        assert accepted is not None
+        with pytest.raises(ConnectionError, match="no socket"):
             accepted.receive_into(memoryview(bytearray(1)))
         accepted.close()
     assert num_descriptors() == before

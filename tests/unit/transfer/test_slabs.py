@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.transfer.relay_parts import make_pack
+from tests.unit.transfer.relay_parts import Interrupted, make_pack
 from torchrelay.common.errors import NotFound
 from torchrelay.transfer.arena import Arena
 from torchrelay.transfer.errors import ArenaCorrupted, BufferLost
@@ -85,6 +85,10 @@ def test_who_waits_wakes_at_once(slab: Slab) -> None:
     for thread in threads:
         thread.join()
     assert results == [True, True, True]
+
+
+def test_no_chunk_overtakes_another_because_it_comes_while_we_look(slab: Slab) -> None:
+    assert slab.wait_any(Interrupted(range(3), lambda index: put(slab, index)), 1.0) == [0, 1, 2]
 
 
 def test_a_failed_filling_can_begin_anew(slab: Slab) -> None:

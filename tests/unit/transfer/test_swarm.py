@@ -110,6 +110,17 @@ def test_a_source_that_recovers_lets_the_other_rest() -> None:
     assert len(first.brought) + len(second.brought) == 3 * NUM_CHUNKS
 
 
+def test_one_that_is_sound_only_beside_another_is_not_tried_alone_for_ever() -> None:
+    first, second = SimulatedSource(RATE), SimulatedSource(RATE)
+
+    def slow_down(now: float, swarm: Swarm) -> None:
+        first.rate = RATE if now < 0.7 else 0.55 * RATE
+
+    swarm, took_s = transfer([first, second], 10 * NUM_CHUNKS, at=slow_down)
+    assert swarm.num_repairs <= 6
+    assert took_s < 0.75 * 10 * UNDISTURBED_S
+
+
 def test_a_source_that_has_nothing_is_given_half_a_second() -> None:
     first, second = SimulatedSource(RATE, holds=10), SimulatedSource(RATE)
     joined_at: list[float] = []
@@ -196,7 +207,9 @@ def test_what_is_due_for_too_long_is_overdue() -> None:
     rates=st.lists(st.sampled_from([5e6, 20e6, 50e6, 200e6]), min_size=1, max_size=4),
     num_striped=st.integers(1, 3),
     changes=st.lists(
-        st.tuples(st.floats(0.0, 1.5), st.integers(0, 3), st.sampled_from(["silent", "slow", "fail", "back"])),
+        st.tuples(
+            st.floats(0.0, 1.5), st.integers(0, 3), st.sampled_from(["silent", "slow", "fail", "back", "reopen"])
+        ),
         max_size=6,
     ),
 )
@@ -212,8 +225,11 @@ def test_whatever_happens_each_chunk_is_accepted_once(
             _, number, kind = todo.pop(0)
             if number >= len(sources) - 1:
                 continue
-            if kind == "fail" and swarm.lanes[number].phase is Phase.OPEN:
-                swarm.failed(number, final=False)
+            if kind in ("fail", "reopen") and swarm.lanes[number].phase is Phase.OPEN:
+                if kind == "fail":
+                    swarm.failed(number, final=False)
+                else:
+                    swarm.reopening(number, now)
                 sources[number] = SimulatedSource(rates[number], brought=sources[number].brought)
             else:
                 sources[number].rate = {"silent": 0.0, "slow": rates[number] / 5}.get(kind, rates[number])

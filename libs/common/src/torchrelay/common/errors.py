@@ -24,15 +24,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import grpc
-
 
 class TorchrelayError(Exception):
     """An error with a name, one sentence for the user, and its place in gRPC and HTTP."""
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[grpc.StatusCode] = grpc.StatusCode.INTERNAL
+    grpc_status: ClassVar[str] = "INTERNAL"  # the name in grpc.StatusCode: this module is read where there is no gRPC
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -43,7 +41,7 @@ class TorchrelayError(Exception):
 class InvalidRequest(TorchrelayError):
     code = "invalid_request"
     http_status = 400
-    grpc_status = grpc.StatusCode.INVALID_ARGUMENT
+    grpc_status = "INVALID_ARGUMENT"
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -60,25 +58,25 @@ class UploadRefused(InvalidRequest):
 class Unauthenticated(TorchrelayError):
     code = "invalid_api_key"
     http_status = 401
-    grpc_status = grpc.StatusCode.UNAUTHENTICATED
+    grpc_status = "UNAUTHENTICATED"
 
 
 class PermissionDenied(TorchrelayError):
     code = "permission_denied"
     http_status = 403
-    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+    grpc_status = "PERMISSION_DENIED"
 
 
 class NotFound(TorchrelayError):
     code = "not_found"
     http_status = 404
-    grpc_status = grpc.StatusCode.NOT_FOUND
+    grpc_status = "NOT_FOUND"
 
 
 class Conflict(TorchrelayError):
     code = "conflict"
     http_status = 409
-    grpc_status = grpc.StatusCode.FAILED_PRECONDITION
+    grpc_status = "FAILED_PRECONDITION"
 
 
 class StaleEpoch(Conflict):
@@ -90,7 +88,7 @@ class StaleEpoch(Conflict):
 class QuotaExceeded(TorchrelayError):
     code = "quota_exceeded"
     http_status = 403
-    grpc_status = grpc.StatusCode.PERMISSION_DENIED
+    grpc_status = "PERMISSION_DENIED"
 
 
 class Overloaded(TorchrelayError):
@@ -98,7 +96,7 @@ class Overloaded(TorchrelayError):
 
     code = "overloaded"
     http_status = 429
-    grpc_status = grpc.StatusCode.RESOURCE_EXHAUSTED
+    grpc_status = "RESOURCE_EXHAUSTED"
 
     def __init__(self, message: str, *, field: str | None = None, retry_after_s: float = 1.0) -> None:
         super().__init__(message, field=field)
@@ -116,12 +114,12 @@ class RateLimited(Overloaded):
 class Unavailable(TorchrelayError):
     code = "unavailable"
     http_status = 503
-    grpc_status = grpc.StatusCode.UNAVAILABLE
+    grpc_status = "UNAVAILABLE"
 
 
 class DataCorrupted(TorchrelayError):
     code = "data_corrupted"
-    grpc_status = grpc.StatusCode.DATA_LOSS
+    grpc_status = "DATA_LOSS"
 
 
 def _tree(root: type[TorchrelayError]) -> dict[str, type[TorchrelayError]]:

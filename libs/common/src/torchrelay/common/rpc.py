@@ -128,7 +128,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchrelayE
         trailing.append((_FIELD, error.field))
     if isinstance(error, Overloaded):
         trailing.append((_RETRY, str(error.retry_after_s)))
-    await context.abort(error.grpc_status, error.message, tuple(trailing))
+    await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailing))
 
 
 class RpcServer:

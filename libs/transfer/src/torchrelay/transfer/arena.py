@@ -48,7 +48,7 @@ class Arena:
         self._slabs: dict[str, Slab] = {}
         self._pins: dict[str, set[str]] = {}
         self.guard = Guard()
-        self._tick = 0
+        self._tick, self._leaving = 0, set[str]()  # those that leave are dropped with their last pin
         self._closed = self._growth_ended = False
         self._lock = threading.RLock()
         self._growing = threading.Lock()
@@ -142,6 +142,7 @@ class Arena:
                     if num_missing_bytes <= 0:
                         slab = self._place(pack_id, room, form, encoded_manifest)
                 if slab is not None:
+                    self._leaving.discard(pack_id)
                     slab.revive()
                     if owner is not None:
                         self.lease(slab, owner)
@@ -185,6 +186,8 @@ class Arena:
             owners.discard(owner)
             if not owners:
                 self._pins.pop(pack_id, None)
+                if pack_id in self._leaving and not self._closed:
+                    self._remove(pack_id)
             if owner != RECOVERED:  # a crash is no use: the order of eviction stays
                 self.get(pack_id)
 
@@ -193,13 +196,15 @@ class Arena:
         with self._lock:
             return frozenset(self._pins.get(pack_id, ()))
 
-    def drop(self, pack_id: str) -> bool:
-        """Takes an unpinned pack's place back; False: pinned, or not there."""
+    def drop(self, pack_id: str, when_unpinned: bool = False) -> bool:
+        """Takes an unpinned pack's place back; False: not there, or pinned, and to go ``when_unpinned`` if so asked."""
         with self._lock:
-            if pack_id not in self._slabs or pack_id in self._pins:
-                return False
-            self._remove(pack_id)
-            return True
+            if pack_id in self._slabs and pack_id not in self._pins:
+                self._remove(pack_id)
+                return True
+            if when_unpinned and pack_id in self._slabs:
+                self._leaving.add(pack_id)
+            return False
 
     def check_integrity(self) -> None:
         """Raises ``ArenaCorrupted`` when slabs overlap or lie out of range, or the table contradicts them."""
@@ -208,7 +213,10 @@ class Arena:
                 self._entries.values(), key=lambda entry: entry.pack_id
             ):
                 raise ArenaCorrupted("the arena's table differs from what this process wrote")
-            if self._entries.keys() != self._slabs.keys() or not self._pins.keys() <= self._slabs.keys():
+            if (
+                self._entries.keys() != self._slabs.keys()
+                or not self._pins.keys() | self._leaving <= self._slabs.keys()
+            ):
                 raise ArenaCorrupted("slabs, table and pins name different packs")
             check_ranges(list(self._entries.values()), self.faulted_bytes, self.capacity_bytes)
             for slab in self._slabs.values():
@@ -271,6 +279,7 @@ class Arena:
         return slab
 
     def _remove(self, pack_id: str) -> None:
+        self._leaving.discard(pack_id)
         self._table.remove(self._entries.pop(pack_id))
         self._slabs.pop(pack_id).mark_dropped()
 

@@ -147,7 +147,8 @@ class MemoryBuffer:
 
     def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
         def ready() -> list[int]:
-            return list(islice((index for index in indices if self._published[index]), MOST_READY))
+            published = self.marks()  # at one moment: else a chunk published while we look overtakes those before it
+            return list(islice((index for index in indices if published[index]), MOST_READY))
 
         if found := ready():
             return found

@@ -21,7 +21,7 @@ from torchrelay.common.telemetry import get_logger
 from torchrelay.transfer.buffers import Buffer, Leased
 from torchrelay.transfer.errors import ProtocolViolation, RangeRefused, SourceClosed, WrongReceiver
 from torchrelay.transfer.frames import FrameStream
-from torchrelay.transfer.tickets import CHALLENGE_BYTES, PROOF_BYTES, Ticket, check, prove
+from torchrelay.transfer.tickets import CHALLENGE_BYTES, PROOF_BYTES, Ticket, check, check_expiry, prove
 from torchrelay.transfer.transport import Connection, TransferClass
 from torchrelay.transfer.wanted import Wanted
 from torchrelay.transfer.wire import (
@@ -44,6 +44,9 @@ BATCH_BYTES = 256 << 10  # small chunks that are ready leave in one system call
 LOOK_S = (
     0.02  # how soon a stream that waits for a chunk sees that another was asked for; how often it tells what it got
 )
+# Whoever is at it when its ticket expires may ask on for so long: a relay that is nearly over then ends well. What was
+# asked in time is sent, however long it takes to be there.
+EXPIRY_GRACE_S = 10.0
 ALIVE_S = (0.02, 10.0)  # what a follower may ask for
 log = get_logger(__name__)
 
@@ -74,6 +77,7 @@ class Downstream:
         self._last_sent = time.monotonic()
         self._told = bytearray()  # the marks that the follower knows
         self._told_at = 0.0
+        self._busy_at = time.monotonic()
         self._aborted = False
         self._reading: threading.Thread | None = None
 
@@ -98,6 +102,10 @@ class Downstream:
         self._aborted = True
         self._frames.abort()
 
+    def idle_s(self, now: float) -> float:
+        """For how long the follower has wanted nothing. ``now``: monotonic."""
+        return now - self._busy_at
+
     def _serve(self) -> None:
         ticket = self._admit()
         buffer = self._holder.find(ticket.buffer_id, self._while_finding)
@@ -113,7 +121,7 @@ class Downstream:
                 )
             )
             self._begin_reading(ticket, buffer)
-            self._send_chunks(buffer)
+            self._send_chunks(ticket, buffer)
 
     def _begin_reading(self, ticket: Ticket, buffer: Buffer) -> None:
         reading = threading.Thread(target=self._read, args=(ticket, buffer), name="wants", daemon=True)
@@ -148,6 +156,7 @@ class Downstream:
                 header = frames.receive_header()
                 runs = unpack_wanted(frames.payload(header, MAX_WANT_BYTES), buffer.num_chunks)
                 if header.kind == FrameKind.WANT:
+                    self._check_expiry(ticket)
                     _check_range(ticket, allowed, runs)
                     self._wanted.add(runs)
                 elif header.kind == FrameKind.CANCEL:
@@ -159,9 +168,16 @@ class Downstream:
         except (TorchrelayError, OSError) as error:
             self._wanted.end(error)
 
-    def _send_chunks(self, buffer: Buffer) -> None:
+    def _check_expiry(self, ticket: Ticket) -> None:
+        check_expiry(ticket, self._holder.unix_ms(), int(EXPIRY_GRACE_S * 1000))
+
+    def _send_chunks(self, ticket: Ticket, buffer: Buffer) -> None:
         while True:
             pending = self._wanted.pending(LOOK_S)
+            if pending:
+                self._busy_at = time.monotonic()
+            else:
+                self._check_expiry(ticket)
             ready = buffer.wait_any(pending, min(self._alive_s, LOOK_S)) if pending else []
             gained = self._gained(buffer)
             if ready:

@@ -50,11 +50,11 @@ def follow(
     ever. It is tried once more, and left for good when it fails again before it brings a chunk. What was accepted is
     never asked for again.
 
-    Blocks the thread that iterates. ``tally`` learns what each source brings; what is put into ``offers``
-    is an alternate from then on, before the others. A transfer of class ``IDLE`` joins no
-    source because of another's slowness. Ends early, without an error, within about 100 ms of ``stop`` being set.
-    Closing the generator closes its connections. Raises ``SourcesExhausted`` when every source has failed, and whatever
-    the sink raises.
+    Blocks the thread that iterates. ``tally`` learns what each source brings; what is put into ``offers`` is an
+    alternate from then on, before the others. A transfer of class ``IDLE`` joins no source because of another's
+    slowness, until ``offers`` calls it urgent: then its streams are opened anew. Ends early, without an error, within
+    about 100 ms of ``stop`` being set. Closing the generator closes its connections. Raises ``SourcesExhausted`` when
+    every source has failed, and whatever the sink raises.
     """
     rules = Rules(max(num_striped, 1), hedge_slow=transfer_class != TransferClass.IDLE)
     terms = Terms(

@@ -24,7 +24,7 @@ from torchrelay.transfer.sources import SourceAddress
 from torchrelay.transfer.stream import SinkFailed, Stream
 from torchrelay.transfer.swarm import Swarm
 from torchrelay.transfer.terms import Ending, Terms
-from torchrelay.transfer.transport import TICK_S
+from torchrelay.transfer.transport import TICK_S, TransferClass
 
 REVIEW_S = 0.02
 CONNECT_S = 0.5  # when there is another to turn to
@@ -45,6 +45,7 @@ class Following:
     ) -> None:
         self.terms, self.sink = terms, sink
         self.ending = Ending(stop)
+        self.transfer_class = terms.transfer_class
         self._wanted = wanted
         self._place = {index: place for place, index in enumerate(wanted)}
         self._swarm = Swarm(len(wanted), len(sources), terms.rules)
@@ -179,6 +180,13 @@ class Following:
         if self.ending.is_set():
             raise Stopped
 
+    def reopening(self, stream: Stream) -> None:
+        """It gives its connection up for a new one."""
+        with self._changed:
+            self._streams.pop(stream.number, None)
+            stream.count(self.terms.tally, followed=False)
+            self._swarm.reopening(stream.number, time.monotonic())
+
     def gained(self, stream: Stream, indices: Sequence[int]) -> None:
         """The source has these chunks."""
         now = time.monotonic()
@@ -265,6 +273,10 @@ class Following:
         """Which sources are to be opened."""
         for source in reversed(self.terms.offers.take()):  # the last to be offered is the next to be joined
             self._offer(source)
+        self._swarm.widen(self.terms.offers.num_striped)
+        if self.terms.offers.is_urgent and self.transfer_class == TransferClass.IDLE:
+            self.transfer_class = TransferClass.URGENT
+            self._swarm.hasten()
         joined = self._swarm.review(now)
         self._review_at = now + REVIEW_S
         for number in joined:

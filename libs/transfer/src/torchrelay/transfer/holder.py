@@ -16,6 +16,8 @@ from torchrelay.transfer.transport import Connection, Listener, Transport
 FIND_TIMEOUT_S = 2.0
 FIND_AGAIN_S = 0.02
 MAX_STREAMS = 256
+IDLE_S = 30.0  # a follower that has wanted nothing for so long gives up its place, if none is left for others
+PLACE_AGAIN_S = 0.2
 log = get_logger(__name__)
 
 
@@ -23,8 +25,8 @@ class HolderServer:
     """One per store and per worker: a thread that listens, and a thread per stream.
 
     ``find`` gives the buffer of an id, or None when there is none (yet); it is called from many threads. A buffer
-    that is asked for before it exists may appear within ``find_timeout_s``. Beyond ``max_streams`` connections wait
-    to be accepted.
+    that is asked for before it exists may appear within ``find_timeout_s``. Beyond ``max_streams`` connections wait,
+    until a stream ends, or has been idle for ``IDLE_S``.
     """
 
     def __init__(
@@ -47,13 +49,13 @@ class HolderServer:
         self._places = threading.Semaphore(max_streams)
         self._closing = threading.Event()
         self._lock = threading.Lock()
-        self._listener: Listener = (transport or TcpTransport()).listen(host, port)
-        self._accepting = threading.Thread(target=self._accept, name=f"holder-{holder_id}", daemon=True)
+        self._doors: list[Listener] = [(transport or TcpTransport()).listen(host, port)]
+        self._accepting: list[threading.Thread] = []
 
     @property
     def address(self) -> str:
         """ "host:port"; known, and connections wait, before ``start``."""
-        return self._listener.address
+        return self._doors[0].address
 
     @property
     def bytes_sent(self) -> int:
@@ -64,16 +66,24 @@ class HolderServer:
     def num_streams(self) -> int:
         return len(self._streams)
 
+    def also_at(self, door: Listener) -> None:
+        """Serves at a further door, which is the server's from now on. Before ``start``."""
+        self._doors.append(door)
+
     def start(self) -> None:
-        self._accepting.start()
+        for door in self._doors:
+            name = f"holder-{self._holder.holder_id}"
+            self._accepting.append(threading.Thread(target=self._accept, args=(door,), name=name, daemon=True))
+            self._accepting[-1].start()
 
     def close(self) -> None:
         """Ends all streams and waits until their threads are gone: their buffers are no longer touched."""
         self._closing.set()
-        self._listener.close()
-        self._places.release()
-        if self._accepting.is_alive():
-            self._accepting.join()
+        for door in self._doors:
+            door.close()
+        self._places.release(len(self._doors))
+        for accepting in self._accepting:
+            accepting.join()
         with self._lock:
             streams = dict(self._streams)
         for stream in streams:
@@ -81,16 +91,24 @@ class HolderServer:
         for thread in streams.values():
             thread.join()
 
-    def _accept(self) -> None:
-        while True:
-            self._places.acquire()
-            connection = self._listener.accept()
-            if connection is None:
-                return
+    def _accept(self, door: Listener) -> None:
+        while (connection := door.accept()) is not None:
+            # Not before: a door where nobody comes would keep a place from the other.
+            while not self._places.acquire(timeout=PLACE_AGAIN_S):
+                self._end_idlest()
             if self._closing.is_set():
                 connection.close()
                 return
             self._begin(connection)
+
+    def _end_idlest(self) -> None:
+        """Makes a place, if there is a stream that has wanted nothing for long: a follower may be stopped, or stuck."""
+        now = time.monotonic()
+        with self._lock:
+            idlest = max(self._streams, key=lambda stream: stream.idle_s(now), default=None)
+        if idlest is not None and idlest.idle_s(now) > IDLE_S:
+            log.warning("idle_stream_ended", holder_id=self._holder.holder_id, idle_s=round(idlest.idle_s(now), 1))
+            idlest.abort()
 
     def _begin(self, connection: Connection) -> None:
         stream = Downstream(self._holder, connection)

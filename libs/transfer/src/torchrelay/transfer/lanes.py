@@ -44,6 +44,7 @@ class Lane:
     starved: bool = False
     slow: bool = False
     sound_since: float = 0.0  # not in doubt since then
+    settled_s: float = 0.0  # how long it has to be sound before others rest; 0: it never was slow
 
     @property
     def active(self) -> bool:

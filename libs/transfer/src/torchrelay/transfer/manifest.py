@@ -3,14 +3,14 @@
 A pack is one byte range in execution order. Segment 0 is the embeddings, segments 1..L the layers, segment L+1 the
 final norm and the head (absent tensors of tied weights are not stored twice). Segments begin on pages, so that each
 can be mapped and copied by itself; groups that a fused projection reads (q|k|v, gate|up) are contiguous.
+
+The nouns need no library, since the engine reads them where there is none but torch; the encoding does, and digests.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-from blake3 import blake3
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
@@ -20,7 +20,7 @@ TARGET_CHUNKS = 256  # filling n hosts through a chain of c chunks takes 1 + (n 
 DIGEST_BYTES = 32
 
 
-class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
+class TensorEntry(NamedTuple):
     """One tensor: Hugging Face name, shape, safetensors dtype ("F32", "BF16", "F16"), byte offset in the pack, size."""
 
     name: str
@@ -30,14 +30,15 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     num_bytes: int
 
 
-class Segment(msgspec.Struct, frozen=True, array_like=True):
+class Segment(NamedTuple):
     """A byte range [begin, end) of the pack."""
 
     begin: int
     end: int
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
     """The immutable description of one pack; ``encode()`` is canonical, so equal manifests have equal ids."""
 
     format_version: int = FORMAT_VERSION
@@ -52,6 +53,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     def encode(self) -> bytes:
         """Canonical JSON: sorted keys, no white space, digests in base 64."""
+        import msgspec
+
         return msgspec.json.encode(self, order="sorted")
 
     @property
@@ -73,11 +76,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 def decode_manifest(encoded: bytes) -> Manifest:
     """Reads a manifest whose ``pack_id_of`` has been compared already. Raises ``msgspec.ValidationError``."""
+    import msgspec
+
     return msgspec.json.decode(encoded, type=Manifest)
 
 
 def pack_id_of(encoded: bytes) -> str:
     """The id of the pack: BLAKE3 over the encoded manifest, hence over every chunk's digest."""
+    from blake3 import blake3
+
     return blake3(encoded).hexdigest()
 
 

@@ -112,15 +112,15 @@ class ShmConnection:
         if not said:
             return None
         with ExitStack() as closing:
-            for descriptor in received:
-                closing.callback(os.close, descriptor)
+            for ring in received[1:]:
+                closing.callback(os.close, ring)
+            counts = [closing.enter_context(_socket_of(descriptor)) for descriptor in received[:1]]
             if len(received) != 3:
                 raise ConnectionError("the peer sends no rings")
-            back, *rings = received
-            for ring in rings:
+            for ring in received[1:]:
                 check_ring(ring)
-            outgoing = Outgoing(socket.socket(fileno=back), rings[1], SEND_TIMEOUT_S)
-            self._ends = outgoing, Incoming(self._meeting, rings[0], SEND_TIMEOUT_S)
+            outgoing = Outgoing(counts[0], received[2], SEND_TIMEOUT_S)
+            self._ends = outgoing, Incoming(self._meeting, received[1], SEND_TIMEOUT_S)
             closing.pop_all()
         if self._aborted:  # meanwhile
             self.abort()
@@ -191,6 +191,15 @@ def peer_user(connected: socket.socket) -> int:
     """The user whose process made the other end."""
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(packed)[1])
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """Owns the descriptor: nobody else is to close it, for its number may be another's by then."""
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError as error:
+        os.close(descriptor)
+        raise ConnectionError(f"the peer sends no socket: {error}") from error
 
 
 def _connect(meeting: socket.socket, path: Path, deadline: float, stop: threading.Event) -> None:

@@ -124,7 +124,9 @@ class Slab:
 
     def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
         """The first few of these that are verified; waits while there is none. See ``buffers.Buffer``."""
-        if found := list(islice(filter(self.is_verified, indices), MOST_READY)):
+        shared = bytes(self._shared)  # at one moment: else a chunk that comes while we look overtakes those before it
+        here = (index for index in indices if shared[index] and self.is_verified(index))
+        if found := list(islice(here, MOST_READY)):
             return found
         with self._changed:
             self._changed.wait_for(lambda: self._error or any(self._verified[index] for index in indices), timeout_s)

@@ -30,10 +30,14 @@ class Offers:
     """Sources named while a transfer runs: put in by whoever plans, taken out by the transfer. Any thread may."""
 
     def __init__(self) -> None:
+        self.num_striped = 1  # at least so many are to be followed at once
+        self.is_urgent = False  # somebody waits by now
         self._sources: deque[SourceAddress] = deque()
 
-    def add(self, sources: Iterable[SourceAddress]) -> None:
+    def add(self, sources: Iterable[SourceAddress], num_striped: int = 1, is_urgent: bool = False) -> None:
         self._sources.extend(sources)
+        self.num_striped = max(self.num_striped, num_striped)
+        self.is_urgent |= is_urgent
 
     def take(self) -> list[SourceAddress]:
         """All that were added since, in that order."""

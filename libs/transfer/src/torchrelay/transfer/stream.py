@@ -41,11 +41,14 @@ class Stream:
         self._orders: deque[Orders] = deque()  # not told to the source yet
         self._telling = threading.Lock()
         self._upstream: Upstream | None = None
+        self._class = following.transfer_class  # in which it was opened
         self._num_unnoted_bytes = 0
         self._note_at = 0.0
 
     def step(self) -> None:
         """Opens the stream, or receives one frame. Raises the source's failures, ``Stopped`` and ``SinkFailed``."""
+        if self._upstream is not None and self._class != self._following.transfer_class:
+            self._leave(self._upstream)
         if self._upstream is None:
             self._open()
             return
@@ -73,7 +76,8 @@ class Stream:
                 suppress(IndexError, OSError),
             ):  # told meanwhile; gone, as the receiving thread finds out
                 orders = self._orders.popleft()
-                self._upstream.ask(orders.wanted, orders.cancelled)
+                if self._upstream is not None:
+                    self._upstream.ask(orders.wanted, orders.cancelled)
 
     def count(self, tally: Tally, *, followed: bool) -> None:
         """Lets the tally know whether the source is asked for chunks."""
@@ -83,22 +87,31 @@ class Stream:
 
     def abort(self) -> None:
         """Any thread may; the stream's own finds its connection ended."""
-        if self._upstream is not None:
-            self._upstream.abort()
+        if (upstream := self._upstream) is not None:
+            upstream.abort()
 
     def close(self) -> None:
         if self._upstream is not None:
             self._upstream.close()
 
+    def _leave(self, upstream: Upstream) -> None:
+        """To open it anew, in the class that the transfer has by now."""
+        self._following.reopening(self)
+        with self._telling:
+            self._upstream = None
+            self.asked.clear()
+            self._orders.clear()
+        upstream.close()
+
     def _open(self) -> None:
-        terms = self._following.terms
+        terms, self._class = self._following.terms, self._following.transfer_class
         upstream = Upstream.open(
             self.source,
             terms.receiver,
             terms.transport,
             terms.stall_s,
             self._following.ending,
-            terms.transfer_class,
+            self._class,
             self._following.connect_s(),
             self._watch,
         )

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchrelay.transfer.chunks import MIN_WINDOW, Chunks
 from torchrelay.transfer.lanes import Lane, Phase
 
 MAX_STRIKES = 2  # failures in a row, with no chunk between them, that a source is allowed
 PATIENCE_S = 0.5  # how long a source may have nothing: those above it are repairing
-SETTLED_S = 0.3  # a source that was in doubt has to be sound for so long before others rest
+# A source that was in doubt has to be sound for so long before others rest, and twice as long each time it turned slow
+# again: one that was called sound because another took a part of the way in may not be so alone.
+SETTLED_S, LONGEST_SETTLED_S = 0.3, 10.0
 FALLEN_BELOW = 0.75  # a source that turned slow is of no concern while all together bring so much of what they did
 
 
@@ -65,18 +67,19 @@ class Swarm(Chunks):
         lane = self.lanes[source]
         self.num_repairs += 1
         lane.strikes += MAX_STRIKES if final else 1
-        lost = list(lane.outstanding)
-        if lane.begun is not None:
-            lost.append(lane.begun)
-        self._let_go(lane)
-        lane.close()
-        for place in lost:
-            self._give_back(place)
+        self._disconnect(lane)
         if lane.strikes < MAX_STRIKES:
             lane.phase = Phase.WAITING
             self._queue.append(source)
         else:
             lane.phase = Phase.GONE
+
+    def reopening(self, source: int, now: float) -> None:
+        """Its connection is given up for another to the same source: nothing has failed."""
+        lane = self.lanes[source]
+        is_resting = lane.resting
+        self._disconnect(lane)
+        lane.phase, lane.since, lane.resting = Phase.OPENING, now, is_resting
 
     def offer(self, source: int) -> None:
         """A new source, by the next number, or a known one with a new chance. Unless it is open it is joined next."""
@@ -91,6 +94,15 @@ class Swarm(Chunks):
             return
         lane.phase, lane.strikes = Phase.WAITING, 0
         self._queue.appendleft(source)
+
+    def widen(self, num_striped: int) -> None:
+        """At least so many sources are followed at once from now on."""
+        if num_striped > self._rules.num_striped:
+            self._rules = replace(self._rules, num_striped=num_striped)
+
+    def hasten(self) -> None:
+        """From now on a slow source is a reason to join another."""
+        self._rules = replace(self._rules, hedge_slow=True)
 
     # -- what to do
 
@@ -128,6 +140,15 @@ class Swarm(Chunks):
 
     # -- how
 
+    def _disconnect(self, lane: Lane) -> None:
+        lost = list(lane.outstanding)
+        if lane.begun is not None:
+            lost.append(lane.begun)
+        self._let_go(lane)
+        lane.close()
+        for place in lost:
+            self._give_back(place)
+
     def _doubt(self, lane: Lane, now: float) -> None:
         was_silent, was_slow, was_sound = lane.silent, lane.slow, not lane.in_doubt(now)
         lane.silent = lane.is_silent(self.chunk_bytes, now)
@@ -142,6 +163,7 @@ class Swarm(Chunks):
                 self._give_back(place)
         if lane.slow and not was_slow:
             self._take_back(lane, keep=MIN_WINDOW)
+            lane.settled_s = min(2 * lane.settled_s, LONGEST_SETTLED_S) if lane.settled_s else SETTLED_S
         if lane.silent and lane.begun is not None and self._is_had(lane.begun, but=lane):
             lane.revoked = True
         if not was_sound and not lane.in_doubt(now):
@@ -173,7 +195,7 @@ class Swarm(Chunks):
             return
         sound = [lane for lane in active if lane.phase is Phase.OPEN and not lane.in_doubt(now) and lane.owes]
         kept, spare = sound[: self._rules.num_striped], sound[self._rules.num_striped :]
-        if spare and all(lane.busy and now - lane.sound_since > SETTLED_S for lane in kept):
+        if spare and all(lane.busy and now - lane.sound_since > (lane.settled_s or SETTLED_S) for lane in kept):
             for lane in spare:
                 lane.resting = True
                 self._take_back(lane, keep=0)

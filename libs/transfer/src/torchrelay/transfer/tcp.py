@@ -15,6 +15,7 @@ from contextlib import suppress
 from torchrelay.common.telemetry import get_logger
 from torchrelay.transfer.pacing import PacedSender, can_pace
 from torchrelay.transfer.parts import drop_bytes, views_of
+from torchrelay.transfer.resolving import Resolver
 from torchrelay.transfer.timeouts import set_timeouts
 from torchrelay.transfer.transport import TICK_S, Connection, Listener, TransferClass
 
@@ -23,6 +24,7 @@ ACCEPT_AGAIN_S = 0.1
 PROBE_EVERY_S, NUM_PROBES = 10, 3  # of a peer that is silent while nothing is sent to it
 _BACKLOG = 128
 _CLOSED = (errno.EBADF, errno.EINVAL)
+_RESOLVER = Resolver()
 log = get_logger(__name__)
 
 
@@ -110,13 +112,13 @@ class TcpTransport:
         return TcpListener(host, port)
 
     def connect(self, address: str, timeout_s: float, stop: threading.Event | None = None) -> Connection:
-        host, port = split_address(address)
-        family, kind, protocol, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        connecting = socket.socket(family, kind, protocol)
+        deadline = time.monotonic() + timeout_s
+        family, place = _RESOLVER.place(*split_address(address), deadline, stop)
+        connecting = socket.socket(family, socket.SOCK_STREAM)
         try:
             connecting.setblocking(False)
             if connecting.connect_ex(place) != 0:
-                _await_connected(connecting, address, time.monotonic() + timeout_s, stop)
+                _await_connected(connecting, address, deadline, stop)
             return TcpConnection(connecting)
         except BaseException:
             connecting.close()

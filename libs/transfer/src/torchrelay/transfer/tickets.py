@@ -78,9 +78,14 @@ def check(ticket: Ticket, holder_id: str, holder_key: bytes, now_unix_ms: int) -
         raise WrongHolder(f"the ticket is for holder {ticket.holder_id!r}, this is {holder_id!r}")
     if not hmac.compare_digest(ticket.mac, _ticket_mac(ticket, holder_key)):
         raise TicketRefused("the ticket's MAC does not match")
-    if now_unix_ms >= ticket.expires_unix_ms:
-        raise TicketExpired(f"the ticket for {ticket.buffer_id} expired {now_unix_ms - ticket.expires_unix_ms} ms ago")
+    check_expiry(ticket, now_unix_ms)
     return _session(ticket, holder_key)
+
+
+def check_expiry(ticket: Ticket, now_unix_ms: int, grace_ms: int = 0) -> None:
+    """Raises ``TicketExpired`` once the ticket, and the grace, are over."""
+    if now_unix_ms >= ticket.expires_unix_ms + grace_ms:
+        raise TicketExpired(f"the ticket for {ticket.buffer_id} expired {now_unix_ms - ticket.expires_unix_ms} ms ago")
 
 
 def unseal(ticket: Ticket, receiver_key: bytes) -> bytes:

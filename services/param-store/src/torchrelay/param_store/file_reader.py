@@ -7,6 +7,7 @@ instead of 140 to 165 by way of buffers, copy included.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -16,10 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from torchrelay.common.errors import DataCorrupted, NotFound
+from torchrelay.common.telemetry import get_logger
 from torchrelay.param_store.remote import RangeReader
 from torchrelay.transfer.manifest import MAX_CHUNK_BYTES, PAGE_BYTES
 
 _DIRECT = getattr(os, "O_DIRECT", 0)  # Linux
+log = get_logger(__name__)
 
 
 class ReadBuffers:
@@ -46,6 +49,7 @@ class FileReader(RangeReader):
     def __init__(self, path: Path, key: str, buffers: ReadBuffers) -> None:
         self._key = key
         self._buffers = buffers
+        self._refused = False
         try:
             self._cached = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -65,14 +69,26 @@ class FileReader(RangeReader):
             done += count
 
     def _read(self, offset: int, view: memoryview) -> int:
-        if self._direct < 0 or offset % PAGE_BYTES:
+        if self._direct < 0 or self._refused or offset % PAGE_BYTES:
             return os.preadv(self._cached, [view], offset)
         with self._buffers.borrowed() as buffer:
             wanted = min(len(view), len(buffer))
             in_pages = -(-wanted // PAGE_BYTES) * PAGE_BYTES
-            count = min(os.preadv(self._direct, [buffer[:in_pages]], offset), wanted)
+            try:
+                count = min(os.preadv(self._direct, [buffer[:in_pages]], offset), wanted)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                return self._without_direct(offset, view)
             view[:count] = buffer[:count]
             return count
+
+    def _without_direct(self, offset: int, view: memoryview) -> int:
+        """Some file systems take the flag and refuse the read: this one, or one whose blocks are larger than a page."""
+        if not self._refused:  # readers that met it at once say it several times: harmless
+            log.info("direct_reads_refused", key=self._key)
+            self._refused = True
+        return os.preadv(self._cached, [view], offset)
 
     def close(self) -> None:
         os.close(self._cached)

@@ -16,7 +16,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from torchrelay.common.errors import TorchrelayError, Unavailable
+from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.telemetry import get_logger, record_span
 from torchrelay.param_store.remote import RemoteStore
 from torchrelay.param_store.remote_fill import fill_from_remote
@@ -137,17 +137,20 @@ class Filling:
         return slab
 
     def _head(self) -> bytes:
-        failures = []
+        failures, is_gone = [], False
         for source in self.plan.sources:
             try:
                 head = self._head_from(source)
             except (TorchrelayError, OSError) as error:
                 failures.append(f"{_name(source)}: {error}")
+                is_gone |= source is None and isinstance(error, NotFound)
                 continue
             if pack_id_of(head) == self.plan.pack_id:
                 return head
             failures.append(f"{_name(source)}: its manifest is damaged")
-        raise Unavailable(f"no source gave the manifest of pack {self.plan.pack_id}: {'; '.join(failures)}")
+        # What the remote store has not is not published: whoever wants the pack need not ask other stores.
+        kind = NotFound if is_gone else Unavailable
+        raise kind(f"no source gave the manifest of pack {self.plan.pack_id}: {'; '.join(failures)}")
 
     def _head_from(self, source: SourceAddress | None) -> bytes:
         if source is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -73,8 +74,12 @@ async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
     Raises ``UploadRefused`` for what is wrong with the upload, ``Unavailable`` for what is wrong with this machine.
     """
     command = (sys.executable, "-m", "torchrelay.param_store.packer")
+    # numpy's algebra takes memory for every core as it is imported, and is not used.
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
     )
     try:
         assert process.stdin is not None and process.stdout is not None

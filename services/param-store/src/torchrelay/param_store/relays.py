@@ -68,13 +68,15 @@ class Relays:
     ) -> Future[bool]:
         """Sees to it that the pack is filled. The future ends once its range is reserved; True: it was whole already.
 
-        Asking again while a filling runs adds the peers named to its alternates, before those it has; after one that
-        is being stopped, a new one runs. Raises ``Overloaded`` when as many run as may.
+        Asking again while a filling runs adds the peers named to its alternates, before those it has, and raises the
+        number followed at once, and an urgent one makes it urgent; after one that is being stopped, a new one runs.
+        Raises ``Overloaded`` when as many run as may.
         """
         with self._lock:
             running = self._fillings.get(pack_id)
             if running is not None and not running[0].stop.is_set():
-                running[0].offers.add(source for source in sources if source is not None)
+                peers = (source for source in sources if source is not None)
+                running[0].offers.add(peers, num_striped, transfer_class != TransferClass.IDLE)
                 return running[0].reserved
             slab = self._arena.get(pack_id)
             if slab is not None and slab.complete:
@@ -115,7 +117,7 @@ class Relays:
                 del self._fillings[pack_id]
             slab = self._arena.get(pack_id)
             if slab is not None and not slab.complete and not self._closed:  # a kept arena keeps what it has
-                self._arena.drop(pack_id)  # when it is held, the last hold does it
+                self._arena.drop(pack_id, when_unpinned=True)  # it is held, or its followers are not yet told
             self._forget_old_failures()
         self._on_change()
 

@@ -33,8 +33,8 @@ class StoreSettings(ServiceSettings):
     data_dir: Path = Field(Path("store-data"), description="Folder for uploads under way.")
     remote_url: str = Field(
         "file:store-remote",
-        description="Where published packs lie: file:///a/folder, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or "
-        "az://CONTAINER/PREFIX.",
+        description="Where published packs lie: file:///a/folder, s3://BUCKET/PREFIX, or, by the same client but never "
+        "tried against a real server, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.",
     )
     remote_endpoint: str = Field(
         "", description="URL of an S3-compatible server of your own; empty: the provider's, or what its variables say."

@@ -116,6 +116,7 @@ def _optional(folder: Path, file: str) -> dict[str, Any]:
 
 class _AddedToken(msgspec.Struct):
     id: int
+    special: bool = False
 
 
 class _TokenizerModel(msgspec.Struct):
@@ -130,7 +131,11 @@ class _Tokenizer(msgspec.Struct):
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """tokenizer.json must parse and give no id that the embeddings do not have."""
+    """tokenizer.json must parse and give no id that the embeddings do not have.
+
+    It may have fewer: embeddings are padded. And it may have special tokens beyond them, which a text becomes only by
+    spelling one out: Gemma 3's text models have one for images. The gateway refuses a prompt with such a token.
+    """
     path = folder / TOKENIZER
     if not path.exists():
         raise Refused(TOKENIZER, "it is missing from the upload")
@@ -145,12 +150,18 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
             raise Refused(TOKENIZER, "its JSON is nested too deep") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise Refused(TOKENIZER, f"it is not a tokenizer of the tokenizers library: {error}") from None
-    vocab = tokenizer.model.vocab
+    vocab, added = tokenizer.model.vocab, tokenizer.added_tokens
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-    lowest, highest = _span([*ids, *(token.id for token in tokenizer.added_tokens)])
+    special = {token.id for token in added if token.special}
+    needed = [*ids, *(token.id for token in added)]
+    lowest, highest = _span([token for token in needed if token < vocab_size or token not in special])
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
-        raise Refused(TOKENIZER, f"token id {shown(wrong)} lies outside the vocab_size {vocab_size} of config.json")
+        raise Refused(
+            TOKENIZER,
+            f"token id {shown(wrong)} lies outside the vocab_size {vocab_size} of config.json: the tokenizer has tokens"
+            " that the model has no embedding for",
+        )
 
 
 def _span(ids: list[int]) -> tuple[int, int]:

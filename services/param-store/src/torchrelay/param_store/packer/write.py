@@ -1,4 +1,4 @@
-"""Streams tensors into a pack file, chunk by chunk through one buffer, and digests the chunks on the way."""
+"""Streams tensors into a pack file, chunk by chunk through one buffer; looks at every weight and digests the chunks."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from torchrelay.param_store.packer.core import PackPlan, Refused
+from torchrelay.param_store.packer.core import PackPlan, Refused, StoredTensor, shown
+from torchrelay.param_store.packer.finite import first_not_finite
+from torchrelay.transfer.layout import DTYPE_BYTES
 from torchrelay.transfer.manifest import chunk_bytes_for
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of a chunk that comes from one place of one file."""
+    """Part of a chunk that comes from one tensor, of which ``num_skipped`` bytes went before."""
 
     begin: int
     end: int
-    file: str
-    file_offset: int
+    source: StoredTensor
+    num_skipped: int
 
 
 def write_pack(
     plan: PackPlan, folder: Path, path: Path, on_progress: Callable[[int], None]
 ) -> tuple[int, tuple[bytes, ...]]:
-    """Writes the pack to ``path``, durably. Returns the chunk size and each chunk's BLAKE3 digest."""
+    """Writes the pack to ``path``, durably. Returns the chunk size and each chunk's BLAKE3 digest.
+
+    Raises ``Refused`` at the first weight that is not a finite number.
+    """
     chunk_bytes = chunk_bytes_for(plan.num_bytes)
     buffer = memoryview(bytearray(chunk_bytes))
     digests: list[bytes] = []
@@ -40,6 +45,7 @@ def write_pack(
         for begin, end, pieces in _chunks(plan, chunk_bytes):
             chunk = buffer[: end - begin]
             _fill(chunk, pieces, files)
+            _check_numbers(chunk, pieces)
             digests.append(blake3(chunk).digest())
             _write_all(out.fileno(), chunk)
             on_progress(end)
@@ -57,8 +63,7 @@ def _chunks(plan: PackPlan, chunk_bytes: int) -> Iterator[tuple[int, int, list[_
             entry, source = plan.entries[tensor], plan.sources[tensor]
             first, last = max(entry.offset, begin), min(entry.offset + entry.num_bytes, end)
             if first < last:
-                skipped = first - entry.offset
-                pieces.append(_Piece(first - begin, last - begin, source.file, source.offset + skipped))
+                pieces.append(_Piece(first - begin, last - begin, source, first - entry.offset))
             if entry.offset + entry.num_bytes > end:
                 break  # it goes on in the next chunk
             tensor += 1
@@ -69,7 +74,7 @@ def _fill(chunk: memoryview, pieces: list[_Piece], files: dict[str, int]) -> Non
     position = 0
     for piece in pieces:
         chunk[position : piece.begin] = bytes(piece.begin - position)
-        _read_all(files[piece.file], chunk[piece.begin : piece.end], piece)
+        _read_all(files[piece.source.file], chunk[piece.begin : piece.end], piece)
         position = piece.end
     chunk[position:] = bytes(len(chunk) - position)
 
@@ -77,10 +82,20 @@ def _fill(chunk: memoryview, pieces: list[_Piece], files: dict[str, int]) -> Non
 def _read_all(descriptor: int, into: memoryview, piece: _Piece) -> None:
     done = 0
     while done < len(into):
-        count = os.preadv(descriptor, [into[done:]], piece.file_offset + done)
+        count = os.preadv(descriptor, [into[done:]], piece.source.offset + piece.num_skipped + done)
         if count == 0:
-            raise Refused(piece.file, "it became shorter while it was read")
+            raise Refused(piece.source.file, "it became shorter while it was read")
         done += count
+
+
+def _check_numbers(chunk: memoryview, pieces: list[_Piece]) -> None:
+    for piece in pieces:
+        source = piece.source
+        if found := first_not_finite(chunk[piece.begin : piece.end], source.dtype):
+            index, what = found
+            index += piece.num_skipped // DTYPE_BYTES[source.dtype]
+            detail = f"tensor {shown(source.name)}: element {index:,} is {what}; all weights must be finite numbers"
+            raise Refused(source.file, detail)
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:

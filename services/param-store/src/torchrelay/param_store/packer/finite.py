@@ -1,0 +1,26 @@
+"""Whether weights are numbers: one NaN among them, and every answer of the model is noise."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+_BLOCK: Final = 1 << 16  # elements looked at at once: they and their copy stay in the core's cache
+# A value is NaN or infinite when all bits of its exponent are set.
+_EXPONENT: Final = {"F32": 0x7F80_0000, "BF16": 0x7F80, "F16": 0x7C00}
+_MAGNITUDE: Final = {"F32": 0x7FFF_FFFF, "BF16": 0x7FFF, "F16": 0x7FFF}
+
+
+def first_not_finite(data: memoryview, dtype: str) -> tuple[int, str] | None:
+    """The first element of packed ``dtype`` values that is no finite number, and what it is; None: all are finite."""
+    exponent, magnitude = _EXPONENT[dtype], _MAGNITUDE[dtype]
+    values = np.frombuffer(data, np.uint32 if dtype == "F32" else np.uint16)
+    scratch = np.empty(min(_BLOCK, len(values)), values.dtype)
+    for begin in range(0, len(values), _BLOCK):
+        part = values[begin : begin + _BLOCK]
+        magnitudes = np.bitwise_and(part, magnitude, out=scratch[: len(part)])
+        if int(magnitudes.max()) >= exponent:
+            index = int(np.argmax(magnitudes >= exponent))
+            return begin + index, "infinite" if int(magnitudes[index]) == exponent else "NaN"
+    return None
