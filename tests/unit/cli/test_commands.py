@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +17,7 @@ from tests.unit.cli.door import ADMIN_KEY, TENANT_KEY, Door
 from torchrelay.cli import main as program
 from torchrelay.cli.client import Client
 from torchrelay.cli.commands import chat as chat_module
+from torchrelay.cli.commands import models as models_module
 from torchrelay.cli.commands.key import id_of
 from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem, Refused, refused
@@ -103,14 +105,26 @@ def test_a_model_is_set_and_deleted(run: Run, home: Home, door: Door) -> None:
     assert "acme/tiny: idle s 60, max instances per role 2" in shown.stdout
     assert "with the model's next request" in shown.stderr
     assert isinstance(run("models", "set", "tiny").exception, Problem)
-    assert "deleted acme/tiny" in run("models", "delete", "acme/tiny").stdout
+    assert "deleted acme/tiny" in run("models", "delete", "acme/tiny", "--yes").stdout
     assert door.asked[-1][:2] == ("DELETE", "/v1/models/acme/tiny")
-    unknown = run("models", "delete", "other").exception
+    unknown = run("models", "delete", "other", "--yes").exception
     assert isinstance(unknown, Problem)
     assert (unknown.message, unknown.mend) == ("the model 'other' does not exist", "see: torchrelay models")
     door.asked.clear()
     assert run("models", "--url", door.url, "delete", "tiny").exit_code == 2
     assert door.asked == []
+
+
+def test_a_model_is_not_deleted_unasked(run: Run, home: Home, door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    door.published = {"tiny"}
+    unasked = run("models", "delete", "tiny", said="y\n").exception  # a pipe is nobody who was asked
+    assert isinstance(unasked, Problem) and "--yes" in (unasked.mend or "")
+    with monkeypatch.context() as patched:
+        patched.setattr(models_module, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+        assert run("models", "delete", "tiny", said="n\n").exit_code == 1
+        assert door.asked == []
+        assert "deleted" in run("models", "delete", "tiny", said="y\n").stdout
+    assert [asked[:2] for asked in door.asked] == [("DELETE", "/v1/models/tiny")]
 
 
 def test_a_tenants_limits_are_set(run: Run, home: Home, door: Door) -> None:

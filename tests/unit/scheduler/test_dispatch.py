@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.scene import MB, a_model, a_worker, an_admission
+from torchrelay.common.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.core import BOTH, Instance, Phase, Placement, Role, Roles
 from torchrelay.scheduler.dispatch import Candidate, NoPlace, place
+from torchrelay.scheduler.handovers import Handovers
 from torchrelay.scheduler.rules import Rules
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
@@ -23,19 +28,31 @@ def a_candidate(
     free: int = 64 * MB,
     num_decoding: int = 0,
     tokens_per_s: float = 1000.0,
+    step_s: float = 0.01,
+    cached: int = 0,
+    seen: int = 0,
 ) -> Candidate:
+    """``queued`` tokens wait there; a sequence more in the batch costs an eighth of a step, 8,000 positions one."""
     phase = Phase.LOADING if load_left_s else Phase.READY
     instance = Instance(
         f"i-{worker_id}", MODEL.name, MODEL.version_id, MODEL.pack_id, worker_id, "", "host-1", roles, phase, 0, 0, 0, 1
     )
-    worker = a_worker(worker_id, prefill_tokens_per_s=tokens_per_s, step_s=0.01)
-    return Candidate(instance, worker, load_left_s, queued, free, num_decoding)
+    latency = LatencyModel(
+        StepCost(per_position_s=1 / tokens_per_s, num_steps=100), StepCost(step_s, step_s / 8, step_s / 8000, 100)
+    )
+    queue_s = queued / tokens_per_s
+    return Candidate(instance, a_worker(worker_id), latency, load_left_s, queue_s, free, num_decoding, seen, cached)
 
 
-def placed(*candidates: Candidate, num_prompt_tokens: int = 100) -> tuple[str, str]:
-    admission = an_admission(MODEL, "r1", num_prompt_tokens=num_prompt_tokens)
-    placement = place(admission, MODEL, candidates, RULES)
+def placement_of(*candidates: Candidate, handovers: Handovers | None = None, **admitted: int) -> Placement:
+    admission = replace(an_admission(MODEL, "r1"), **admitted)  # type: ignore[arg-type]
+    placement = place(admission, MODEL, candidates, handovers or Handovers(), RULES)
     assert isinstance(placement, Placement)
+    return placement
+
+
+def placed(*candidates: Candidate, **admitted: int) -> tuple[str, str]:
+    placement = placement_of(*candidates, handovers=None, **admitted)
     return placement.prefill.worker_id, placement.decode.worker_id
 
 
@@ -71,13 +88,54 @@ def test_one_worker_that_plays_both_is_taken_when_it_is_best() -> None:
     assert placed(interrupted, a_candidate("p", PREFILL), a_candidate("d", DECODE)) == ("p", "d")
 
 
+def test_the_cached_prefix_draws_a_prompt_until_the_queue_there_is_longer_than_what_it_saves() -> None:
+    decode, cold = a_candidate("d", DECODE), a_candidate("p1", PREFILL)
+    assert placed(cold, a_candidate("p2", PREFILL, cached=960, queued=500), decode, num_prompt_tokens=1000)[0] == "p2"
+    assert placed(cold, a_candidate("p2", PREFILL, cached=960, queued=1500), decode, num_prompt_tokens=1000)[0] == "p1"
+
+
+def test_decode_keeps_the_time_between_tokens_below_its_target_where_that_is_possible() -> None:
+    prefill, quick = a_candidate("p", PREFILL), a_candidate("d1", DECODE, load_left_s=0.5)
+    full = a_candidate("d2", DECODE, num_decoding=60, seen=50_000)  # 0.15 s a step; the target is 0.1 s
+    assert placed(prefill, quick, full, max_tokens=200)[1] == "d1", "200 late tokens cost more than the rest of a load"
+    assert placed(prefill, quick, full, max_tokens=2)[1] == "d2"
+    slow = a_candidate("d1", DECODE, step_s=1.0)
+    assert placed(prefill, slow, full)[1] == "d2", "where nobody keeps it, the least late one"
+
+
+def test_long_contexts_in_a_batch_count_as_well_as_their_number() -> None:
+    long, many = a_candidate("d1", DECODE, num_decoding=4, seen=64_000), a_candidate("d2", DECODE, num_decoding=8)
+    assert placed(a_candidate("p", PREFILL), long, many) == ("p", "d2")
+
+
+def test_a_slow_road_for_kv_is_learned_and_avoided() -> None:
+    handovers = Handovers()
+    for _ in range(20):
+        handovers.observe("host-1", "host-1", 100 * MODEL.kv_bytes_per_token, 0.5)
+    both, decode = a_candidate("b", BOTH, num_decoding=3), a_candidate("d", DECODE)
+    assert placement_of(both, decode).decode.worker_id == "d"
+    assert placement_of(both, decode, handovers=handovers).decode.worker_id == "b"
+
+
+def test_what_is_predicted_goes_with_the_placement() -> None:
+    both = a_candidate("b", BOTH, queued=200, num_decoding=1, seen=800, cached=64)
+    predicted = placement_of(both, num_prompt_tokens=164, max_tokens=36).predicted
+    beside_s = 0.01 / 8 + 0.01 * 800 / 8000
+    assert predicted.prefill_s == pytest.approx(0.1 + beside_s)
+    assert predicted.ttft_s == pytest.approx(0.2 + predicted.prefill_s)
+    assert predicted.tbt_s == pytest.approx(0.01 * (1 + 2 / 8 + 1000 / 8000))
+    assert predicted.num_cached_tokens == 64
+
+
 def test_why_there_is_no_place() -> None:
     admission = an_admission(MODEL, "r1")
-    alone = place(admission, MODEL, [a_candidate("p", PREFILL)], RULES)
+    alone = place(admission, MODEL, [a_candidate("p", PREFILL)], Handovers(), RULES)
     assert alone == NoPlace("no instance plays decode")
-    full = place(admission, MODEL, [a_candidate("b", BOTH, free=5)], RULES)
+    full = place(admission, MODEL, [a_candidate("b", BOTH, free=5)], Handovers(), RULES)
     assert isinstance(full, NoPlace) and str(admission.kv_bytes(MODEL)) in full.reason and "5 are" in full.reason
-    crowded = place(admission, MODEL, [a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance)], RULES)
+    crowded = place(
+        admission, MODEL, [a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance)], Handovers(), RULES
+    )
     assert isinstance(crowded, NoPlace)
 
 
@@ -100,7 +158,7 @@ candidates = st.builds(
 @given(st.lists(candidates, max_size=6), st.integers(1, 2000), st.integers(1, 4))
 def test_a_place_always_has_the_roles_and_the_kv(found: list[Candidate], tokens: int, choices: int) -> None:
     admission = an_admission(MODEL, "r1", num_prompt_tokens=tokens, num_choices=choices)
-    placement = place(admission, MODEL, found, RULES)
+    placement = place(admission, MODEL, found, Handovers(), RULES)
     by_worker = {candidate.worker.worker_id: candidate for candidate in found}
     fits = [one for one in found if one.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and one.num_decoding < 64]
     if isinstance(placement, NoPlace):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from tests.unit.scheduler.scene import NUM_CHUNKS, two_workers_one_host
 from tests.unit.scheduler.scene import a_model as model_of
-from torchrelay.scheduler.core import AttemptKey, Copy, Instance, Measured, Phase, Placement, Seat, Slot
+from torchrelay.scheduler.core import AttemptKey, Copy, Instance, Phase, Placement, Seat, Slot
 from torchrelay.scheduler.effects import Happening, Opened
 from torchrelay.scheduler.explain import Explain
+from torchrelay.scheduler.measured import Measured
+from torchrelay.scheduler.prediction import Outcome, Prediction
 
 SEAT = Seat("w", "w:1", "i1")
 KEY = AttemptKey("r1", 1)
 
 
 def opened(cold: bool, key: AttemptKey = KEY) -> Opened:
-    return Opened(key, "acme/tiny", 10.0, 10.5, Placement(key, SEAT, SEAT, cold, predicted_ttft_s=0.25))
+    return Opened(key, "acme/tiny", 10.0, 10.5, Placement(key, SEAT, SEAT, cold, Prediction(ttft_s=0.25, tbt_s=0.02)))
 
 
 def an_instance() -> Instance:
@@ -72,3 +74,18 @@ def test_every_decision_of_the_policy_has_a_reason() -> None:
     scene.pass_time(2.0)
     assert {"wake", "plan", "ready", "drain", "idle", "released"} <= set(scene.kinds())
     assert all(happening.reason for happening in scene.happenings)
+
+
+def test_what_was_predicted_stands_beside_what_was_measured() -> None:
+    explain, placed = Explain(), opened(cold=False)
+    explain.opened(placed)
+    explain.foretold(KEY, placed.placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=11.0))
+    found = explain.request("r1")
+    assert found is not None
+    told = found[1][-1]
+    assert (told.kind, told.at) == ("predict", 11.0)
+    assert "first token predicted 250 ms, measured 300 ms" in told.reason
+    assert "between tokens predicted 20.0 ms, measured 21.0 ms" in told.reason
+    explain.foretold(KEY, placed.placement, Outcome())  # it ended without a token: nothing to compare
+    again = explain.request("r1")
+    assert again is not None and len(again[1]) == len(found[1])

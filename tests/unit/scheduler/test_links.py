@@ -52,6 +52,45 @@ def test_what_transfers_reach_becomes_the_capacity_of_all_links_like_it() -> Non
     assert nodes["s2"].residual_out == nodes["s3"].residual_in == 80 * MB  # not tried yet
 
 
+def test_what_comes_from_the_remote_store_says_nothing_of_links() -> None:
+    links = Links()
+    copy = replace(
+        a_copy(MODEL), source=REMOTE, relay_begin_us=99_000_000, relay_first_us=99_900_000, relay_end_us=100_000_000
+    )
+    links.observe_store(receiving(S1, Share(REMOTE, 0, 900 * MB, True)), 100.0)
+    links.observe_store(replace(S2, copies={MODEL.pack_id: copy}), 100.1)
+    nodes = links.nodes([S1, S2], [], 100.1)
+    assert nodes["s1"].residual_in == nodes["s2"].residual_in == nodes["s1"].residual_out == PRESUMED_BYTES_PER_S
+    assert nodes[REMOTE].residual_out == pytest.approx(900 * MB, rel=1e-3)
+
+
+def test_what_a_link_reached_fades_while_others_are_measured_and_not_while_all_idle() -> None:
+    links = Links()
+    for store in (S1, S2, S3):
+        links.observe_store(store, 100.0)
+    links.observe_store(receiving(S2, Share("s1", 0, 100 * MB, True)), 100.5)
+    links.observe_store(S2, 100.6)
+    night_later = 40_000.0
+    for store in (S1, S2, S3):
+        links.observe_store(store, night_later)
+    assert links.nodes([S1, S2, S3], [], night_later)["s2"].residual_in == 100 * MB
+    for tick in range(3001):  # 300 s, the half-life
+        links.observe_store(receiving(S3, Share("s1", 0, 20 * MB, True)), night_later + tick / 10)
+    assert links.nodes([S1, S2, S3], [], night_later + 300)["s2"].residual_in == pytest.approx(50 * MB, rel=0.01)
+
+
+def test_hosts_that_are_gone_are_forgotten() -> None:
+    links = Links()
+    links.observe_store(S1, 100.0)
+    for number in range(1000):
+        links.observe_worker(replace(a_worker(f"w{number}"), host_id=f"pod-{number}"), 100.0 + number)
+    assert len(links._links) == 1001
+    for second in range(2000, 5000, 100):
+        links.observe_store(S1, float(second))
+    links.nodes([S1, S2], [RunningRelay("p", "gone", "as well", 0.0)], 5000.0)
+    assert set(links._links) == {"h1"}
+
+
 def test_a_finished_relay_tells_its_mean_rate() -> None:
     links = Links()
     copy = replace(

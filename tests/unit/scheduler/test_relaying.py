@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.scheduler.scene import NUM_CHUNKS, Scene, a_copy, a_model, a_store, a_worker, hosts
+from torchrelay.control.v1.scheduler_pb2 import RelayView
 from torchrelay.scheduler import relaying
 from torchrelay.scheduler.core import REMOTE, Share, Store, Wire
 from torchrelay.scheduler.effects import RerouteCommand
+from torchrelay.scheduler.relay_view import relay_views
 from torchrelay.scheduler.rules import Rules
 
 MODEL = a_model()
@@ -84,9 +86,67 @@ def test_a_relay_that_gets_less_than_half_of_its_plan_gets_another_source() -> N
     assert command.hop.store_id == "store-3" and command.hop.sources[0] == "store-2"
     assert set(command.hop.sources) == {"store-1", "store-2", REMOTE}
     (happening,) = [one for one in scene.happenings if one.kind == "reroute"]
-    assert happening.event == "scale.reroute" and "20 MB/s instead of the 100 planned" in happening.reason
+    assert happening.event == "relay.slow" and "20 MB/s instead of the 100 planned" in happening.reason
     (relay,) = scene.policy.state.relays.running()
     assert relay.upstream == "store-2"
+
+
+def test_that_nothing_better_is_known_is_told_once() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    relaying.draw(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    report(scene, 20.0, Share("store-1", 1, 1 * MB, True))
+    (slow,) = [one for one in scene.happenings if one.event == "relay.slow"]
+    assert slow.reason == "store-3 gets 1 MB/s instead of the 500 planned from store-1; no better source is known"
+    assert slow.kind == "relay_slow" and slow.fields["new_sources"] == ""
+
+
+def test_relays_are_seen_from_plan_to_end() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    state = scene.policy.state
+    relaying.draw(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False, reason="one is enough")
+    (planned,) = relay_views(state, scene.now)
+    assert planned.state == RelayView.STATE_PLANNED and not planned.urgent and planned.reason == "one is enough"
+    assert [feed.holder_id for feed in planned.feeds] == ["store-1"] and planned.model == MODEL.pack_id[:12]
+    scene.admit(MODEL, "r1")  # now somebody has named it
+    share = Share("store-1", 8 * 1024 * 1024, 8 * 1024 * 1024, True)
+    scene.stores["store-3"] = a_host(3, 2, shares=(share,), relay_begin_us=1)
+    scene.pass_time(0.1)
+    (running,) = relay_views(state, scene.now)
+    assert running.state == RelayView.STATE_RUNNING and running.model == MODEL.name
+    assert (running.num_chunks_verified, running.num_chunks, running.left_s) == (2, NUM_CHUNKS, 3.0)
+    scene.pass_time(1.6)
+    (slow,) = relay_views(state, scene.now)
+    assert slow.state == RelayView.STATE_SLOW and 1.0 < slow.running_s < 2.0
+    ended = replace(share, num_bytes=MODEL.pack_bytes, bytes_per_s=0.0, following=False)
+    scene.stores["store-3"] = a_host(3, NUM_CHUNKS, shares=(ended,), relay_begin_us=1, relay_end_us=4_000_001)
+    scene.pass_time(0.1)
+    (finished,) = relay_views(state, scene.now)
+    assert finished.state == RelayView.STATE_FINISHED and finished.running_s == 4.0
+    assert finished.bytes_per_s == MODEL.pack_bytes / 4 and not finished.left_s
+    scene.pass_time(10)
+    assert relay_views(state, scene.now) == []
+    events = [one.event for one in scene.happenings if one.event.startswith("relay.")]
+    assert events == ["relay.begun", "relay.slow", "relay.finished"]
+
+
+def test_an_idle_relay_becomes_urgent_once_somebody_waits() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    state = scene.policy.state
+    relaying.draw(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False)
+    relaying.draw(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    (running,), (view,) = state.relays.running(), relay_views(state, scene.now)
+    assert running.urgent and view.urgent
+
+
+def test_a_relay_that_its_store_refuses_has_failed() -> None:
+    scene = hosts(1, replicate=False)
+    scene.obedient = False
+    scene.admit(MODEL, "r1")
+    instance = next(iter(scene.policy.state.fleet))
+    store = next(iter(scene.stores))
+    scene.do(scene.policy.load_failed(instance.instance_id, "the arena is full", scene.now, relay_failed=store))
+    (failed,) = [one for one in scene.happenings if one.event == "relay.failed"]
+    assert failed.reason.endswith("ended: the arena is full") and failed.fields["error"] == "the arena is full"
 
 
 def test_it_is_left_alone_for_a_while_and_when_nothing_better_is_known() -> None:

@@ -140,6 +140,31 @@ def test_a_copy_that_fails_is_tried_elsewhere_and_there_again_later() -> None:
     assert copies(scene)[-1].hop.store_id == "store-3" and len(of_kind(scene, "copy_failed")) == 2
 
 
+def test_a_pack_that_was_deleted_is_forgotten_at_the_first_refusal() -> None:
+    scene = racks(obedient=False)
+    del scene.stores["store-1"]
+    scene.do(scene.policy.store_gone("store-1", scene.now))
+    while not copies(scene):
+        scene.pass_time(0.1)
+    scene.do(scene.policy.copy_failed(MODEL.pack_id, copies(scene)[0].hop.store_id, "no such pack", scene.now, True))
+    assert "no such pack" in of_kind(scene, "copy_failed")[0].reason
+    scene.pass_time(300.0)
+    assert len(copies(scene)) == 1
+    book = scene.policy.state.copybook
+    assert MODEL.pack_id not in book.recency and MODEL.pack_id not in book.lost
+
+
+def test_losses_of_packs_that_nobody_remembers_are_not_kept() -> None:
+    scene = Scene().settle(in_rack(1, "r1"), in_rack(2, "r2"))
+    for number in range(50):
+        scene.hold("store-1", a_model(f"old-{number}"))
+    scene.pass_time(1.0)
+    del scene.stores["store-1"]
+    scene.do(scene.policy.store_gone("store-1", scene.now))
+    scene.pass_time(scene.policy.state.rules.loss_grace_s + 5.0)
+    assert scene.policy.state.copybook.lost == set()
+
+
 def test_an_old_error_in_the_reports_does_not_end_a_new_try() -> None:
     scene = racks(obedient=False)
     scene.hold("store-3", MODEL, num_chunks_verified=3, error="of an earlier try")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.scene import a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.core import BOTH, Instance, Model, Phase, Role, Roles, Slot, Store, Tier, Worker
+from torchrelay.scheduler.core import BOTH, Instance, Model, Phase, Role, Roles, Slot, Store, Worker
 from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.scaling import decide, wanted_instances
 from torchrelay.scheduler.situation import Demand, Drain, Load, SetRoles, Situation, Wake, covers
 from torchrelay.scheduler.slots import FreeSlot, assign, free_slots
+from torchrelay.scheduler.tiers import Tier
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 RULES = Rules()
@@ -142,6 +144,16 @@ def test_idle_instances_others_can_do_without_go_first() -> None:
     assert [action.instance_id for action in drains if isinstance(action, Drain)] == ["i-w2"]
     idle_prefill = [Load(busy[0].instance, 0, 0), busy[1]]
     assert decide(a_situation([], idle_prefill, workers, [store]), RULES) == ()  # its decode instance needs it
+
+
+@pytest.mark.parametrize(("num_cold", "drained"), [(0, ["i-w1"]), (3, [])])
+def test_what_loads_for_requests_that_have_a_place_is_not_idle(num_cold: int, drained: list[str]) -> None:
+    model, workers = a_model(), [a_worker("w0"), a_worker("w1")]
+    serving = Load(an_instance(model, workers[0]), 4, 0)
+    loading = Load(an_instance(model, workers[1], phase=Phase.LOADING), 0, 0)
+    demand = a_demand(model, num_waiting=0, num_cold=num_cold)
+    actions = decide(a_situation([demand], [serving, loading], workers, [a_store("s1", "host-1")]), RULES)
+    assert [action.instance_id for action in actions if isinstance(action, Drain)] == drained
 
 
 @given(

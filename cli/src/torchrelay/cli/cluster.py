@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -52,6 +52,24 @@ def explain(address: str, request_id: str = "", model: str = "", tls: Tls | None
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.NOT_FOUND:
                 raise Problem(error.details() or "nothing is known of it", "only recent requests are kept") from error
+            raise _unreachable(address) from error
+
+
+def events(
+    address: str, kinds: Sequence[str], since_unix_us: int, after_sequence: int, follow: bool, tls: Tls | None = None
+) -> Iterator[scheduler_pb2.Event]:
+    """The history, oldest first; with ``follow`` it goes on. Raises ``Problem`` or ``Unreachable``."""
+    request = scheduler_pb2.WatchEventsRequest(
+        kinds=kinds, since_unix_us=since_unix_us, after_sequence=after_sequence, follow=follow
+    )
+    with open_blocking_channel(address, tls) as channel:
+        try:
+            yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchEvents(request)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                raise Problem(f"the scheduler at {address} is older and tells no events", "update it") from error
+            if isinstance(error, grpc.Call) and dict(error.trailing_metadata() or ()).get("torchrelay-code"):
+                raise Problem(error.details() or "the history cannot be read", "see that nats-server runs") from error
             raise _unreachable(address) from error
 
 

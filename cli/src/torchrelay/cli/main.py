@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from torchrelay.cli import console
-from torchrelay.cli.commands import chat, explain, key, models, tenant, top, upload, usage
+from torchrelay.cli.commands import chat, events, explain, key, models, tenant, top, upload, usage
 from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.command import EXAMPLE as UP_EXAMPLE
 from torchrelay.cli.up.command import up
@@ -49,6 +49,7 @@ def root(
 
 app.command(rich_help_panel=PLATFORM, epilog=UP_EXAMPLE)(up)
 app.command(rich_help_panel=PLATFORM, epilog=top.EXAMPLE)(top.top)
+app.command(rich_help_panel=PLATFORM, epilog=events.EXAMPLE)(events.events)
 app.command(rich_help_panel=PLATFORM, epilog=explain.EXAMPLE)(explain.explain)
 app.command(rich_help_panel=USE, epilog=upload.EXAMPLE)(upload.upload)
 app.add_typer(models.app, name="models", rich_help_panel=USE, epilog=models.EXAMPLE)

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from torchrelay.cli import console
 from torchrelay.cli.console import NARROW, Columns, Fitted
+from torchrelay.cli.relay_view import progress, relays_shown
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 
 RATE_WINDOW_S = 2.0
@@ -102,7 +103,10 @@ def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_smal
         f"{running} running, {waiting} waiting",
     )
     workers, stores = workers_table(view.workers, rates, is_small), stores_table(view.stores, rates, is_small)
-    parts: list[RenderableType] = [head, "", workers, stores]
+    parts: list[RenderableType] = [head, ""]
+    if view.relays:
+        parts.append(relays_shown(view.relays, is_small))
+    parts += [workers, stores]
     if any(store.copies for store in view.stores):
         parts.append(copies_table(view, is_small))
     if view.instances or view.demand:
@@ -166,7 +170,7 @@ def copies_table(view: scheduler_pb2.ClusterView, is_small: bool = False) -> Tab
     made = Columns(*columns, right=numbers, whole=("model", "holder"), without=spared, is_narrow=True)
     for store in sorted(view.stores, key=lambda one: one.store_id):
         for copy in store.copies:
-            done = Text.assemble((_progress(copy.num_chunks_verified, copy.num_chunks), "cyan"))
+            done = Text.assemble((progress(copy.num_chunks_verified, copy.num_chunks), "cyan"))
             made.add_line(
                 copy.pack_id[:12],
                 Text(models.get(copy.pack_id, "-")),
@@ -219,8 +223,3 @@ def _rate(per_s: float | None, is_bytes: bool = False) -> str:
     if per_s is None:
         return ""
     return console.sized(per_s) if is_bytes else f"{per_s:,.0f}"
-
-
-def _progress(done: int, total: int, cells: int = 8) -> str:
-    filled = cells * done // total if total else 0
-    return "█" * filled + "░" * (cells - filled)

@@ -31,6 +31,23 @@ def test_what_is_no_address_is_named(variable: str, url: str) -> None:
     assert caught.value.mend
 
 
+@pytest.mark.parametrize(
+    ("variable", "url", "told"),
+    [
+        (NATS, "http://ann:hunter2@host", "'http://ann:***@host'"),
+        (NATS, "nats://:hunter2@host:many", "'nats://:***@host:many'"),
+        (REDIS, "redis//:hunter2@host", "***@host"),
+        (REDIS, "http://host/0?password=hunter2&db=1", "'http://host/0?password=***&db=1'"),
+        (DATABASE, "mysql://ann:hunt@er2@host/name", "'mysql://ann:***@host/name'"),
+    ],
+)
+def test_a_password_is_not_shown(variable: str, url: str, told: str) -> None:
+    with pytest.raises(Problem) as caught:
+        servers_elsewhere({variable: url})
+    assert told in caught.value.message
+    assert "er2" not in caught.value.message + str(caught.value.__cause__)
+
+
 def test_where_they_are_tried() -> None:
     named = {NATS: "nats://a:b@one", REDIS: "unix:///tmp/redis.sock", DATABASE: "postgresql+asyncpg://u:p@two:1/name"}
     assert {one.name: one.address for one in servers_elsewhere(named)} == {

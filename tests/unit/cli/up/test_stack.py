@@ -60,6 +60,20 @@ def test_running_brokers_are_used(home: Home, ports: Ports, monkeypatch: pytest.
     assert envs(stack)["scheduler"]["TORCHRELAY_NATS_URL"] == "nats://elsewhere:4222"
 
 
+def test_packs_lie_below_the_home_or_where_it_is_said(home: Home, ports: Ports, tmp_path: Path) -> None:
+    def told(remote: str) -> str:
+        return envs(StackPlan(home, UpOptions(remote=remote), ports).stack())["param-store"]["TORCHRELAY_REMOTE_URL"]
+
+    assert told("") == (home.path / "remote").as_uri()
+    assert told(str(tmp_path / "with space")) == (tmp_path / "with space").as_uri()
+    assert told("packs") == (Path.cwd() / "packs").as_uri()
+    for url in ("s3://bucket/prefix", "gs://bucket", "az://container/a", "file:///srv/packs"):
+        assert told(url) == url
+    for wrong in ("s3:///prefix", "http://host/x", "file://elsewhere/x", "s3://"):
+        with pytest.raises(Problem, match="no place for packs"):
+            told(wrong)
+
+
 def test_metrics_ports_are_counted_up(home: Home, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHRELAY_METRICS_PORT", "9464")
     told = {

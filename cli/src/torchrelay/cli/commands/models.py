@@ -107,14 +107,17 @@ def set_model(
 @app.command(epilog="Example:  torchrelay models delete glossary")
 def delete(
     name: NameArgument,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask; needed where nobody can be asked.")] = False,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
     """Take a model out of the catalogue; running requests end well, new ones are refused. The bill stays."""
-    if not yes and sys.stdin.isatty() and not typer.confirm(f"delete {name}?", err=True):
-        raise typer.Exit(1)
+    if not yes:
+        if not sys.stdin.isatty():
+            raise Problem(f"nobody is there to be asked whether to delete {name}", "give --yes to delete it unasked")
+        if not typer.confirm(f"delete {name}?", err=True):
+            raise typer.Exit(1)
     with tenant_access(home, url, key).client() as client:
         gone = client.call("DELETE", f"/v1/models/{quote(name)}")
     console.out().print(f"deleted {gone['id']}")

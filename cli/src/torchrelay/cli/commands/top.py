@@ -15,7 +15,7 @@ from torchrelay.cli.access import HomeOption
 if TYPE_CHECKING:
     from torchrelay.common.tls import Tls
 
-EXAMPLE = "Example:  torchrelay top\n\nOnce:     torchrelay top --once"
+EXAMPLE = "Example:  torchrelay top\n\nOnce:     torchrelay top --once\n\nScripts:  torchrelay top --json"
 RETRY_S = 1.0
 GONE_S = 6.0  # a scheduler that is started again answers within this time
 REFRESH_PER_S = 4
@@ -23,32 +23,39 @@ REFRESH_PER_S = 4
 
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one view as a JSON object and end.")] = False,
     scheduler: Annotated[
         str | None, typer.Option(help="Scheduler's gRPC address; by default the local platform's.", metavar="HOST:PORT")
     ] = None,
     home: HomeOption = None,
 ) -> None:
-    """Watch workers, copies of packs, instances and demand as they change; Ctrl-C leaves."""
+    """Watch relays, workers, copies of packs, instances and demand as they change; Ctrl-C leaves."""
     from torchrelay.cli.cluster import tls_of, tls_of_environment
     from torchrelay.cli.home import Home
 
     local = Home.at(home)
     address = scheduler or local.endpoints()["scheduler"]
     tls = tls_of_environment() if scheduler else tls_of(local.endpoints())
-    if once or not sys.stdout.isatty():
-        _print_once(address, tls)
+    if once or as_json or not sys.stdout.isatty():
+        _print_once(address, tls, as_json)
     else:
         with contextlib.suppress(KeyboardInterrupt):
             follow(address, lambda: scheduler is not None or local.running_pid() is not None, tls)
 
 
-def _print_once(address: str, tls: Tls | None) -> None:
+def _print_once(address: str, tls: Tls | None, as_json: bool) -> None:
+    from google.protobuf.json_format import MessageToDict
+
     from torchrelay.cli import console
     from torchrelay.cli.cluster import watch
     from torchrelay.cli.top_view import cluster_screen
 
     for view in watch(address, tls):
-        console.out().print(cluster_screen(view, {}, address))
+        if as_json:
+            as_dict = MessageToDict(view, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            console.print_json(as_dict)
+        else:
+            console.out().print(cluster_screen(view, {}, address))
         return
 
 

@@ -25,9 +25,9 @@ class LogLevel(StrEnum):
 
 
 def check_device(device: str) -> str:
-    """``device`` itself. Raises ``typer.BadParameter`` when it is neither the CPU nor a CUDA device."""
-    if re.fullmatch(r"cpu|cuda(:\d+)?", device) is None:
-        raise typer.BadParameter(f"{device!r} is no device: give cpu, or cuda:N with the GPU's number")
+    """``device`` itself. Raises ``typer.BadParameter`` when it is no device's name."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+        raise typer.BadParameter(f"{device!r} is no device: give cpu, cuda:N with the GPU's number, or auto")
     return device
 
 
@@ -43,13 +43,20 @@ def up(
     prefill_workers: Annotated[int, typer.Option(min=0, help="Workers for prompts.")] = 1,
     decode_workers: Annotated[int, typer.Option(min=0, help="Workers for the tokens after the first.")] = 1,
     both_workers: Annotated[int, typer.Option(min=0, help="Workers that play both roles.")] = 0,
+    remote: Annotated[
+        str,
+        typer.Option(
+            envvar="TORCHRELAY_REMOTE_URL",
+            help="Where published packs lie: a folder, or s3://BUCKET/PREFIX; by default below the home.",
+        ),
+    ] = "",
     arena_mb: Annotated[int, typer.Option(min=0, help="Memory for parameters, in MiB; 0: what can be spared.")] = 0,
     kv_pool_mb: Annotated[int, typer.Option(min=0, help="KV memory per worker, in MiB; 0: the default.")] = 0,
     idle_timeout_s: Annotated[
         float, typer.Option(min=0, help="Idle seconds until a model goes to zero; 0: default.")
     ] = 0,
     threads: Annotated[int, typer.Option(min=0, help="Compute threads per worker; 0: one per core.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, or cuda:N.", callback=check_device)] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu, cuda:N, or auto: a GPU if any.", callback=check_device)] = "cpu",
     tls: Annotated[bool, typer.Option("--tls", help="TLS between the services, with certificates made here.")] = False,
     log_level: Annotated[LogLevel, typer.Option(help="What the services log.")] = LogLevel.info,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not say what to do next.")] = False,
@@ -72,6 +79,7 @@ def up(
         num_prefill_workers=prefill_workers,
         num_decode_workers=decode_workers,
         num_both_workers=both_workers,
+        remote=remote,
         arena_bytes=arena_mb << 20,
         kv_pool_bytes=kv_pool_mb << 20,
         idle_timeout_s=idle_timeout_s,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torchrelay.cli.problems import Problem
 from torchrelay.gateway.settings import check_database_url
 
 ANSWER_S = 3.0
+_SECRET = re.compile(r"((?:password|token|secret|key)=)[^&#]*", re.IGNORECASE)  # in a query
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,21 @@ def servers_elsewhere(environment: Mapping[str, str]) -> list[Elsewhere]:
         try:
             check_database_url(url)
         except ValueError as error:
-            raise Problem(f"{variable}: {error}", "mend it, or unset it for a ledger in the home folder") from error
+            told = str(error).replace(repr(url), repr(without_password(url)))
+            raise Problem(f"{variable}: {told}", "mend it, or unset it for a ledger in the home folder") from None
         if url.startswith("postgresql"):
             scheme = url.partition(":")[0]
             found.append(_server("PostgreSQL", variable, url, (scheme,), 5432))
     return found
+
+
+def without_password(url: str) -> str:
+    """For people to read. It may be no URL at all, so whatever stands before an @ counts as a user and a password."""
+    scheme, slashes, rest = url.rpartition("://")
+    user, at, host = rest.rpartition("@")
+    name, colon, _ = user.partition(":")
+    masked = f"{name}{colon}{'***' if colon else ''}{at}{host}"
+    return _SECRET.sub(r"\1***", f"{scheme}{slashes}{masked}")
 
 
 def _server(name: str, variable: str, url: str, schemes: tuple[str, ...], default_port: int) -> Elsewhere:
@@ -54,9 +66,11 @@ def _server(name: str, variable: str, url: str, schemes: tuple[str, ...], defaul
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or default_port
     except ValueError as error:
-        raise Problem(f"{variable} is {url!r}: {error}", f"write it as {schemes[0]}://host:{default_port}") from error
+        told = f"{variable} is {without_password(url)!r}: {error}"
+        raise Problem(told, f"write it as {schemes[0]}://host:{default_port}") from error
     if parts.scheme not in schemes or (host is None and name == "NATS"):
-        raise Problem(f"{variable} is {url!r}, which is no address", f"write it as {schemes[0]}://host:{default_port}")
+        told = f"{variable} is {without_password(url)!r}, which is no address"
+        raise Problem(told, f"write it as {schemes[0]}://host:{default_port}")
     # Without a host it is a socket file (Redis), or said in the query (PostgreSQL).
     return Elsewhere(name, variable, url, None if host is None else (host, port))
 

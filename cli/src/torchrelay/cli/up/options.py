@@ -15,6 +15,7 @@ class UpOptions:
     num_prefill_workers: int = 1
     num_decode_workers: int = 1
     num_both_workers: int = 0
+    remote: str = ""  # a folder or a URL; empty: below the home
     arena_bytes: int = 0
     kv_pool_bytes: int = 0
     idle_timeout_s: float = 0.0

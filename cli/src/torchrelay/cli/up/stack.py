@@ -13,6 +13,7 @@ from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.child import ChildSpec
 from torchrelay.cli.up.options import UpOptions
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
+from torchrelay.cli.up.remote import remote_url
 from torchrelay.common.tls import Tls, TlsFiles
 from torchrelay.transfer.tickets import derive_node_key
 
@@ -157,7 +158,7 @@ class StackPlan:
             "TORCHRELAY_HOST_ID": HOST_ID,
             "TORCHRELAY_PORT": str(self._store_port),
             "TORCHRELAY_DATA_DIR": str(self._home.path / "store"),
-            "TORCHRELAY_REMOTE_URL": (self._home.path / "remote").as_uri(),
+            "TORCHRELAY_REMOTE_URL": remote_url(self._options.remote, self._home.path / "remote"),
             "TORCHRELAY_ARENA_PATH": str(self._arena),
         }
         if self._options.arena_bytes:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator, Sequence
 
-from blake3 import blake3
-
 KEY_BYTES = 16
 
 
 def prefix_keys(salt: str, token_ids: Sequence[int], block_tokens: int) -> Iterator[bytes]:
     """One key per full block, from the first on."""
+    from blake3 import blake3  # late: without a prefix cache the engine needs nothing but torch
+
     key = blake3(salt.encode()).digest(KEY_BYTES)
     for end in range(block_tokens, len(token_ids) + 1, block_tokens):
         key = blake3(key + array("q", token_ids[end - block_tokens : end]).tobytes()).digest(KEY_BYTES)

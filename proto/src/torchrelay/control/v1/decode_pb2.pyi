@@ -30,6 +30,8 @@ class KvOffer(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """of the decode worker; refused by any other"""
     pack_id: _builtins.str
@@ -37,6 +39,10 @@ class KvOffer(_message.Message):
     max_tokens: _builtins.int
     block_tokens: _builtins.int
     """with it and the model's shape, torchrelay.engine.handover lays the buffer out"""
+    host_id: _builtins.str
+    """of the prefill worker"""
+    local_address: _builtins.str
+    """"shm:/path" of the same buffers, for a decode worker of that host; empty: none"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -55,10 +61,12 @@ class KvOffer(_message.Message):
         source: _types_pb2.Source | None = ...,
         max_tokens: _builtins.int = ...,
         block_tokens: _builtins.int = ...,
+        host_id: _builtins.str = ...,
+        local_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "instance_id", b"instance_id", "key", b"key", "max_tokens", b"max_tokens", "pack_id", b"pack_id", "sequences", b"sequences", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "host_id", b"host_id", "instance_id", b"instance_id", "key", b"key", "local_address", b"local_address", "max_tokens", b"max_tokens", "pack_id", b"pack_id", "sequences", b"sequences", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

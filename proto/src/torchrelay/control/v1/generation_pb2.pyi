@@ -94,6 +94,7 @@ class Sampling(_message.Message):
     max_tokens: _builtins.int
     """per choice, counted from the end of the prompt"""
     ignore_eos: _builtins.bool
+    """told for the record: stop_token_ids has heeded it"""
     min_p: _builtins.float
     """0: off"""
     presence_penalty: _builtins.float
@@ -102,7 +103,7 @@ class Sampling(_message.Message):
     """likely tokens to tell beside the chosen one; absent: not even that one"""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """end-of-sequence ids of the model, and the user's"""
+        """end-of-sequence ids of the model (none with ignore_eos), and the user's"""
 
     @_builtins.property
     def stop_strings(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...

@@ -46,6 +46,11 @@ class WorkerReport(_message.Message):
     KV_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     KV_BYTES_SENT_FIELD_NUMBER: _builtins.int
     SLOT_START_S_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
+    LATENCY_FIELD_NUMBER: _builtins.int
+    QUEUED_PREFILL_S_FIELD_NUMBER: _builtins.int
+    KEEPS_PREFIXES_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """new with every process start"""
@@ -74,12 +79,26 @@ class WorkerReport(_message.Message):
     """since start"""
     slot_start_s: _builtins.float
     """process start to free slot"""
+    device: _builtins.str
+    """kind of device it computes on: "cpu", "cuda" """
+    queued_prefill_s: _builtins.float
+    """by that model, for num_queued_prefill_tokens; 0: not known"""
+    keeps_prefixes: _builtins.bool
+    """prompts that begin alike compute the common part once"""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Role.ValueType]:
         """roles this process can play"""
 
     @_builtins.property
     def slot(self) -> Global___SlotState: ...
+    @_builtins.property
+    def profile(self) -> Global___EngineProfile:
+        """of the instance in the slot; absent before its first step"""
+
+    @_builtins.property
+    def latency(self) -> Global___LatencyModel:
+        """of the pack in the slot; absent while nothing of it is known"""
+
     def __init__(
         self,
         *,
@@ -103,14 +122,129 @@ class WorkerReport(_message.Message):
         kv_bytes_received: _builtins.int = ...,
         kv_bytes_sent: _builtins.int = ...,
         slot_start_s: _builtins.float = ...,
+        device: _builtins.str = ...,
+        profile: Global___EngineProfile | None = ...,
+        latency: Global___LatencyModel | None = ...,
+        queued_prefill_s: _builtins.float = ...,
+        keeps_prefixes: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["slot", b"slot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency", "profile", b"profile", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "epoch", b"epoch", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "device", b"device", "epoch", b"epoch", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "keeps_prefixes", b"keeps_prefixes", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "latency", b"latency", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "queued_prefill_s", b"queued_prefill_s", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerReport: _TypeAlias = WorkerReport  # noqa: Y015
+
+@_typing.final
+class EngineProfile(_message.Message):
+    """Where the time of the engine's steps goes of late: parts that add up to 1."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPUTE_FIELD_NUMBER: _builtins.int
+    MEMORY_FIELD_NUMBER: _builtins.int
+    KV_TRANSFER_FIELD_NUMBER: _builtins.int
+    IO_WAIT_FIELD_NUMBER: _builtins.int
+    SCHEDULING_FIELD_NUMBER: _builtins.int
+    BOTTLENECK_FIELD_NUMBER: _builtins.int
+    compute: _builtins.float
+    memory: _builtins.float
+    """copies that computing needs: KV gathered from pages"""
+    kv_transfer: _builtins.float
+    """KV copied out for another worker, or written into pages from one"""
+    io_wait: _builtins.float
+    """weights that were not there yet"""
+    scheduling: _builtins.float
+    """choosing and laying out batches, sampling, moving sequences on"""
+    bottleneck: _builtins.str
+    """which of them to look at first, by its name here; see docs/profile.md"""
+    def __init__(
+        self,
+        *,
+        compute: _builtins.float = ...,
+        memory: _builtins.float = ...,
+        kv_transfer: _builtins.float = ...,
+        io_wait: _builtins.float = ...,
+        scheduling: _builtins.float = ...,
+        bottleneck: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bottleneck", b"bottleneck", "compute", b"compute", "io_wait", b"io_wait", "kv_transfer", b"kv_transfer", "memory", b"memory", "scheduling", b"scheduling"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineProfile: _TypeAlias = EngineProfile  # noqa: Y015
+
+@_typing.final
+class LatencyModel(_message.Message):
+    """How long steps take, learned from those measured: torchrelay.common.latency_model."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    TOKEN_BUDGET_FIELD_NUMBER: _builtins.int
+    token_budget: _builtins.int
+    """most positions of one step"""
+    @_builtins.property
+    def prefill(self) -> Global___StepCost:
+        """of steps that prefill, whatever decodes beside taken off"""
+
+    @_builtins.property
+    def decode(self) -> Global___StepCost:
+        """of steps that only decode"""
+
+    def __init__(
+        self,
+        *,
+        prefill: Global___StepCost | None = ...,
+        decode: Global___StepCost | None = ...,
+        token_budget: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "token_budget", b"token_budget"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LatencyModel: _TypeAlias = LatencyModel  # noqa: Y015
+
+@_typing.final
+class StepCost(_message.Message):
+    """step = base + per_position * positions + per_seen * positions that attention reads"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_S_FIELD_NUMBER: _builtins.int
+    PER_POSITION_S_FIELD_NUMBER: _builtins.int
+    PER_SEEN_S_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    base_s: _builtins.float
+    per_position_s: _builtins.float
+    per_seen_s: _builtins.float
+    num_steps: _builtins.int
+    """learned from; 0: nothing is known"""
+    error: _builtins.float
+    """mean |measured - predicted| / predicted of late steps, each at most 1"""
+    def __init__(
+        self,
+        *,
+        base_s: _builtins.float = ...,
+        per_position_s: _builtins.float = ...,
+        per_seen_s: _builtins.float = ...,
+        num_steps: _builtins.int = ...,
+        error: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "error", b"error", "num_steps", b"num_steps", "per_position_s", b"per_position_s", "per_seen_s", b"per_seen_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepCost: _TypeAlias = StepCost  # noqa: Y015
 
 @_typing.final
 class SlotState(_message.Message):

@@ -530,6 +530,7 @@ class ClusterView(_message.Message):
     INSTANCES_FIELD_NUMBER: _builtins.int
     DEMAND_FIELD_NUMBER: _builtins.int
     LARGEST_SLOT_BYTES_FIELD_NUMBER: _builtins.int
+    RELAYS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     largest_slot_bytes: _builtins.int
     """weights the largest known slot can hold; 0: no slot known"""
@@ -541,6 +542,10 @@ class ClusterView(_message.Message):
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___InstanceView]: ...
     @_builtins.property
     def demand(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelDemand]: ...
+    @_builtins.property
+    def relays(self) -> _containers.RepeatedCompositeFieldContainer[Global___RelayView]:
+        """planned, under way, and for some seconds those that have ended; oldest first"""
+
     def __init__(
         self,
         *,
@@ -550,10 +555,11 @@ class ClusterView(_message.Message):
         instances: _abc.Iterable[Global___InstanceView] | None = ...,
         demand: _abc.Iterable[Global___ModelDemand] | None = ...,
         largest_slot_bytes: _builtins.int = ...,
+        relays: _abc.Iterable[Global___RelayView] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "epoch", b"epoch", "instances", b"instances", "largest_slot_bytes", b"largest_slot_bytes", "stores", b"stores", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "epoch", b"epoch", "instances", b"instances", "largest_slot_bytes", b"largest_slot_bytes", "relays", b"relays", "stores", b"stores", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -631,3 +637,220 @@ class ModelDemand(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelDemand: _TypeAlias = ModelDemand  # noqa: Y015
+
+@_typing.final
+class RelayView(_message.Message):
+    """One store's incoming copy: every arrow that ends there, from the plan until some seconds after the end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _State:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[RelayView._State.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        STATE_UNSPECIFIED: RelayView._State.ValueType  # 0
+        STATE_PLANNED: RelayView._State.ValueType  # 1
+        """no chunk has been asked for yet"""
+        STATE_RUNNING: RelayView._State.ValueType  # 2
+        STATE_SLOW: RelayView._State.ValueType  # 3
+        """less than half of what was planned, for a while now"""
+        STATE_FINISHED: RelayView._State.ValueType  # 4
+        STATE_FAILED: RelayView._State.ValueType  # 5
+
+    class State(_State, metaclass=_StateEnumTypeWrapper): ...
+    STATE_UNSPECIFIED: RelayView.State.ValueType  # 0
+    STATE_PLANNED: RelayView.State.ValueType  # 1
+    """no chunk has been asked for yet"""
+    STATE_RUNNING: RelayView.State.ValueType  # 2
+    STATE_SLOW: RelayView.State.ValueType  # 3
+    """less than half of what was planned, for a while now"""
+    STATE_FINISHED: RelayView.State.ValueType  # 4
+    STATE_FAILED: RelayView.State.ValueType  # 5
+
+    PACK_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    URGENT_FIELD_NUMBER: _builtins.int
+    FEEDS_FIELD_NUMBER: _builtins.int
+    PACK_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_CHUNKS_FIELD_NUMBER: _builtins.int
+    NUM_CHUNKS_VERIFIED_FIELD_NUMBER: _builtins.int
+    PLANNED_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    RUNNING_S_FIELD_NUMBER: _builtins.int
+    LEFT_S_FIELD_NUMBER: _builtins.int
+    ENDED_S_FIELD_NUMBER: _builtins.int
+    NUM_REPAIRS_FIELD_NUMBER: _builtins.int
+    NUM_REPLANS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    pack_id: _builtins.str
+    model: _builtins.str
+    """or the beginning of the pack's id, while nobody has named it"""
+    target: _builtins.str
+    """store id"""
+    state: Global___RelayView.State.ValueType
+    urgent: _builtins.bool
+    """somebody waits for it; else it takes only what others leave of the links"""
+    pack_bytes: _builtins.int
+    num_chunks: _builtins.int
+    num_chunks_verified: _builtins.int
+    planned_bytes_per_s: _builtins.float
+    """0: nothing was predicted"""
+    bytes_per_s: _builtins.float
+    """measured of late; of one that has ended its mean"""
+    running_s: _builtins.float
+    """since it began; of one that has ended all that it took"""
+    left_s: _builtins.float
+    """by the measured rate; 0: not known, or nothing is left"""
+    ended_s: _builtins.float
+    """how long ago"""
+    num_repairs: _builtins.int
+    num_replans: _builtins.int
+    reason: _builtins.str
+    """why it was begun"""
+    error: _builtins.str
+    """why it failed"""
+    @_builtins.property
+    def feeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Feed]: ...
+    def __init__(
+        self,
+        *,
+        pack_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        target: _builtins.str = ...,
+        state: Global___RelayView.State.ValueType = ...,
+        urgent: _builtins.bool = ...,
+        feeds: _abc.Iterable[Global___Feed] | None = ...,
+        pack_bytes: _builtins.int = ...,
+        num_chunks: _builtins.int = ...,
+        num_chunks_verified: _builtins.int = ...,
+        planned_bytes_per_s: _builtins.float = ...,
+        bytes_per_s: _builtins.float = ...,
+        running_s: _builtins.float = ...,
+        left_s: _builtins.float = ...,
+        ended_s: _builtins.float = ...,
+        num_repairs: _builtins.int = ...,
+        num_replans: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "ended_s", b"ended_s", "error", b"error", "feeds", b"feeds", "left_s", b"left_s", "model", b"model", "num_chunks", b"num_chunks", "num_chunks_verified", b"num_chunks_verified", "num_repairs", b"num_repairs", "num_replans", b"num_replans", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "planned_bytes_per_s", b"planned_bytes_per_s", "reason", b"reason", "running_s", b"running_s", "state", b"state", "target", b"target", "urgent", b"urgent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelayView: _TypeAlias = RelayView  # noqa: Y015
+
+@_typing.final
+class Feed(_message.Message):
+    """One arrow: from a holder, or "remote", into the target of its relay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_ID_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    FOLLOWING_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    holder_id: _builtins.str
+    num_bytes: _builtins.int
+    """brought so far"""
+    bytes_per_s: _builtins.float
+    """measured of late"""
+    following: _builtins.bool
+    """asked for chunks now; else it was, or is planned to be"""
+    error: _builtins.str
+    """why it was given up"""
+    def __init__(
+        self,
+        *,
+        holder_id: _builtins.str = ...,
+        num_bytes: _builtins.int = ...,
+        bytes_per_s: _builtins.float = ...,
+        following: _builtins.bool = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "error", b"error", "following", b"following", "holder_id", b"holder_id", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Feed: _TypeAlias = Feed  # noqa: Y015
+
+@_typing.final
+class WatchEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KINDS_FIELD_NUMBER: _builtins.int
+    SINCE_UNIX_US_FIELD_NUMBER: _builtins.int
+    AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
+    FOLLOW_FIELD_NUMBER: _builtins.int
+    since_unix_us: _builtins.int
+    """0: nothing of the past, only what is to come"""
+    after_sequence: _builtins.int
+    """goes on after this event, whatever since_unix_us says"""
+    follow: _builtins.bool
+    """the stream does not end by itself"""
+    @_builtins.property
+    def kinds(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """"relay", "instance", "scale", "model"; none: all"""
+
+    def __init__(
+        self,
+        *,
+        kinds: _abc.Iterable[_builtins.str] | None = ...,
+        since_unix_us: _builtins.int = ...,
+        after_sequence: _builtins.int = ...,
+        follow: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_sequence", b"after_sequence", "follow", b"follow", "kinds", b"kinds", "since_unix_us", b"since_unix_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
+
+@_typing.final
+class Event(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    AT_UNIX_US_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    FIELDS_JSON_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """rises; gaps are events of other kinds"""
+    at_unix_us: _builtins.int
+    kind: _builtins.str
+    """"relay.begun", "instance.ready", "scale.up", "model.published", ..."""
+    model: _builtins.str
+    reason: _builtins.str
+    """one sentence; may be empty"""
+    fields_json: _builtins.str
+    """everything else that is told of it: a JSON object"""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        at_unix_us: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        model: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        fields_json: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_unix_us", b"at_unix_us", "fields_json", b"fields_json", "kind", b"kind", "model", b"model", "reason", b"reason", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Event: _TypeAlias = Event  # noqa: Y015

@@ -50,6 +50,11 @@ class SchedulerStub:
                 request_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.WatchClusterRequest.SerializeToString,
                 response_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.ClusterView.FromString,
                 _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/torchrelay.control.v1.Scheduler/WatchEvents',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.Event.FromString,
+                _registered_method=True)
 
 
 class SchedulerServicer:
@@ -78,6 +83,13 @@ class SchedulerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchEvents(self, request, context):
+        """The history, oldest first: what is kept of it since a time, and with follow what is added from then on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SchedulerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +107,11 @@ def add_SchedulerServicer_to_server(servicer, server):
                     servicer.WatchCluster,
                     request_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.WatchClusterRequest.FromString,
                     response_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.ClusterView.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.WatchEventsRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_scheduler__pb2.Event.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -179,6 +196,33 @@ class Scheduler:
             '/torchrelay.control.v1.Scheduler/WatchCluster',
             torchrelay_dot_control_dot_v1_dot_scheduler__pb2.WatchClusterRequest.SerializeToString,
             torchrelay_dot_control_dot_v1_dot_scheduler__pb2.ClusterView.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/torchrelay.control.v1.Scheduler/WatchEvents',
+            torchrelay_dot_control_dot_v1_dot_scheduler__pb2.WatchEventsRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_scheduler__pb2.Event.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class SchedulerStub:
     """The timeline of one recent request, or of a model's recent decisions."""
     WatchCluster: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchClusterRequest, _scheduler_pb2.ClusterView]
     """A full view at once, then again whenever something changed (at most ten a second)."""
+    WatchEvents: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchEventsRequest, _scheduler_pb2.Event]
+    """The history, oldest first: what is kept of it since a time, and with follow what is added from then on."""
 
 @_typing.type_check_only
 class SchedulerAsyncStub(SchedulerStub):
@@ -55,6 +57,8 @@ class SchedulerAsyncStub(SchedulerStub):
     """The timeline of one recent request, or of a model's recent decisions."""
     WatchCluster: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchClusterRequest, _scheduler_pb2.ClusterView]  # type: ignore[assignment]
     """A full view at once, then again whenever something changed (at most ten a second)."""
+    WatchEvents: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchEventsRequest, _scheduler_pb2.Event]  # type: ignore[assignment]
+    """The history, oldest first: what is kept of it since a time, and with follow what is added from then on."""
 
 class SchedulerServicer(metaclass=_abc_1.ABCMeta):
     """Dispatch, autoscaling and relay planning. One is active at a time."""
@@ -84,5 +88,13 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.ClusterView], _abc.AsyncIterator[_scheduler_pb2.ClusterView]]:
         """A full view at once, then again whenever something changed (at most ten a second)."""
+
+    @_abc_1.abstractmethod
+    def WatchEvents(
+        self,
+        request: _scheduler_pb2.WatchEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.Event], _abc.AsyncIterator[_scheduler_pb2.Event]]:
+        """The history, oldest first: what is kept of it since a time, and with follow what is added from then on."""
 
 def add_SchedulerServicer_to_server(servicer: SchedulerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

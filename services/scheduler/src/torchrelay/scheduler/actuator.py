@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from torchrelay.common.errors import StaleEpoch, TorchrelayError, Unavailable
+from torchrelay.common.errors import NotFound, StaleEpoch, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.rpc import error_from_rpc
 from torchrelay.common.telemetry import get_logger
@@ -123,7 +123,8 @@ class Actuator:
         try:
             await self._relay(command, command.hop)
         except TorchrelayError as error:
-            self._desk.copy_failed(pack_id, store_id, f"the relay could not be started: {error.message}")
+            cause = f"the relay could not be started: {error.message}"
+            self._desk.copy_failed(pack_id, store_id, cause, gone=isinstance(error, NotFound))
             return
         self._desk.copy_begun(pack_id, store_id)
 

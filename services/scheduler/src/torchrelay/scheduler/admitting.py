@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torchrelay.scheduler.books import OpenAttempt
-from torchrelay.scheduler.core import Admission, AttemptKey, Instance, Model, Phase, Placement, Role
+from torchrelay.scheduler.core import Admission, AttemptKey, Instance, Model, Phase, Placement, Role, Worker
 from torchrelay.scheduler.dispatch import Candidate, NoPlace, place
 from torchrelay.scheduler.effects import Answer, Opened, Placed, RefusalReason, Refused, Waits
-from torchrelay.scheduler.latency import load_left_s, load_s, prefill_tokens_per_s
-from torchrelay.scheduler.slots import tier_of
+from torchrelay.scheduler.latency import load_left_s, load_s
+from torchrelay.scheduler.prediction import Outcome
 from torchrelay.scheduler.state import State
+from torchrelay.scheduler.tiers import tier_of
 
 _RETRY_AFTER_S = (1.0, 60.0)
 
@@ -77,6 +78,18 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     return attempt
 
 
+def learn(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
+    """Takes in how long the hand-over took; what steps take the workers learn themselves."""
+    model, admission = state.models.get(attempt.admission.version_id), attempt.admission
+    workers = state.view.workers
+    prefill = workers.get(attempt.placement.prefill.worker_id)
+    decode = workers.get(attempt.placement.decode.worker_id)
+    if outcome.handover_s is None or model is None or prefill is None or decode is None or prefill is decode:
+        return
+    kv_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token
+    state.handovers.observe(prefill.host_id, decode.host_id, kv_bytes, outcome.handover_s)
+
+
 def refuse(
     state: State, admission: Admission, reason: RefusalReason, message: str, now: float, retry_after_s: float = 0.0
 ) -> None:
@@ -120,7 +133,8 @@ def serve(state: State, now: float, version_ids: Iterable[str] | None = None) ->
         for admission in state.queues.waiting(version_id) if instances else ():
             if not state.gateways.is_confirmed(admission.key):
                 continue  # its gateway is away; it keeps its turn
-            placement = place(admission, model, candidates(state, model, instances, now), state.rules)
+            found = candidates(state, admission, model, instances, now)
+            placement = place(admission, model, found, state.handovers, state.rules)
             if isinstance(placement, NoPlace):
                 break
             state.queues.remove(admission.key)
@@ -136,22 +150,41 @@ def _open(state: State, admission: Admission, placement: Placement, now: float) 
     state.books.open(OpenAttempt(admission, placement, now, admission.kv_bytes(model)))
     for seat in (placement.prefill, placement.decode):
         state.fleet.touch(seat.instance_id, now)
+    worker = state.view.workers.get(placement.prefill.worker_id)
+    if worker is not None and worker.keeps_prefixes and model.routing_block_tokens:
+        block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
+        max_blocks = worker.kv_pool_bytes // block_bytes
+        state.prefixes.note(placement.prefill.instance_id, admission.block_hashes, max_blocks)
 
 
-def candidates(state: State, model: Model, instances: Iterable[Instance], now: float) -> list[Candidate]:
-    """The instances requests may be sent to, with what a placement has to weigh."""
+def candidates(
+    state: State, admission: Admission, model: Model, instances: Iterable[Instance], now: float
+) -> list[Candidate]:
+    """The instances requests may be sent to, with what a placement of ``admission`` has to weigh."""
     return [
-        Candidate(
-            instance=instance,
-            worker=worker,
-            load_left_s=_load_left_s(state, model, instance, now),
-            queued_prefill_tokens=state.queued_prefill_tokens(instance),
-            kv_unreserved_bytes=worker.kv_pool_bytes - state.books.reserved_bytes(instance.instance_id),
-            num_decoding=state.books.num_decoding(instance.instance_id),
-        )
+        _candidate(state, admission, model, instance, worker, now)
         for instance in instances
         if (worker := state.view.workers.get(instance.worker_id)) and not state.view.is_suspect(worker.worker_id)
     ]
+
+
+def _candidate(
+    state: State, admission: Admission, model: Model, instance: Instance, worker: Worker, now: float
+) -> Candidate:
+    reserved_bytes = state.books.reserved_bytes(instance.instance_id)
+    latency = state.latencies.of(worker, model.pack_id, state.rules)
+    num_blocks = state.prefixes.num_blocks(instance.instance_id, admission.block_hashes)
+    return Candidate(
+        instance=instance,
+        worker=worker,
+        latency=latency,
+        load_left_s=_load_left_s(state, model, instance, now),
+        queue_s=state.queue_s(instance, latency),
+        kv_unreserved_bytes=worker.kv_pool_bytes - reserved_bytes,
+        num_decoding=state.books.num_decoding(instance.instance_id),
+        num_decode_seen=reserved_bytes // max(model.kv_bytes_per_token, 1),
+        num_cached_tokens=num_blocks * model.routing_block_tokens,
+    )
 
 
 def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> float:
@@ -168,15 +201,20 @@ def predicted_wait_s(state: State, model: Model, now: float) -> float:
     """Until a request that arrives now gets its first token: load left, and the prompts before it."""
     instances = [instance for instance in state.fleet.of_version(model.version_id) if instance.staying]
     prefills = [instance for instance in instances if instance.plays(Role.PREFILL)]
-    ahead = sum(admission.num_prefill_tokens for admission in state.queues.waiting(model.version_id))
+    waiting = state.queues.waiting(model.version_id)
     if not prefills:
-        tokens_per_s = state.rules.default_prefill_tokens_per_s
-        return state.rules.slot_setup_s + model.pack_bytes / state.rules.relay_bytes_per_s + ahead / tokens_per_s
-    workers = [worker for instance in prefills if (worker := state.view.workers.get(instance.worker_id))]
-    tokens_per_s = sum(prefill_tokens_per_s(worker, state.rules) for worker in workers)
-    ahead += sum(state.queued_prefill_tokens(instance) for instance in prefills)
+        ahead = sum(admission.num_prefill_tokens for admission in waiting)
+        ahead_s = ahead / state.rules.default_prefill_tokens_per_s
+        return state.rules.slot_setup_s + model.pack_bytes / state.rules.relay_bytes_per_s + ahead_s
+    backlog_s = [
+        state.queue_s(instance, latency)
+        + sum(each.num_contexts * latency.prefill_s(each.num_context_tokens) for each in waiting) / len(prefills)
+        for instance in prefills
+        if (worker := state.view.workers.get(instance.worker_id))
+        and (latency := state.latencies.of(worker, model.pack_id, state.rules))
+    ]
     load_s_left = min(_load_left_s(state, model, instance, now) for instance in prefills)
-    return load_s_left + ahead / max(tokens_per_s, 1.0)
+    return load_s_left + min(backlog_s, default=0.0)
 
 
 def _waits(state: State, admission: Admission, now: float) -> Waits:

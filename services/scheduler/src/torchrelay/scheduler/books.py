@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from torchrelay.scheduler.core import Admission, AttemptKey, Placement
+from torchrelay.scheduler.prediction import Prediction
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,13 @@ class Books:
         keys = {key for instance_id in instance_ids for key in self._at.get(instance_id, ())}
         return tuple(self._open[key] for key in keys)
 
-    def prefill_tokens_since(self, instance_id: str, since: float) -> int:
-        """Positions placed for prefill later than ``since``: what the worker's report cannot hold yet."""
-        return sum(
-            attempt.admission.num_prefill_tokens
+    def predicted_since(self, instance_id: str, since: float) -> list[Prediction]:
+        """Of the attempts placed for prefill later than ``since``: what the worker's report cannot hold yet."""
+        return [
+            attempt.placement.predicted
             for attempt in self.attempts_at((instance_id,))
             if attempt.placed_at > since and attempt.placement.prefill.instance_id == instance_id
-        )
+        ]
 
     def check_integrity(self, pools: Mapping[str, int]) -> None:
         """Sums agree with the attempts; ``pools`` (KV bytes by instance) are nowhere exceeded."""

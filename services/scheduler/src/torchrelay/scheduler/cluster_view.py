@@ -8,6 +8,7 @@ from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.scheduler import wire
 from torchrelay.scheduler.core import Instance
 from torchrelay.scheduler.desk import Desk
+from torchrelay.scheduler.relay_view import relay_views
 
 
 def cluster_view(desk: Desk) -> scheduler_pb2.ClusterView:
@@ -31,6 +32,7 @@ def cluster_view(desk: Desk) -> scheduler_pb2.ClusterView:
             for name in sorted(waiting.keys() | running.keys())
         ],
         largest_slot_bytes=state.view.largest_slot_bytes,
+        relays=relay_views(state, now),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from torchrelay.scheduler.core import Store
@@ -142,6 +142,15 @@ class CopyBook:
                 del self._away[store_id]
                 self.lost |= {copy.pack_id for copy in store.copies.values() if copy.complete}
         return {store_id: store for store_id, (store, _) in self._away.items()}
+
+    def keep_lost(self, held: Set[str]) -> None:
+        """Losses that were made good count no more, nor do those of packs that nobody remembers."""
+        self.lost = {pack_id for pack_id in self.lost - held if pack_id in self.recency}
+
+    def forget(self, pack_id: str) -> None:
+        """The pack exists no more: it is not brought anywhere until it is used again."""
+        self.recency.forget(pack_id)
+        self.lost.discard(pack_id)
 
     # Guards
 

@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from torchrelay.common.latency_model import LatencyModel
+from torchrelay.scheduler.measured import Measured
+from torchrelay.scheduler.prediction import UNPREDICTED, Prediction
+
 REMOTE = "remote"  # holder id of the remote store: the last source of every relay
 KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
 
@@ -39,15 +43,6 @@ class Phase(enum.Enum):
     DRAINING = "draining"
 
 
-class Tier(enum.IntEnum):
-    """How far a pack is from a host, nearest first."""
-
-    HOST = 0  # whole in the host's own arena
-    FILLING = 1  # the host is receiving it
-    PEER = 2  # whole or arriving on another host
-    REMOTE = 3
-
-
 class AttemptKey(NamedTuple):
     """One attempt at one request; rises with every admission of the request."""
 
@@ -71,17 +66,7 @@ class Model:
     kv_bytes_per_token: int
     idle_timeout_s: float = 0.0  # 0: the scheduler's default
     max_instances: int = 0  # per role; 0: the scheduler's default
-
-
-@dataclass(frozen=True)
-class Measured:
-    """A named stretch of time somebody measured, in Unix microseconds."""
-
-    name: str
-    begin_us: int
-    end_us: int
-    where: str = ""
-    detail: str = ""
+    routing_block_tokens: int = 0  # of a prompt, per hash; 0: no hashes
 
 
 @dataclass(frozen=True)
@@ -123,6 +108,10 @@ class Worker:
     step_s: float = 0.0  # median decode step; 0: not measured yet
     kv_bytes_sent: int = 0  # since start
     kv_bytes_received: int = 0
+    device: str = ""
+    latency: LatencyModel | None = None  # of the pack in its slot; None: nothing learned
+    queued_prefill_s: float = 0.0  # by that model
+    keeps_prefixes: bool = False  # prompts that begin alike compute the common part once
 
 
 @dataclass(frozen=True)
@@ -133,6 +122,7 @@ class Share:
     num_bytes: int
     bytes_per_s: float  # of late; 0: it brings nothing now
     following: bool = False  # it is asked for chunks now
+    error: str = ""  # why it was given up
 
 
 @dataclass(frozen=True)
@@ -151,6 +141,7 @@ class Copy:
     source: str = ""
     shares: tuple[Share, ...] = ()  # by source
     guarded: bool = False  # by a scheduler's lease that has not run out
+    num_repairs: int = 0
 
     @property
     def complete(self) -> bool:
@@ -195,10 +186,8 @@ class Store:
 
     def room_for(self, pack_id: str, pack_bytes: int) -> bool:
         """Whether the arena has the pack, or can make room for it by evicting what nobody pins."""
-        if pack_id in self.copies:
-            return True
         pinned = sum(copy.pack_bytes for copy in self.copies.values() if copy.num_pins)
-        return pinned + pack_bytes <= self.arena_target_bytes
+        return pack_id in self.copies or pinned + pack_bytes <= self.arena_target_bytes
 
 
 @dataclass(frozen=True)
@@ -261,17 +250,25 @@ class Admission:
     admitted_at: float
     lost_workers: frozenset[str] = frozenset()
     traceparent: str = ""
+    block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt
+
+    @property
+    def num_contexts(self) -> int:
+        """At most: choices with forced output may each have a context of their own."""
+        return max(self.num_choices, 1) if self.num_forced_tokens else 1
+
+    @property
+    def num_context_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_forced_tokens
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Positions that prefill computes at most; choices with forced output may each have a context of their own."""
-        contexts = max(self.num_choices, 1) if self.num_forced_tokens else 1
-        return (self.num_prompt_tokens + self.num_forced_tokens) * contexts
+        """Positions that prefill computes at most."""
+        return self.num_context_tokens * self.num_contexts
 
     def kv_bytes(self, model: Model) -> int:
         """KV that decode needs at most: every choice to its last token, in whole pages, sharing nothing."""
-        tokens = self.num_prompt_tokens + self.max_tokens
-        pages = -(-tokens // KV_PAGE_TOKENS)
+        pages = -(-(self.num_prompt_tokens + self.max_tokens) // KV_PAGE_TOKENS)
         return max(self.num_choices, 1) * pages * KV_PAGE_TOKENS * model.kv_bytes_per_token
 
 
@@ -292,7 +289,7 @@ class Placement:
     prefill: Seat
     decode: Seat
     cold: bool
-    predicted_ttft_s: float = 0.0
+    predicted: Prediction = UNPREDICTED
 
     @property
     def hands_over(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torchrelay.common.telemetry import get_logger, record_span
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.scheduler import wire
+from torchrelay.scheduler import relay_events, wire
 from torchrelay.scheduler.copy_metrics import CopyMetrics
 from torchrelay.scheduler.core import AttemptKey
 from torchrelay.scheduler.effects import Answer, Command, Effects, Opened, Placed, Refused
@@ -20,6 +20,8 @@ from torchrelay.scheduler.explain import Explain
 from torchrelay.scheduler.history import History
 from torchrelay.scheduler.metrics import Metrics
 from torchrelay.scheduler.policy import Policy
+from torchrelay.scheduler.prediction import outcome_of
+from torchrelay.scheduler.relay_metrics import RelayMetrics
 from torchrelay.scheduler.streams import AdmitStreams
 from torchrelay.scheduler.ticketing import Ticketing
 
@@ -73,6 +75,7 @@ class Desk:
         self._watchers: set[asyncio.Event] = set()
         self._metrics = Metrics(lambda: len(policy.state.queues), lambda: history.num_dropped)
         self._copy_metrics = CopyMetrics(lambda: policy.state.copybook)
+        self._relay_metrics = RelayMetrics(lambda: policy.state.courses.num_running)
 
     # Gateways
 
@@ -94,11 +97,15 @@ class Desk:
 
     def release(self, release: scheduler_pb2.Release) -> None:
         key = wire.key_of(release.key)
-        self.explain.released(key, wire.phases_of(release.phases))
+        phases = wire.phases_of(release.phases)
+        self.explain.released(key, phases)
         attempt = self.policy.state.books.get(key)
-        if attempt is not None and release.ttft_s and not attempt.placement.cold:
-            self._metrics.ttft(release.ttft_s, attempt.placement.predicted_ttft_s)
-        self._apply(self.policy.release(key, release.ttft_s > 0, self.clock.now()))
+        outcome = None
+        if attempt is not None:
+            outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
+            self.explain.foretold(key, attempt.placement, outcome)
+            self._metrics.foretold(attempt.placement, outcome)
+        self._apply(self.policy.release(key, release.ttft_s > 0, self.clock.now(), outcome))
 
     def version(self, version_id: str) -> types_pb2.ModelVersion:
         """A version as its last admission named it."""
@@ -174,8 +181,8 @@ class Desk:
     def copy_begun(self, pack_id: str, store_id: str) -> None:
         self._apply(self.policy.copy_begun(pack_id, store_id, self.clock.now()))
 
-    def copy_failed(self, pack_id: str, store_id: str, cause: str) -> None:
-        self._apply(self.policy.copy_failed(pack_id, store_id, cause, self.clock.now()))
+    def copy_failed(self, pack_id: str, store_id: str, cause: str, gone: bool = False) -> None:
+        self._apply(self.policy.copy_failed(pack_id, store_id, cause, self.clock.now(), gone))
 
     def guard_failed(self, store_id: str) -> None:
         self._apply(self.policy.guard_failed(store_id, self.clock.now()))
@@ -204,9 +211,11 @@ class Desk:
         for opened in effects.opened:
             self._opened(opened)
         for happening in effects.happenings:
-            self.explain.happened(happening)
+            if not happening.event.startswith(relay_events.EVENTS):  # those are the operator's
+                self.explain.happened(happening)
             self._history.note(happening)
             self._copy_metrics.happened(happening)
+            self._relay_metrics.happened(happening)
             log.info(happening.kind, model=happening.model, subject=happening.subject, reason=happening.reason)
         self._touch()
 

@@ -1,23 +1,24 @@
 """Dispatch: the prefill and the decode instance of one attempt, by predicted latency.
 
-Time to first token = load left + prompts queued ahead + own prompt, on the prefill instance. The decode instance must
-have the KV bytes to the last token unreserved; it then costs what delays the second token: its own load left, the KV
-that arrives after the first token, and a step that grows with the batch. The pair with the least sum wins; one worker
-that plays both saves the hand-over, and pays for prompts that interrupt its steps.
+Time to first token = load left + prompts queued ahead + own prompt without what is cached, on the prefill instance. The
+decode instance must have the KV bytes to the last token unreserved; it then costs what delays the second token: its own
+load left, the KV that arrives after the first token, and a step with this attempt in its batch. Where such a step is
+longer than the TBT objective, each token to come costs the excess. The pair with the least sum wins; one worker that
+plays both saves the hand-over, and pays for prompts that interrupt its steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from torchrelay.common.latency_model import LatencyModel
 from torchrelay.scheduler.core import Admission, Instance, Model, Phase, Placement, Role, Seat, Worker
-from torchrelay.scheduler.latency import prefill_tokens_per_s, step_s
+from torchrelay.scheduler.handovers import Handovers
+from torchrelay.scheduler.prediction import Prediction
 from torchrelay.scheduler.rules import Rules
 
-_HANDOVER_S = 0.002  # offer, reservation and the last layer's KV
-_BATCH_FREE = 8  # this many sequences decode in about the time of one
-_CHUNK_TOKENS = 512  # a prompt interrupts decoding by one chunk at a time
+_MAX_LATE_TOKENS = 256  # few requests run to their last token allowed
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,13 @@ class Candidate:
 
     instance: Instance
     worker: Worker
+    latency: LatencyModel
     load_left_s: float
-    queued_prefill_tokens: int
+    queue_s: float  # prompts before it
     kv_unreserved_bytes: int
     num_decoding: int
+    num_decode_seen: int = 0  # positions that those come to at their last tokens
+    num_cached_tokens: int = 0  # of this attempt's prompt
 
     @property
     def seat(self) -> Seat:
@@ -43,7 +47,9 @@ class NoPlace:
     reason: str
 
 
-def place(admission: Admission, model: Model, candidates: Sequence[Candidate], rules: Rules) -> Placement | NoPlace:
+def place(
+    admission: Admission, model: Model, candidates: Sequence[Candidate], handovers: Handovers, rules: Rules
+) -> Placement | NoPlace:
     """The best pair of instances, or why there is none now."""
     prefills = [candidate for candidate in candidates if candidate.instance.plays(Role.PREFILL)]
     decodes = [candidate for candidate in candidates if candidate.instance.plays(Role.DECODE)]
@@ -58,40 +64,58 @@ def place(admission: Admission, model: Model, candidates: Sequence[Candidate], r
     if not fitting:
         most = max(decode.kv_unreserved_bytes for decode in decodes)
         return NoPlace(f"needs {kv_bytes} bytes of KV, at most {most} are unreserved on any decode instance")
-    ttft_of = {prefill.instance.instance_id: _ttft_s(prefill, admission, rules) for prefill in prefills}
-    best = min(
-        ((prefill, decode) for prefill in prefills for decode in fitting),
-        key=lambda pair: (
-            _latency_s(pair[0], pair[1], ttft_of[pair[0].instance.instance_id], kv_bytes, rules),
-            -pair[1].kv_unreserved_bytes,
-            pair[0].instance.instance_id,
-            pair[1].instance.instance_id,
-        ),
-    )
-    prefill, decode = best
+    firsts = {prefill.instance.instance_id: _first_token(admission, prefill) for prefill in prefills}
+    nexts = {decode.instance.instance_id: _next_tokens(admission, decode, rules) for decode in fitting}
+    prompt_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token
+
+    def cost(pair: tuple[Candidate, Candidate]) -> tuple[float, int, str, str]:
+        """To the second token, and all lateness after it."""
+        prefill, decode = pair
+        ids = prefill.instance.instance_id, decode.instance.instance_id
+        ttft_s, next_s = firsts[ids[0]].ttft_s, nexts[ids[1]].cost_s
+        latency_s = ttft_s + max(decode.load_left_s - ttft_s, 0.0) + next_s
+        if prefill.worker.worker_id != decode.worker.worker_id:
+            hosts = prefill.instance.host_id, decode.instance.host_id
+            latency_s += handovers.predict_s(*hosts, prompt_bytes, rules.kv_bytes_per_s)
+        return latency_s, -decode.kv_unreserved_bytes, *ids
+
+    prefill, decode = min(((prefill, decode) for prefill in prefills for decode in fitting), key=cost)
     return Placement(
         key=admission.key,
         prefill=prefill.seat,
         decode=decode.seat,
         cold=Phase.LOADING in (prefill.instance.phase, decode.instance.phase),
-        predicted_ttft_s=ttft_of[prefill.instance.instance_id],
+        predicted=replace(firsts[prefill.instance.instance_id], tbt_s=nexts[decode.instance.instance_id].tbt_s),
     )
 
 
-def _ttft_s(prefill: Candidate, admission: Admission, rules: Rules) -> float:
-    tokens = prefill.queued_prefill_tokens + admission.num_prefill_tokens
-    return prefill.load_left_s + tokens / prefill_tokens_per_s(prefill.worker, rules)
+def _first_token(admission: Admission, prefill: Candidate) -> Prediction:
+    decodes_beside = prefill.instance.plays(Role.DECODE)
+    prefill_s = admission.num_contexts * prefill.latency.prefill_s(
+        admission.num_context_tokens,
+        prefill.num_cached_tokens,
+        prefill.num_decoding if decodes_beside else 0,
+        prefill.num_decode_seen if decodes_beside else 0,
+    )
+    ttft_s = prefill.load_left_s + prefill.queue_s + prefill_s
+    return Prediction(ttft_s, prefill_s, num_cached_tokens=prefill.num_cached_tokens)
 
 
-def _latency_s(prefill: Candidate, decode: Candidate, ttft_s: float, kv_bytes: int, rules: Rules) -> float:
-    """To the second token: the first one's time, and what the decode instance adds to it."""
-    late_s = max(decode.load_left_s - ttft_s, 0.0)
-    batch_step_s = step_s(decode.worker, rules) * (1 + decode.num_decoding / _BATCH_FREE)
+@dataclass(frozen=True)
+class _NextTokens:
+    """What a decode instance has to offer, apart from its load and the hand-over."""
+
+    tbt_s: float
+    cost_s: float  # of the second token, and of all that come too late
+
+
+def _next_tokens(admission: Admission, decode: Candidate, rules: Rules) -> _NextTokens:
+    num_seen = admission.num_choices * (admission.num_prompt_tokens + admission.max_tokens)
+    batch = decode.num_decoding + admission.num_choices
+    tbt_s = decode.latency.tbt_s(batch, decode.num_decode_seen + num_seen)
+    late_s = max(tbt_s - rules.tbt_target_s, 0.0) * min(admission.max_tokens, _MAX_LATE_TOKENS)
     interruption_s = 0.0
     if decode.instance.plays(Role.PREFILL):
-        queued = min(decode.queued_prefill_tokens, _CHUNK_TOKENS)
-        interruption_s = queued / prefill_tokens_per_s(decode.worker, rules)
-    if prefill.worker.worker_id == decode.worker.worker_id:
-        return ttft_s + late_s + batch_step_s + interruption_s
-    # Layers stream while later ones are computed: what is left after the first token is small beside the whole.
-    return ttft_s + late_s + batch_step_s + interruption_s + _HANDOVER_S + 0.05 * kv_bytes / rules.kv_bytes_per_s
+        # A prompt interrupts decoding by one step at a time.
+        interruption_s = min(decode.queue_s, decode.latency.prefill_s(decode.latency.token_budget))
+    return _NextTokens(tbt_s, tbt_s + late_s + interruption_s)

@@ -127,6 +127,7 @@ class Happening:
     reason: str
     event: str = ""  # "instance.ready", "scale.up", ...
     fields: Mapping[str, str | int | float] = field(default_factory=dict)
+    brought: Mapping[str, int] = field(default_factory=dict)  # bytes by source, of a relay that has ended
 
 
 @dataclass(frozen=True)

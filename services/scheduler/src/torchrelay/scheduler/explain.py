@@ -12,8 +12,10 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torchrelay.scheduler.core import AttemptKey, Copy, Instance, Measured, Slot
+from torchrelay.scheduler.core import AttemptKey, Copy, Instance, Placement, Slot
 from torchrelay.scheduler.effects import Happening, Opened
+from torchrelay.scheduler.measured import Measured
+from torchrelay.scheduler.prediction import Outcome
 
 _MAX_PHASES = 64  # per request
 _MAX_DECISIONS_PER_MODEL = 100
@@ -88,6 +90,12 @@ class Explain:
         """A request ended; ``phases`` are what its gateway and workers measured. The queue is measured here."""
         self._timeline(key).add(phase for phase in phases if phase.name != "queue")
 
+    def foretold(self, key: AttemptKey, placement: Placement, outcome: Outcome) -> None:
+        """What was predicted when the attempt was placed, beside what was measured in the end."""
+        timeline = self._timeline(key)
+        if outcome.ended_at and placement.predicted.ttft_s and len(timeline.places) < _MAX_PHASES:
+            timeline.places.append(_foretold(timeline.model, key, placement, outcome))
+
     def _timeline(self, key: AttemptKey) -> _Timeline:
         timeline = self._requests.setdefault(key.request_id, _Timeline())
         self._requests.move_to_end(key.request_id)
@@ -132,10 +140,29 @@ def _placing(opened: Opened) -> Happening:
     placement = opened.placement
     reason = (
         f"attempt {opened.key.attempt}: prefill on {placement.prefill.worker_id}, decode on "
-        f"{placement.decode.worker_id}; first token predicted in {placement.predicted_ttft_s * 1e3:.0f} ms"
+        f"{placement.decode.worker_id}; first token predicted in {_ms(placement.predicted.ttft_s)}"
         f"{', still loading' if placement.cold else ''}"
     )
     return Happening(opened.placed_at, "place", opened.model, opened.key.request_id, reason)
+
+
+def _foretold(model: str, key: AttemptKey, placement: Placement, outcome: Outcome) -> Happening:
+    found = [
+        ("first token", placement.predicted.ttft_s, outcome.ttft_s),
+        ("between tokens", placement.predicted.tbt_s, outcome.tbt_s),
+    ]
+    parts = [
+        f"{name} predicted {_ms(predicted_s)}, measured {_ms(measured_s)}"
+        for name, predicted_s, measured_s in found
+        if measured_s is not None
+    ]
+    cached = placement.predicted.num_cached_tokens
+    reason = f"attempt {key.attempt}: {'; '.join(parts)}{f'; {cached} tokens thought cached' if cached else ''}"
+    return Happening(outcome.ended_at, "predict", model, key.request_id, reason)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
 
 
 def _relay_phase(copy: Copy, store_id: str, times: _InstanceTimes) -> Measured | None:

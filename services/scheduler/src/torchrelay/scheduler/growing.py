@@ -73,7 +73,8 @@ def _backlog_s(state: State, instances: Sequence[Instance]) -> float:
     for instance in instances:
         worker = state.view.workers.get(instance.worker_id)
         if worker and worker.prefill_tokens_per_s and instance.plays(Role.PREFILL):
-            backlog_s += state.queued_prefill_tokens(instance) / worker.prefill_tokens_per_s
+            latency = state.latencies.of(worker, instance.pack_id, state.rules)
+            backlog_s += state.queue_s(instance, latency)
     return backlog_s
 
 
@@ -104,7 +105,7 @@ def _wake(state: State, action: Wake, now: float) -> None:
         state.happened(now, "wake", instance, action.reason, "instance.loading", about(instance))
     stores = {host_id: store for host_id in orders if (store := state.view.store_of(host_id))}
     store_ids = [store.store_id for store in stores.values()]
-    arrows = relaying.draw(state, model.pack_id, model.pack_bytes, store_ids, now)
+    arrows = relaying.draw(state, model.pack_id, model.pack_bytes, store_ids, now, reason=action.reason)
     by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
     waiting = state.queues.waiting(model.version_id)
     hops = tuple(Hop(arrow.target, arrow.sources, by_store[arrow.target], arrow.num_striped) for arrow in arrows)

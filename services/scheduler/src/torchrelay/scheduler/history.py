@@ -43,12 +43,14 @@ class History:
         """Queues an event; those without a subject are for Explain only."""
         if not happening.event:
             return
-        body = {
+        body: dict[str, object] = {
             "at_unix_us": micros(happening.at),
             "model": happening.model,
             "reason": happening.reason,
             **happening.fields,
         }
+        if happening.brought:
+            body["brought"] = happening.brought
         subject = self._subjects.event(happening.event)
         self._queue.append(_Event(subject, json.dumps(body).encode(), new_id("evt")))
         if len(self._queue) > self._max_queued:

@@ -1,9 +1,63 @@
-"""Predictions: how long a prompt, a step, a load still take. Measured rates where there are any, defaults before."""
+"""Predictions: how long a prompt, a step, a load still take. What was measured where there is any, defaults before."""
 
 from __future__ import annotations
 
-from torchrelay.scheduler.core import Instance, Phase, Tier, Worker
+from collections import OrderedDict
+
+from torchrelay.common.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.core import Instance, Phase, Worker
 from torchrelay.scheduler.rules import Rules
+from torchrelay.scheduler.tiers import Tier
+
+_ENOUGH_STEPS = 8  # a model learned from fewer gives way to what others of the same device have learned
+_BATCH_FREE = 8  # so many sequences decode in twice the time of none, where nothing is known
+_MAX_LEARNED = 4096
+
+
+class Latencies:
+    """The last model that any worker had of each (pack, kind of device): what a worker new to a pack is judged by."""
+
+    def __init__(self) -> None:
+        self._learned: OrderedDict[tuple[str, str], LatencyModel] = OrderedDict()
+
+    def observe(self, worker: Worker) -> None:
+        """A report came."""
+        found = worker.latency
+        if found is None or not worker.slot.pack_id:
+            return
+        key = (worker.slot.pack_id, worker.device)
+        known = self._learned.pop(key, LatencyModel())
+        self._learned[key] = _combined(found, known)
+        if len(self._learned) > _MAX_LEARNED:
+            self._learned.popitem(last=False)
+
+    def of(self, worker: Worker, pack_id: str, rules: Rules) -> LatencyModel:
+        """How fast the worker is, or will be, with a pack; complete: guesses stand where nothing is known."""
+        shared = self._learned.get((pack_id, worker.device), LatencyModel())
+        own = worker.latency if worker.latency is not None and worker.slot.pack_id == pack_id else LatencyModel()
+        return _combined(_combined(own, shared), _guess(worker, rules))
+
+
+def _combined(first: LatencyModel, second: LatencyModel) -> LatencyModel:
+    """Each line of the first, where it has seen enough or the second has seen less."""
+    return LatencyModel(
+        prefill=_better(first.prefill, second.prefill),
+        decode=_better(first.decode, second.decode),
+        token_budget=first.token_budget if first.prefill.known else second.token_budget,
+    )
+
+
+def _better(first: StepCost, second: StepCost) -> StepCost:
+    return first if first.num_steps >= min(_ENOUGH_STEPS, second.num_steps + 1) else second
+
+
+def _guess(worker: Worker, rules: Rules) -> LatencyModel:
+    """From rates: what the worker reports of whatever it computed last, or the defaults."""
+    decode_s = step_s(worker, rules)
+    return LatencyModel(
+        prefill=StepCost(per_position_s=1 / prefill_tokens_per_s(worker, rules)),
+        decode=StepCost(base_s=decode_s, per_position_s=decode_s / _BATCH_FREE),
+    )
 
 
 def prefill_tokens_per_s(worker: Worker, rules: Rules) -> float:

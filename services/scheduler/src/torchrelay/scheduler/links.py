@@ -1,9 +1,10 @@
 """What each host's link can carry and what it carries now, per direction, learned from reports.
 
-Capacity: what the best link of the cluster was seen to reach (fading, with a half-life of minutes), for a slower rate
-may be the other end's fault; twice that for a direction no relay has used, so that it is tried; at most the link speed
-that the host itself tells. Where a relay fell short of its plan, what it reached, for a while. A setting may cap it,
-none makes it up.
+Capacity: what the best link of the cluster was seen to reach (fading, with a half-life of minutes in which relays are
+measured: links that idle get no slower), for a slower rate may be the other end's fault; twice that for a direction no
+relay has used, so that it is tried; at most the link speed that the host itself tells. What comes from the remote store
+says nothing of links: it may be a folder of the host.
+Where a relay fell short of its plan, what it reached, for a while. A setting may cap it, none makes it up.
 Background: what workers say they moved as KV, or all that the host's network counters show beside relays, whichever is
 more.
 """
@@ -21,6 +22,7 @@ _SMOOTH_S = 1.0
 _SILENT_S = 3.0
 _LEAST_DELTA_S = 0.05  # reports closer to each other than this are taken together
 _HALF_LIFE_S = 300.0  # of what a link was seen to reach
+_FORGET_S = 900.0  # after which a host without a store is forgotten, if nothing is heard of its workers
 _CEILING_S = 30.0  # how long a link counts as slow after a relay fell short on it
 _LEAST_MEASURED_S = 0.05  # a relay that took less time says little of the link
 _UNTRIED = 2.0  # less than what counts as a departure from a plan
@@ -60,7 +62,7 @@ class Direction:
     relayed: Meter = field(default_factory=Meter)
     kv: dict[str, Meter] = field(default_factory=dict)  # by worker
     _peak: float = 0.0
-    _peak_at: float = 0.0
+    _peak_at_s: float = 0.0
     _ceiling: float = math.inf
     _ceiling_until: float = 0.0
 
@@ -72,12 +74,13 @@ class Direction:
         self.kv = {known: meter for known, meter in self.kv.items() if known == worker_id or not meter.is_silent(now)}
         self.kv.setdefault(worker_id, Meter()).observe(value, now)
 
-    def reached(self, bytes_per_s: float, now: float) -> None:
-        if bytes_per_s >= self.peak(now):
-            self._peak, self._peak_at = bytes_per_s, now
+    def reached(self, bytes_per_s: float, measured_s: float) -> None:
+        """``measured_s``: for how long relays have been measured, anywhere."""
+        if bytes_per_s >= self.peak(measured_s):
+            self._peak, self._peak_at_s = bytes_per_s, measured_s
 
-    def peak(self, now: float) -> float:
-        return float(self._peak * 0.5 ** (max(now - self._peak_at, 0.0) / _HALF_LIFE_S))
+    def peak(self, measured_s: float) -> float:
+        return float(self._peak * 0.5 ** ((measured_s - self._peak_at_s) / _HALF_LIFE_S))
 
     def fell_short(self, bytes_per_s: float, now: float) -> None:
         """A relay fell short of its plan, and this is all that the direction carried."""
@@ -96,6 +99,7 @@ class Direction:
 class _Link:
     out: Direction = field(default_factory=Direction)
     into: Direction = field(default_factory=Direction)
+    heard_at: float = 0.0
 
 
 class Links:
@@ -106,15 +110,17 @@ class Links:
         self._links: defaultdict[str, _Link] = defaultdict(_Link)
         self._host_of: dict[str, str] = {REMOTE: REMOTE}  # by store
         self._incoming: dict[str, dict[str, float]] = {}  # by host: what each source's host brings now
+        self._tidy_at = 0.0
+        self._measured_s = self._measured_at = 0.0
 
     def observe_worker(self, worker: Worker, now: float) -> None:
-        link = self._links[worker.host_id]
+        link = self._heard(worker.host_id, now)
         link.out.observe_kv(worker.worker_id, worker.kv_bytes_sent, now)
         link.into.observe_kv(worker.worker_id, worker.kv_bytes_received, now)
 
     def observe_store(self, store: Store, now: float) -> None:
         self._host_of[store.store_id] = store.host_id
-        link, wire = self._links[store.host_id], store.wire
+        link, wire = self._heard(store.host_id, now), store.wire
         link.out.relayed.observe(store.bytes_sent, now)
         link.into.relayed.observe(store.bytes_received, now)
         if wire is not None:
@@ -122,6 +128,18 @@ class Links:
             link.out.all_traffic.observe(wire.bytes_sent, now)
             link.into.all_traffic.observe(wire.bytes_received, now)
         self._learn(store, now)
+
+    def _heard(self, host_id: str, now: float) -> _Link:
+        """The link of a host that reports. Now and then, hosts that have been silent for long are forgotten."""
+        if now >= self._tidy_at:
+            self._tidy_at = now + _FORGET_S
+            kept = set(self._host_of.values())
+            for known in [known for known, link in self._links.items() if now - link.heard_at > _FORGET_S]:
+                if known not in kept:
+                    del self._links[known]
+        link = self._links[host_id]
+        link.heard_at = now
+        return link
 
     def _learn(self, store: Store, now: float) -> None:
         """What the store's copies tell of the links they came over: their own, and their sources'."""
@@ -131,14 +149,18 @@ class Links:
                 if share.following and share.bytes_per_s and share.holder_id in self._host_of:
                     incoming[self._host_of[share.holder_id]] += share.bytes_per_s
             if (rate := _mean_bytes_per_s(copy)) and now - copy.relay_end_us / 1e6 < _SMOOTH_S:
-                self._links[store.host_id].into.reached(rate, now)
+                if copy.source != REMOTE:
+                    self._links[store.host_id].into.reached(rate, self._measured_s)
                 if copy.source in self._host_of and not copy.shares:
-                    self._links[self._host_of[copy.source]].out.reached(rate, now)
+                    self._links[self._host_of[copy.source]].out.reached(rate, self._measured_s)
         self._incoming[store.host_id] = dict(incoming)
         if incoming:
-            self._links[store.host_id].into.reached(sum(incoming.values()), now)
+            self._measured_s += min(max(now - self._measured_at, 0.0), _SMOOTH_S)
+            self._measured_at = now
+        if from_peers := sum(rate for host_id, rate in incoming.items() if host_id != REMOTE):
+            self._links[store.host_id].into.reached(from_peers, self._measured_s)
         for host_id in incoming:
-            self._links[host_id].out.reached(self._sent_by(host_id), now)
+            self._links[host_id].out.reached(self._sent_by(host_id), self._measured_s)
 
     def _sent_by(self, host_id: str) -> float:
         """All that the host's followers get from it now."""
@@ -160,7 +182,8 @@ class Links:
 
     def nodes(self, stores: list[Store], running: list[RunningRelay], now: float) -> dict[str, Node]:
         """What each store, and the remote store, has left beside what runs now."""
-        best = max((way.peak(now) for link in self._links.values() for way in (link.out, link.into)), default=0.0)
+        hosts = (link for host_id, link in self._links.items() if host_id != REMOTE)
+        best = max((way.peak(self._measured_s) for link in hosts for way in (link.out, link.into)), default=0.0)
         out: defaultdict[str, list[float]] = defaultdict(list)
         into: defaultdict[str, list[float]] = defaultdict(list)
         for relay in running:
@@ -168,7 +191,8 @@ class Links:
             into[target].append(relay.bytes_per_s)
             for source, rate in relay.feeds:
                 out[self._host_of.get(source, source)].append(rate)
-        found = {REMOTE: self._node(REMOTE, "", best, out, into, now)}
+        remote = self._links[REMOTE].out.peak(self._measured_s) if REMOTE in self._links else 0.0
+        found = {REMOTE: self._node(REMOTE, "", max(best, remote), out, into, now)}
         for store in stores:
             leaf = store.failure_domain if store.failure_domain != store.host_id else ""
             found[store.store_id] = self._node(store.host_id, leaf, best, out, into, now)
@@ -183,7 +207,7 @@ class Links:
         into: defaultdict[str, list[float]],
         now: float,
     ) -> Node:
-        link = self._links[host_id]
+        link = self._links.get(host_id) or _Link()
         capacity_out = min(link.out.capacity(best, now), self._cap)
         capacity_in = min(link.into.capacity(best, now), self._cap)
         return Node(

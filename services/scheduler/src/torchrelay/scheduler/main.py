@@ -20,6 +20,7 @@ from torchrelay.scheduler.desk import Clock, Desk
 from torchrelay.scheduler.epoch import Epoch
 from torchrelay.scheduler.explain import Explain
 from torchrelay.scheduler.history import History
+from torchrelay.scheduler.past import Past
 from torchrelay.scheduler.peers import Peers
 from torchrelay.scheduler.policy import Policy
 from torchrelay.scheduler.servicer import SchedulerServicer
@@ -43,7 +44,8 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
     try:
         await ensure_streams(nats.jetstream(), subjects)
         desk, history = _desk(settings, clock, nats, subjects)
-        scheduler_pb2_grpc.add_SchedulerServicer_to_server(SchedulerServicer(desk), server.server)
+        servicer = SchedulerServicer(desk, Past(nats.jetstream(), subjects))
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
         async with asyncio.TaskGroup() as group:
             ready = asyncio.Event()
             background = group.create_task(_background(desk, history, peers, nats, subjects, ready))

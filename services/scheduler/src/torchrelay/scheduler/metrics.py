@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from torchrelay.scheduler.core import Placement
+from torchrelay.scheduler.prediction import Outcome
+
 
 class Metrics:
     """Instruments; ``waiting`` and ``dropped`` are read when metrics are collected."""
@@ -16,6 +19,9 @@ class Metrics:
         self._wait = meter.create_histogram("torchrelay_scheduler_wait", "s", "From admission to placement.")
         self._ttft_error = meter.create_histogram(
             "torchrelay_scheduler_ttft_error", "s", "Measured time to first token less the predicted one."
+        )
+        self._tbt_error = meter.create_histogram(
+            "torchrelay_scheduler_tbt_error", "s", "Measured mean time between tokens less the predicted one."
         )
         self._answers = meter.create_counter(
             "torchrelay_scheduler_answers", description="Answers to admissions, by kind."
@@ -33,9 +39,13 @@ class Metrics:
     def answered(self, kind: str) -> None:
         self._answers.add(1, {"kind": kind})
 
-    def ttft(self, measured_s: float, predicted_s: float) -> None:
-        """The error of the latency model, per warm request."""
-        self._ttft_error.record(measured_s - predicted_s)
+    def foretold(self, placement: Placement, outcome: Outcome) -> None:
+        """The errors of what was predicted of an attempt; ``cold``: with a load that was under way."""
+        cold = {"cold": placement.cold}
+        if outcome.ttft_s is not None and placement.predicted.ttft_s:
+            self._ttft_error.record(outcome.ttft_s - placement.predicted.ttft_s, cold)
+        if outcome.tbt_s is not None and placement.predicted.tbt_s:
+            self._tbt_error.record(outcome.tbt_s - placement.predicted.tbt_s, cold)
 
 
 def _observed(read: Callable[[], int]) -> Callable[[CallbackOptions], Iterable[Observation]]:

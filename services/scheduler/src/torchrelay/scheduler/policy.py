@@ -14,6 +14,7 @@ from torchrelay.scheduler import admitting, growing, relaying, replicating
 from torchrelay.scheduler.core import Admission, AttemptKey, Instance, Model, Phase, Placement, Store, Worker
 from torchrelay.scheduler.effects import Effects, RefusalReason
 from torchrelay.scheduler.fleet import Change, Turn
+from torchrelay.scheduler.prediction import Outcome
 from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.situation import covers
 from torchrelay.scheduler.state import State
@@ -45,13 +46,15 @@ class Policy:
         admitting.serve(self.state, now)
         return self.state.take_effects()
 
-    def release(self, key: AttemptKey, delivered: bool, now: float) -> Effects:
-        """The attempt is over. ``delivered``: it gave at least one token.
+    def release(self, key: AttemptKey, delivered: bool, now: float, outcome: Outcome | None = None) -> Effects:
+        """The attempt is over. ``delivered``: it gave at least one token. ``outcome``: what was measured of it.
 
         Workers the gateway saw fail are named by the admission that follows; a release may be of long after.
         """
         attempt = admitting.release(self.state, key, now)
         if attempt is not None:
+            if outcome is not None:
+                admitting.learn(self.state, attempt, outcome)
             if not delivered:
                 self.state.note_fruitless(key.request_id, attempt.instance_ids)
             admitting.serve(self.state, now, (attempt.admission.version_id,))
@@ -77,6 +80,7 @@ class Policy:
             return state.take_effects()
         self._remember_sizes()
         state.links.observe_worker(accepted, now)
+        state.latencies.observe(accepted)
         changes = state.fleet.observe(accepted, now)
         for change in changes:
             self._turned(change, now)
@@ -102,7 +106,7 @@ class Policy:
         if state.view.accept_store(store):
             self._remember_sizes()
             replicating.store_seen(state, store, before, now)
-            relaying.store_reported(state, store, now)
+            relaying.store_reported(state, store, before, now)
             if before is None:
                 self._react(now)
         return state.take_effects()
@@ -110,7 +114,7 @@ class Policy:
     def store_gone(self, store_id: str, now: float) -> Effects:
         """Nobody listens at the store's address any more; its arena, and the instances in it, may well live on."""
         if store := self.state.view.drop_store(store_id, now):
-            relaying.store_lost(self.state, store)
+            relaying.store_lost(self.state, store, "the store's process is gone", now)
             replicating.store_left(self.state, store, now)
         return self.state.take_effects()
 
@@ -132,7 +136,7 @@ class Policy:
         if instance is not None and not instance.accepted:
             state.fleet.remove(instance_id)
             if relay_failed:
-                state.relays.drop(instance.pack_id, relay_failed)
+                relaying.refused(state, instance.pack_id, relay_failed, cause, now)
             self._turned(Change(Turn.FAILED, instance, instance, cause), now)
             self._react(now)
         return state.take_effects()
@@ -164,8 +168,8 @@ class Policy:
         replicating.copy_begun(self.state, pack_id, store_id, now)
         return self.state.take_effects()
 
-    def copy_failed(self, pack_id: str, store_id: str, cause: str, now: float) -> Effects:
-        replicating.copy_failed(self.state, pack_id, store_id, cause, now)
+    def copy_failed(self, pack_id: str, store_id: str, cause: str, now: float, gone: bool = False) -> Effects:
+        replicating.copy_failed(self.state, pack_id, store_id, cause, now, gone)
         return self.state.take_effects()
 
     def guard_failed(self, store_id: str, now: float) -> Effects:
@@ -184,7 +188,7 @@ class Policy:
         for worker in lost.workers:
             self._lose_worker(worker.worker_id, f"silent for {state.rules.stale_s:g} s", now)
         for store in lost.stores:
-            relaying.store_lost(state, store)
+            relaying.store_lost(state, store, f"its store was silent for {state.rules.stale_s:g} s", now)
             replicating.store_left(state, store, now)
         for key in state.gateways.overdue(now):
             admitting.release(state, key, now)
@@ -213,6 +217,8 @@ class Policy:
     def _turned(self, change: Change, now: float) -> None:
         """An instance came, moved on, or went."""
         state, instance = self.state, change.instance
+        if change.gone:
+            state.prefixes.forget(instance.instance_id)
         fields = growing.about(instance)
         if change.before is not None:
             fields["in_state_s"] = now - change.before.since

@@ -33,6 +33,10 @@ class Recency:
     def model(self, pack_id: str) -> Model:
         return self._uses[pack_id].model
 
+    def forget(self, pack_id: str) -> None:
+        """As if it had never been used."""
+        self._uses.pop(pack_id, None)
+
     def note(self, model: Model, now: float) -> str | None:
         """The model is used. Returns the pack that is forgotten, if one is."""
         self._uses.pop(model.pack_id, None)

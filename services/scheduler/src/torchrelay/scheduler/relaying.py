@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.core import REMOTE, Copy, Model, Store
+from torchrelay.scheduler import relay_events
+from torchrelay.scheduler.core import REMOTE, Copy, Store
+from torchrelay.scheduler.courses import Course, Told
 from torchrelay.scheduler.effects import Hop, RerouteCommand
 from torchrelay.scheduler.planning import Arrow, RunningRelay, measured_bytes_per_s, plan, whole_holders
 from torchrelay.scheduler.planning.departures import is_due, redrawn, watched
@@ -20,6 +22,7 @@ def draw(
     now: float,
     *,
     urgent: bool = True,
+    reason: str = "",
 ) -> tuple[Arrow, ...]:
     """Arrows that bring the pack to the stores, by what the links have left beside what runs; they count as started."""
     stores = state.view.stores
@@ -34,7 +37,29 @@ def draw(
         num_bytes=pack_bytes,
     )
     state.relays.start(pack_id, arrows, now, urgent)
+    for arrow in arrows:
+        if not arrow.already_there:
+            state.courses.drawn(_course(state, RunningRelay.of(pack_id, arrow, now, urgent), pack_bytes, reason))
+        elif urgent:
+            state.relays.hasten(pack_id, arrow.target)
+            state.courses.hasten((pack_id, arrow.target))
     return tuple(_as_it_runs(state, pack_id, arrow) for arrow in arrows)
+
+
+def _course(state: State, relay: RunningRelay, pack_bytes: int, reason: str) -> Course:
+    store = state.view.stores.get(relay.target)
+    earlier = store.copies.get(relay.pack_id) if store else None
+    return Course(
+        relay.pack_id,
+        relay.target,
+        pack_bytes,
+        relay.started_at,
+        relay.feeds,
+        relay.bytes_per_s,
+        relay.urgent,
+        reason,
+        stale_begin_us=earlier.relay_begin_us if earlier else 0,
+    )
 
 
 def _as_it_runs(state: State, pack_id: str, arrow: Arrow) -> Arrow:
@@ -61,9 +86,13 @@ def _busy(state: State, store_ids: Sequence[str]) -> frozenset[str]:
     return frozenset(store_id for store_id in store_ids if store_id in stores and stores[store_id].host_id in busy)
 
 
-def store_reported(state: State, store: Store, now: float) -> None:
-    """Measures the links by the report, ends what has ended, and gives other sources to what turned slow."""
+def store_reported(state: State, store: Store, before: Store | None, now: float) -> None:
+    """Measures the links by the report, ends what has ended, and gives other sources to what turned slow.
+
+    ``before``: what the store said last.
+    """
     state.links.observe_store(store, now)
+    _tell(state, state.courses.observe(store, before, now), now)
     state.relays.observe(store, now)
     for relay in state.relays.into(store.store_id):
         copy = store.copies.get(relay.pack_id)
@@ -77,9 +106,22 @@ def store_reported(state: State, store: Store, now: float) -> None:
             _reroute(state, store, relay, copy, now)
 
 
-def store_lost(state: State, store: Store) -> None:
+def store_lost(state: State, store: Store, cause: str, now: float) -> None:
     state.relays.lose(store.store_id)
     state.links.forget_store(store)
+    _tell(state, state.courses.lost(store.store_id, cause, now), now)
+
+
+def refused(state: State, pack_id: str, store_id: str, cause: str, now: float) -> None:
+    """The relay could not be started."""
+    state.relays.drop(pack_id, store_id)
+    _tell(state, state.courses.refused((pack_id, store_id), cause, now), now)
+
+
+def _tell(state: State, turns: Iterable[Told], now: float) -> None:
+    for told in turns:
+        model = state.model_of_pack(told.course.pack_id)
+        state.effects.happenings.append(relay_events.happening(told, model, now))
 
 
 def _reroute(state: State, store: Store, relay: RunningRelay, copy: Copy, now: float) -> None:
@@ -105,18 +147,15 @@ def _reroute(state: State, store: Store, relay: RunningRelay, copy: Copy, now: f
         copy.pack_bytes * (1 - copy.num_chunks_verified / copy.num_chunks),
     )
     state.relays.noted(relay, now)
-    if arrow is None:
-        return
-    state.relays.restart(relay.pack_id, arrow, now)
-    known = (model for model in state.models.values() if model.pack_id == relay.pack_id)
-    model = next(known, Model(relay.pack_id[:12], "", relay.pack_id, copy.pack_bytes, 0))
-    hop = Hop(arrow.target, arrow.sources, (), arrow.num_striped)
-    state.effects.commands.append(RerouteCommand(model, hop, relay.urgent))
-    reason = (
-        f"{measured / 1e6:.3g} MB/s instead of the {relay.bytes_per_s / 1e6:.3g} planned from {relay.upstream}: {arrow}"
-    )
-    fields = {"pack_id": relay.pack_id, "store_id": store.store_id, "relay": str(arrow)}
-    state.happened(now, "reroute", model, reason, "scale.reroute", fields)
+    model = state.model_of_pack(relay.pack_id, copy.pack_bytes)
+    if arrow is not None:
+        state.relays.restart(relay.pack_id, arrow, now)
+        again = RunningRelay.of(relay.pack_id, arrow, now, relay.urgent)
+        state.courses.redrawn((relay.pack_id, store.store_id), again.feeds, again.bytes_per_s)
+        hop = Hop(arrow.target, arrow.sources, (), arrow.num_striped)
+        state.effects.commands.append(RerouteCommand(model, hop, relay.urgent))
+    if arrow is not None or not relay.replanned_at:  # that nothing better is known is told once
+        state.effects.happenings.append(relay_events.slow(relay, measured, arrow, model, now))
 
 
 def _brings(copy: Copy, source: str) -> float:

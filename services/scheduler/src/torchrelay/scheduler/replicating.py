@@ -46,7 +46,7 @@ def _holdings(state: State, now: float) -> Holdings:
     away = book.away(now)
     stores = {**away, **state.view.stores}
     held = {copy.pack_id for store in stores.values() for copy in store.copies.values() if copy.complete}
-    book.lost -= held
+    book.keep_lost(held)
     packs = [
         Pack(
             use.model.pack_id,
@@ -62,7 +62,9 @@ def _holdings(state: State, now: float) -> Holdings:
 
 def _copy(state: State, order: CopyOrder, now: float) -> None:
     model = state.copybook.recency.model(order.pack_id)
-    (arrow,) = relaying.draw(state, order.pack_id, model.pack_bytes, [order.store_id], now, urgent=order.urgent)
+    (arrow,) = relaying.draw(
+        state, order.pack_id, model.pack_bytes, [order.store_id], now, urgent=order.urgent, reason=order.reason
+    )
     state.copybook.order((order.pack_id, order.store_id), order.cause, now)
     hop = Hop(arrow.target, arrow.sources, (), arrow.num_striped)
     state.effects.commands.append(CopyCommand(model, hop, order.urgent, not order.may_evict_guarded))
@@ -76,11 +78,13 @@ def copy_begun(state: State, pack_id: str, store_id: str, now: float) -> None:
     state.copybook.begun((pack_id, store_id), now)
 
 
-def copy_failed(state: State, pack_id: str, store_id: str, cause: str, now: float) -> None:
-    """The store could not be given the order, or refused it."""
-    state.relays.drop(pack_id, store_id)
+def copy_failed(state: State, pack_id: str, store_id: str, cause: str, now: float, gone: bool = False) -> None:
+    """The store could not be given the order, or refused it. ``gone``: the pack was deleted, so it is forgotten."""
+    relaying.refused(state, pack_id, store_id, cause, now)
     if ended := state.copybook.fail((pack_id, store_id), cause, now, state.rules):
         _ended(state, ended, now)
+    if gone:
+        state.copybook.forget(pack_id)
 
 
 def _ended(state: State, ended: Ended, now: float) -> None:

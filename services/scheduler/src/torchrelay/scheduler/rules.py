@@ -49,6 +49,9 @@ class Rules:
     # Relays
     link_cap_bytes_per_s: float = 0.0  # no direction of a host's link is planned to carry more; 0: what is measured
 
+    # Latency
+    tbt_target_s: float = 0.1  # a decode instance whose steps would be longer is taken only where others are worse
+
     # Predictions where nothing has been measured yet
     default_prefill_tokens_per_s: float = 1000.0
     default_step_s: float = 0.03

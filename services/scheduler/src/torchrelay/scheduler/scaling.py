@@ -147,6 +147,7 @@ def _is_forsaken(load: Load, when: float) -> bool:
 def _idle(situation: Situation, decided: Sequence[Action], rules: Rules) -> list[Action]:
     """Drains of what nobody has used for the idle timeout: a whole model, or instances the others can do without."""
     waited_for = {demand.model.version_id for demand in situation.demands if demand.num_waiting}
+    placed_cold = {demand.model.version_id for demand in situation.demands if demand.num_cold}
     drained = {action.instance_id for action in decided if isinstance(action, Drain)}
     staying: dict[str, list[Load]] = {}
     for load in situation.loads:
@@ -166,7 +167,8 @@ def _idle(situation: Situation, decided: Sequence[Action], rules: Rules) -> list
         if len(idle) == len(loads):
             actions += [Drain(load.instance.instance_id, "idle", reason) for load in idle]
             continue
-        for load in idle:
+        # What still loads may be meant for requests that have a place, cold as it is: it would be loaded again at once.
+        for load in (load for load in idle if load.instance.phase is Phase.READY or version_id not in placed_cold):
             rest = [other for other in loads if other is not load]
             if covers(other.instance for other in rest):
                 loads = rest

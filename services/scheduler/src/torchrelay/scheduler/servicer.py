@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Any
 
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
@@ -11,6 +12,7 @@ from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler import wire
 from torchrelay.scheduler.cluster_view import cluster_view
 from torchrelay.scheduler.desk import Desk
+from torchrelay.scheduler.past import Past
 from torchrelay.scheduler.streams import AdmitStream
 
 _VIEW_EVERY_S = 0.1
@@ -19,8 +21,9 @@ Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callba
 
 
 class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: Desk, past: Past) -> None:
         self._desk = desk
+        self._past = past
 
     async def Admit(
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommand], context: Context
@@ -97,3 +100,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 await changed.wait()
         finally:
             self._desk.unwatch(changed)
+
+    async def WatchEvents(
+        self, request: scheduler_pb2.WatchEventsRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.Event]:
+        begin_us, after = request.since_unix_us, request.after_sequence
+        async with aclosing(self._past.events(request.kinds, begin_us, after, request.follow)) as events:
+            async for event in events:
+                yield event

@@ -23,6 +23,9 @@ class SchedulerSettings(ServiceSettings):
     requests_per_instance: int = Field(16, ge=1, description="As many waiting requests justify one more instance.")
     max_open_per_instance: int = Field(64, ge=1, description="Most requests on one decode instance at once.")
     queue_target_s: float = Field(2.0, gt=0, description="Longer queues justify more instances.")
+    tbt_target_s: float = Field(
+        0.1, gt=0, description="Objective for the time between two tokens: requests go where it is kept, if anywhere."
+    )
     drain_s: float = Field(30.0, ge=0, description="Running requests of a drained instance may take this long to end.")
     load_tries: int = Field(3, ge=1, description="Failed loads before the requests that wait are told.")
     gateway_grace_s: float = Field(10.0, ge=0, description="A gateway whose stream broke may take this long to return.")
@@ -65,6 +68,7 @@ class SchedulerSettings(ServiceSettings):
             requests_per_instance=self.requests_per_instance,
             max_open_per_instance=self.max_open_per_instance,
             queue_target_s=self.queue_target_s,
+            tbt_target_s=self.tbt_target_s,
             drain_s=self.drain_s,
             load_tries=self.load_tries,
             gateway_grace_s=self.gateway_grace_s,

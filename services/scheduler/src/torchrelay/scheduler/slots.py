@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from torchrelay.scheduler.core import BOTH, Model, Role, Roles, Store, Tier, Worker
+from torchrelay.scheduler.core import BOTH, Model, Role, Roles, Store, Worker
+from torchrelay.scheduler.tiers import Tier, tier_of
 
 
 @dataclass(frozen=True)
@@ -31,18 +32,6 @@ class Assignment:
     worker_id: str
     host_id: str
     roles: Roles
-
-
-def tier_of(pack_id: str, host: Store, stores: Iterable[Store]) -> Tier:
-    """How far the pack is from a host."""
-    copy = host.copies.get(pack_id)
-    if copy is not None and not copy.error:
-        return Tier.HOST if copy.complete else Tier.FILLING
-    for store in stores:
-        other = store.copies.get(pack_id)
-        if other is not None and not other.error:
-            return Tier.PEER
-    return Tier.REMOTE
 
 
 def free_slots(

@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from torchrelay.common.latency_model import LatencyModel
 from torchrelay.scheduler.books import Books
 from torchrelay.scheduler.copybook import CopyBook
 from torchrelay.scheduler.core import Instance, Model
+from torchrelay.scheduler.courses import Courses
 from torchrelay.scheduler.effects import Effects, Happening
 from torchrelay.scheduler.failures import Failures
 from torchrelay.scheduler.fleet import Fleet
 from torchrelay.scheduler.gateways import Gateways
+from torchrelay.scheduler.handovers import Handovers
+from torchrelay.scheduler.latency import Latencies
 from torchrelay.scheduler.links import Links
 from torchrelay.scheduler.planning import Relays
+from torchrelay.scheduler.prediction import queue_s
 from torchrelay.scheduler.queueing import Queues
 from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.view import View
+from torchrelay.scheduler.warm_prefixes import WarmPrefixes
 
 _MAX_MODELS = 4096
 _MAX_FRUITLESS = 4096
@@ -38,6 +44,10 @@ class State:
     books: Books = field(default_factory=Books)
     relays: Relays = field(default_factory=Relays)
     links: Links = field(default_factory=Links)
+    latencies: Latencies = field(default_factory=Latencies)
+    handovers: Handovers = field(default_factory=Handovers)
+    prefixes: WarmPrefixes = field(default_factory=WarmPrefixes)
+    courses: Courses = field(default_factory=Courses)
     copybook: CopyBook = field(default_factory=CopyBook)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     effects: Effects = field(default_factory=Effects)
@@ -66,6 +76,16 @@ class State:
             if unused is not None:
                 del self.models[unused]
 
+    def model_of_pack(self, pack_id: str, pack_bytes: int = 0) -> Model:
+        """The model that a pack belongs to; under the beginning of the pack's id while nobody has named it."""
+        for model in self.models.values():
+            if model.pack_id == pack_id:
+                return model
+        if pack_id in self.copybook.recency:
+            return self.copybook.recency.model(pack_id)
+        name = next((instance.model for instance in self.fleet if instance.pack_id == pack_id), pack_id[:12])
+        return Model(name, "", pack_id, pack_bytes, 0)
+
     def note_fruitless(self, request_id: str, instance_ids: frozenset[str]) -> None:
         """An attempt ended without a token. Should the request come again, these instances are doubted."""
         self.fruitless[request_id] = instance_ids
@@ -87,10 +107,10 @@ class State:
         )
         self.effects.happenings.append(Happening(now, kind, model, name, reason, event, fields or {}))
 
-    def queued_prefill_tokens(self, instance: Instance) -> int:
-        """Positions waiting for prefill at the instance: reported, and placed since the report."""
+    def queue_s(self, instance: Instance, latency: LatencyModel) -> float:
+        """How long the prompts take that wait at the instance: reported, and placed since the report."""
         worker = self.view.workers.get(instance.worker_id)
         if worker is None:
-            return 0
-        placed = self.books.prefill_tokens_since(instance.instance_id, worker.seen_at - _REPORT_LAG_S)
-        return worker.num_queued_prefill_tokens + placed
+            return 0.0
+        placed = self.books.predicted_since(instance.instance_id, worker.seen_at - _REPORT_LAG_S)
+        return queue_s(latency, worker.num_queued_prefill_tokens, worker.queued_prefill_s, placed)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.latency_model import LatencyModel, StepCost
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.core import (
     Admission,
     AttemptKey,
     Copy,
-    Measured,
     Model,
     Phase,
     Placement,
@@ -25,6 +25,7 @@ from torchrelay.scheduler.core import (
 )
 from torchrelay.scheduler.effects import Happening, RefusalReason
 from torchrelay.scheduler.explain import micros
+from torchrelay.scheduler.measured import Measured
 
 _PHASES = {
     reports_pb2.SlotState.STATE_UNSPECIFIED: Phase.FREE,
@@ -87,7 +88,19 @@ def worker_of(report: reports_pb2.WorkerReport, now: float) -> Worker:
         step_s=report.step_s,
         kv_bytes_sent=report.kv_bytes_sent,
         kv_bytes_received=report.kv_bytes_received,
+        device=report.device,
+        latency=_latency_of(report.latency) if report.HasField("latency") else None,
+        queued_prefill_s=report.queued_prefill_s,
+        keeps_prefixes=report.keeps_prefixes,
     )
+
+
+def _latency_of(learned: reports_pb2.LatencyModel) -> LatencyModel:
+    prefill, decode = (
+        StepCost(cost.base_s, cost.per_position_s, cost.per_seen_s, cost.num_steps, cost.error)
+        for cost in (learned.prefill, learned.decode)
+    )
+    return LatencyModel(prefill, decode, max(learned.token_budget, 1))
 
 
 def store_of(report: reports_pb2.StoreReport, now: float) -> Store:
@@ -113,9 +126,11 @@ def store_of(report: reports_pb2.StoreReport, now: float) -> Store:
                 relay_end_us=copy.relay_end_unix_us,
                 source=copy.source,
                 shares=tuple(
-                    Share(share.holder_id, share.num_bytes, share.bytes_per_s, share.following) for share in copy.shares
+                    Share(share.holder_id, share.num_bytes, share.bytes_per_s, share.following, share.error)
+                    for share in copy.shares
                 ),
                 guarded=copy.guarded,
+                num_repairs=copy.num_repairs,
             )
             for copy in report.copies
         },
@@ -140,6 +155,7 @@ def model_of(version: types_pb2.ModelVersion) -> Model:
         kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes,
         idle_timeout_s=version.scaling.idle_timeout_s,
         max_instances=version.scaling.max_instances,
+        routing_block_tokens=version.routing_block_tokens,
     )
 
 
@@ -167,6 +183,7 @@ def admission_of(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: floa
         admitted_at=now,
         lost_workers=frozenset(request.lost_workers),
         traceparent=request.traceparent,
+        block_hashes=tuple(request.block_hashes),
     )
 
 

@@ -48,6 +48,11 @@ class Relays:
             if not arrow.already_there:
                 self._running[(pack_id, arrow.target)] = RunningRelay.of(pack_id, arrow, now, urgent)
 
+    def hasten(self, pack_id: str, target: str) -> None:
+        """Somebody waits for it by now."""
+        if relay := self._running.get((pack_id, target)):
+            self._running[(pack_id, target)] = replace(relay, urgent=True)
+
     def put(self, relay: RunningRelay) -> None:
         """A relay that was changed; without effect when it has ended."""
         if (relay.pack_id, relay.target) in self._running:

@@ -1,0 +1,108 @@
+"""`torchrelay events`: what has happened, and what happens, a line each."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from torchrelay.cli.access import HomeOption
+
+if TYPE_CHECKING:
+    from torchrelay.common.tls import Tls
+    from torchrelay.control.v1.scheduler_pb2 import Event
+
+EXAMPLE = "Example:  torchrelay events --kind relay --follow\n\nOr:       torchrelay events --since 2h --json"
+RETRY_S = 1.0
+GONE_S = 6.0  # a scheduler that is started again answers within this time
+
+
+class Kind(enum.StrEnum):
+    """The histories there are."""
+
+    RELAY = "relay"
+    INSTANCE = "instance"
+    SCALE = "scale"
+    MODEL = "model"
+
+
+def events(
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as things happen; Ctrl-C leaves.")] = False,
+    kind: Annotated[list[Kind] | None, typer.Option(help="Only these; may be given more than once.")] = None,
+    since: Annotated[str, typer.Option(help="From how long ago: 30s, 10m, 2h, 7d.", metavar="AGO")] = "10m",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
+    scheduler: Annotated[
+        str | None, typer.Option(help="Scheduler's gRPC address; by default the local platform's.", metavar="HOST:PORT")
+    ] = None,
+    home: HomeOption = None,
+) -> None:
+    """Show what the platform did and why: relays, instances, scaling, models. It is kept for 30 days."""
+    from torchrelay.cli import events_view
+    from torchrelay.cli.cluster import tls_of, tls_of_environment
+    from torchrelay.cli.home import Home
+
+    try:
+        from_unix_us = int((datetime.now() - events_view.ago(since)).timestamp() * 1e6)
+    except (ValueError, OverflowError) as error:
+        raise typer.BadParameter(str(error), param_hint="--since") from error
+    local = Home.at(home)
+    address = scheduler or local.endpoints()["scheduler"]
+    tls = tls_of_environment() if scheduler else tls_of(local.endpoints())
+    source = Source(address, tls, [str(one) for one in kind or ()], max(from_unix_us, 1))
+    with contextlib.suppress(KeyboardInterrupt):
+        found = source.followed(lambda: scheduler is not None or local.running_pid() is not None)
+        _print(found if follow else source.once(), as_json)
+
+
+def _print(found: Iterator[Event], as_json: bool) -> None:
+    from torchrelay.cli import console
+    from torchrelay.cli.events_view import Lines, json_line
+
+    lines, out = Lines(), console.out()
+    for event in found:
+        if as_json:
+            print(json_line(event), flush=True)
+        else:
+            out.print(lines.line(event, datetime.now()), soft_wrap=True)
+
+
+class Source:
+    """A scheduler's history, from a time on; what was shown is not shown again after a break."""
+
+    def __init__(self, address: str, tls: Tls | None, kinds: Sequence[str], from_unix_us: int) -> None:
+        self._address, self._tls, self._kinds = address, tls, kinds
+        self._from_unix_us = from_unix_us
+        self._last_sequence = 0
+
+    def once(self, follow: bool = False) -> Iterator[Event]:
+        """What there is; with ``follow``, until the connection breaks. Raises ``Problem``."""
+        from torchrelay.cli.cluster import events
+
+        kinds, begin = self._kinds, self._from_unix_us
+        for event in events(self._address, kinds, begin, self._last_sequence, follow, self._tls):
+            self._last_sequence = event.sequence
+            yield event
+
+    def followed(self, may_return: Callable[[], bool]) -> Iterator[Event]:
+        """Until interrupted. Raises ``Unreachable`` when the scheduler is away for long, or cannot return."""
+        from torchrelay.cli.problems import Unreachable
+
+        was_there, lost_s = False, 0.0
+        while True:
+            try:
+                for event in self.once(follow=True):
+                    was_there, lost_s = True, 0.0
+                    yield event
+                was_there = True  # the scheduler ended the stream: it stops
+            except Unreachable:
+                if not was_there:
+                    raise
+            lost_s = lost_s or time.monotonic()
+            if not may_return() or time.monotonic() - lost_s >= GONE_S:
+                raise Unreachable(f"the scheduler at {self._address} answers no more", "is the platform up?")
+            time.sleep(RETRY_S)  # it may be starting again

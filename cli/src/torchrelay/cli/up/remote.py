@@ -1,0 +1,24 @@
+"""Where an embedded install keeps its published packs: its home, another folder, or an object store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from torchrelay.cli.problems import Problem
+
+_OBJECT_STORES = ("s3", "gs", "az")
+
+
+def remote_url(given: str, default: Path) -> str:
+    """The URL that ``given``, a URL or a folder, stands for; ``default`` if it is empty. Raises ``Problem``."""
+    if not given:
+        return default.absolute().as_uri()
+    if "://" not in given and not given.startswith("file:"):
+        return Path(given).expanduser().absolute().as_uri()
+    parts = urlsplit(given)
+    if parts.scheme in _OBJECT_STORES and parts.netloc:
+        return given
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+        return given
+    raise Problem(f"{given!r} is no place for packs", "give a folder, s3://BUCKET/PREFIX, gs://... or az://...")

@@ -1,0 +1,40 @@
+"""The metrics of relays, whoever ordered them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from torchrelay.scheduler.effects import Happening
+from torchrelay.scheduler.relay_events import EVENTS
+
+
+class RelayMetrics:
+    """``num_running`` is called when metrics are collected."""
+
+    def __init__(self, num_running: Callable[[], int]) -> None:
+        meter = metrics.get_meter("torchrelay.scheduler")
+        self._turns = meter.create_counter(
+            "torchrelay_scheduler_relays", description="Relays begun, repaired, slow, finished and failed, by event."
+        )
+        self._took = meter.create_histogram(
+            "torchrelay_scheduler_relay", "s", "From the first chunk asked for to the end, by event."
+        )
+
+        def under_way(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(num_running())]
+
+        meter.create_observable_gauge(
+            "torchrelay_scheduler_relays_under_way", [under_way], description="Relays planned or running."
+        )
+
+    def happened(self, happening: Happening) -> None:
+        """Counts what concerns relays."""
+        if not happening.event.startswith(EVENTS):
+            return
+        event = {"event": happening.event.removeprefix(EVENTS)}
+        self._turns.add(1, event)
+        if "took_s" in happening.fields:
+            self._took.record(float(happening.fields["took_s"]), event)
