@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,11 @@ import torch
 
 from tests.support.checkpoints import make_checkpoint
 from tests.unit.engine.running import Model
+
+# There is no Triton but for Linux.
+collect_ignore = (
+    [] if sys.platform == "linux" else ["test_triton.py", "test_triton_compiles.py", "test_fused.py", "test_graphs.py"]
+)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -50,8 +50,10 @@ class Model:
         logits: torch.Tensor = self.reference(torch.tensor([prompt])).logits[0, -1].float()
         return logits
 
-    def instance(self, *, loaded: bool = True, pool_bytes: int = POOL_BYTES, **settings: Any) -> Instance:
-        instance = Instance(self.pack.manifest, self.pack.view, KvPool(pool_bytes), **settings)
+    def instance(
+        self, *, loaded: bool = True, pool_bytes: int = POOL_BYTES, device: str = "cpu", **settings: Any
+    ) -> Instance:
+        instance = Instance(self.pack.manifest, self.pack.view, KvPool(pool_bytes, device), **settings)
         for segment in range(len(self.pack.manifest.segments) if loaded else 0):
             instance.segment_ready(segment)
         return instance

@@ -49,11 +49,14 @@ def test_what_cannot_run_is_refused(model_of: ModelOf, group: GroupSpec, error: 
     assert_idle(instance)
 
 
-def test_the_whole_context_can_be_used(model_of: ModelOf) -> None:
+@pytest.mark.parametrize("length", [488, 511])
+def test_the_whole_context_can_be_used(model_of: ModelOf, length: int) -> None:
     model = model_of()
     instance = model.instance()
-    instance.prefill(group_of(prompt_of(488)))
-    assert outputs(run(instance))["r/0", 0] == model.expected(prompt_of(488))
+    num_tokens = 512 - length
+    instance.prefill(group_of(prompt_of(length), sampling=replace(GREEDY, max_tokens=num_tokens)))
+    assert outputs(run(instance))["r/0", 0] == model.expected(prompt_of(length), num_tokens)
+    assert_idle(instance)
 
 
 def test_more_than_the_pool_holds_is_refused(model_of: ModelOf) -> None:

@@ -92,6 +92,7 @@ def test_a_load_that_fails_ends_the_step(model_of: ModelOf, waits: bool) -> None
         instance.fail("no holder is left")
         with pytest.raises(LoadFailed, match=r"segment 2 .* no holder is left"):
             step.result(10)
+    instance.check_integrity()  # as if the batch had never begun
     instance.cancel("r/0")
     assert_idle(instance)
 

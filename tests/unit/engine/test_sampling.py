@@ -2,17 +2,16 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
-import torch
 
-from tests.unit.engine.running import assert_idle, group_of, hand_over, outputs, prompt_of, run
+from tests.support.checkpoints import make_overflowing_checkpoint
+from tests.unit.engine.running import Model, assert_idle, group_of, hand_over, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.engine.core import SamplingParams
-from torchrelay.engine.sampling import adjusted, probabilities, sample, uniform
-
-LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.2, 2.4, -torch.inf, 0.0, 1.9])
+from torchrelay.engine.core import NO_TOKEN, Finish, NewToken, SamplingParams
+from torchrelay.engine.sampling import uniform
 
 
 def test_uniform_is_a_fixed_function_of_its_counter() -> None:
@@ -25,90 +24,79 @@ def test_uniform_is_a_fixed_function_of_its_counter() -> None:
     assert abs(sum(numbers) / len(numbers) - 0.5) < 0.02
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=1.0, seed=1),
-        SamplingParams(temperature=0.6, seed=2),
-        SamplingParams(temperature=1.3, top_k=3, seed=3),
-        SamplingParams(temperature=1.0, top_p=0.7, seed=4),
-        SamplingParams(temperature=0.9, top_k=5, top_p=0.8, seed=5),
-        SamplingParams(temperature=1.0, min_p=0.2, seed=6),
-        SamplingParams(temperature=1.0, min_p=0.05, top_k=6, top_p=0.95, seed=7),
-    ],
-)
-def test_frequencies_fit_the_definition(params: SamplingParams) -> None:
-    """Chi-square against the probabilities, at one in a thousand."""
-    wanted = probabilities(LOGITS, params).double()
-    wanted /= wanted.sum()
-    num_draws = 4000
-    found = Counter(sample(LOGITS, params, 0, position) for position in range(num_draws))
-    assert set(found) == {i for i, p in enumerate(wanted.tolist()) if p > 0}
-    chi_square = sum((found[i] - num_draws * float(wanted[i])) ** 2 / (num_draws * float(wanted[i])) for i in found)
-    assert chi_square < 24.4
+SEEDED: list[dict[str, Any]] = [
+    {"temperature": 0.9, "top_p": 0.9, "top_k": 50},
+    {"temperature": 1.2, "min_p": 0.02, "presence_penalty": 0.6, "frequency_penalty": 0.3, "logit_bias": ((9, 3.0),)},
+    {"temperature": 0.0, "frequency_penalty": 1.0},
+]
 
 
-def test_top_k_and_top_p_keep_what_they_should() -> None:
-    def kept(**settings: float) -> set[int]:
-        params = SamplingParams(temperature=1.0, **settings)  # type: ignore[arg-type]
-        return set(probabilities(LOGITS, params).nonzero().flatten().tolist())
-
-    assert kept(top_k=1) == {4}
-    assert kept(top_k=3) == {1, 4, 7}
-    assert kept(top_k=100) == set(range(8)) - {5}
-    assert kept(top_p=0.0) == {4}
-    # Of e^2.4, e^2.0, e^1.9, ...: 0.36, 0.24, 0.22, 0.11: the third one passes 0.7.
-    assert kept(top_p=0.7) == {1, 4, 7}
-    assert kept(top_k=2, top_p=0.99) == {1, 4}
-    # e^-0.4, e^-0.5 and e^-1.2 of the likeliest are 0.67, 0.61 and 0.30.
-    assert kept(min_p=0.65) == {1, 4}
-    assert kept(min_p=0.2) == {1, 3, 4, 7}
-    assert kept(min_p=1.0) == {4}
-
-
-def test_temperature_zero_is_greedy_and_near_zero_nearly() -> None:
-    assert sample(LOGITS, SamplingParams(temperature=0), 0, 0) == 4
-    assert {sample(LOGITS, SamplingParams(temperature=1e-6), 0, position) for position in range(50)} == {4}
-
-
-@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
-def test_the_ends_of_the_range_give_possible_tokens(monkeypatch: pytest.MonkeyPatch, number: float) -> None:
-    monkeypatch.setattr("torchrelay.engine.sampling.uniform", lambda *_: number)
-    logits = torch.tensor([-torch.inf, 1.0, 1.0, -torch.inf])
-    assert sample(logits, SamplingParams(temperature=1.0), 0, 0) == (1 if number == 0 else 2)
-
-
-def test_the_same_seed_gives_the_same_tokens_in_any_batch(model_of: ModelOf) -> None:
+@pytest.mark.parametrize("settings", SEEDED, ids=["cut", "penalised", "greedy"])
+def test_the_same_seed_gives_the_same_tokens_in_any_batch(model_of: ModelOf, settings: dict[str, Any]) -> None:
+    """Alone, in a batch of 32 that sample in every way, and resumed on another worker, here or handed over."""
     model = model_of("qwen2")
-    sampling = SamplingParams(temperature=0.9, top_p=0.9, top_k=50, seed=77, max_tokens=20)
+    sampling = SamplingParams(**settings, seed=77, max_tokens=20)
     group = group_of(prompt_of(30), "a/0", sampling)
     alone = model.instance()
     alone.prefill(group)
     expected = outputs(run(alone))["a/0", 0]
     crowd = model.instance(token_budget=32)
     for number in range(31):
-        crowd.prefill(group_of(prompt_of(5 + number, salt=number), f"{number}/0"))
+        other = SamplingParams(**SEEDED[number % 3], seed=number, max_tokens=24, top_logprobs=number % 2 or None)
+        crowd.prefill(group_of(prompt_of(5 + number, salt=number), f"{number}/0", other))
     crowd.prefill(group)
     assert outputs(run(crowd))["a/0", 0] == expected
-    resumed = model.instance()
-    resumed.prefill(group_of(prompt_of(30), "a/1", sampling, forced=[expected[:8]]))
-    assert outputs(run(resumed))["a/1", 0] == expected[8:]
+    for num_forced in (1, 8, 19):
+        resumed = model.instance()
+        forced = [expected[:num_forced]]
+        resumed.prefill(group_of(prompt_of(30), "a/1", sampling, forced=forced))
+        assert outputs(run(resumed))["a/1", 0] == expected[num_forced:]
+        last, steps = hand_over(model.instance(), model.instance(), group_of(prompt_of(30), "a/2", sampling, forced))
+        tokens = [last.tokens[0].token_id, *outputs(steps).get(("a/2", 0), [])]
+        assert tokens == expected[num_forced:]
     assert_idle(crowd)
 
 
-def test_nan_gives_some_token_of_the_vocabulary() -> None:
-    logits = torch.full((8,), torch.nan)
-    for params in (SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_p=0.5, top_k=3)):
-        assert 0 <= sample(logits, params, 0, 0) < 8
+@pytest.fixture(scope="module")
+def overflowing(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(make_overflowing_checkpoint(tmp_path_factory.mktemp("overflowing")))
 
 
-def test_penalties_and_biases_shift_logits_as_openai_says() -> None:
-    params = SamplingParams(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((1, -3.0), (6, 2.0)))
-    found = adjusted(LOGITS, params, {4: 3, 6: 1})
-    shifts = {1: -3.0, 4: -(0.5 + 3 * 0.25), 6: 2.0 - 0.75}
-    expected = LOGITS + torch.tensor([shifts.get(i, 0.0) for i in range(8)])
-    assert torch.allclose(found, expected)
-    assert adjusted(LOGITS, SamplingParams(), {4: 3}) is LOGITS
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_overflow_end_their_own_choice_and_no_other(overflowing: Model, temperature: float) -> None:
+    sampling = SamplingParams(temperature=temperature, seed=3, max_tokens=12)
+    groups = [group_of(prompt_of(9 + salt, salt), f"{salt}/0", sampling) for salt in range(16)]
+    alone: dict[str, list[NewToken]] = {}
+    for group in groups:
+        instance = overflowing.instance()
+        instance.prefill(group)
+        alone[group.group_id] = [token for step in run(instance) for token in step.tokens]
+        assert_idle(instance)
+    ends = [tokens[-1] for tokens in alone.values()]
+    assert {token.finish for token in ends} == {Finish.NOT_FINITE, Finish.LENGTH}
+    assert {token.token_id for token in ends if token.finish is Finish.NOT_FINITE} == {NO_TOKEN}
+    assert len({token.position for token in ends}) > 2  # with the first token, and later ones
+    together = overflowing.instance()
+    for group in groups:
+        together.prefill(group)
+    steps = run(together)
+    assert {key[0]: tokens for key, tokens in outputs(steps).items()} == {
+        name: [token.token_id for token in tokens] for name, tokens in alone.items()
+    }
+    assert_idle(together)
+
+
+def test_a_choice_of_several_ends_alone_when_it_overflows(overflowing: Model) -> None:
+    """The engine ends what it cannot sample; whoever asked decides about the rest."""
+    found = set()
+    for salt in range(4):
+        instance = overflowing.instance()
+        sampling = SamplingParams(temperature=1.5, seed=salt, max_tokens=12)
+        instance.prefill(group_of(prompt_of(9, salt + 20), sampling=sampling, forced=[(), (), ()]))
+        ends = {token.choice: token for step in run(instance) for token in step.tokens}
+        found.add(frozenset(token.finish for token in ends.values()))
+        assert_idle(instance)
+    assert frozenset({Finish.NOT_FINITE, Finish.LENGTH}) in found
 
 
 def test_biases_command_and_forbid(model_of: ModelOf) -> None:

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -38,11 +38,14 @@ def test_weights_are_views_of_the_mapping(mapped: tuple[Manifest, mmap.mmap], mo
     base = weights.embedding().data_ptr() - manifest.tensors[0].offset
     for layer in range(config.num_layers):
         for tensor in (weights.layer(layer).qkv, weights.layer(layer).gate_up, weights.layer(layer).down):
+            assert isinstance(tensor, torch.Tensor)
             assert base <= tensor.data_ptr() < base + manifest.num_bytes
     own = model_of("qwen3").reference.model.layers[1]
     fused = torch.cat([own.self_attn.q_proj.weight, own.self_attn.k_proj.weight, own.self_attn.v_proj.weight])
-    assert torch.equal(weights.layer(1).qkv, fused)
-    assert torch.equal(weights.layer(1).gate_up, torch.cat([own.mlp.gate_proj.weight, own.mlp.up_proj.weight]))
+    qkv, gate_up = weights.layer(1).qkv, weights.layer(1).gate_up
+    assert isinstance(qkv, torch.Tensor) and isinstance(gate_up, torch.Tensor)
+    assert torch.equal(qkv, fused)
+    assert torch.equal(gate_up, torch.cat([own.mlp.gate_proj.weight, own.mlp.up_proj.weight]))
     weights.close()
 
 
@@ -63,8 +66,8 @@ def test_an_instance_runs_on_a_read_only_mapping_and_lets_go_of_it(
 
 def test_a_tensor_of_another_shape_is_refused(model_of: ModelOf) -> None:
     pack = model_of().pack
-    wrong = [msgspec.structs.replace(entry, shape=(1, *entry.shape)) for entry in pack.manifest.tensors]
-    manifest = msgspec.structs.replace(pack.manifest, tensors=tuple(wrong))
+    wrong = [entry._replace(shape=(1, *entry.shape)) for entry in pack.manifest.tensors]
+    manifest = replace(pack.manifest, tensors=tuple(wrong))
     instance = Instance(manifest, pack.view, KvPool(1 << 20))
     with pytest.raises(DataCorrupted, match=r"no model\.embed_tokens\.weight of shape \[320, 64\]"):
         instance.segment_ready(0)
@@ -74,10 +77,9 @@ def test_a_tensor_of_another_shape_is_refused(model_of: ModelOf) -> None:
 def test_a_scattered_group_is_refused(model_of: ModelOf) -> None:
     pack = model_of().pack
     moved = [
-        msgspec.structs.replace(entry, offset=entry.offset + 64) if "v_proj" in entry.name else entry
-        for entry in pack.manifest.tensors
+        entry._replace(offset=entry.offset + 64) if "v_proj" in entry.name else entry for entry in pack.manifest.tensors
     ]
-    manifest = msgspec.structs.replace(pack.manifest, tensors=tuple(moved))
+    manifest = replace(pack.manifest, tensors=tuple(moved))
     with pytest.raises(DataCorrupted, match="not contiguous"):
         Instance(manifest, pack.view, KvPool(1 << 20)).segment_ready(1)
 

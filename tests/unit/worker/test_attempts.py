@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -30,9 +31,18 @@ async def test_the_engine_sees_what_the_gateway_asked_for() -> None:
     assert [(c.choice, c.forced_output) for c in group.choices] == [(0, ()), (3, (9, 9))]
 
 
-async def test_ignore_eos_leaves_no_stop_token() -> None:
-    attempt = Attempt(start(sampling=pb.Sampling(ignore_eos=True)), Outbox("gw"), {})
-    assert attempt.group().sampling.stop_token_ids == frozenset()
+async def test_ignore_eos_leaves_the_users_own_stop_tokens() -> None:
+    attempt = Attempt(start(sampling=pb.Sampling(ignore_eos=True, stop_token_ids=[5])), Outbox("gw"), {})
+    assert attempt.group().sampling.stop_token_ids == frozenset({2, 5})  # the gateway leaves the model's out
+
+
+async def test_the_deadline_is_told_by_the_engine_s_clock() -> None:
+    assert Attempt(start(), Outbox("gw"), {}).group().deadline_s is None
+    in_a_minute = int((time.time() + 60) * 1000)
+    deadline_s = Attempt(start(deadline_unix_ms=in_a_minute), Outbox("gw"), {}).group().deadline_s
+    assert deadline_s is not None and 59 < deadline_s - time.monotonic() <= 60
+    past = Attempt(start(deadline_unix_ms=1), Outbox("gw"), {}).group().deadline_s
+    assert past is not None and past < time.monotonic()
 
 
 async def test_an_output_carries_position_finish_and_the_phases_once() -> None:

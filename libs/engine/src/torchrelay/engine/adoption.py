@@ -7,10 +7,12 @@ from collections.abc import Mapping
 import torch
 
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
+from torchrelay.engine import profile
 from torchrelay.engine.core import GroupSpec
 from torchrelay.engine.cores import one_core
 from torchrelay.engine.handover import KvLayout
 from torchrelay.engine.pool import KvPages
+from torchrelay.engine.profile import Share
 from torchrelay.engine.scheduling import BatchScheduler
 from torchrelay.engine.sequences import Group
 from torchrelay.engine.weights import as_tensor
@@ -28,10 +30,10 @@ class Adoption:
         self._pages = pages
         self._scheduler = scheduler
         self._vocab_size = vocab_size
-        self._adopted = Group.of(group)
-        self._contexts = tuple(self._adopted.contexts)
+        self.adopted = Group.of(group)
+        self._contexts = tuple(self.adopted.contexts)
         self._missing = set(range(layout.num_kv_chunks))
-        scheduler.adopt(self._adopted)
+        scheduler.receive(self.adopted)
 
     @property
     def num_missing(self) -> int:
@@ -51,24 +53,26 @@ class Adoption:
         place = self.layout.locate(index)
         self._missing.discard(index)
         context = self._contexts[place.sequence]
-        if context not in self._adopted.contexts:
+        if not context.is_live:
             return
         kv = self._pages.kv[place.layer]
         block = as_tensor(memoryview(data)).view(kv.dtype).view(2, -1, *kv.shape[2:]).to(kv.device)
         slots = torch.from_numpy(context.slots[place.token_begin : place.token_end]).to(kv.device)
+        before = profile.enter(Share.KV_TRANSFER)
         with one_core():
             kv.index_copy_(1, slots, block)
+        profile.enter(before)
 
     def start(self, first_tokens: Mapping[int, int]) -> None:
         """Begins decoding: choice -> its first new token. Choices it ended, or that are not named, free their pages.
 
         Nothing happens when the group was cancelled. Raises ``Conflict`` while chunks are missing.
         """
-        if self._missing and self._adopted.contexts:
+        if self._missing and self.adopted.contexts:
             raise Conflict(f"{len(self._missing)} KV chunks of {self.group.group_id} are missing")
         if any(not 0 <= token < self._vocab_size for token in first_tokens.values()):
             raise InvalidRequest("a first token is not in the vocabulary")
-        for context in tuple(self._adopted.contexts):
+        for context in tuple(self.adopted.contexts):
             goes_on = {
                 choice: token
                 for choice, token in first_tokens.items()
@@ -78,5 +82,5 @@ class Adoption:
 
     def drop(self) -> None:
         """The KV will not come: frees the pages. Harmless after ``start``: what decodes already goes on."""
-        for context in tuple(self._adopted.contexts):
+        for context in tuple(self.adopted.contexts):
             self._scheduler.drop(context)

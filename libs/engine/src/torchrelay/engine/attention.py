@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BACKENDS: Final = {"gather": "torchrelay.engine.attention:GatherAttention"}
+from torchrelay.engine import profile
+from torchrelay.engine.profile import Share
+
+BACKENDS: Final = {
+    "gather": "torchrelay.engine.attention:GatherAttention",
+    "triton": "torchrelay.engine.triton_attention:TritonAttention",
+}
+_NOTABLE_POSITIONS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,13 @@ class Scoring:
 
 
 class AttentionBackend(ABC):
+    """``page_tokens``: slots come in runs of so many, each from a multiple of it on."""
+
+    replays: ClassVar[bool] = False  # whether it has plans that stay at their addresses
+
+    def __init__(self, page_tokens: int = 1) -> None:
+        self.page_tokens = page_tokens
+
     @abstractmethod
     def plan(self, spans: Sequence[Span], window: int | None, dtype: torch.dtype, device: torch.device) -> Any:
         """What ``attend`` needs for this batch; the same for all layers of one window.
@@ -50,12 +64,30 @@ class AttentionBackend(ABC):
     def attend(self, queries: Tensor, kv: Tensor, plan: Any, scoring: Scoring) -> Tensor:
         """[rows, heads, head_dim] over one layer's [2, slots, kv_heads, head_dim]; gives [rows, heads * head_dim]."""
 
+    def fixed_plan(
+        self, num_rows: int, max_positions: int, window: int | None, scratch_slot: int, device: torch.device
+    ) -> Any:
+        """A plan of ``num_rows`` sequences with a row each, for computations that are replayed at the same addresses.
 
-def attention_backend(name: str) -> AttentionBackend:
+        At first each sees the scratch slot alone. Only for a backend that ``replays``, as is ``refill``.
+        """
+        raise TypeError(f"{type(self).__name__} has no plans that stay")
+
+    def refill(self, fixed: Any, plan: Any) -> None:
+        """Puts a plan of at most as many sequences with a row each, and nothing else, into one by ``fixed_plan``."""
+        raise TypeError(f"{type(self).__name__} has no plans that stay")
+
+
+def attention_backend(name: str, page_tokens: int = 1) -> AttentionBackend:
     """A new backend by its registered name. Raises ``KeyError``."""
     module, _, cls = BACKENDS[name].partition(":")
-    backend: AttentionBackend = getattr(import_module(module), cls)()
+    backend: AttentionBackend = getattr(import_module(module), cls)(page_tokens)
     return backend
+
+
+def default_backend(device: torch.device) -> str:
+    """The name of the backend that computes quickest on a device."""
+    return "triton" if device.type == "cuda" else "gather"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +128,15 @@ class GatherAttention(AttentionBackend):
 def _attend_part(queries: Tensor, kv: Tensor, part: GatherPart, scoring: Scoring) -> Tensor:
     num_rows, num_heads, head_dim = queries.shape
     num_kv_heads = kv.shape[2]
+    # Of short contexts it takes a few microseconds, as telling the time does.
+    is_notable = len(part.slots) >= _NOTABLE_POSITIONS
+    before = profile.enter(Share.MEMORY) if is_notable else Share.COMPUTE
     keys, values = (
         plane.index_select(0, part.slots).view(part.num_sequences, -1, num_kv_heads, head_dim).transpose(1, 2)
         for plane in kv
     )
+    if is_notable:
+        profile.enter(before)
     if part.num_sequences == num_rows:
         # The query heads that share a kv head stand where SDPA has query positions: nothing is repeated.
         grouped = queries.view(num_rows, num_kv_heads, -1, head_dim)

@@ -11,6 +11,8 @@ from enum import Enum
 from typing import Final
 
 from torchrelay.common.errors import Overloaded, Unavailable
+from torchrelay.common.latency_model import NO_WORK, StepWork
+from torchrelay.engine.profile import NO_TIME, StepProfile
 
 
 class KvPoolFull(Overloaded):
@@ -25,9 +27,13 @@ class LoadFailed(Unavailable):
     code = "load_failed"
 
 
+# Below it a distribution is its likeliest token, and fp32 could not divide by it.
+MIN_TEMPERATURE: Final = 1e-5
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen and when a choice ends; greedy when ``temperature`` is 0."""
+    """How the next token is chosen and when a choice ends; greedy when ``temperature`` is (nearly) 0."""
 
     temperature: float = 1.0
     top_p: float = 1.0  # 1: off
@@ -43,7 +49,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def penalised(self) -> bool:
@@ -74,10 +80,9 @@ class GroupSpec:
     num_prompt_tokens: int
     sampling: SamplingParams
     choices: tuple[ChoiceSpec, ...]
-    salt: str = ""  # whose prompts it may share computed prefixes with: the tenant
-
-    def forced_output(self, choice: int) -> tuple[int, ...]:
-        return next(spec.forced_output for spec in self.choices if spec.choice == choice)
+    salt: str = ""  # the tenant: whose prompts it may share computed prefixes with, and whose turn it takes
+    weight: float = 1.0  # the tenant's part where tenants compete
+    deadline_s: float | None = None  # by the instance's clock; what runs or waits then ends without a token
 
     def contexts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """(choices, forced output) of each distinct context, in order of first appearance: the order of a hand-over."""
@@ -96,6 +101,10 @@ class Finish(Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
+    NOT_FINITE = "not_finite"  # the logits held NaN or infinity: nothing was sampled, and ``token_id`` is NO_TOKEN
+
+
+NO_TOKEN: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +137,9 @@ class StepResult:
     num_positions_prefilled: int
     num_positions_decoded: int
     step_s: float
+    work: StepWork = NO_WORK
+    profile: StepProfile = NO_TIME
+    expired: tuple[str, ...] = ()  # groups that ended by their deadline
 
 
 EMPTY_STEP: Final = StepResult((), (), 0, 0, 0.0)

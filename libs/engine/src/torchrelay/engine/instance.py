@@ -6,21 +6,29 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.errors import Conflict, InvalidRequest
+from torchrelay.engine import profile
 from torchrelay.engine.adoption import Adoption
-from torchrelay.engine.attention import attention_backend
+from torchrelay.engine.attention import attention_backend, default_backend
 from torchrelay.engine.batch import Batch, layer_kinds, make_batch
-from torchrelay.engine.core import EMPTY_STEP, GroupSpec, NewToken, StepResult
+from torchrelay.engine.checks import check_biases, check_boundaries, check_tokens
+from torchrelay.engine.core import GroupSpec, StepResult
 from torchrelay.engine.cores import CoreShare
+from torchrelay.engine.graphs import Capturer, DecodeGraphs, ScratchSpace, capturer_for
 from torchrelay.engine.handover import KvBlock, KvLayout, KvShape
+from torchrelay.engine.interruptions import Interruptions
 from torchrelay.engine.model import Decoder
+from torchrelay.engine.passing import Passed, PassedLayout
 from torchrelay.engine.pool import KvPool
 from torchrelay.engine.prefixes import PrefixCache
-from torchrelay.engine.sampling import choose, draw_of_decoding, draws_of_context
+from torchrelay.engine.profile import Share
+from torchrelay.engine.reorder import Reorderer
+from torchrelay.engine.runner import Runner
 from torchrelay.engine.scheduling import BatchScheduler
-from torchrelay.engine.sequences import Chunk, Group
+from torchrelay.engine.sequences import Group, Plan
+from torchrelay.engine.stepping import Stepper
+from torchrelay.engine.taking import Taking
 from torchrelay.engine.weights import Weights
 from torchrelay.transfer.manifest import Manifest
 from torchrelay.transfer.model_config import read_config
@@ -41,32 +49,71 @@ class Instance:
         token_budget: int = 512,
         page_tokens: int = 16,
         kv_block_tokens: int = 256,
-        attention: str = "gather",
+        attention: str | None = None,
         prefix_cache: bool = True,
+        capturer: Capturer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_reorder: bool = False,
     ) -> None:
         """``data`` is the pack, read only; on a CPU it is computed with in place until ``close``.
 
         ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block of KV handed over from
-        here. ``prefix_cache``: prompts of one salt that begin alike compute the common part once.
+        here. ``attention`` names a backend, ``capturer`` records decode steps; None: what suits the device.
+        ``prefix_cache``: prompts of one salt that begin alike compute the common part once. ``cpu_reorder``: once all
+        weights are there, and serve, copies that a CPU computes with more quickly are made in the background.
         """
         self.config = read_config(manifest.config)
         self.kv_shape = KvShape.of(self.config, manifest.dtype)
         self._kv_block_tokens = kv_block_tokens
         self._device = pool.device
         self._weights = Weights(manifest, self.config, data, pool.device)
-        self._pages = pool.cut(self.kv_shape, self._weights.dtype, page_tokens)
-        self._backend = attention_backend(attention)
+        capturer = capturer or capturer_for(pool.device)
+        self._pages = pool.cut(self.kv_shape, self._weights.dtype, page_tokens, has_scratch=capturer is not None)
+        self._backend = attention_backend(attention or default_backend(pool.device), page_tokens)
         self._kinds, kind_of_layer = layer_kinds(self.config, pool.device)
         self._decoder = Decoder(self.config, self._weights, self._pages.kv, self._backend, kind_of_layer)
         prefixes = PrefixCache(self._pages.allocator, page_tokens, prefix_cache)
         self._scheduler = BatchScheduler(self._pages, prefixes, token_budget, self.config.max_context_tokens)
+        self._interruptions = Interruptions(self._scheduler, clock)
+        self._runner = Runner(
+            self._decoder,
+            self._pages,
+            self._lay_out,
+            self._between_layers,
+            lambda group: self.kv_layout(group.spec),
+            self._graphs(capturer),
+        )
+        self._stepper = Stepper(
+            self._scheduler,
+            self._runner,
+            self._interruptions,
+            self._can_run,
+            self.config.num_layers,
+            token_budget,
+            pool.device,
+        )
         self._cores = CoreShare()
+        reorders = cpu_reorder and pool.device.type == "cpu"
+        self._reorderer = Reorderer(self._weights, self.config.num_layers) if reorders else None
+
+    def _graphs(self, capturer: Capturer | None) -> DecodeGraphs | None:
+        # Which experts a row goes to decides what is computed: such a step differs each time.
+        if capturer is None or self.config.experts is not None or not self._backend.replays:
+            return None
+        max_positions = min(self.config.max_context_tokens, self._pages.scratch_slot)
+        scratch = ScratchSpace(self._pages.scratch_slot, max_positions)
+        gate = self._weights.gate
+        return DecodeGraphs(
+            self._decoder, self._backend, self._kinds, self.config.num_layers, scratch, capturer, lambda: gate.all_open
+        )
 
     # Loading
 
     def segment_ready(self, segment: int) -> None:
         """(any thread) The segment's bytes are verified. Idempotent."""
         self._weights.load(segment)
+        if self._reorderer is not None and self._weights.gate.all_open:
+            self._reorderer.start()
 
     def fail(self, reason: str) -> None:
         """(any thread) No more bytes will come: a step that needs them, or waits now, raises ``LoadFailed``."""
@@ -79,7 +126,10 @@ class Instance:
 
     def close(self) -> None:
         """Lets go of ``data``, so that its mapping can be closed; the instance cannot be used any more."""
+        if self._reorderer is not None:
+            self._reorderer.close()
         self._cores.restore()
+        self._runner.close()
         self._weights.close()
 
     # Requests
@@ -88,22 +138,24 @@ class Instance:
         """(any thread) How this group's KV is handed over from here: what an offer says, and the buffer's chunks."""
         return KvLayout.of(self.kv_shape, self._kv_block_tokens, group)
 
-    def prefill(self, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None) -> None:
+    def prefill(
+        self, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None, until: int | None = None
+    ) -> None:
         """Queues a prompt.
 
         With ``on_kv`` it is handed over: that is called on the engine thread with each block of each layer as soon as
-        it is computed, and the group ends here with its first tokens. Without, it goes on decoding here. Raises
-        ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
+        it is computed, and the group ends here with its first tokens. Without, it goes on decoding here.
+
+        With ``until`` all of it runs layer by layer, each layer once its weights are there, and stops at that boundary
+        until it is passed on. At the number of layers it goes on to its first tokens, if nobody takes it before.
+
+        Raises ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
         """
-        forced = [token for spec in group.choices for token in spec.forced_output]
-        if len(group.prompt) != group.num_prompt_tokens:
-            found = f"the prompt has {len(group.prompt)} tokens, not {group.num_prompt_tokens}"
-            raise InvalidRequest(found, field="prompt")
-        tokens = (*group.prompt, *forced, 0)
-        if min(tokens) < 0 or max(tokens) >= self.config.vocab_size:
-            raise InvalidRequest("a token of the prompt is not in the model's vocabulary", field="prompt")
-        self._check_biases(group)
-        self._scheduler.submit(Group.of(group, on_kv))
+        check_tokens(group, self.config.vocab_size)
+        check_boundaries(self.config, 0, until)
+        queued = Group.of(group, on_kv, until)
+        self._scheduler.submit(queued)
+        self._interruptions.deadlines.add(queued)
 
     def adopt(self, group: GroupSpec, layout: KvLayout) -> Adoption:
         """Reserves pages for a group that another worker prefills, with all its tokens to come.
@@ -113,16 +165,69 @@ class Instance:
         """
         if layout.block_tokens < 1 or layout != KvLayout.of(self.kv_shape, layout.block_tokens, group):
             raise InvalidRequest(f"the KV offered for {group.group_id} does not fit the model and the request")
-        self._check_biases(group)
-        return Adoption(group, layout, self._pages, self._scheduler, self.config.vocab_size)
+        check_biases(group, self.config.vocab_size)
+        adoption = Adoption(group, layout, self._pages, self._scheduler, self.config.vocab_size)
+        self._interruptions.deadlines.add(adoption.adopted)
+        return adoption
 
-    def _check_biases(self, group: GroupSpec) -> None:
-        if any(not 0 <= token < self.config.vocab_size for token, _ in group.sampling.logit_bias):
-            raise InvalidRequest("a token of logit_bias is not in the model's vocabulary", field="logit_bias")
+    def take(
+        self,
+        group: GroupSpec,
+        layout: PassedLayout,
+        on_kv: Callable[[KvBlock], None] | None = None,
+        until: int | None = None,
+    ) -> Taking:
+        """Reserves pages for a prompt that another instance has passed on; ``group`` and ``layout`` are what it gave.
+
+        ``on_kv`` gets the KV of the layers from the boundary on; it must be set if it was there. ``until`` as for
+        ``prefill``. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or ``Conflict``.
+        """
+        check_tokens(group, self.config.vocab_size)
+        check_boundaries(self.config, layout.boundary, until)
+        if layout.block_tokens < 1 or layout != self._passed_layout(group, layout.boundary, on_kv, layout.block_tokens):
+            raise InvalidRequest(f"what was passed on of {group.group_id} does not fit the model and the request")
+        taken = Group.of(group, on_kv, until)
+        taking = Taking(taken, layout, self.kv_layout(group), self._pages, self._scheduler)
+        self._interruptions.deadlines.add(taken)
+        return taking
+
+    @torch.inference_mode()
+    def pass_on(self, group_id: str) -> Passed:
+        """Takes a prompt out, with all that was computed of it: it waits here, or runs layer by layer.
+
+        Raises ``Conflict`` for any other: its chunks are at different layers, it decodes, or it is not here.
+        """
+        group = self._scheduler.get(group_id)
+        if group is None or not group.can_be_passed_on:
+            raise Conflict(f"{group_id} is at no layer boundary here")
+        spec = group.spec_left()
+        layout = self._passed_layout(spec, group.layer, group.on_kv, self._kv_block_tokens)
+        passed = Passed(spec, layout, self._runner.copy_passed(group, layout))
+        self._scheduler.cancel(group_id)
+        return passed
+
+    def preempt(self, group_id: str) -> None:
+        """Frees the pages of a group at once; it waits again and goes on later where it was, with the same tokens.
+
+        Nothing happens to one that waits, or is gone. Raises ``Conflict`` for one that could not be computed again
+        here: it was adopted, or with all its output it would be more than the pool holds.
+        """
+        self._scheduler.set_back(group_id)
+
+    def _passed_layout(
+        self, group: GroupSpec, boundary: int, on_kv: Callable[[KvBlock], None] | None, block_tokens: int
+    ) -> PassedLayout:
+        hidden_size = self.config.hidden_size
+        return PassedLayout.of(self.kv_shape, hidden_size, boundary, on_kv is None, block_tokens, group)
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
         """Frees the pages of a group, or of one of its choices, at once; no token of it comes any more."""
+        self._interruptions.cancels.discard(group_id, choice)
         self._scheduler.cancel(group_id, choice)
+
+    def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
+        """(any thread) The same, by the next layer of a step under way or before the next step."""
+        self._interruptions.cancels.put(group_id, choice)
 
     # Memory
 
@@ -146,65 +251,27 @@ class Instance:
 
     def has_work(self) -> bool:
         """Whether a step would compute anything now."""
-        return self._scheduler.has_work
+        return self._stepper.has_work
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        """Computes one batch. Raises ``LoadFailed``; the batch is then as if never begun."""
-        begin_s = time.perf_counter()
-        plan = self._scheduler.plan()
-        if not plan:
-            return EMPTY_STEP
+        """Computes one batch, and one layer of the prompts that run layer by layer; ends groups that are late.
+
+        Raises ``LoadFailed``; the batch is then as if never begun.
+        """
+        return self._stepper.step()
+
+    def _can_run(self, layer: int) -> bool:
+        """Whether the weights of a layer, or of the head, are there, and the embeddings (which may be tied to it)."""
+        return self._weights.gate.is_open(layer + 1) and self._weights.gate.is_open(0)
+
+    def _lay_out(self, plan: Plan) -> Batch:
+        before = profile.enter(Share.SCHEDULING)
         batch = make_batch(plan, self._kinds, self._backend, self._weights.dtype, self._device)
-        tokens, prefilled = self._deliver(batch, self._run(batch))
-        num_prefilled = sum(chunk.num_tokens for chunk in plan.chunks)
-        return StepResult(tokens, prefilled, num_prefilled, len(plan.decoding), time.perf_counter() - begin_s)
+        profile.enter(before)
+        return batch
 
-    def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> Tensor:
-        """Layers [begin, end) of a batch, [rows, hidden] to the same; hands over each layer's finished KV blocks."""
-        handed_over = batch.handed_over
-        for layer in range(begin, end):
-            self._cores.settle(self._weights.gate.all_open)
-            hidden = self._decoder.run_layer(layer, hidden, batch)
-            for chunk in handed_over:
-                self._hand_over(chunk, layer)
-        return hidden
-
-    def _run(self, batch: Batch) -> Tensor:
-        hidden = self._decoder.embed(batch.token_ids)
-        hidden = self.run_layers(0, self.config.num_layers, hidden, batch)
-        return self._decoder.logits(hidden[batch.output_rows]) if len(batch.output_rows) else hidden[:0]
-
-    def _hand_over(self, chunk: Chunk, layer: int) -> None:
-        context = chunk.context
-        on_kv = context.group.on_kv
-        assert on_kv is not None, "only such chunks are handed over"
-        layout = self.kv_layout(context.group.spec)
-        for block in range(chunk.new_from // self._kv_block_tokens, layout.num_blocks(context.sequence)):
-            index = layout.index_of(context.sequence, block, layer)
-            place = layout.locate(index)
-            if place.token_end > chunk.end:
-                break
-            slots = torch.from_numpy(context.slots[place.token_begin : place.token_end]).to(self._device)
-            data = self._pages.kv[layer].index_select(1, slots).view(torch.uint8).cpu().numpy()
-            on_kv(KvBlock(context.group.spec.group_id, index, data.reshape(-1).data))
-
-    def _deliver(self, batch: Batch, logits: Tensor) -> tuple[tuple[NewToken, ...], tuple[str, ...]]:
-        """Samples, and moves every sequence on. Gives the new tokens and the groups whose prefill ended."""
-        plan = batch.plan
-        for chunk in plan.chunks:
-            self._scheduler.computed(chunk)
-        ended = [chunk.context for chunk in plan.chunks if chunk.ends_context]
-        draws = [draw_of_decoding(row, each) for row, each in enumerate(plan.decoding)]
-        for row, context in enumerate(ended, len(plan.decoding)):
-            draws += draws_of_context(row, context)
-        tokens = choose(logits, draws)
-        for decoding, token in zip(plan.decoding, tokens, strict=False):
-            self._scheduler.advance(decoding, token)
-        for context in ended:
-            spec = context.group.spec
-            goes_on = [token for token in tokens if token.group_id == spec.group_id and token.finish is None]
-            first_tokens = {token.choice: token.token_id for token in goes_on}
-            self._scheduler.start(context, {} if context.group.on_kv else first_tokens)
-        prefilled = dict.fromkeys(context.group.spec.group_id for context in ended if not context.group.contexts)
-        return tuple(tokens), tuple(prefilled)
+    def _between_layers(self) -> bool:
+        """Whether a group has ended."""
+        self._cores.settle(self._weights.gate.all_open)
+        return self._interruptions.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from functools import cache
 
 import torch
@@ -12,6 +13,17 @@ from torch import Tensor
 _FEW_ROWS = 4
 # Weights widened at a time: 2 MB in fp32, so that they are read again from the core's own cache.
 _WIDENED_BLOCK = 1 << 19
+
+
+class PackedMatrix(ABC):
+    """An [out, in] weight that is not a tensor any more, but in the order that a kernel of its own reads."""
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out], both in the dtype of ``x``."""
+
+
+Matrix = Tensor | PackedMatrix
 
 
 class _Scratch(threading.local):
@@ -30,8 +42,16 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def widened(block: Tensor) -> Tensor:
+    """The block in fp32, in memory that this thread's next call writes over."""
+    return _scratch.widen(block)
+
+
+def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` of [rows, in] and [out, in]: fp32 sums, rounded once to the dtype of ``x``."""
+    if isinstance(weight, PackedMatrix):
+        out = weight(x)
+        return out if bias is None else out + bias
     # Few rows are bound by reading the weights, which torch's own kernels do well in any dtype.
     if len(x) < _FEW_ROWS or not x.is_cpu or has_arithmetic(x.dtype):
         return F.linear(x, weight, bias)

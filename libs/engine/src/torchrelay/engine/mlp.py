@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrelay.engine.linear import linear
+from torchrelay.engine import fused
+from torchrelay.engine.linear import Matrix, linear
 from torchrelay.engine.weights import LayerWeights
 from torchrelay.transfer.model_config import ExpertConfig
 
@@ -15,18 +16,23 @@ def feed_forward(hidden: Tensor, weights: LayerWeights, activation: str, experts
     """[rows, hidden] to the same."""
     if experts is None or weights.router is None:
         return gated(hidden, weights.gate_up, weights.down, activation)
+    gate_up, down = weights.gate_up, weights.down
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "experts are never reordered"
     chosen, shares = route(hidden, weights.router, experts)
     out = torch.zeros_like(hidden, dtype=torch.float32)
     for expert in sorted(set(chosen.flatten().tolist())):
         rows, places = torch.where(chosen == expert)
-        given = gated(hidden[rows], weights.gate_up[expert], weights.down[expert], activation)
+        given = gated(hidden[rows], gate_up[expert], down[expert], activation)
         out.index_add_(0, rows, given * shares[rows, places, None])
     return out.to(hidden.dtype)
 
 
-def gated(hidden: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+def gated(hidden: Tensor, gate_up: Matrix, down: Matrix, activation: str) -> Tensor:
     """down(activation(gate(x)) * up(x)), gate and up being the halves of one projection."""
-    gate, up = linear(hidden, gate_up).chunk(2, dim=-1)
+    both = linear(hidden, gate_up)
+    if fused.applies(both):
+        return linear(fused.gate(both, activation), down)
+    gate, up = both.chunk(2, dim=-1)
     bent = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return linear(bent * up, down)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchrelay.engine import fused
 from torchrelay.engine.attention import AttentionBackend, Scoring
 from torchrelay.engine.batch import Batch, LayerView
 from torchrelay.engine.linear import linear
@@ -43,7 +44,8 @@ class Decoder:
         hidden = F.embedding(token_ids, self._weights.embedding())
         if not self._config.architecture.scaled_embeddings:
             return hidden
-        return hidden * torch.tensor(self._config.hidden_size**0.5, dtype=hidden.dtype, device=hidden.device)
+        # Rounded to the dtype, as transformers has it, and a number: a tensor could not be made within a recorded step.
+        return hidden * torch.tensor(self._config.hidden_size**0.5, dtype=hidden.dtype).item()
 
     def run_layer(self, layer: int, hidden: Tensor, batch: Batch) -> Tensor:
         """[rows, hidden] -> the same after one layer; writes the batch's KV. Waits for the layer's weights."""
@@ -51,8 +53,7 @@ class Decoder:
         attended = self._attention(weights, self._kv[layer], self._norm(hidden, weights.input_norm), batch, view)
         if weights.attention_out_norm is not None:
             attended = self._norm(attended, weights.attention_out_norm)
-        hidden = hidden + attended
-        inner = self._norm(hidden, weights.post_norm)
+        hidden, inner = self._add_norm(hidden, attended, weights.post_norm)
         given = feed_forward(inner, weights, self._config.activation, self._config.experts)
         if weights.mlp_out_norm is not None:
             given = self._norm(given, weights.mlp_out_norm)
@@ -67,6 +68,10 @@ class Decoder:
     def _attention(self, weights: LayerWeights, kv: Tensor, hidden: Tensor, batch: Batch, view: LayerView) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         heads = linear(hidden, weights.qkv, weights.qkv_bias).view(len(hidden), -1, self._config.head_dim)
+        if fused.applies(heads):
+            numbers = self._config.norm_eps, self._config.architecture.unit_offset_norms
+            queries = fused.place_heads(heads, weights.qk_norm, *numbers, (view.cos, view.sin), kv, batch.write_slots)
+            return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
         queries_keys, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if weights.qk_norm is not None:
             queries_keys = self._norm(queries_keys, weights.qk_norm)
@@ -75,6 +80,14 @@ class Decoder:
         kv[0].index_copy_(0, batch.write_slots, keys)
         kv[1].index_copy_(0, batch.write_slots, values)
         return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
+
+    def _add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm."""
+        if fused.applies(x):
+            numbers = self._config.norm_eps, self._config.architecture.unit_offset_norms
+            return fused.add_norm(x, added, weight, *numbers)
+        x = x + added
+        return x, self._norm(x, weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._config.norm_eps, self._config.architecture.unit_offset_norms)
@@ -85,6 +98,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -
 
     With ``unit_offset`` the weight counts from one, and is multiplied in before rounding.
     """
+    if weight.ndim == 1 and fused.applies(x):
+        return fused.rms_norm(x, weight, eps, unit_offset)
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if unit_offset:

@@ -33,15 +33,17 @@ class KvPool:
         for begin in range(0, self.num_bytes, _BLANK_STEP_BYTES):
             self._bytes[begin : begin + _BLANK_STEP_BYTES].zero_()
 
-    def cut(self, shape: KvShape, dtype: torch.dtype, page_tokens: int) -> KvPages:
-        """Pages for one model; an earlier cut must not be used any more. Costs no copy and touches no byte."""
+    def cut(self, shape: KvShape, dtype: torch.dtype, page_tokens: int, has_scratch: bool = False) -> KvPages:
+        """Pages for one model; an earlier cut must not be used any more. Costs no copy and touches no byte.
+
+        With ``has_scratch`` the last page is nobody's: see ``KvPages.scratch_slot``.
+        """
         page_bytes = shape.bytes_per_token * page_tokens
         num_pages = self.num_bytes // page_bytes
         used = self._bytes[: num_pages * page_bytes].view(dtype)
         num_slots = num_pages * page_tokens
-        return KvPages(
-            used.view(shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim), num_pages, page_tokens
-        )
+        kv = used.view(shape.num_layers, 2, num_slots, shape.num_kv_heads, shape.head_dim)
+        return KvPages(kv, max(0, num_pages - has_scratch), page_tokens)
 
 
 class PageAllocator:
@@ -125,6 +127,11 @@ class KvPages:
         self.kv = kv  # [layers, 2, pages * page_tokens, kv_heads, head_dim]
         self.page_tokens = page_tokens
         self.allocator = PageAllocator(num_pages)
+
+    @property
+    def scratch_slot(self) -> int:
+        """A slot of no page that is ever given out, for rows that nobody reads; only where the cut has one."""
+        return self.allocator.num_pages * self.page_tokens
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)

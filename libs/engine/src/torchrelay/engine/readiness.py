@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 
+from torchrelay.engine import profile
 from torchrelay.engine.core import LoadFailed
+from torchrelay.engine.profile import Share
 
 
 class SegmentGate:
@@ -46,6 +48,8 @@ class SegmentGate:
         if self._open[segment]:
             return
         with self._changed:
+            before = profile.enter(Share.IO_WAIT)
             self._changed.wait_for(lambda: self._open[segment] or self._failure is not None)
+            profile.enter(before)
             if not self._open[segment]:
                 raise LoadFailed(f"segment {segment} of the weights did not arrive: {self._failure}")

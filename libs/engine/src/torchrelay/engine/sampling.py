@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from torchrelay.engine.core import GroupSpec, Logprobs, NewToken, SamplingParams
+from torchrelay.engine.core import NO_TOKEN, Finish, GroupSpec, Logprobs, NewToken, SamplingParams
+from torchrelay.engine.distributions import adjust, logprobs, peaks, pick, probabilities
 from torchrelay.engine.sequences import Context, Decoding
 
 _COUNTER = struct.Struct("<QQQ")
+_MAX_ELEMENTS_CPU: Final = 1 << 19  # logits worked on at once: their copies shall stay in a core's cache
+_MAX_ELEMENTS: Final = 1 << 25  # and elsewhere, where memory is the only limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,18 @@ class Draw:
     counts: Mapping[int, int] | None = None  # of each token of the output so far, where penalties ask for it
     num_cached: int = 0
 
+    @property
+    def params(self) -> SamplingParams:
+        return self.group.sampling
+
+    @property
+    def is_plain(self) -> bool:
+        """Takes the likeliest token as it is: found for the whole batch at once."""
+        return self.params.greedy and not self.params.logit_bias and not self.params.penalised
+
     def token(self, token_id: int, logprobs: Logprobs | None) -> NewToken:
-        finish = self.group.sampling.finish_of(token_id, self.position)
+        is_none = token_id == NO_TOKEN
+        finish = Finish.NOT_FINITE if is_none else self.params.finish_of(token_id, self.position)
         group_id = self.group.group_id
         return NewToken(group_id, self.choice, self.position, token_id, finish, self.num_cached, logprobs)
 
@@ -42,9 +56,11 @@ def draws_of_context(row: int, context: Context) -> list[Draw]:
     """The first token of each choice that shares the context; they differ by the choice's random number alone."""
     spec = context.group.spec
     num_cached = min(context.num_cached, spec.num_prompt_tokens)
-    forced = spec.forced_output(context.choices[0]) if context.choices else ()
-    counts = Counter(forced) if spec.sampling.penalised else None
-    return [Draw(row, spec, choice, context.num_forced, counts, num_cached) for choice in context.choices]
+    counts = Counter(context.forced) if spec.sampling.penalised else None
+    return [
+        Draw(row, spec, choice, context.num_forced, counts, 0 if choice in context.begun else num_cached)
+        for choice in context.choices
+    ]
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -54,81 +70,64 @@ def uniform(seed: int, choice: int, position: int) -> float:
 
 
 def choose(logits: Tensor, draws: Sequence[Draw]) -> list[NewToken]:
-    """The token of each draw; ``logits`` is [rows, vocab]."""
-    likeliest = logits.argmax(dim=-1).tolist() if any(_is_plain(draw.group.sampling) for draw in draws) else []
-    return [_chosen(logits[draw.row], draw, likeliest) for draw in draws]
+    """The token of each draw; ``logits`` is [rows, vocab].
 
-
-def _is_plain(params: SamplingParams) -> bool:
-    """The likeliest token as it is: found for the whole batch at once."""
-    return params.greedy and not params.logit_bias and not params.penalised
-
-
-def _chosen(logits: Tensor, draw: Draw, likeliest: Sequence[int]) -> NewToken:
-    params = draw.group.sampling
-    if _is_plain(params):
-        token_id = likeliest[draw.row]
-    else:
-        token_id = sample(adjusted(logits, params, draw.counts or {}), params, draw.choice, draw.position)
-    return draw.token(token_id, _logprobs(logits, token_id, params.top_logprobs))
-
-
-def adjusted(logits: Tensor, params: SamplingParams, counts: Mapping[int, int]) -> Tensor:
-    """[vocab] logits after biases and penalties, as OpenAI defines them; ``counts`` are those of the output so far."""
-    shifts = dict(params.logit_bias)
-    if params.penalised:
-        for token_id, count in counts.items():
-            penalty = params.presence_penalty + params.frequency_penalty * count
-            shifts[token_id] = shifts.get(token_id, 0.0) - penalty
-    if not shifts:
-        return logits
-    shifted = logits.float().clone()
-    shifted[list(shifts)] += torch.tensor(list(shifts.values()), dtype=torch.float32, device=logits.device)
-    return shifted
-
-
-def _logprobs(logits: Tensor, token_id: int, num_top: int | None) -> Logprobs | None:
-    if num_top is None:
-        return None
-    logs = logits.log_softmax(dim=-1, dtype=torch.float32)
-    values, tokens = logs.topk(min(num_top, len(logs)))
-    return Logprobs(float(logs[token_id]), tuple(zip(tokens.tolist(), values.tolist(), strict=True)))
-
-
-def sample(logits: Tensor, params: SamplingParams, choice: int, position: int) -> int:
-    """One token from [vocab] logits by the inverse of the cumulative distribution, taken in the order of the ids.
-
-    That order, and not the order of the probabilities, because two tokens that are nearly equally likely would change
-    places with the last bits of the logits, which depend on the batch.
+    Where a row is not finite its draws end with ``Finish.NOT_FINITE``: the likeliest of such numbers would be a token
+    that the model never meant.
     """
-    if params.greedy:
-        return int(logits.argmax())
-    cumulative = probabilities(logits, params).double().cumsum(0)
-    total = cumulative[-1]
-    # Rounding must not carry the threshold to the total itself: the first sum above it is the token.
-    threshold = torch.minimum(
-        total * uniform(params.seed, choice, position), torch.nextafter(total, torch.zeros_like(total))
-    )
-    found = int(torch.searchsorted(cumulative, threshold, right=True))
-    return min(found, len(logits) - 1)  # NaN is above every sum; a broken model must not break the batch
+    if not draws:
+        return []
+    is_finite, likeliest = peaks(logits)
+    tokens = [likeliest[draw.row] if is_finite[draw.row] else NO_TOKEN for draw in draws]
+    for places in _slices([not draw.is_plain and is_finite[draw.row] for draw in draws], logits):
+        for place, token_id in zip(places, sample(logits, [draws[place] for place in places]), strict=True):
+            tokens[place] = token_id
+    told: dict[int, Logprobs] = {}
+    asked = [draw.params.top_logprobs is not None and is_finite[draw.row] for draw in draws]
+    for places in _slices(asked, logits):
+        told |= zip(places, _tell(logits, [(draws[place], tokens[place]) for place in places]), strict=True)
+    return [
+        draw.token(token_id, told.get(place)) for place, (draw, token_id) in enumerate(zip(draws, tokens, strict=True))
+    ]
 
 
-def probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
-    """fp32 [vocab] after temperature, then top-k, top-p and min-p; tokens cut away have zero.
+def _slices(is_wanted: Sequence[bool], logits: Tensor) -> Iterator[list[int]]:
+    """The places of the draws that are wanted, so many at a time."""
+    places = [place for place, wanted in enumerate(is_wanted) if wanted]
+    size = max(1, (_MAX_ELEMENTS_CPU if logits.device.type == "cpu" else _MAX_ELEMENTS) // logits.shape[1])
+    return (places[begin : begin + size] for begin in range(0, len(places), size))
 
-    Ties at the border of top-k or top-p all stay. Top-p keeps the likeliest tokens up to the one whose sum reaches it,
-    min-p those at least that fraction as likely as the likeliest (Nguyen et al. 2024).
-    """
-    scaled = logits.float()
-    scaled = (scaled - scaled.max()) / params.temperature
-    if 0 < params.top_k < len(scaled):
-        border = scaled.topk(params.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < border, -torch.inf)
-    found = scaled.softmax(dim=-1)
-    if params.top_p < 1:
-        ordered = found.sort(descending=True).values
-        num_kept = max(1, int((ordered.double().cumsum(0) - ordered < params.top_p).sum()))
-        found = found.masked_fill(found < ordered[num_kept - 1], 0.0)
-    if params.min_p > 0:
-        found = found.masked_fill(found < params.min_p * found.max(), 0.0)
-    return found
+
+def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
+    """One token for each draw, whose rows are finite: biased and penalised, then the likeliest or a random one."""
+    wanted = _rows(logits, draws).float()  # a copy, and ours to write to
+    adjust(wanted, [draw.params for draw in draws], [draw.counts for draw in draws])
+    random = [place for place, draw in enumerate(draws) if not draw.params.greedy]
+    if not random:
+        return _listed(wanted.max(dim=-1).indices)
+    chosen = [draws[place] for place in random]
+    numbers = [uniform(draw.params.seed, draw.choice, draw.position) for draw in chosen]
+    if len(random) == len(draws):
+        return _listed(pick(probabilities(wanted, [draw.params for draw in chosen]), numbers))
+    tokens = wanted.max(dim=-1).indices
+    places = torch.tensor(random, device=logits.device)
+    tokens[places] = pick(probabilities(wanted[places], [draw.params for draw in chosen]), numbers)
+    return _listed(tokens)
+
+
+def _listed(tokens: Tensor) -> list[int]:
+    listed: list[int] = tokens.tolist()
+    return listed
+
+
+def _tell(logits: Tensor, chosen: Sequence[tuple[Draw, int]]) -> Iterator[Logprobs]:
+    """The model's own probabilities, before temperature, penalties and biases."""
+    num_top = [draw.params.top_logprobs or 0 for draw, _ in chosen]
+    token_ids = torch.tensor([token_id for _, token_id in chosen], device=logits.device)
+    found = logprobs(_rows(logits, [draw for draw, _ in chosen]), token_ids, max(num_top))
+    for count, own, tokens, values in zip(num_top, *found, strict=True):
+        yield Logprobs(own, tuple(zip(tokens[:count], values[:count], strict=True)))
+
+
+def _rows(logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+    return logits.index_select(0, torch.tensor([draw.row for draw in draws], device=logits.device))

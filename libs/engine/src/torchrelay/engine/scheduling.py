@@ -2,80 +2,127 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import count
 
-from torchrelay.common.errors import Conflict, ContextLengthExceeded, InvalidRequest
-from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken
+from torchrelay.common.errors import Conflict
+from torchrelay.engine.core import KvPoolFull, NewToken
+from torchrelay.engine.fairness import FairQueue
+from torchrelay.engine.integrity import check_pages, check_places
 from torchrelay.engine.pool import KvPages
+from torchrelay.engine.preemption import who_makes_room
 from torchrelay.engine.prefixes import PrefixCache
-from torchrelay.engine.sequences import Chunk, Context, Decoding, Group, Plan, slots_of
+from torchrelay.engine.reservation import Reservations
+from torchrelay.engine.sequences import Chunk, Context, Decoding, Group, Place, Plan, slots_of
 
 
 class BatchScheduler:
-    """Continuous batching. Groups are admitted in order, each once pages for all it can ever need are reserved.
+    """Continuous batching, fair between tenants: in the pages they are given, and in the tokens of their prompts.
 
-    Hence an admitted group always finishes: nothing is preempted, and decoding is never starved by prefills.
+    A group is admitted once pages for all it can ever need are reserved. Hence an admitted group always finishes, and
+    decoding is never starved by prefills. Only where a tenant that has nothing waits for pages that another holds
+    beyond its share is a group set back.
     """
 
     def __init__(self, pages: KvPages, prefixes: PrefixCache, token_budget: int, max_context_tokens: int) -> None:
         self._pages = pages
         self._prefixes = prefixes
+        self._reservations = Reservations(pages, prefixes, max_context_tokens)
         self._token_budget = token_budget
-        self._max_context_tokens = max_context_tokens
-        self._waiting: deque[Group] = deque()
-        self._prefilling: list[Context] = []
-        self._adopted: dict[str, Group] = {}
-        self._decoding: list[Decoding] = []
-        self._live: dict[str, int] = {}  # group id -> contexts and choices that it has here
+        self._groups: dict[str, Group] = {}
+        self._waiting: FairQueue[Group] = FairQueue()
+        self._prefilling: FairQueue[Context] = FairQueue()  # chunk by chunk; a chunk takes all layers
+        self._by_layer: dict[Group, None] = {}  # layer by layer, in order of admission
+        self._decoding: dict[Decoding, None] = {}
+        self._held: Counter[str] = Counter()  # pages by tenant, as reserved
+        self._moments = count()
 
     @property
     def has_work(self) -> bool:
         """Whether the next plan computes anything; a group that waits for pages held by adoptions does not count."""
-        return bool(self._prefilling or self._decoding or (self._waiting and self._fits(self._waiting[0])))
+        if self._prefilling or self._decoding:
+            return True
+        group = self._waiting.head()
+        return group is not None and self._reservations.num_lacking(group) <= 0
+
+    @property
+    def by_layer(self) -> Sequence[Group]:
+        """The groups that run layer by layer, in order of admission."""
+        return tuple(self._by_layer)
+
+    def get(self, group_id: str) -> Group | None:
+        return self._groups.get(group_id)
 
     def submit(self, group: Group) -> None:
         """Queues a group for prefill. Raises ``InvalidRequest`` when it could never run here."""
         self._check(group)
-        self._live[group.spec.group_id] = len(group.contexts)
-        self._waiting.append(group)
+        self._groups[group.spec.group_id] = group
+        group.queued = next(self._moments)
+        self._waiting.push(group.spec.salt, group)
 
-    def adopt(self, group: Group) -> None:
+    def receive(self, group: Group) -> None:
         """Reserves pages for a group computed elsewhere. Raises ``KvPoolFull``; those that wait for pages go first."""
         self._check(group)
         if self._waiting:
             raise KvPoolFull(f"{len(self._waiting)} groups wait for KV pages already")
-        if not self._fits(group):
-            raise KvPoolFull(f"{self._pages_for(group)} KV pages are needed, {self._pages.allocator.num_free} are free")
-        self._live[group.spec.group_id] = len(group.contexts)
-        self._reserve(group)
-        self._adopted[group.spec.group_id] = group
+        if self._reservations.num_lacking(group) > 0:
+            num_needed = self._reservations.pages_for(group.contexts)
+            raise KvPoolFull(f"{num_needed} KV pages are needed, {self._pages.allocator.num_free} are free")
+        self._groups[group.spec.group_id] = group
+        self._reserve(group, Place.RECEIVING)
 
-    def plan(self) -> Plan:
-        """The next batch: every running choice, and chunks of prompts while the token budget lasts."""
-        while self._waiting and self._fits(self._waiting[0]):
-            group = self._waiting.popleft()
-            self._reserve(group)
-            self._prefilling += group.contexts
-        # However many choices decode, prefill goes on by at least a page.
-        room = max(self._token_budget - len(self._decoding), self._pages.page_tokens)
-        chunks = []
-        for context in self._prefilling:
-            if not room:
-                break
-            end = min(context.num_computed + room, context.num_tokens)
-            chunks.append(Chunk(context, context.num_computed, end))
-            room -= chunks[-1].num_tokens
-        return Plan(tuple(sorted(self._decoding, key=lambda each: each.num_computed)), tuple(chunks))
+    def run(self, group: Group) -> None:
+        """All that was computed of a group elsewhere is here: its contexts go on from their layer boundary."""
+        group.place = Place.RUNNING
+        if group.until is not None:
+            self._by_layer[group] = None
+            return
+        for context in group.contexts:
+            self._prefilling.push(group.spec.salt, context)
+
+    # Batches
+
+    def admit(self) -> None:
+        """Gives pages to who waits, in turn; nobody overtakes a group that does not fit yet."""
+        while (group := self._waiting.head()) is not None:
+            if self._reservations.num_lacking(group) > 0 and not self._make_room(group):
+                return
+            self._waiting.remove(group.spec.salt, group)
+            self._reserve(group, Place.RUNNING)
+            if not group.was_set_back:  # it has paid for its pages before
+                self._waiting.charge(group.spec.salt, group.num_pages, group.spec.weight)
+            self.run(group)
+
+    def plan(self) -> tuple[Plan, ...]:
+        """The next batches: every running choice, and chunks of prompts while the token budget lasts.
+
+        Those that go on from a layer boundary have a batch of their own.
+        """
+        self.admit()
+        decoding = tuple(sorted(self._decoding, key=lambda each: each.num_computed))
+        chunks: dict[int, list[Chunk]] = {0: []}
+        for chunk in self._next_chunks():
+            chunks.setdefault(chunk.context.group.layer, []).append(chunk)
+        first = Plan(decoding, tuple(chunks.pop(0)))
+        rest = (Plan((), tuple(of_layer), layer) for layer, of_layer in sorted(chunks.items()))
+        return tuple(plan for plan in (first, *rest) if plan)
+
+    def put_back(self, plans: Sequence[Plan]) -> None:
+        """The batches were not computed."""
+        for chunk in reversed([chunk for plan in plans for chunk in plan.chunks]):
+            context = chunk.context
+            if context.is_live and context.group.until is None and context.num_computed == chunk.begin:
+                self._prefilling.remove(context.group.spec.salt, context)
+                self._prefilling.push(context.group.spec.salt, context, first=True)
 
     def computed(self, chunk: Chunk) -> None:
         chunk.context.num_computed = chunk.end
 
     def start(self, context: Context, first_tokens: Mapping[int, int]) -> None:
         """A context is computed: each choice named goes on by itself from its first token, the others end."""
-        self._leave(context)
-        spec, size = context.group.spec, self._pages.page_tokens
-        if context.tokens and context.tables:  # an adopted context's tokens are not known here
+        group, spec, size = context.group, context.group.spec, self._pages.page_tokens
+        if context.tables and group.has_all_kv:
             self._prefixes.keep(spec.salt, context.tokens, context.tables[0])
         runs = [choice for choice in context.choices if choice in first_tokens]
         tables, spare = context.tables[: len(runs)], context.tables[len(runs) :]
@@ -83,124 +130,158 @@ class BatchScheduler:
         for choice, table in zip(runs, tables, strict=True):
             if context.num_tokens % size and table is not tables[0]:
                 self._pages.copy_page(tables[0][partial], table[partial])
-            token, position = first_tokens[choice], context.num_forced + 1
+            output = [*context.forced, first_tokens[choice]]
+            counts = Counter(output) if spec.sampling.penalised else None
             slots = slots_of(table, size)
-            counts = Counter((*spec.forced_output(choice), token)) if spec.sampling.penalised else None
-            self._decoding.append(Decoding(spec, choice, table, slots, context.num_tokens, token, position, counts))
-        for table in spare:
-            self._pages.allocator.release(table)
-        self._count(spec.group_id, len(runs) - 1)
+            decoding = Decoding(group, choice, table, slots, context.num_tokens, output, counts)
+            group.decodings.append(decoding)
+            self._decoding[decoding] = None
+        self._release(spare)
+        self._leave(context)
 
     def advance(self, decoding: Decoding, token: NewToken) -> None:
         """A running choice got its next token: it goes on, or ends and frees its pages."""
         decoding.num_computed += 1
-        decoding.last_token = token.token_id
+        decoding.output.append(token.token_id)
         if decoding.counts is not None:
             decoding.counts[token.token_id] += 1
-        decoding.next_position += 1
         if token.finish is not None:
             self.finish(decoding)
 
-    def finish(self, decoding: Decoding) -> None:
-        self._decoding.remove(decoding)
-        self._pages.allocator.release(decoding.table)
-        self._count(decoding.spec.group_id, -1)
+    # Ways out
 
-    def cancel(self, group_id: str, choice: int | None) -> None:
-        """Frees the pages of a group, or of one choice, at once; no error for one that is gone already."""
-        if group_id not in self._live:
-            return
-        for decoding in [each for each in self._decoding if each.spec.group_id == group_id]:
-            if choice is None or decoding.choice == choice:
-                self.finish(decoding)
-        for context in self._contexts_of(group_id):
-            dropped = context.choices if choice is None else [choice] if choice in context.choices else []
-            self._drop(context, list(dropped))
+    def finish(self, decoding: Decoding) -> None:
+        del self._decoding[decoding]
+        decoding.group.decodings.remove(decoding)
+        self._release([decoding.table])
+        self._settle(decoding.group)
+
+    def cancel(self, group_id: str, choice: int | None = None) -> bool:
+        """Frees the pages of a group, or of one choice, at once. False, and no error, when it is gone already."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return False
+        num_before = group.num_choices
+        for decoding in [each for each in group.decodings if choice in (None, each.choice)]:
+            self.finish(decoding)
+        for context in tuple(group.contexts):
+            self._drop(context, [each for each in context.choices if choice in (None, each)])
+        return group.num_choices < num_before
 
     def drop(self, context: Context) -> None:
         """Frees a context that will not be computed."""
         self._drop(context, list(context.choices))
 
-    def check_integrity(self) -> None:
-        """Every page is free or in a table of a live sequence, every group known is live. Raises ``AssertionError``."""
-        contexts = [*self._prefilling, *(each for group in self._adopted.values() for each in group.contexts)]
-        tables = [table for context in contexts for table in context.tables]
-        self._pages.allocator.check_integrity(tables + [each.table for each in self._decoding])
-        self._prefixes.check_integrity()
-        contexts += [each for group in self._waiting for each in group.contexts]
-        live = [each.group.spec.group_id for each in contexts] + [each.spec.group_id for each in self._decoding]
-        assert sorted(live) == sorted(name for name, count in self._live.items() for _ in range(count))
+    def set_back(self, group_id: str) -> None:
+        """Frees the pages of a running group, which waits again, before others of its tenant: its output so far is
+        forced output now. Nothing happens to one that waits, or is gone.
 
-    def _contexts_of(self, group_id: str) -> list[Context]:
-        waiting = [each for group in self._waiting for each in group.contexts]
-        adopted = [each for group in self._adopted.values() for each in group.contexts]
-        return [each for each in (*waiting, *self._prefilling, *adopted) if each.group.spec.group_id == group_id]
+        Raises ``Conflict`` when it could not run again: its prompt is not known here, or it has grown beyond the pool.
+        """
+        group = self._groups.get(group_id)
+        if group is None or group.place is Place.WAITING:
+            return
+        if not self._can_be_set_back(group):
+            raise Conflict(f"{group_id} could not be computed again here")
+        left = group.contexts_left()
+        for decoding in group.decodings:
+            self._keep(group, (*group.spec.prompt, *decoding.output), decoding.num_computed, decoding.table)
+            del self._decoding[decoding]
+            self._release([decoding.table])
+        for context in group.contexts:
+            self._prefilling.remove(group.spec.salt, context)
+            if context.tables:
+                self._keep(group, context.tokens, context.num_computed, context.tables[0])
+            self._release(context.tables)
+        self._by_layer.pop(group, None)
+        self._held -= Counter({group.spec.salt: group.num_pages})
+        group.contexts, group.decodings, group.num_pages = left, [], 0
+        group.layer, group.has_all_kv, group.was_set_back, group.place = 0, True, True, Place.WAITING
+        self._waiting.push(group.spec.salt, group, first=True)
+
+    def check_integrity(self) -> None:
+        """Every page is free or in a table of a live sequence, each group is where its state says it is.
+
+        Raises ``AssertionError``.
+        """
+        groups = self._groups.values()
+        check_pages(self._pages.allocator, groups, self._held)
+        self._prefixes.check_integrity()
+        check_places(groups, self._waiting, self._prefilling, self._by_layer, self._decoding)
+
+    # Within
+
+    def _next_chunks(self) -> list[Chunk]:
+        # However many choices decode, prefill goes on by at least a page.
+        room = max(self._token_budget - len(self._decoding), self._pages.page_tokens)
+        chunks: list[Chunk] = []
+        while room and (context := self._prefilling.head()) is not None:
+            spec = context.group.spec
+            chunk = Chunk(context, context.num_computed, min(context.num_computed + room, context.num_tokens))
+            chunks.append(chunk)
+            room -= chunk.num_tokens
+            self._prefilling.charge(spec.salt, chunk.num_tokens, spec.weight)
+            if chunk.ends_context:
+                self._prefilling.remove(spec.salt, context)
+        return chunks
+
+    def _reserve(self, group: Group, place: Place) -> None:
+        self._reservations.reserve(group)
+        self._held[group.spec.salt] += group.num_pages
+        group.place, group.admitted = place, next(self._moments)
+
+    def _make_room(self, wanting: Group) -> bool:
+        """Sets others back for a tenant that has no pages at all. Whether the group fits now."""
+        if wanting.was_set_back or self._held[wanting.spec.salt]:
+            return False
+        num_pages, num_lacking = self._pages.allocator.num_pages, self._reservations.num_lacking(wanting)
+        for group in who_makes_room(wanting, self._groups.values(), num_pages, num_lacking, self._can_be_set_back):
+            self.set_back(group.spec.group_id)
+        return self._reservations.num_lacking(wanting) <= 0
+
+    def _can_be_set_back(self, group: Group) -> bool:
+        is_known = group.place is Place.RUNNING and bool(group.spec.prompt)
+        return is_known and self._reservations.could_run_again(group)
+
+    def _keep(self, group: Group, tokens: Sequence[int], num_computed: int, table: Sequence[int]) -> None:
+        if group.has_all_kv:
+            self._prefixes.keep(group.spec.salt, tokens[:num_computed], table)
 
     def _drop(self, context: Context, choices: list[int]) -> None:
         for choice in choices:
             context.choices.remove(choice)
+        num_needed = min(len(context.tables), context.num_tables if context.choices else 0)
+        self._release(context.tables[num_needed:])
+        del context.tables[num_needed:]
         if not context.choices:
             self._leave(context)
-            self._count(context.group.spec.group_id, -1)
-        num_needed = min(len(context.tables), context.num_tables if context.choices else 0)
-        for table in context.tables[num_needed:]:
-            self._pages.allocator.release(table)
-        del context.tables[num_needed:]
 
     def _leave(self, context: Context) -> None:
-        """Takes a context out of wherever it stands."""
+        """Takes a context out of its group, and out of wherever it stands."""
         group = context.group
+        context.hidden = None
         group.contexts.remove(context)
-        if context in self._prefilling:
-            self._prefilling.remove(context)
-        if not group.contexts:
-            self._adopted.pop(group.spec.group_id, None)
-            if group in self._waiting:
-                self._waiting.remove(group)
+        self._prefilling.remove(group.spec.salt, context)
+        self._settle(group)
 
-    def _count(self, group_id: str, change: int) -> None:
-        self._live[group_id] += change
-        if not self._live[group_id]:
-            del self._live[group_id]
+    def _settle(self, group: Group) -> None:
+        """A group without contexts decodes; without those too, it is gone."""
+        if group.contexts:
+            return
+        self._by_layer.pop(group, None)
+        if group.decodings:
+            group.place = Place.RUNNING
+            return
+        self._waiting.remove(group.spec.salt, group)
+        self._held -= Counter({group.spec.salt: group.num_pages})
+        group.place = Place.GONE
+        del self._groups[group.spec.group_id]
 
-    def _pages_for(self, group: Group) -> int:
-        return sum(self._pages.pages_to_reserve(*_need(context)) for context in group.contexts)
-
-    def _fits(self, group: Group) -> bool:
-        return self._pages_for(group) <= self._pages.allocator.num_free
-
-    def _reserve(self, group: Group) -> None:
-        for context in group.contexts:
-            known = self._prefixes.find(context.group.spec.salt, context.tokens)
-            context.tables = self._pages.reserve(*_need(context), known)
-            context.num_cached = context.num_computed = len(known) * self._pages.page_tokens
-            context.slots = slots_of(context.tables[0], self._pages.page_tokens)
+    def _release(self, tables: Sequence[list[int]]) -> None:
+        for table in tables:
+            self._pages.allocator.release(table)
 
     def _check(self, group: Group) -> None:
-        spec = group.spec
-        if spec.group_id in self._live:
-            raise Conflict(f"group {spec.group_id} is here already")
-        _check_numbers(spec, self._max_context_tokens)
-        if self._pages_for(group) > self._pages.allocator.num_pages:
-            raise InvalidRequest(
-                f"the request needs {self._pages_for(group)} KV pages, the slot has {self._pages.allocator.num_pages}"
-            )
-
-
-def _need(context: Context) -> tuple[int, int, int]:
-    return context.num_tokens, context.num_kv_tokens, context.num_tables
-
-
-def _check_numbers(spec: GroupSpec, max_context_tokens: int) -> None:
-    if spec.num_prompt_tokens < 1 or not spec.choices:
-        raise InvalidRequest("a group needs a prompt of at least one token, and a choice", field="prompt")
-    if len({choice.choice for choice in spec.choices}) < len(spec.choices):
-        raise InvalidRequest("a group names each choice once", field="choices")
-    if any(len(choice.forced_output) >= spec.sampling.max_tokens for choice in spec.choices):
-        raise InvalidRequest("forced_output leaves no token to generate", field="max_tokens")
-    if spec.num_prompt_tokens + spec.sampling.max_tokens > max_context_tokens:
-        raise ContextLengthExceeded(
-            f"{spec.num_prompt_tokens} prompt tokens and {spec.sampling.max_tokens} to generate exceed the context of"
-            f" {max_context_tokens} tokens",
-            field="max_tokens",
-        )
+        if group.spec.group_id in self._groups:
+            raise Conflict(f"group {group.spec.group_id} is here already")
+        self._reservations.check(group)

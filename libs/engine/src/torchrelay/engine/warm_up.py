@@ -6,6 +6,8 @@ import gc
 from itertools import groupby
 from typing import Any, Final
 
+import torch
+
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
 from torchrelay.engine.handover import KvBlock
 from torchrelay.engine.instance import Instance
@@ -33,9 +35,11 @@ def warm_up(pool: KvPool) -> None:
     It also faults the pool in, and takes what the process has imported out of the garbage collector's sight. On the
     thread that will compute; ``pool`` must be cut for no other model at the time, and hold a few MB.
     """
+    if pool.device.type == "cuda":
+        torch.cuda.set_device(pool.device)  # of this thread: kernels are launched on it
     pool.fault_in()
     for dtype in DTYPE_BYTES:
-        manifest = _zeros_manifest(dtype)
+        manifest = zeros_manifest(dtype)
         instance = Instance(manifest, memoryview(bytes(manifest.num_bytes)), pool, token_budget=48)
         for segment in range(len(manifest.segments)):
             instance.segment_ready(segment)
@@ -64,7 +68,7 @@ def warm_up(pool: KvPool) -> None:
     gc.freeze()
 
 
-def _zeros_manifest(dtype: str) -> Manifest:
+def zeros_manifest(dtype: str) -> Manifest:
     end = 0
     tensors, segments = [], []
     for slots in tensors_by_segment(read_config(_CONFIG)):

@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from torchrelay.common.errors import DataCorrupted
+from torchrelay.engine.linear import Matrix
 from torchrelay.engine.readiness import SegmentGate
+from torchrelay.engine.staging import Mark, Stager, link_to
 from torchrelay.transfer.layout import TensorSlot, tensors_by_segment
 from torchrelay.transfer.manifest import Manifest, TensorEntry
 from torchrelay.transfer.model_config import ModelConfig
@@ -25,19 +27,19 @@ TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer; projections are [out, in] as ``F.linear`` takes them."""
+    """One decoder layer; projections are [out, in] as ``linear`` takes them."""
 
     input_norm: Tensor
     attention_out_norm: Tensor | None
     post_norm: Tensor  # before the MLP
     mlp_out_norm: Tensor | None
-    qkv: Tensor  # queries, keys and values of all heads, one below the other
+    qkv: Matrix  # queries, keys and values of all heads, one below the other
     qkv_bias: Tensor | None
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: the norm of each query and key head
-    o: Tensor
+    o: Matrix
     router: Tensor | None  # [experts, hidden]; with one, the next two have a first axis more: the expert
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Matrix
+    down: Matrix
 
 
 class Weights:
@@ -54,48 +56,82 @@ class Weights:
         self._bytes: Tensor | None = as_tensor(data)
         self._groups: list[Mapping[str, Tensor]] = [{}] * config.num_segments
         self._layers: list[LayerWeights | None] = [None] * config.num_layers
+        self._head: Matrix | None = None  # where it was replaced
+        self._link = link_to(device)
+        self._stager = None if self._link is None else Stager(self._bytes, self._link, self.gate.fail)
+        self._submitted: set[int] = set()
+        self._marks: dict[int, Mark] = {}  # of segments that the computing thread has not seen yet
 
     def load(self, segment: int) -> None:
         """(any thread) Takes a verified segment into use; on a GPU this is its copy. Idempotent."""
-        if self._bytes is None or self.gate.is_open(segment):
+        if self._bytes is None or self.gate.is_open(segment) or segment in self._submitted:
             return
         span = self._manifest.segments[segment]
-        there = self._bytes[span.begin : span.end].to(self._device)
+        if self._stager is None:
+            self._take(segment, self._bytes[span.begin : span.end])
+            return
+        self._submitted.add(segment)
+        there = torch.empty(span.end - span.begin, dtype=torch.uint8, device=self._device)
+        self._stager.submit(span.begin, there, lambda: self._take(segment, there))
+
+    def _take(self, segment: int, there: Tensor) -> None:
+        """The segment's bytes are ``there``, or will be for whoever joins the mark taken here."""
+        begin = self._manifest.segments[segment].begin
         groups = {
-            name: self._view(there, span.begin, tuple(slots))
+            name: self._view(there, begin, tuple(slots))
             for name, slots in groupby(self._slots[segment], key=lambda slot: slot.group)
         }
         self._groups[segment] = groups
         if 0 < segment <= self._config.num_layers:
             self._layers[segment - 1] = _layer(groups, self._config)
+        if self._link is not None:
+            self._marks[segment] = self._link.mark()
         self.gate.open(segment)
 
+    def _wait(self, segment: int) -> None:
+        self.gate.wait(segment)
+        if self._marks and (mark := self._marks.pop(segment, None)) is not None:
+            mark.join()
+
     def embedding(self) -> Tensor:
-        self.gate.wait(0)
+        self._wait(0)
         return self._groups[0]["embed"]
 
     def layer(self, layer: int) -> LayerWeights:
-        self.gate.wait(layer + 1)
+        self._wait(layer + 1)
         found = self._layers[layer]
         assert found is not None, "an open segment is loaded"
         return found
 
     def final_norm(self) -> Tensor:
-        self.gate.wait(self._config.num_segments - 1)
+        self._wait(self._config.num_segments - 1)
         return self._groups[-1]["norm"]
 
-    def head(self) -> Tensor:
+    def head(self) -> Matrix:
+        if self._head is not None:
+            return self._head
         if self._config.tied_embeddings:
             return self.embedding()
-        self.gate.wait(self._config.num_segments - 1)
+        self._wait(self._config.num_segments - 1)
         return self._groups[-1]["head"]
+
+    def replace_layer(self, layer: int, weights: LayerWeights) -> None:
+        """(any thread) The same weights in another form, from the next time that the layer is asked for."""
+        self._layers[layer] = weights
+
+    def replace_head(self, head: Matrix) -> None:
+        """(any thread) As ``replace_layer``."""
+        self._head = head
 
     def close(self) -> None:
         """Lets go of the pack's memory; a later wait for a segment that is not open fails."""
         self.gate.fail("the instance was closed")
+        if self._stager is not None:
+            self._stager.close()
         self._bytes = None
         self._groups.clear()
         self._layers.clear()
+        self._head = None
 
     def _view(self, segment: Tensor, segment_begin: int, slots: tuple[TensorSlot, ...]) -> Tensor:
         """One tensor over all of a group, stacked along the first axis."""

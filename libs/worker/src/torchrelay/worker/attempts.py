@@ -43,6 +43,7 @@ class Attempt:
     phases: list[pb.MeasuredPhase] = field(default_factory=list)
     deadline: asyncio.TimerHandle | None = None
     is_started: bool = False  # its stop checkers are there; tokens may come
+    is_prefilled: bool = False  # the engine has computed its prompt
 
     def __post_init__(self) -> None:
         self.open_choices = {choice.choice for choice in self.start.choices}
@@ -69,11 +70,18 @@ class Attempt:
                 top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
                 seed=sampling.seed,
                 max_tokens=sampling.max_tokens,
-                stop_token_ids=frozenset() if sampling.ignore_eos else frozenset(sampling.stop_token_ids),
+                stop_token_ids=frozenset(sampling.stop_token_ids),
             ),
             choices=tuple(ChoiceSpec(c.choice, tuple(c.forced_output)) for c in self.start.choices),
             salt=self.start.tenant_id,
+            deadline_s=None if (left_s := self.left_s()) is None else time.monotonic() + left_s,
         )
+
+    def left_s(self) -> float | None:
+        """Seconds to its deadline, below zero when it has passed; None without one."""
+        if not self.start.deadline_unix_ms:
+            return None
+        return self.start.deadline_unix_ms / 1000 - time.time()
 
     def finish_of(self, token: NewToken) -> Finish | None:
         """How ``token`` ends its choice: because a stop string is complete, or as the engine says."""
@@ -107,6 +115,20 @@ class Attempt:
         ]
 
 
+def too_late() -> pb.RunError:
+    """Why an attempt ends at its deadline."""
+    return pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
+
+
+def not_finite(token: NewToken) -> pb.RunError:
+    """Why an attempt ends for whose next token the model gave no finite numbers."""
+    message = (
+        f"the model's logits are not finite (NaN or infinity) at output position {token.position}: its numbers overflow"
+        " with this prompt, and no token can be chosen"
+    )
+    return pb.RunError(code=pb.RunError.CODE_INTERNAL, message=message)
+
+
 def _to_wire(logprobs: Logprobs) -> pb.TokenLogprobs:
     return pb.TokenLogprobs(
         chosen=logprobs.chosen,
@@ -129,6 +151,12 @@ class Attempts:
 
     def get(self, group_id: str) -> Attempt | None:
         return self._by_group.get(group_id)
+
+    def note_prefilled(self, group_ids: Iterable[str]) -> None:
+        """The engine has computed these prompts."""
+        for group_id in group_ids:
+            if attempt := self._by_group.get(group_id):
+                attempt.is_prefilled = True
 
     def add(self, attempt: Attempt) -> None:
         self._by_group[attempt.group_id] = attempt

@@ -130,6 +130,7 @@ class Loader:
             token_budget=self._settings.token_budget,
             kv_block_tokens=self._settings.kv_block_tokens,
             prefix_cache=self._settings.prefix_cache,
+            cpu_reorder=self._settings.cpu_reorder,
         )
 
     def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:

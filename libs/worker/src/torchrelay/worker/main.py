@@ -18,6 +18,7 @@ from torchrelay.common.settings import load_settings
 from torchrelay.control.v1 import worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.engine.warm_up import warm_up
+from torchrelay.worker.devices import chosen_device
 from torchrelay.worker.reports import Reporter
 from torchrelay.worker.servicer import WorkerServicer
 from torchrelay.worker.settings import WorkerSettings
@@ -37,6 +38,8 @@ def process_age_s() -> float:
 @asynccontextmanager
 async def running(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addresses]]:
     """Brings up the worker: engine warm, pool faulted in, roles registered, reports flowing."""
+    device = chosen_device(settings.device, torch.cuda.device_count())
+    settings = settings.model_copy(update={"device": device})
     if settings.threads:
         torch.set_num_threads(settings.threads)
     tls = settings.tls
@@ -47,7 +50,8 @@ async def running(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addre
         worker = Worker(settings, nats, ParamStoreStub(channel), tls)
         worker.engine.start()
         await worker.engine.call(lambda: warm_up(worker.pool))
-        worker.holder.start()
+        worker.serve_data()
+        stack.callback(worker.holder.close)  # also when what follows fails
         server = RpcServer(settings.host, settings.port, tls)
         address = f"{settings.reach_host}:{server.port}"
         reporter = Reporter(worker, address)

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
 
 from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
 
+from torchrelay.common.latency_model import LatencyModel
 from torchrelay.engine.core import StepResult
+from torchrelay.worker.learning import Learning
+from torchrelay.worker.share_meter import ShareMeter
+from torchrelay.worker.shares import NO_SHARES, Shares
 
 _WINDOW = 64
 
 
-class Meters:
-    """Counters since the process started, and medians over the last steps."""
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Whose steps are counted: what is in the slot."""
 
-    def __init__(self) -> None:
+    instance_id: str
+    model: str
+    pack_id: str
+    roles: str  # "prefill", "decode" or "prefill+decode"
+
+
+class Meters:
+    """Counters since the process started, medians over the last steps, and what they teach."""
+
+    def __init__(self, token_budget: int = 512) -> None:
         self.num_positions_prefilled = 0
         self.num_positions_decoded = 0
         self.kv_bytes_received = 0
         self.slot_start_s = 0.0
+        self._shares = NO_SHARES  # of the instance that made the last step
+        self._seat: Seat | None = None
+        self._learning = Learning(token_budget)
         self._decode_steps_s: deque[float] = deque(maxlen=_WINDOW)
         self._prefill_rates: deque[float] = deque(maxlen=_WINDOW)
         meter = metrics.get_meter("torchrelay.worker")
@@ -29,9 +49,16 @@ class Meters:
         self._positions = meter.create_counter(
             "torchrelay.worker.positions", unit="{position}", description="Positions run through the model, by phase."
         )
+        self._share_meter = ShareMeter()
+        meter.create_observable_gauge(
+            "torchrelay.worker.latency.error",
+            [self._observe_errors],
+            unit="1",
+            description="Mean |measured - predicted| / predicted of late steps, by phase.",
+        )
 
-    def note(self, result: StepResult) -> None:
-        """Counts one engine step."""
+    def note(self, result: StepResult, seat: Seat | None = None) -> None:
+        """Counts one engine step, of the instance at ``seat``."""
         self.num_positions_prefilled += result.num_positions_prefilled
         self.num_positions_decoded += result.num_positions_decoded
         if result.step_s <= 0:
@@ -44,6 +71,25 @@ class Meters:
             self._decode_steps_s.append(result.step_s)
         if result.num_positions_decoded:
             self._positions.add(result.num_positions_decoded, {"phase": "decode"})
+        if seat is not None:
+            self._note_profile(result, seat)
+
+    def _note_profile(self, result: StepResult, seat: Seat) -> None:
+        if self._seat is None or self._seat.instance_id != seat.instance_id:
+            self._shares = NO_SHARES
+        self._seat = seat
+        self._shares = self._shares.after(result.profile)
+        self._learning.note(seat.pack_id, result)
+        self._share_meter.add((seat.model, seat.roles, _phase_of(result)), result.profile)
+
+    def shares_of(self, seat: Seat | None) -> Shares:
+        """Where the time of an instance's steps goes of late."""
+        known = seat is not None and self._seat is not None and self._seat.instance_id == seat.instance_id
+        return self._shares if known else NO_SHARES
+
+    def latency(self, seat: Seat | None) -> LatencyModel | None:
+        """What is known of how long its pack's steps take here."""
+        return self._learning.model(seat.pack_id) if seat is not None else None
 
     @property
     def step_s(self) -> float:
@@ -54,3 +100,17 @@ class Meters:
     def prefill_tokens_per_s(self) -> float:
         """Median rate of the last steps with prefill; 0 before the first."""
         return median(self._prefill_rates) if self._prefill_rates else 0.0
+
+    def _observe_errors(self, _: CallbackOptions) -> Iterable[Observation]:
+        model = self.latency(self._seat)
+        if self._seat is None or model is None:
+            return
+        for phase, cost in (("prefill", model.prefill), ("decode", model.decode)):
+            if cost.known:
+                yield Observation(cost.error, {"model": self._seat.model, "phase": phase})
+
+
+def _phase_of(result: StepResult) -> str:
+    if not result.num_positions_prefilled:
+        return "decode"
+    return "mixed" if result.num_positions_decoded else "prefill"

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 
 import nats.errors
 from nats.aio.client import Client
 
 from torchrelay.common.events import Subjects
+from torchrelay.common.latency_model import LatencyModel
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import reports_pb2, types_pb2
+from torchrelay.worker.shares import NO_SHARES, Shares, bottleneck
 from torchrelay.worker.worker import Worker
 
 log = get_logger(__name__)
@@ -28,6 +31,8 @@ class Reporter:
         instance = worker.engine.instance
         free = instance.num_free_pages / instance.num_pages if instance and instance.num_pages else 1.0
         prefill, decode = (self._num_attempts(number) for number in (types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE))
+        queued = self._queued_prompts()
+        latency = meters.latency(worker.slot.seat)
         return reports_pb2.WorkerReport(
             worker_id=settings.worker_id,
             incarnation=worker.incarnation,
@@ -40,7 +45,7 @@ class Reporter:
             kv_pool_bytes=settings.kv_pool_bytes,
             kv_free_bytes=int(settings.kv_pool_bytes * free),
             num_running=max(prefill, decode),
-            num_queued_prefill_tokens=self._num_queued_prefill_tokens(),
+            num_queued_prefill_tokens=sum(queued),
             prefill_tokens_per_s=meters.prefill_tokens_per_s,
             step_s=meters.step_s,
             num_positions_prefilled=meters.num_positions_prefilled,
@@ -48,15 +53,22 @@ class Reporter:
             kv_bytes_received=meters.kv_bytes_received,
             kv_bytes_sent=worker.holder.bytes_sent,
             slot_start_s=meters.slot_start_s,
+            keeps_prefixes=settings.prefix_cache,
+            device=settings.device.partition(":")[0],
+            profile=_profile_to_wire(meters.shares_of(worker.slot.seat)),
+            latency=_latency_to_wire(latency) if latency else None,
+            queued_prefill_s=sum(map(latency.prefill_s, queued)) if latency and latency.prefill.known else 0.0,
         )
 
     def _num_attempts(self, number: types_pb2.Role.ValueType) -> int:
         role = self._worker.role(number)
         return len(role.attempts) if role else 0
 
-    def _num_queued_prefill_tokens(self) -> int:
+    def _queued_prompts(self) -> list[int]:
+        """Tokens of each prompt that is not computed yet; of one under way all."""
         role = self._worker.role(types_pb2.ROLE_PREFILL)
-        return sum(attempt.start.num_prompt_tokens for attempt in role.attempts) if role else 0
+        waiting = [attempt for attempt in role.attempts if not attempt.is_prefilled] if role else []
+        return [attempt.start.num_prompt_tokens for attempt in waiting]
 
     async def run(self, nats_client: Client) -> None:
         """Publishes until cancelled; while NATS is away reports are simply missed."""
@@ -67,3 +79,18 @@ class Reporter:
             except (nats.errors.Error, OSError) as error:
                 log.debug("report_not_published", error=str(error))
             await asyncio.sleep(REPORT_EVERY_S)
+
+
+def _profile_to_wire(shares: Shares) -> reports_pb2.EngineProfile | None:
+    """None before the first step."""
+    if shares == NO_SHARES:
+        return None
+    return reports_pb2.EngineProfile(**asdict(shares), bottleneck=bottleneck(shares))
+
+
+def _latency_to_wire(model: LatencyModel) -> reports_pb2.LatencyModel:
+    return reports_pb2.LatencyModel(
+        prefill=reports_pb2.StepCost(**asdict(model.prefill)),
+        decode=reports_pb2.StepCost(**asdict(model.decode)),
+        token_budget=model.token_budget,
+    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +16,7 @@ from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import Finish, NewToken
-from torchrelay.worker.attempts import Attempt, Attempts, group_id_of, send
+from torchrelay.worker.attempts import Attempt, Attempts, group_id_of, not_finite, send, too_late
 from torchrelay.worker.outbox import Outbox
 
 if TYPE_CHECKING:
@@ -168,11 +167,10 @@ class WorkerRole(ABC):
         return pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)
 
     def _watch_deadline(self, attempt: Attempt) -> None:
-        if not attempt.start.deadline_unix_ms:
-            return
-        error = pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
-        left_s = max(0.0, attempt.start.deadline_unix_ms / 1000 - time.time())
-        attempt.deadline = asyncio.get_running_loop().call_later(left_s, self.fail, attempt, error)
+        left_s = attempt.left_s()
+        if left_s is not None:
+            loop = asyncio.get_running_loop()
+            attempt.deadline = loop.call_later(max(0.0, left_s), self.fail, attempt, too_late())
 
     def spawn(self, attempt: Attempt, work: Coroutine[Any, Any, None], name: str) -> None:
         """Runs ``work`` for an attempt in the background; an error that it did not expect ends the attempt."""
@@ -193,6 +191,9 @@ class WorkerRole(ABC):
         for token in tokens:
             attempt = self.attempts.get(token.group_id)
             if attempt is None or token.choice not in attempt.open_choices:
+                continue
+            if token.finish is Finish.NOT_FINITE:
+                self.fail(attempt, not_finite(token))
                 continue
             try:
                 output = self._advance(attempt, token)
@@ -246,6 +247,13 @@ class WorkerRole(ABC):
             self.worker.cancel(attempt.group_id)
             attempt.outbox.put(attempt.failure(error))
             self.worker.usage.forget(attempt, pb.FINISH_REASON_ERROR)
+
+    def expire(self, group_ids: Iterable[str]) -> None:
+        """Ends the attempts that the engine has found late."""
+        for group_id in group_ids:
+            attempt = self.attempts.get(group_id)
+            if attempt is not None:
+                self.fail(attempt, too_late())
 
     def fail_unexpected(self, attempt: Attempt, error: Exception) -> None:
         """Ends an attempt by an error that nobody foresaw; the stream's other attempts go on."""

@@ -20,7 +20,7 @@ class WorkerSettings(ServiceSettings):
     roles: str = Field("prefill,decode", description="Roles this process can play: prefill, decode or both.")
     port: int = Field(0, description="gRPC port; 0: any free one.")
     data_port: int = Field(0, description="Port of the data plane; 0: any free one.")
-    device: str = Field("cpu", description="cpu, or cuda:N.")
+    device: str = Field("cpu", description="cpu, cuda:N, or auto: the first GPU where there is one.")
     kv_pool_bytes: int = Field(256 << 20, ge=1 << 20, description="Bytes for KV pages, faulted in at the start.")
     threads: int = Field(0, ge=0, description="Compute threads; 0: one per core.")
     token_budget: int = Field(512, ge=16, description="Most tokens in one engine step.")
@@ -29,9 +29,18 @@ class WorkerSettings(ServiceSettings):
         ge=16,
         description="Tokens of one KV block, handed over as one chunk; at least token_budget is best.",
     )
+    cpu_reorder: bool = Field(
+        True,
+        description="Copy the weights that serve from shared memory, in the background, into the order that the CPU's"
+        " kernels read fastest: steps are quicker, for private memory of the weights' size.",
+    )
     prefix_cache: bool = Field(True, description="Prompts of a tenant that begin alike compute the common part once.")
     max_attempts: int = Field(1024, ge=1, description="Most attempts running or waiting here; more are refused.")
     max_incoming: int = Field(64, ge=1, description="Most KV buffers received at once; more wait their turn.")
+    kv_by_shared_memory: bool = Field(
+        False,
+        description="Hand KV to decode workers of the same host_id by shared memory instead of the network's loopback.",
+    )
     kv_timeout_s: float = Field(
         30.0, gt=0, description="Longest silence of a KV buffer before the attempt is given up."
     )

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from torchrelay.common.errors import Conflict, StaleEpoch
 from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.worker.attempts import now_us
+from torchrelay.worker.meters import Seat
 
 FREE = reports_pb2.SlotState.STATE_FREE
 LOADING = reports_pb2.SlotState.STATE_LOADING
@@ -35,6 +36,11 @@ class Hosted:
     phases: list[reports_pb2.LoadPhase] = field(default_factory=list)
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # mapped and built, or given up
 
+    def to_seat(self) -> Seat:
+        """Whose steps its engine's are, for the meters."""
+        roles = "+".join(types_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in sorted(self.roles))
+        return Seat(self.instance_id, self.version.model, self.version.pack_id, roles)
+
 
 class Slot:
     """Who is in the slot and in what state; lets watchers wait for changes."""
@@ -42,6 +48,7 @@ class Slot:
     def __init__(self) -> None:
         self.state: reports_pb2.SlotState.State.ValueType = FREE
         self.hosted: Hosted | None = None
+        self.seat: Seat | None = None  # of the same; asked for at every step
         self.error = ""  # why the load of ``failed_instance_id`` failed; cleared by the next Load
         self.failed_instance_id = ""
         self.epoch = 0
@@ -75,6 +82,7 @@ class Slot:
                 f"the slot is taken by {self.hosted.instance_id if self.hosted else '?'}", field="instance_id"
             )
         self.hosted, self.error, self.failed_instance_id = hosted, "", ""
+        self.seat = hosted.to_seat()
         await self.move(LOADING)
 
     async def release(self, error: str = "") -> None:
@@ -82,7 +90,7 @@ class Slot:
         if self.hosted is not None:
             self.hosted.settled.set()
             self.failed_instance_id = self.hosted.instance_id if error else ""
-        self.hosted, self.error = None, error
+        self.hosted, self.seat, self.error = None, None, error
         await self.move(FREE)
 
     async def move(self, state: reports_pb2.SlotState.State.ValueType) -> None:
@@ -92,6 +100,7 @@ class Slot:
     async def set_roles(self, roles: Sequence[types_pb2.Role.ValueType]) -> None:
         if self.hosted is not None:
             self.hosted.roles = list(roles)
+            self.seat = self.hosted.to_seat()
         await self.touch()
 
     def add_phase(self, name: str, begin_us: int) -> None:

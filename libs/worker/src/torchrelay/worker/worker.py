@@ -20,6 +20,8 @@ from torchrelay.engine.pool import KvPool
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.follow import Receiver
 from torchrelay.transfer.holder import HolderServer
+from torchrelay.transfer.local_door import open_local_door
+from torchrelay.transfer.schemes import AnyTransport
 from torchrelay.transfer.tls import transport_for
 from torchrelay.worker.engine_thread import EngineThread
 from torchrelay.worker.loader import Loader
@@ -58,10 +60,10 @@ class Worker:
     ) -> None:
         self.settings = settings
         self.tls = tls
-        self.transport = transport_for(tls)
+        self.transport = AnyTransport(transport_for(tls))
         self.incarnation = new_id("inc")
         self.slot = Slot()
-        self.meters = Meters()
+        self.meters = Meters(settings.token_budget)
         self.pool = KvPool(settings.kv_pool_bytes, settings.device)
         self.tokenizers = TokenizerShelf(store)
         self.usage = UsagePublisher(nats, Subjects(settings.nats_prefix))
@@ -76,6 +78,7 @@ class Worker:
             settings.data_port,
             transport=self.transport,
         )
+        self.local_address = ""  # of the same, for workers of this host
         self.engine = EngineThread(self._on_step, self._on_fault)
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)
         self._store = store
@@ -90,6 +93,13 @@ class Worker:
     def data_address(self) -> str:
         """Where other workers reach this one's data plane."""
         return f"{self.settings.reach_host}:{self.holder.address.rpartition(':')[2]}"
+
+    def serve_data(self) -> None:
+        """Opens the data plane, within this host too if that is set; ``close`` ends it."""
+        if self.settings.kv_by_shared_memory and (door := open_local_door(self.receiver.node_key)):
+            self.local_address = door.address
+            self.holder.also_at(door)
+        self.holder.start()
 
     def adopt_tasks(self, tasks: asyncio.TaskGroup) -> None:
         """Background work belongs to this group from now on."""
@@ -181,20 +191,25 @@ class Worker:
     # -- the engine --------------------------------------------------------------------------------------------------
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
-        """Frees the pages of a group, or of one choice, before the next step."""
+        """Frees the pages of a group, or of one choice, by the next layer of the step under way."""
+        instance = self.engine.instance
+        if instance is not None:
+            instance.cancel_soon(group_id, choice)
 
         def cancel() -> None:
             if self.engine.instance is not None:
                 self.engine.instance.cancel(group_id, choice)
 
-        self.engine.post(cancel)
+        self.engine.post(cancel)  # for an engine that is idle, and for a group whose prefill is still posted
         self.pages_freed()
 
     def _on_step(self, result: StepResult) -> None:
-        self.meters.note(result)
+        self.meters.note(result, self.slot.seat)
         for role in self.roles:
+            role.attempts.note_prefilled(result.prefilled)
             role.deliver(result.tokens)
-        if result.prefilled or any(token.finish for token in result.tokens):
+            role.expire(result.expired)
+        if result.prefilled or result.expired or any(token.finish for token in result.tokens):
             self.pages_freed()
 
     def pages_freed(self) -> None:

@@ -1,0 +1,53 @@
+"""What a worker's memory is made of, as the kernel counts it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SETTLED_S = 2.5  # longer than a worker waits before it copies weights, and than the copy of one layer takes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerMemory:
+    """Bytes: ``private`` is in no other process, ``arena_share`` this one's part of the arena (PSS)."""
+
+    private: int
+    arena_share: int
+
+
+def worker_memory(pid: int, arena: str) -> WorkerMemory:
+    """``arena`` begins the path of the arena's file. Raises ``RuntimeError`` when the process has not mapped it."""
+    private = share = 0
+    is_arena = is_mapped = False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if "-" in name and " " in line.partition(":")[0]:  # "7f00-7f01 r--s 00000000 fe:00 12  /path"
+            is_arena = f" {arena}" in line
+            is_mapped |= is_arena
+        elif name in ("Private_Clean", "Private_Dirty"):
+            private += int(rest.split()[0]) * 1024
+        elif name == "Pss" and is_arena:
+            share += int(rest.split()[0]) * 1024
+    if not is_mapped:
+        raise RuntimeError(f"process {pid} has not mapped {arena}")
+    return WorkerMemory(private, share)
+
+
+def await_settled(pid: int, timeout_s: float = 60.0) -> None:
+    """Until a worker's private memory has stayed as it is for a while: its weights are where they will be."""
+    deadline_s = time.monotonic() + timeout_s
+    last, since_s = -1, time.monotonic()
+    while time.monotonic() - since_s < SETTLED_S:
+        if time.monotonic() > deadline_s:
+            raise RuntimeError("the worker's memory kept growing")
+        found = _anonymous_bytes(pid)
+        if abs(found - last) > 1 << 20:
+            last, since_s = found, time.monotonic()
+        time.sleep(0.1)
+
+
+def _anonymous_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))

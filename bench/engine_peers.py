@@ -1,0 +1,94 @@
+"""What `engine.py` compares with: vLLM's CPU server, and transformers' `generate_batch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.brokers import free_port
+
+ROOT = Path(__file__).resolve().parents[1]
+START_S = 180.0
+
+
+@contextmanager
+def vllm_server(command: str, folder: Path, log: Path) -> Iterator[int]:
+    """vLLM on a free port of loopback, with all cores; gives the port."""
+    port = free_port()
+    cores = f"0-{(os.cpu_count() or 1) - 1}"
+    settings = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,  # by itself it leaves one to its other processes
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    options = ["--max-model-len", "1024", "--enforce-eager", "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [command, "serve", str(folder), "--served-model-name", "peer", *options],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, **settings},
+        )
+    try:
+        _await_health(process, f"http://127.0.0.1:{port}/health", log)
+        yield port
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
+    deadline_s = time.monotonic() + START_S
+    while time.monotonic() < deadline_s and process.poll() is None:
+        try:
+            if httpx.get(url, timeout=2, trust_env=False).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    raise RuntimeError(f"vLLM did not come up:\n{log.read_text(errors='replace')[-3000:]}")
+
+
+def generate_batch_tok_s(folder: Path, prompts: list[list[int]], num_tokens: int) -> float:
+    """Output tokens/s of transformers' own continuous batching, in a process of its own."""
+    job = json.dumps({"folder": str(folder), "prompts": prompts, "num_tokens": num_tokens})
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.engine_peers"], input=job, capture_output=True, text=True, cwd=ROOT
+    )
+    if done.returncode:
+        raise RuntimeError(f"generate_batch failed:\n{done.stderr[-2000:]}")
+    return float(done.stdout.splitlines()[-1])
+
+
+def _generate_batch(job: dict[str, Any]) -> float:
+    import transformers
+
+    hf: Any = transformers  # untyped
+    model = hf.AutoModelForCausalLM.from_pretrained(job["folder"], dtype="auto", attn_implementation="sdpa")
+    generation = hf.GenerationConfig(max_new_tokens=job["num_tokens"], do_sample=False, eos_token_id=-1, pad_token_id=0)
+    batching = hf.ContinuousBatchingConfig(max_batch_tokens=512, num_blocks=64)  # as many positions in a step as ours
+    begin_s = time.perf_counter()
+    outputs = model.eval().generate_batch(
+        job["prompts"], generation, batching, record_timestamps=True, progress_bar=False, warmup=False
+    )
+    seconds = time.perf_counter() - begin_s
+    return sum(len(output.generated_tokens) for output in outputs.values()) / seconds
+
+
+if __name__ == "__main__":
+    print(_generate_batch(json.load(sys.stdin)))

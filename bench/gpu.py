@@ -1,0 +1,247 @@
+"""The engine on an NVIDIA GPU: exactness, the copy from the arena, decode and prefill against the device's limits.
+
+    python bench/gpu.py [--quick] [--profile] [--cpu-rehearsal]
+
+Runs from a checkout, on a machine with a GPU and torch, triton, transformers, safetensors, tokenizers and numpy;
+Torchrelay's own packages are found in libs/, and nothing is started. The model has the shape of Llama 3.1 8B and random
+weights in bf16. ``--profile`` also prints which kernels a decode step consists of. ``--cpu-rehearsal`` goes through all
+of it with tiny shapes on the CPU, Triton in its interpreter: its figures mean nothing, and no bound applies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.report import Check, finish, progress
+
+if TYPE_CHECKING:
+    import torch
+
+    from bench.gpu_packs import Pack
+    from torchrelay.engine.instance import Instance
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.extend(str(ROOT / "libs" / name / "src") for name in ("common", "transfer", "engine"))
+NEEDED = ("numpy", "torch", "triton", "transformers", "safetensors", "tokenizers")
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is run."""
+
+    config: dict[str, Any]
+    families: tuple[str, ...]
+    lengths: tuple[int, ...]
+    batches: tuple[int, ...]
+    num_prompt_tokens: int
+    num_steps: int
+    num_prefill_tokens: int
+    matrix: int
+    limit_bytes: int
+    peer_batches: tuple[int, ...]
+
+
+def sizes_of(quick: bool, rehearsal: bool) -> Sizes:
+    from bench.gpu_packs import LLAMA_8B
+
+    if rehearsal:
+        tiny = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+        tiny |= {"num_key_value_heads": 2, "vocab_size": 256, "max_position_embeddings": 512}
+        return Sizes(LLAMA_8B | tiny, ("llama",), (1, 20), (1, 3), 6, 2, 20, 64, 1 << 20, (1,))
+    if quick:
+        config = LLAMA_8B | {"num_hidden_layers": 8}
+        return Sizes(config, ("llama", "gemma2"), (1, 17, 150), (1, 32), 128, 32, 4096, 8192, 2 * GB, (1,))
+    families = ("llama", "llama3-rope", "qwen3", "mistral", "gemma2", "gemma3")
+    return Sizes(LLAMA_8B, families, (1, 15, 17, 70, 300), (1, 32, 256), 512, 64, 8192, 8192, 4 * GB, (1, 32, 256))
+
+
+@dataclass
+class Bench:
+    """One run; ``checks`` are collected as the parts go by, and a part that fails does not end the others."""
+
+    sizes: Sizes
+    device: torch.device
+    rehearsal: bool
+    checks: list[Check]
+
+    def add(
+        self, name: str, value: float, unit: str, bound: float | None = None, against: str = "", at_least: bool = True
+    ) -> None:
+        self.checks.append(Check(name, value, unit, None if self.rehearsal else bound, against, at_least))
+
+    def part(self, title: str, names: dict[str, float | None], run: Callable[[], None]) -> None:
+        """``names`` are the bounded figures that the part must give, with their bounds."""
+        progress(title)
+        try:
+            run()
+        except Exception as error:
+            traceback.print_exc()
+            for name in names.keys() - {check.name for check in self.checks}:
+                self.add(name, math.nan, "", names[name], f"failed: {error}"[:100])
+
+    def run(self, with_profile: bool) -> None:
+        import torch
+
+        self.part("exactness, fp32", {"triton_mismatches": 0.0}, self.exactness)
+        self.part("the engine", {"decode_b1_over_hbm": 0.75}, lambda: self.engine(with_profile))
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # of what the engine had
+        self.part("transformers", {}, self.peer)
+
+    def engine(self, with_profile: bool) -> None:
+        from bench import gpu_engine
+        from bench.gpu_packs import random_pack
+        from torchrelay.engine.pool import KvPool
+
+        pack = random_pack(self.sizes.config, "BF16", self.device)
+        self.part("arena to device", {"arena_to_device_over_pinned": 0.9}, lambda: self.copies(pack))
+        config = self.sizes.config
+        token_bytes = kv_bytes(config)
+        num_positions = max(self.sizes.batches) * (self.sizes.num_prompt_tokens + self.sizes.num_steps + 64)
+        num_positions = max(num_positions, 2 * self.sizes.num_prefill_tokens)
+        pool = KvPool(num_positions * token_bytes, str(self.device))
+        instance, load_s = gpu_engine.load_s(pack, pool)
+        self.add("load_to_first_token_s", load_s, "s", None, "all segments in the arena; kernels compiled within it")
+        self.part("prefill", {"prefill_over_matmul": 0.5}, lambda: self.prefill(instance, pack))
+        self.part("decode", {"decode_b1_over_hbm": 0.75}, lambda: self.decode(instance, pack, token_bytes))
+        if with_profile and not self.rehearsal:
+            print(gpu_engine.profile_table(instance, 1, self.sizes.num_prompt_tokens))
+        instance.close()
+
+    def exactness(self) -> None:
+        from bench import gpu_engine
+
+        sizes = self.sizes
+        num_tokens = 3 if self.rehearsal else 24
+        by_triton, by_gather, total = gpu_engine.mismatches(sizes.families, sizes.lengths, num_tokens, self.device)
+        against = f"of {total} greedy continuations, transformers on the CPU"
+        self.add("triton_mismatches", by_triton, "prompts", 0.0, against, at_least=False)
+        self.add("gather_mismatches", by_gather, "prompts", 0.0, against, at_least=False)
+
+    def copies(self, pack: Pack) -> None:
+        from bench import gpu_limits
+
+        pinned = gpu_limits.pinned_bytes_per_s(self.device, self.sizes.limit_bytes)
+        self.add("pinned_copy_gb_s", pinned / GB, "GB/s")
+        staged, _ = gpu_limits.staged_bytes_per_s(pack, self.device)
+        self.add("arena_to_device_gb_s", staged / GB, "GB/s")
+        self.add("arena_to_device_over_pinned", staged / pinned, "", 0.9, "one copy from pinned memory")
+        if self.device.type == "cuda":
+            direct, pinning = gpu_limits.staged_bytes_per_s(pack, self.device, registered=True)
+            self.add("registered_over_pinned", direct / pinned, "", None, "an arena that was pinned before")
+            self.add("register_gb_s", pinning / GB, "GB/s", None, "pinning it where it lies")
+
+    def prefill(self, instance: Instance, pack: Pack) -> None:
+        import torch
+
+        from bench import gpu_engine, gpu_limits
+
+        num_tokens = self.sizes.num_prefill_tokens
+        elapsed = gpu_engine.prefill_s(instance, num_tokens)
+        limit = gpu_limits.product_flops_per_s(self.device, self.sizes.matrix, torch.bfloat16)
+        rate = prefill_flops(self.sizes.config, pack.num_bytes, num_tokens) / elapsed
+        self.add("matmul_tflop_s", limit / 1e12, "Tflop/s", None, f"{self.sizes.matrix} square, bf16")
+        self.add("prefill_tok_s", num_tokens / elapsed, "tok/s", None, f"a prompt of {num_tokens}")
+        self.add("prefill_over_matmul", rate / limit, "", 0.5, "the matrix rate")
+
+    def decode(self, instance: Instance, pack: Pack, token_bytes: int) -> None:
+        from bench import gpu_engine, gpu_limits
+
+        read = gpu_limits.read_bytes_per_s(self.device, self.sizes.limit_bytes)
+        self.add("hbm_read_gb_s", read / GB, "GB/s")
+        sizes = self.sizes
+        for batch in sizes.batches:
+            step_s = gpu_engine.decode_step_s(instance, batch, sizes.num_prompt_tokens, sizes.num_steps)
+            num_positions = batch * (sizes.num_prompt_tokens + sizes.num_steps // 2)
+            num_bytes = pack.num_bytes - pack.segment_bytes(0) + num_positions * token_bytes
+            against = f"{num_bytes / GB:.1f} GB a step, contexts of {sizes.num_prompt_tokens}"
+            self.add(f"decode_b{batch}_tok_s", batch / step_s, "tok/s", None, f"{step_s * 1e3:.2f} ms a step")
+            bound = 0.75 if batch == 1 else None
+            self.add(f"decode_b{batch}_over_hbm", num_bytes / read / step_s, "", bound, against)
+
+    def peer(self) -> None:
+        import torch
+
+        from bench.gpu_transformers import Peer
+
+        sizes = self.sizes
+        peer = Peer(sizes.config, torch.bfloat16, self.device)
+        for batch in sizes.peer_batches:
+            step_s = peer.decode_step_s(batch, sizes.num_prompt_tokens, min(sizes.num_steps, 16))
+            self.add(f"transformers_b{batch}_tok_s", batch / step_s, "tok/s")
+        elapsed = peer.prefill_s(sizes.num_prefill_tokens)
+        self.add("transformers_prefill_tok_s", sizes.num_prefill_tokens / elapsed, "tok/s")
+
+
+def kv_bytes(config: dict[str, Any]) -> int:
+    """Of one position over all layers, in bf16."""
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    return int(config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head_dim * 2)
+
+
+def prefill_flops(config: dict[str, Any], weight_bytes: int, num_tokens: int) -> float:
+    """Two per weight of the layers and token, and four per head element and pair of positions seen."""
+    both_ends = 2 * config["vocab_size"] * config["hidden_size"]
+    in_layers = weight_bytes / 2 - both_ends
+    pairs = num_tokens * (num_tokens + 1) / 2
+    return float(2 * in_layers * num_tokens + 4 * config["num_hidden_layers"] * config["hidden_size"] * pairs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--quick", action="store_true", help="8 of 32 layers, fewer batches, under 50 s")
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a decode step")
+    parser.add_argument("--cpu-rehearsal", action="store_true", help="all of it on the CPU, tiny: tests the bench")
+    options = parser.parse_args()
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        parser.error(f"{', '.join(missing)} missing here: pip install {' '.join(NEEDED)}")
+    rehearsal: bool = options.cpu_rehearsal
+    os.environ["TRITON_INTERPRET"] = "1" if rehearsal else "0"  # before triton is imported
+
+    import torch
+    import transformers
+    import triton
+
+    from torchrelay.engine import fused
+
+    if rehearsal:
+        fused.applies = lambda x: True  # the steps that a GPU would compute
+    elif not torch.cuda.is_available():
+        parser.error("torch finds no NVIDIA GPU here; --cpu-rehearsal goes through the bench without one")
+    device = torch.device("cpu" if rehearsal else "cuda:0")
+    conditions = {
+        "device": "cpu, Triton interpreted: a rehearsal, the figures mean nothing" if rehearsal else gpu_name(device),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "transformers": transformers.__version__,
+        "quick": options.quick,
+        "rehearsal": rehearsal,
+    }
+    bench = Bench(sizes_of(options.quick, rehearsal), device, rehearsal, [])
+    conditions["layers"] = bench.sizes.config["num_hidden_layers"]
+    bench.run(options.profile)
+    finish("gpu", conditions, bench.checks)
+
+
+def gpu_name(device: torch.device) -> str:
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name}, {found.total_memory / GB:.0f} GB, {found.multi_processor_count} processors"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""transformers on the same device with a model of the same shape: what stands beside the engine's figures."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+
+class Peer:
+    """A model of random weights on the device, with transformers' own attention (SDPA) and growing cache."""
+
+    def __init__(self, config: dict[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+        import transformers
+
+        numbers = {key: value for key, value in config.items() if key != "architectures"}
+        settings = transformers.LlamaConfig(**numbers)
+        kind: Any = transformers.LlamaForCausalLM
+        with torch.device(device):
+            self._model: Any = kind._from_config(settings, dtype=dtype, attn_implementation="sdpa").eval()
+        self._device = device
+
+    @torch.inference_mode()
+    def decode_step_s(self, batch: int, num_prompt_tokens: int, num_steps: int) -> float:
+        """The median time of a step with so many sequences after so long a prompt."""
+        tokens = torch.ones(batch, num_prompt_tokens, dtype=torch.int64, device=self._device)
+        # Only the last logits, as the engine: for all of 256 prompts they would not fit.
+        out = self._model(tokens, use_cache=True, logits_to_keep=1)
+        times = []
+        for _ in range(num_steps + 2):
+            begin = time.perf_counter()
+            chosen = out.logits[:, -1:].argmax(-1)
+            chosen.tolist()
+            out = self._model(chosen, past_key_values=out.past_key_values, use_cache=True, logits_to_keep=1)
+            self._settle()
+            times.append(time.perf_counter() - begin)
+        return statistics.median(times[2:])
+
+    @torch.inference_mode()
+    def prefill_s(self, num_tokens: int, num_runs: int = 3) -> float:
+        tokens = torch.ones(1, num_tokens, dtype=torch.int64, device=self._device)
+        times = []
+        for _ in range(num_runs + 1):
+            self._settle()
+            begin = time.perf_counter()
+            self._model(tokens, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
+            times.append(time.perf_counter() - begin)
+        return min(times[1:])
+
+    def _settle(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,98 @@
+"""What ends groups between two layers of a step: cancels from other threads, and deadlines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from torchrelay.engine.scheduling import BatchScheduler
+from torchrelay.engine.sequences import Group, Place
+
+_MIN_LIMIT = 64
+
+
+class CancelBox:
+    """Cancels that wait for the next layer boundary."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[tuple[str, int | None], None] = {}
+        self._lock = threading.Lock()
+
+    def put(self, group_id: str, choice: int | None) -> None:
+        """(any thread)"""
+        with self._lock:
+            self._wanted[group_id, choice] = None
+
+    def discard(self, group_id: str, choice: int | None) -> None:
+        """It has been done: a later group of the same name is not meant."""
+        if self._wanted:
+            with self._lock:
+                self._wanted.pop((group_id, choice), None)
+
+    def take(self) -> list[tuple[str, int | None]]:
+        """All that wait, in order."""
+        if not self._wanted:  # asked at every layer: no lock for the common answer
+            return []
+        with self._lock:
+            taken, self._wanted = list(self._wanted), {}
+        return taken
+
+
+class Deadlines:
+    """When groups are late. Those that ended before are dropped when they come up, or are many."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Group]] = []
+        self._limit = _MIN_LIMIT
+        self._order = count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, group: Group) -> None:
+        if group.spec.deadline_s is None:
+            return
+        heappush(self._heap, (group.spec.deadline_s, next(self._order), group))
+        if len(self._heap) > self._limit:
+            self._heap = [each for each in self._heap if each[2].place is not Place.GONE]
+            heapify(self._heap)
+            self._limit = max(_MIN_LIMIT, 2 * len(self._heap))
+
+    def due(self, now_s: float) -> list[Group]:
+        """Takes out the groups whose deadline has come, the earliest first."""
+        late = []
+        while self._heap and self._heap[0][0] <= now_s:
+            _, _, group = heappop(self._heap)
+            if group.place is not Place.GONE:
+                late.append(group)
+        return late
+
+
+class Interruptions:
+    """Ends groups of one scheduler at layer boundaries; ``clock`` is what their deadlines are told by."""
+
+    def __init__(self, scheduler: BatchScheduler, clock: Callable[[], float]) -> None:
+        self.cancels = CancelBox()
+        self.deadlines = Deadlines()
+        self._scheduler = scheduler
+        self._clock = clock
+        self._expired: list[str] = []
+
+    def settle(self) -> bool:
+        """Called between any two layers. Whether anything ended."""
+        ended = False
+        for group_id, choice in self.cancels.take():
+            ended |= self._scheduler.cancel(group_id, choice)
+        if self.deadlines:
+            for group in self.deadlines.due(self._clock()):
+                self._scheduler.cancel(group.spec.group_id)
+                self._expired.append(group.spec.group_id)
+                ended = True
+        return ended
+
+    def take_expired(self) -> tuple[str, ...]:
+        """The groups that were late since the last call."""
+        expired, self._expired = tuple(self._expired), []
+        return expired

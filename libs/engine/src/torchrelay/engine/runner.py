@@ -1,0 +1,197 @@
+"""Computes batches layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from torchrelay.engine import profile
+from torchrelay.engine.batch import Batch
+from torchrelay.engine.graphs import DecodeGraphs
+from torchrelay.engine.handover import KvBlock, KvLayout
+from torchrelay.engine.model import Decoder
+from torchrelay.engine.passing import PassedLayout
+from torchrelay.engine.pool import KvPages
+from torchrelay.engine.profile import Share
+from torchrelay.engine.sequences import Chunk, Context, Group, Plan
+
+
+class Runner:
+    """What a step computes with. ``lay_out`` makes a batch of a plan, ``settle`` is called before each layer and tells
+    whether groups have ended, ``kv_layout`` is how a group's KV is handed over.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        pages: KvPages,
+        lay_out: Callable[[Plan], Batch],
+        settle: Callable[[], bool],
+        kv_layout: Callable[[Group], KvLayout],
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self._pages = pages
+        self._num_layers = pages.kv.shape[0]
+        self._lay_out = lay_out
+        self._settle = settle
+        self._kv_layout = kv_layout
+        self._graphs = graphs
+
+    def close(self) -> None:
+        """Lets go of what it has recorded."""
+        if self._graphs is not None:
+            self._graphs.close()
+
+    def run(self, plan: Plan) -> tuple[Plan, Tensor]:
+        """A plan through all layers from its boundary on: what is left of it, and the logits it gives."""
+        batch = self._lay_out(plan)
+        if self._graphs is not None and (replayed := self._graphs.run(batch)) is not None:
+            return plan, replayed
+        hidden, batch = self.run_layers(plan.layer, self._num_layers, self._hidden(batch), batch)
+        logits = self._decoder.logits(hidden[batch.output_rows]) if len(batch.output_rows) else hidden[:0]
+        return batch.plan, logits
+
+    def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
+        """Layers [begin, end) of a batch, [rows, hidden] to the same; hands over each layer's finished KV blocks.
+
+        What ends meanwhile leaves the batch at the next layer.
+        """
+        for layer in range(begin, end):
+            if self._settle():
+                plan, rows = batch.plan.living()
+                hidden, batch = hidden[rows], self._lay_out(plan) if plan else _nothing(batch, plan)
+            if not batch.plan:
+                break
+            hidden = self._decoder.run_layer(layer, hidden, batch)
+            self._hand_over(batch.handed_over, layer)
+        return hidden, batch
+
+    def run_one_layer(self, groups: Sequence[Group], token_budget: int) -> None:
+        """One layer of groups that run layer by layer and are at the same boundary."""
+        layer = groups[0].layer
+        for plan in _cut(groups, token_budget):
+            plan, _ = plan.living()
+            if not plan:
+                continue
+            batch = self._lay_out(plan)
+            hidden, batch = self.run_layers(layer, layer + 1, self._hidden(batch), batch)
+            row = 0
+            for chunk in batch.plan.chunks:
+                context, rows = chunk.context, hidden[row : row + chunk.num_tokens]
+                if context.hidden is None:
+                    context.hidden = torch.empty(
+                        context.num_tokens, *rows.shape[1:], dtype=rows.dtype, device=rows.device
+                    )
+                context.hidden[chunk.begin : chunk.end] = rows
+                row += chunk.num_tokens
+        for group in groups:
+            group.layer += 1
+
+    def end(self, contexts: Sequence[Context]) -> Tensor:
+        """Logits after contexts that have run layer by layer to the end."""
+        return self._decoder.logits(torch.stack([_hidden_of(context)[-1] for context in contexts]))
+
+    def copy_out(self, layer: int, context: Context, begin: int, end: int) -> memoryview:
+        """KV of positions [begin, end) of one layer, as a chunk on the road."""
+        slots = torch.from_numpy(context.slots[begin:end]).to(self._pages.kv.device)
+        return as_bytes(self._pages.kv[layer].index_select(1, slots))
+
+    def copy_passed(self, group: Group, layout: PassedLayout) -> tuple[memoryview, ...]:
+        """All that was computed of a group at its layer boundary, chunk by chunk."""
+        places = [layout.locate(index) for index in range(layout.num_chunks)]
+        return tuple(
+            as_bytes(_hidden_of(group.contexts[place.sequence])[place.token_begin : place.token_end])
+            if layout.holds_hidden(place)
+            else self.copy_out(place.layer, group.contexts[place.sequence], place.token_begin, place.token_end)
+            for place in places
+        )
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        plan = batch.plan
+        if not plan.layer:
+            return self._decoder.embed(batch.token_ids)
+        return torch.cat([_hidden_of(chunk.context)[chunk.begin : chunk.end] for chunk in plan.chunks])
+
+    def _hand_over(self, chunks: Sequence[Chunk], layer: int) -> None:
+        if not chunks:
+            return
+        before = profile.enter(Share.KV_TRANSFER)
+        for chunk in chunks:
+            self._hand_over_chunk(chunk, layer)
+        profile.enter(before)
+
+    def _hand_over_chunk(self, chunk: Chunk, layer: int) -> None:
+        context, group = chunk.context, chunk.context.group
+        assert group.on_kv is not None, "only such chunks are handed over"
+        layout = self._kv_layout(group)
+        for block in range(chunk.new_from // layout.block_tokens, layout.num_blocks(context.sequence)):
+            index = layout.index_of(context.sequence, block, layer)
+            place = layout.locate(index)
+            if place.token_end > chunk.end:
+                break
+            if index in group.handed_over:  # before it was set back, or by the instance that passed it on
+                continue
+            group.handed_over.add(index)
+            data = self.copy_out(layer, context, place.token_begin, place.token_end)
+            group.on_kv(KvBlock(group.spec.group_id, index, data))
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's bytes on the host; on a CPU without a copy when it is contiguous."""
+    data: memoryview = tensor.contiguous().view(torch.uint8).cpu().numpy().reshape(-1).data
+    return data
+
+
+def next_up(
+    groups: Sequence[Group], num_layers: int, token_budget: int, is_ready: Callable[[int], bool]
+) -> tuple[Group, ...]:
+    """Of groups that run layer by layer: the earliest that can go on, and with it others at its boundary as far as
+    they fit into one batch. ``is_ready`` tells whether a layer's weights are there; the head counts as the last.
+
+    So an instance that is still loading works on what it has, and never waits (live pairing after BlitzScale, OSDI
+    2025: the earliest batch whose next layer is present).
+    """
+    found: list[Group] = []
+    room = token_budget
+    for group in groups:
+        stops = group.layer == group.until and group.layer < num_layers  # until it is passed on
+        if stops or not is_ready(group.layer) or (found and group.layer != found[0].layer):
+            continue
+        size = sum(context.num_tokens for context in group.contexts)
+        if found and size > room:
+            break
+        found.append(group)
+        room -= size
+    return tuple(found)
+
+
+def _cut(groups: Sequence[Group], token_budget: int) -> Iterator[Plan]:
+    """All positions of all contexts, in batches within the budget."""
+    chunks: list[Chunk] = []
+    room = token_budget
+    for context in [context for group in groups for context in group.contexts]:
+        begin = 0
+        while begin < context.num_tokens:
+            end = min(begin + room, context.num_tokens)
+            chunks.append(Chunk(context, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield Plan((), tuple(chunks), context.group.layer)
+                chunks, room = [], token_budget
+    if chunks:
+        yield Plan((), tuple(chunks), chunks[0].context.group.layer)
+
+
+def _hidden_of(context: Context) -> Tensor:
+    assert context.hidden is not None, "beyond boundary 0 there are hidden states"
+    return context.hidden
+
+
+def _nothing(batch: Batch, plan: Plan) -> Batch:
+    """A batch that everything has left."""
+    empty = batch.token_ids[:0]
+    return Batch(plan, empty, empty, batch.views, empty)

@@ -1,0 +1,209 @@
+"""Ten thousand cancels at random moments: of groups and choices that wait, run in chunks or by layers, decode, were
+adopted, passed on or set back. No page leaks, and nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.unit.engine.running import Model, assert_idle, group_of, prompt_of
+from torchrelay.common.errors import Conflict
+from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken, SamplingParams
+from torchrelay.engine.handover import KvBlock, KvShape
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.passing import Passed
+from torchrelay.engine.pool import KvPool
+from torchrelay.engine.prefixes import PrefixCache
+from torchrelay.engine.scheduling import BatchScheduler
+from torchrelay.engine.sequences import Decoding, Group, Place
+
+ModelOf = Callable[..., Model]
+NUM_CANCELS = 10_000
+CONTEXT = 48
+TENANTS = ("a", "b", "c")
+
+
+def random_group(chance: random.Random, number: int) -> GroupSpec:
+    """From a prompt of one token to one that fills the context; prompts of a kind begin alike."""
+    length = chance.choice([1, 4, 17, 32, CONTEXT - 3, CONTEXT - 1])
+    num_tokens = chance.randint(1, min(9, CONTEXT - length))
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens)
+    forced = [(7,) * chance.randrange(min(3, num_tokens)) for _ in range(chance.choice([1, 1, 2, 4]))]
+    group = group_of(prompt_of(length, chance.randrange(2)), f"{number}/0", sampling, forced)
+    return replace(group, salt=chance.choice(TENANTS), weight=chance.choice([1.0, 2.0]))
+
+
+class Mill:
+    """The scheduler without a model: every token is 7, and nothing is computed."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = random.Random(seed)
+        shape = KvShape(1, 1, 2, 4)
+        self.pages = KvPool(64 * 4 * shape.bytes_per_token).cut(shape, torch.float32, page_tokens=4)
+        self.scheduler = BatchScheduler(self.pages, PrefixCache(self.pages.allocator, 4), 40, CONTEXT)
+        self.groups: list[Group] = []
+        self.num_made = self.num_cancelled = 0
+
+    def add(self) -> None:
+        self.num_made += 1
+        spec = random_group(self.chance, self.num_made)
+        way = self.chance.random()
+        if way < 0.2:
+            group = Group.of(replace(spec, prompt=()))
+            try:
+                self.scheduler.receive(group)
+            except KvPoolFull:
+                return
+        else:
+            on_kv = (lambda block: None) if way < 0.35 else None
+            group = Group.of(spec, on_kv, until=1 if way > 0.85 else None)
+            self.scheduler.submit(group)
+        self.groups.append(group)
+
+    def step(self) -> None:
+        for plan in self.scheduler.plan():
+            for decoding in plan.decoding:
+                self.scheduler.advance(decoding, self.token(decoding))
+            for chunk in plan.chunks:
+                self.scheduler.computed(chunk)
+                if chunk.ends_context:
+                    self.start(chunk.context.group, 1)
+        for group in self.scheduler.by_layer[:1]:
+            self.start(group, len(group.contexts))
+
+    def start(self, group: Group, count: int) -> None:
+        for context in group.contexts[:count]:
+            goes_on = context.num_forced + 1 < group.spec.sampling.max_tokens and group.on_kv is None
+            self.scheduler.start(context, dict.fromkeys(context.choices, 7) if goes_on else {})
+
+    def token(self, decoding: Decoding) -> NewToken:
+        finish = decoding.spec.sampling.finish_of(7, decoding.next_position)
+        return NewToken(decoding.spec.group_id, decoding.choice, decoding.next_position, 7, finish)
+
+    def disturb(self) -> None:
+        group = self.chance.choice(self.groups)
+        way = self.chance.random()
+        if way < 0.1:
+            try:
+                self.scheduler.set_back(group.spec.group_id)
+            except Conflict:
+                assert group.place is Place.RECEIVING or not group.spec.prompt or group.num_pages
+        elif way < 0.3 and group.place is Place.RECEIVING:
+            self.start(group, len(group.contexts))
+        else:
+            choice = self.chance.choice([None, *(each.choice for each in group.spec.choices)])
+            self.num_cancelled += self.scheduler.cancel(group.spec.group_id, choice)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_ten_thousand_cancels_of_the_scheduler(seed: int) -> None:
+    mill = Mill(seed)
+    places = set()
+    while mill.num_cancelled < NUM_CANCELS // 2:
+        while len(mill.groups) < 12:
+            mill.add()
+        if mill.chance.random() < 0.5:
+            mill.step()
+        mill.disturb()
+        mill.scheduler.check_integrity()
+        places |= {group.place for group in mill.groups}
+        mill.groups = [group for group in mill.groups if group.place is not Place.GONE]
+    assert places == set(Place)
+    for group in mill.groups:
+        mill.scheduler.cancel(group.spec.group_id)
+    mill.scheduler.check_integrity()
+    assert mill.pages.allocator.num_free == mill.pages.allocator.num_pages
+
+
+class Storm:
+    """Two instances of a tiny model, which pass prompts to each other."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self.chance = random.Random(seed)
+        pool_bytes = 120 * 4 * model.instance().kv_shape.bytes_per_token
+        self.instances = [
+            model.instance(pool_bytes=pool_bytes, page_tokens=4, token_budget=24, kv_block_tokens=6) for _ in range(2)
+        ]
+        self.names: list[str] = []
+        self.num_made = self.num_taken = 0
+
+    def add(self, instance: Instance) -> None:
+        self.num_made += 1
+        spec = random_group(self.chance, self.num_made)
+        self.names.append(spec.group_id)
+
+        def take(block: KvBlock) -> None:
+            assert len(block.data) == instance.kv_layout(spec).chunk_bytes(block.index)
+
+        until = self.chance.choice([None, None, 1, 2, 3])
+        instance.prefill(spec, self.chance.choice([None, None, take]), until)
+
+    def move(self) -> None:
+        """Passes some prompt to the other instance; what was passed on may be cancelled half way."""
+        source, target = self.chance.sample(self.instances, 2)
+        groups = [each for each in source._scheduler._groups.values() if each.can_be_passed_on and each.layer]
+        if not groups:
+            return
+        group = self.chance.choice(groups)
+        passed = source.pass_on(group.spec.group_id)
+        try:
+            taking = target.take(passed.group, passed.layout, group.on_kv, self.chance.choice([None, 3]))
+        except KvPoolFull:
+            return
+        self._fill(target, taking.write, passed)
+        if taking.num_missing and self.chance.random() < 0.5:
+            taking.drop()
+        elif not taking.num_missing:
+            taking.start()
+            self.num_taken += bool(passed.chunks)
+        else:
+            target.cancel(passed.group.group_id)
+            taking.start()
+
+    def _fill(self, target: Instance, write: Callable[[int, memoryview], None], passed: Passed) -> None:
+        stops = self.chance.randrange(len(passed.chunks) + 1) if self.chance.random() < 0.5 else len(passed.chunks)
+        for index, data in enumerate(passed.chunks[:stops]):
+            write(index, data)
+            if self.chance.random() < 0.05:
+                target.cancel(passed.group.group_id)
+
+    def disturb(self) -> None:
+        instance, name = self.chance.choice(self.instances), self.chance.choice(self.names[-20:])
+        way = self.chance.random()
+        if way < 0.15:
+            with suppress(Conflict):
+                instance.preempt(name)
+        elif way < 0.5:
+            self.move()
+        elif way < 0.6:
+            instance.cancel_soon(name, self.chance.choice([None, 0, 1]))
+        else:
+            instance.cancel(name, self.chance.choice([None, 0, 1, 2]))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_over_two_instances(model_of: ModelOf, seed: int) -> None:
+    storm = Storm(model_of("qwen2"), seed)
+    for _ in range(250):
+        for instance in storm.instances:
+            if len(instance._scheduler._groups) < 5:
+                storm.add(instance)
+        storm.chance.choice(storm.instances).step()
+        for _ in range(3):
+            storm.disturb()
+            for instance in storm.instances:
+                instance.check_integrity()
+    assert storm.num_taken > 10
+    for instance in storm.instances:
+        while instance.has_work():
+            instance.step()
+            instance.check_integrity()
+        for name in list(instance._scheduler._groups):  # those that stand where they were told to stop
+            instance.cancel(name)
+        assert_idle(instance)

@@ -1,0 +1,106 @@
+"""The step's time split: the shares are all of it, and each is where its work is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import sleep
+
+import pytest
+
+from tests.unit.engine.running import Model, group_of, hand_over, prompt_of, run
+from torchrelay.common.latency_model import StepWork, seen_by
+from torchrelay.engine import profile
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, LoadFailed, SamplingParams
+from torchrelay.engine.profile import Share, StepProfile
+
+SLACK_S = 2e-4  # from the end of the step's own clock to the stopwatch's, on a busy machine
+
+
+def test_time_counts_for_one_share_at_a_moment() -> None:
+    profile.take()
+    profile.enter(Share.COMPUTE)
+    sleep(0.002)
+    before = profile.enter(Share.MEMORY)
+    sleep(0.004)
+    assert before is Share.COMPUTE
+    assert profile.enter(before) is Share.MEMORY
+    found = profile.take()
+    assert found.compute_s >= 0.002 and found.memory_s >= 0.004
+    assert found.kv_transfer_s == found.io_wait_s == found.scheduling_s == 0
+    sleep(0.002)
+    assert profile.take() == StepProfile()  # between steps nothing is counted
+
+
+def test_each_thread_has_its_own() -> None:
+    profile.take()
+    thread = threading.Thread(target=lambda: profile.enter(Share.IO_WAIT))
+    thread.start()
+    thread.join()
+    assert profile.take() == StepProfile()
+
+
+def test_shares_add_up_to_the_step(model_of: Callable[..., Model]) -> None:
+    instance = model_of().instance(token_budget=64)
+    for number in range(16):
+        instance.prefill(group_of(prompt_of(40, number), f"r{number}/0"))
+    steps = run(instance)
+    for step in steps:
+        assert step.profile.total_s == pytest.approx(step.step_s, abs=SLACK_S)
+        assert step.profile.compute_s > 0 and step.profile.scheduling_s > 0
+        assert step.profile.io_wait_s == step.profile.kv_transfer_s == 0
+    assert steps[0].profile.memory_s == 0, "short contexts are not worth the time it takes to tell the time"
+    assert max(steps, key=lambda step: step.work.num_decode_seen).profile.memory_s > 0
+
+
+def test_a_step_says_how_much_it_computed(model_of: Callable[..., Model]) -> None:
+    instance = model_of().instance(token_budget=32)
+    instance.prefill(group_of(prompt_of(40), sampling=SamplingParams(temperature=0, max_tokens=3)))
+    first, second, third, last = [step.work for step in run(instance)]
+    assert first == StepWork(32, seen_by(0, 32))
+    assert second == StepWork(8, seen_by(32, 40))
+    assert (third, last) == (StepWork(num_decoding=1, num_decode_seen=41), StepWork(num_decoding=1, num_decode_seen=42))
+
+
+def test_waiting_for_weights_is_io_wait(model_of: Callable[..., Model]) -> None:
+    model = model_of()
+    instance = model.instance(loaded=False)
+    instance.prefill(group_of(prompt_of(8)))
+
+    def load() -> None:
+        for segment in range(len(model.pack.manifest.segments)):
+            sleep(0.01)
+            instance.segment_ready(segment)
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    cold, *warm = run(instance)
+    loader.join()
+    assert 0.01 < cold.profile.io_wait_s < cold.step_s
+    assert all(step.profile.io_wait_s == 0 for step in warm)
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next(model_of: Callable[..., Model]) -> None:
+    model = model_of()
+    broken = model.instance(loaded=False)
+    broken.prefill(group_of(prompt_of(8)))
+    broken.fail("the disk is gone")
+    with pytest.raises(LoadFailed):
+        broken.step()
+    sleep(0.002)
+    instance = model.instance()
+    instance.prefill(group_of(prompt_of(8)))
+    assert instance.step().profile.io_wait_s == 0
+
+
+def test_a_hand_over_is_kv_transfer_on_both_sides(model_of: Callable[..., Model]) -> None:
+    model = model_of()
+    source, target = model.instance(), model.instance()
+    profile.take()
+    group = GroupSpec("r/0", prompt_of(40), 40, SamplingParams(temperature=0, max_tokens=4), (ChoiceSpec(0),))
+    prefilled, (first, *others) = hand_over(source, target, group)
+    assert prefilled.profile.kv_transfer_s > 0
+    assert prefilled.profile.total_s == pytest.approx(prefilled.step_s, abs=SLACK_S)
+    assert first.profile.kv_transfer_s > 0, "what was adopted before the step"
+    assert first.profile.total_s - first.profile.kv_transfer_s == pytest.approx(first.step_s, abs=SLACK_S)
+    assert all(step.profile.kv_transfer_s == 0 for step in others)

@@ -1,0 +1,126 @@
+"""Reordered weights give what the arena's give, and take their place while the instance serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.unit.engine.running import Model, assert_idle, group_of, last_logits, outputs, prompt_of, run
+from torchrelay.engine import reorder
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.linear import PackedMatrix, linear
+from torchrelay.engine.reorder import OneDnnMatrix, Reorderer, WidenedMatrix, reordered
+
+ModelOf = Callable[..., Model]
+
+
+@pytest.fixture(autouse=True)
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The thread begins at once, and this process's number of threads stays as it is."""
+    before = torch.get_num_threads()
+    monkeypatch.setattr(reorder, "SETTLE_S", 0.0)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("kind", [OneDnnMatrix, WidenedMatrix])
+@pytest.mark.parametrize("rows", [1, 7, 40])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_are_the_same(kind: type[PackedMatrix], rows: int, with_bias: bool) -> None:
+    weight = torch.randn(72, 48).bfloat16()
+    x, bias = torch.randn(rows, 48).bfloat16(), torch.randn(72).bfloat16() if with_bias else None
+    found = linear(x, kind(weight), bias)  # type: ignore[call-arg]  # the base takes nothing
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.double(), exact, rtol=2**-7, atol=2**-6)
+
+
+def test_fp16_holds_bf16_but_for_what_is_very_small() -> None:
+    weight = (torch.randn(64, 64) * torch.logspace(-30, 0, 64, base=2)).bfloat16()
+    found = WidenedMatrix(weight)(torch.eye(64)).t()
+    assert float((found - weight.float()).abs().max()) <= 2.0**-25
+    large = weight.abs() >= 2.0**-14
+    assert torch.equal(found[large], weight.float()[large])
+
+
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**20, float("nan")])
+def test_weights_that_fp16_does_not_hold_stay(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
+    monkeypatch.setattr(reorder, "has_arithmetic", lambda dtype: False)
+    weight = torch.full((8, 8), scale).bfloat16()
+    assert reordered(weight) is weight
+    assert isinstance(reordered(torch.ones(8, 8).bfloat16()), WidenedMatrix)
+
+
+def test_fp32_stays() -> None:
+    weight = torch.randn(8, 8)
+    assert reordered(weight) is weight
+
+
+@pytest.mark.parametrize("arithmetic", [False, True])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "qwen3-moe"])
+def test_bf16_logits_stay_within_the_tolerance(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, family: str, arithmetic: bool
+) -> None:
+    """The tolerance of `test_exactness.py`, with either kind of copy."""
+    monkeypatch.setattr(reorder, "has_arithmetic", lambda dtype: arithmetic)
+    model, prompt = model_of(family, dtype="bfloat16"), prompt_of(40)
+    instance = _reordered_instance(model)
+    assert isinstance(instance._weights.layer(0).qkv, OneDnnMatrix if arithmetic else WidenedMatrix)
+    tolerance = 0.3 if instance.config.experts is not None else 0.15
+    assert float((last_logits(instance, prompt) - model.logits(prompt)).abs().max()) < tolerance
+    instance.close()
+
+
+def test_fp32_greedy_output_is_the_same(model_of: ModelOf) -> None:
+    model = model_of("qwen3")
+    instance = _reordered_instance(model)
+    instance.prefill(group_of(prompt_of(17)))
+    assert outputs(run(instance)) == {("r/0", 0): model.expected(prompt_of(17))}
+    assert_idle(instance)
+
+
+def test_layers_are_swapped_under_a_running_request(model_of: ModelOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The greedy continuation of a bf16 model, while the weights of each layer change between two steps."""
+    monkeypatch.setattr(reorder, "has_arithmetic", lambda dtype: False)
+    model = model_of("llama", dtype="bfloat16")
+    instance = model.instance()
+    instance.prefill(group_of(prompt_of(17)))
+    steps = [instance.step()]
+    for layer in range(instance.config.num_layers):
+        steps.append(instance.step())
+        before = instance._weights.layer(layer)
+        instance._weights.replace_layer(layer, reorder.reordered_layer(before))
+        assert instance._weights.layer(layer).qkv is not before.qkv
+    steps += run(instance)
+    assert len(outputs(steps)["r/0", 0]) == 24
+    assert_idle(instance)
+
+
+def test_closing_ends_the_thread_wherever_it_is(model_of: ModelOf) -> None:
+    model = model_of("llama", dtype="bfloat16")
+    for loaded in (False, True):
+        instance = model.instance(loaded=loaded, cpu_reorder=True)
+        reorderer = instance._reorderer
+        assert reorderer is not None
+        instance.close()
+        assert not reorderer._thread.is_alive()
+        reorderer.start()  # the last segment came too late
+        assert not reorderer._thread.is_alive()
+
+
+def test_the_engines_own_threads_stay_as_many(model_of: ModelOf) -> None:
+    """Read before anything computes here again: the next layer would set them anew."""
+    torch.set_num_threads(2)
+    instance = _reordered_instance(model_of("llama", dtype="bfloat16"))
+    assert torch.get_num_threads() == 2
+    instance.close()
+
+
+def _reordered_instance(model: Model) -> Instance:
+    instance = model.instance(cpu_reorder=True)
+    assert isinstance(instance._reorderer, Reorderer)
+    instance._reorderer.join()
+    return instance
