@@ -54,11 +54,11 @@ class Model:
     key: str
 
 
-def first_token_s(platform: Platform, model: Model) -> float:
+def first_token_s(platform: Platform, model: Model, prompt: list[int] | None = None) -> float:
     """Seconds from sending a streamed request to its first token."""
     body = {
         "model": model.name,
-        "prompt": PROMPT,
+        "prompt": prompt or PROMPT,
         "max_tokens": 2,
         "temperature": 0,
         "stream": True,

@@ -108,8 +108,12 @@ async def run(job: dict[str, Any]) -> dict[str, Any]:
         for _ in range(job["concurrency"])
     ]
     await asyncio.gather(*(connection.closed for _, connection in await asyncio.gather(*made)))
+    return figures(totals, time.perf_counter() - begin_s)
+
+
+def figures(totals: Totals, seconds: float) -> dict[str, Any]:
     return {
-        "seconds": time.perf_counter() - begin_s,
+        "seconds": seconds,
         "requests": totals.requests,
         "events": totals.events,
         "bytes": totals.bytes,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.brokers import nats_server, redis_server
+
+# Read when triton is imported: its kernels run in an interpreter, on any machine. With 0 the same tests use the GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

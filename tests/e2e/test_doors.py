@@ -187,8 +187,9 @@ def cut_off(data: bytes) -> Any:
         (lambda folder: change_config(folder, architectures=["BertModel"]), "config.json"),
         (lambda folder: change_config(folder, hidden_size=65), None),
         (lambda folder: (folder / "tokenizer.json").write_text("[]"), "tokenizer.json"),
+        (lambda folder: spoil_weight(folder), "model.safetensors"),
     ],
-    ids=["header", "architecture", "shape", "tokenizer"],
+    ids=["header", "architecture", "shape", "tokenizer", "NaN"],
 )
 def test_a_bad_model_is_refused_with_file_and_nothing_is_published(
     platform: Platform, tenant: Tenant, tmp_path: Path, damage: Any, field: str | None
@@ -212,6 +213,12 @@ def test_a_bad_model_is_refused_with_file_and_nothing_is_published(
     assert field is None or error(refused)["param"] == field
     listed = httpx.get(f"{platform.http}/v1/models", headers=headers(tenant.key)).json()["data"]
     assert "acme/refused" not in [model["id"] for model in listed]
+
+
+def spoil_weight(folder: Path) -> None:
+    """The last weight becomes NaN."""
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-4] + b"\xff\xff\xff\x7f")
 
 
 def change_config(folder: Path, **changes: Any) -> None:

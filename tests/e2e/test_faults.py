@@ -7,15 +7,19 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from tests.e2e.conftest import SMALL, Tenant
 from tests.support.calls import complete, headers, stream
 from tests.support.platform import Platform, running_platform
+from torchrelay.control.v1.param_store_pb2 import WatchCopiesRequest
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(30, 60))
@@ -54,6 +58,48 @@ def test_a_stream_survives_the_death_of_its_decode_worker(shaken: Tenant) -> Non
     assert after["completion_tokens"] - before["completion_tokens"] == NUM_TOKENS
     assert after["prompt_tokens"] - before["prompt_tokens"] == len(PROMPT)
     platform.await_restart("decode-0", killed)
+
+
+def test_workers_compute_on_the_arena_of_a_store_that_is_killed_and_comes_back(shaken: Tenant) -> None:
+    platform, model = shaken.platform, shaken.model()
+    options = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+    expected = complete(platform, shaken.key, model, PROMPT, **options)["choices"][0]["token_ids"]
+    workers = {name: platform.pid(name) for name in ("prefill-0", "decode-0")}
+    killed = num_seen = num_back = 0
+    for state in stream(platform, shaken.key, model, PROMPT, **options):
+        if not killed and len(state.token_ids) >= 20:
+            killed, num_seen = platform.kill("param-store"), len(state.token_ids)
+            platform.await_restart("param-store", killed)  # meanwhile tokens are computed, and wait to be read
+        num_back = num_back or (len(state.token_ids) if killed else 0)
+    assert 20 <= num_seen <= num_back <= NUM_TOKENS
+    assert state.error is None and state.done and state.token_ids == expected
+    # The new store has found the pack in the arena, pinned by workers that have held it all along.
+    assert {name: platform.pid(name) for name in workers} == workers
+    _await_pins(platform)
+    answer = complete(platform, shaken.key, model, PROMPT, **options)
+    assert answer["choices"][0]["token_ids"] == expected
+
+
+def test_a_store_killed_while_a_model_is_loaded_delays_its_requests(shaken: Tenant) -> None:
+    platform, model = shaken.platform, shaken.model("mistral")
+    options = {"max_tokens": 8, "ignore_eos": True}
+    with ThreadPoolExecutor(3) as pool:
+        cold = [pool.submit(complete, platform, shaken.key, model, PROMPT, **options) for _ in range(3)]
+        for view in platform.views():
+            if any(instance.model == model for instance in view.instances):
+                platform.await_restart("param-store", platform.kill("param-store"))
+                break
+        answers = [waiting.result(60)["choices"][0]["token_ids"] for waiting in cold]
+    answers.append(complete(platform, shaken.key, model, PROMPT, **options)["choices"][0]["token_ids"])
+    assert answers == [answers[0]] * 4 and len(answers[0]) == 8
+
+
+def _await_pins(platform: Platform) -> None:
+    with grpc.insecure_channel(platform.endpoints["store"]) as channel:
+        for report in ParamStoreStub(channel).WatchCopies(WatchCopiesRequest(), timeout=20):
+            if any(copy.num_pins and copy.num_chunks_verified == copy.num_chunks for copy in report.copies):
+                return
+    raise AssertionError("no worker has held its pack again")
 
 
 @pytest.mark.parametrize("service", SERVICES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import socket
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -17,6 +18,8 @@ from tests.integration.roles_scene import Scene, running_scene, until
 from tests.unit.engine.running import Model, prompt_of
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2
+from torchrelay.transfer.shm import ShmConnection
+from torchrelay.worker.roles import WorkerRole
 
 Make = Callable[..., AbstractAsyncContextManager[Scene]]
 PROMPT = prompt_of(70)
@@ -40,6 +43,32 @@ async def test_the_tokens_are_the_reference_s_and_nothing_is_left(scene_of: Make
         await (await scene.send(resumed)).finished()
         assert resumed.tokens() == model.expected(PROMPT)[9:]
         await scene.assert_idle()
+
+
+@pytest.mark.parametrize("reached", [True, False], ids=["same host", "folders apart"])
+async def test_kv_goes_by_shared_memory_where_it_can_and_else_by_the_network(
+    scene_of: Make, model: Model, reached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    met: list[object] = []
+    opened = ShmConnection.opened
+
+    def noted(meeting: socket.socket) -> ShmConnection:
+        met.append(meeting)
+        return opened(meeting)
+
+    monkeypatch.setattr(ShmConnection, "opened", noted)
+    async with scene_of(kv_by_shared_memory=True) as scene:
+        door = Path(scene.prefill.worker.local_address.removeprefix("shm:"))
+        assert await asyncio.to_thread(door.is_socket)
+        if not reached:
+            await asyncio.to_thread(door.unlink)  # as in a container with a folder of its own
+        prompt = prompt_of(150)
+        request = await scene.send(scene.request(prompt))
+        await request.finished()
+        assert request.tokens() == model.expected(prompt)
+        await scene.assert_idle()
+    assert len(met) == reached
+    assert not await asyncio.to_thread(door.exists)
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
@@ -179,6 +208,18 @@ async def test_a_prefill_worker_that_leaves_is_reported_by_the_decode_worker(sce
 
 
 async def test_the_deadline_ends_an_attempt_in_both_roles(scene_of: Make) -> None:
+    async with scene_of() as scene:
+        deadline_unix_ms = int(time.time() * 1000) + 150
+        request = await scene.send(scene.request(PROMPT, max_tokens=400, deadline_unix_ms=deadline_unix_ms))
+        await request.finished()
+        assert request.error().code == pb.RunError.CODE_DEADLINE
+        assert 0 < len(request.tokens()) < 400
+        await scene.assert_idle()
+
+
+async def test_the_engine_keeps_the_deadline_by_itself(scene_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the event loop's own timer is."""
+    monkeypatch.setattr(WorkerRole, "_watch_deadline", lambda role, attempt: None)
     async with scene_of() as scene:
         deadline_unix_ms = int(time.time() * 1000) + 150
         request = await scene.send(scene.request(PROMPT, max_tokens=400, deadline_unix_ms=deadline_unix_ms))

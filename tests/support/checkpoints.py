@@ -111,6 +111,19 @@ def make_checkpoint(
     return folder
 
 
+def make_overflowing_checkpoint(folder: Path) -> Path:
+    """A checkpoint of finite weights whose logit of token 3 overflows for some prompts, and is -infinity for others."""
+    from safetensors.torch import load_file, save_file
+
+    make_checkpoint(folder, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    head = tensors["lm_head.weight"]
+    head[3] = 0.0
+    head[3, 3] = torch.finfo(head.dtype).max  # times a normed hidden state beyond 1
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def _transformers() -> Any:
     """Imported late, since it takes seconds, and without its progress bars."""
     import transformers

@@ -92,7 +92,12 @@ class MemoryDoors:
         return sum(usage.num_output_tokens for usage in usages)
 
     async def admit(
-        self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
+        self,
+        principal: Principal,
+        model: PublishedModel,
+        num_prompt_tokens: int,
+        max_output_tokens: int,
+        num_choices: int = 1,
     ) -> Reservation:
         if self.refusal is not None:
             raise self.refusal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import openai
@@ -11,7 +12,7 @@ import pytest
 from tests.unit.gateway.inference.conftest import PROMPT, World, until
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import scheduler_pb2
-from torchrelay.gateway.core import Cause
+from torchrelay.gateway.core import Cause, PublishedModel
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
@@ -107,6 +108,34 @@ async def test_the_end_of_sequence_ends_unless_ignored(world: World) -> None:
     assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 9)
 
 
+async def test_a_users_own_stop_token_ends_with_and_without_ignore_eos(world: World) -> None:
+    for ignore_eos in (False, True):
+        body = {"model": "echo", "prompt": PROMPT, "max_tokens": 9, "return_token_ids": True, "ignore_eos": ignore_eos}
+        response = await world.http.post("/v1/completions", json={**body, "stop_token_ids": [PROMPT[4], 3]})
+        choice = response.json()["choices"][0]
+        assert (choice["finish_reason"], choice["token_ids"]) == ("stop", PROMPT[:5])
+
+
+async def test_a_stop_string_never_found_ends_by_length_with_all_the_text(world: World) -> None:
+    for stop in ("zzz", world.text(PROMPT[:1]) + "never", ["a" * 512, "\u00e9"]):
+        body = {"model": "echo", "prompt": PROMPT, "max_tokens": 20, "stop": stop}
+        choice = (await world.http.post("/v1/completions", json=body)).json()["choices"][0]
+        assert (choice["finish_reason"], choice["text"]) == ("length", world.text(world.echoed(PROMPT, 20)))
+
+
+async def test_a_text_with_a_token_that_the_model_lacks_is_refused(world: World) -> None:
+    world.doors._models["acme/echo"] = replace_vocab_size(world.doors._models["acme/echo"], 40)
+    response = await world.http.post("/v1/completions", json={"model": "echo", "prompt": "torch"})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "prompt")
+    assert "the model knows only 0 to 39" in error["message"]
+
+
+def replace_vocab_size(model: PublishedModel, vocab_size: int) -> PublishedModel:
+    version = replace(model.version, shape=replace(model.version.shape, vocab_size=vocab_size))
+    return replace(model, version=version)
+
+
 async def test_a_seed_is_drawn_once_or_taken(world: World) -> None:
     world.model.answer = lambda prompt, seed, choice, position: (seed >> position % 8) % 300
     create = world.client.completions.create
@@ -134,13 +163,14 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("completions", {"n": 17}, "n", "invalid_request"),
     ("completions", {"stop": ["a"] * 5}, "stop", "invalid_request"),
     ("completions", {"stop": ""}, "stop", "invalid_request"),
-    ("completions", {"logprobs": 1}, "logprobs", "invalid_request"),
+    ("completions", {"logprobs": 6}, "logprobs", "invalid_request"),
     ("completions", {"echo": True}, "echo", "invalid_request"),
     ("completions", {"suffix": "x"}, "suffix", "invalid_request"),
     ("completions", {"best_of": 2}, "best_of", "invalid_request"),
-    ("completions", {"logit_bias": {"5": 1}}, "logit_bias", "invalid_request"),
-    ("completions", {"presence_penalty": 0.5}, "presence_penalty", "invalid_request"),
-    ("completions", {"frequency_penalty": 0.5}, "frequency_penalty", "invalid_request"),
+    ("completions", {"logit_bias": {"99999": 1}}, "logit_bias", "invalid_request"),
+    ("completions", {"stop_token_ids": [99999]}, "stop_token_ids", "invalid_request"),
+    ("completions", {"presence_penalty": 2.5}, "presence_penalty", "invalid_request"),
+    ("completions", {"min_p": -0.5}, "min_p", "invalid_request"),
     ("chat/completions", {"messages": []}, "messages", "invalid_request"),
     ("chat/completions", {"messages": [{"content": "x"}]}, "messages", "invalid_request"),
     (
@@ -151,7 +181,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     ("chat/completions", {"model": "acme/plain"}, "messages", "invalid_request"),
     ("chat/completions", {"tools": [{}]}, "tools", "invalid_request"),
-    ("chat/completions", {"logprobs": True}, "logprobs", "invalid_request"),
+    ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_request"),
     ("chat/completions", {"response_format": {"type": "json_object"}}, "response_format", "invalid_request"),
     ("chat/completions", {"max_completion_tokens": 9999}, "max_completion_tokens", "context_length_exceeded"),
 ]

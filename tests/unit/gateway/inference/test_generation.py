@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.core import Cause
-from torchrelay.gateway.inference.generation import Generation
+from torchrelay.gateway.inference.generation import Generation, ToldGeneration
 
 STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
 
@@ -66,6 +66,33 @@ def test_what_came_early_from_a_lost_attempt_is_forgotten() -> None:
     generation.resume(1)
     delivery = generation.accept(output(2, 0, 0, 5))
     assert delivery is not None and delivery.token_ids == (5,)
+
+
+def told(attempt: int, position: int, *tokens: int, finish: pb.FinishReason | int = 0) -> pb.ChoiceOutput:
+    """Logprobs that name attempt and position: -(100 * attempt + position)."""
+    made = output(attempt, 0, position, *tokens, finish=finish)
+    for place, token in enumerate(tokens, position):
+        made.logprobs.append(pb.TokenLogprobs(chosen=-100 * attempt - place, top_token_ids=[token], top_logprobs=[-1]))
+    return made
+
+
+def test_logprobs_go_with_their_tokens_in_whatever_order_these_come() -> None:
+    generation = ToldGeneration(1, 6)
+    assert generation.accept(told(1, 2, 7, 8)) is None
+    assert generation.accept(told(1, 40, 9)) is None
+    first = generation.accept(told(1, 0, 5))
+    assert first is not None and [one.chosen for one in first.logprobs] == [-100]
+    second = generation.accept(told(1, 0, 5, 6))  # one again, one new, and those that were early
+    assert second is not None and second.token_ids == (6, 7, 8)
+    assert [one.chosen for one in second.logprobs] == [-101, -102, -103]
+    assert [one.top for one in second.logprobs] == [((6, -1.0),), ((7, -1.0),), ((8, -1.0),)]
+    assert generation.accept(told(1, 5, 99)) is None  # early, of an attempt that will be lost
+    generation.resume(1)
+    assert generation.accept(told(1, 4, 98)) is None
+    last = generation.accept(told(2, 4, 1, 2, 3))
+    assert last is not None and (last.token_ids, last.finish) == ((1, 2), Cause.LENGTH)
+    assert [one.chosen for one in last.logprobs] == [-204, -205]
+    assert not generation._waiting[0]
 
 
 def test_prefill_is_done_once_every_choice_has_a_new_token() -> None:

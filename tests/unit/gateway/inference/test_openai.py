@@ -22,9 +22,11 @@ def chat(**fields: Any) -> bytes:
 
 
 def test_unknown_fields_and_empty_wishes_are_ignored() -> None:
-    text = completion(user="u", metadata={}, presence_penalty=0, logit_bias={}, best_of=1, echo=False)
+    text = completion(user="u", metadata={}, presence_penalty=0, logit_bias={}, best_of=1, echo=False, min_tokens=0)
     assert ask_of_completion(decode_completion(text)) == ask_of_completion(decode_completion(completion()))
-    talk = chat(tools=[], tool_choice="none", response_format={"type": "text"}, logprobs=False, store=True)
+    talk = chat(
+        tools=[], tool_choice="none", response_format={"type": "text"}, logprobs=False, top_logprobs=0, store=True
+    )
     assert ask_of_chat(decode_chat(talk)) == ask_of_chat(decode_chat(chat()))
 
 
@@ -56,6 +58,57 @@ def test_sampling_as_given_and_as_by_default() -> None:
     assert (ask.stop, ask.seed, ask.ignore_eos) == (("x",), (1 << 64) - 1, True)
 
 
+def test_everything_that_shapes_the_distribution_is_passed_on() -> None:
+    wishes: dict[str, Any] = {
+        "min_p": 0.1,
+        "presence_penalty": -2,
+        "frequency_penalty": 2.0,
+        "logit_bias": {"7": -100, "3": 5.5},
+        "stop_token_ids": [4, 9, 4],
+    }
+    for ask in (
+        ask_of_chat(decode_chat(chat(**wishes, logprobs=True, top_logprobs=20))),
+        ask_of_completion(decode_completion(completion(**wishes, logprobs=5))),
+    ):
+        assert (ask.min_p, ask.presence_penalty, ask.frequency_penalty) == (0.1, -2.0, 2.0)
+        assert ask.logit_bias == ((3, 5.5), (7, -100.0))
+        assert ask.stop_token_ids == (4, 9)
+        assert ask.top_logprobs in (20, 5)
+    assert ask_of_chat(decode_chat(chat(logprobs=True))).top_logprobs == 0
+    assert ask_of_completion(decode_completion(completion(logprobs=0))).top_logprobs == 0
+    assert ask_of_completion(decode_completion(completion())).top_logprobs is None
+
+
+RANGES = [
+    ("temperature", (0, 2), (-0.01, 2.01), "must be from 0 to 2"),
+    ("top_p", (0.01, 1), (0, -0.5, 1.01), "must be more than 0 and at most 1"),
+    ("min_p", (0, 1), (-0.01, 1.01), "must be from 0 to 1"),
+    ("presence_penalty", (-2, 2), (-2.01, 2.01), "must be from -2 to 2"),
+    ("frequency_penalty", (-2, 2), (-2.01, 2.01), "must be from -2 to 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "good", "bad", "said"), RANGES, ids=[each[0] for each in RANGES])
+def test_numbers_have_their_ranges(name: str, good: tuple[float, ...], bad: tuple[float, ...], said: str) -> None:
+    for value in good:
+        assert getattr(ask_of_chat(decode_chat(chat(**{name: value}))), name) == value
+    for value in bad:
+        with pytest.raises(InvalidRequest, match=said) as caught:
+            ask_of_completion(decode_completion(completion(**{name: value})))
+        assert caught.value.field == name
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "logit_bias", "seed", "n"])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_numbers_that_are_none_are_refused_by_name(name: str, number: str) -> None:
+    value = f'{{"5": {number}}}' if name == "logit_bias" else number
+    for body, decode in ((completion(), decode_completion), (chat(), decode_chat)):
+        with pytest.raises(InvalidRequest) as caught:
+            decode(body[:-1] + f', "{name}": {value}}}'.encode())
+        assert caught.value.field == name
+        assert "finite" in caught.value.message or "range" in caught.value.message
+
+
 @pytest.mark.parametrize(
     ("body", "field", "said"),
     [
@@ -69,6 +122,12 @@ def test_sampling_as_given_and_as_by_default() -> None:
         (chat(messages=[{"role": "user", "content": []}]), "messages", "has no content"),
         (chat(max_token=5), "max_token", "max_token is not known: is max_tokens meant?"),
         (chat(temperatur=1), "temperatur", "is temperature meant?"),
+        (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs is 21: it must be from 0 to 20"),
+        (chat(logprobs=True, top_logprobs=-1), "top_logprobs", "must be from 0 to 20"),
+        (chat(top_logprobs=3), "logprobs", "top_logprobs needs logprobs to be true"),
+        (chat(logprobs=3), "logprobs", "Expected `bool | null`"),
+        (chat(repetition_penalty=1.1), "repetition_penalty", "not supported yet"),
+        (chat(min_tokens=3), "min_tokens", "not supported yet"),
     ],
 )
 def test_slips_in_a_chat_name_their_field(body: bytes, field: str, said: str) -> None:
@@ -89,6 +148,17 @@ def test_slips_in_a_chat_name_their_field(body: bytes, field: str, said: str) ->
         (completion(prompt=[1, "a"]), "prompt"),
         (completion(prompt=[1 << 40]), "prompt"),
         (completion(n=True), "n"),
+        (completion(logprobs=6), "logprobs"),
+        (completion(logprobs=-1), "logprobs"),
+        (completion(logprobs=True), "logprobs"),
+        (completion(logit_bias={"a": 1}), "logit_bias"),
+        (completion(logit_bias={"-1": 1}), "logit_bias"),
+        (completion(logit_bias={"٣": 1}), "logit_bias"),
+        (completion(logit_bias={"5": 100.5}), "logit_bias"),
+        (completion(logit_bias={str(token): 1 for token in range(1025)}), "logit_bias"),
+        (completion(stop_token_ids=[-1]), "stop_token_ids"),
+        (completion(stop_token_ids=5), "stop_token_ids"),
+        (completion(stop_token_ids=list(range(65))), "stop_token_ids"),
         (b"[]", None),
         (b"", None),
         (b"\xff", None),
@@ -105,7 +175,11 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-names = st.sampled_from(["model", "messages", "prompt", "stop", "seed", "n", "max_tokens", "top_k", "stream_options"])
+NAMES = (
+    "model messages prompt stop seed n max_tokens top_k stream_options logit_bias min_p logprobs top_logprobs"
+    " stop_token_ids presence_penalty"
+)
+names = st.sampled_from(NAMES.split())
 
 
 @given(st.dictionaries(names, json_values))

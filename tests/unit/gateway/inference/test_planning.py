@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.support.doors import published_model
@@ -42,6 +44,47 @@ def test_stops_are_the_models_and_the_users() -> None:
     assert (list(sampling.stop_token_ids), list(sampling.stop_strings)) == ([2, 3], ["a", "b"])
     ignoring = sampling_of(Ask("m", text="x", ignore_eos=True), MODEL, 1, BOUNDS)
     assert (list(ignoring.stop_token_ids), ignoring.ignore_eos) == ([], True)
+
+
+def test_wishes_for_the_sampler_reach_the_workers() -> None:
+    ask = Ask(
+        "m",
+        text="x",
+        min_p=0.1,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        logit_bias=((5, -100.0),),
+        top_logprobs=0,
+        stop_token_ids=(9,),
+    )
+    sampling = sampling_of(ask, MODEL, 1, BOUNDS)
+    assert (sampling.min_p, sampling.presence_penalty, sampling.frequency_penalty) == (0.1, 0.5, -0.5)
+    assert dict(sampling.logit_bias) == {5: -100.0}
+    assert sampling.HasField("top_logprobs") and sampling.top_logprobs == 0
+    assert list(sampling.stop_token_ids) == [2, 3, 9]
+    assert list(sampling_of(replace(ask, ignore_eos=True), MODEL, 1, BOUNDS).stop_token_ids) == [9]
+    assert not sampling_of(Ask("m", text="x"), MODEL, 1, BOUNDS).HasField("top_logprobs")
+
+
+@pytest.mark.parametrize(
+    ("ask", "field"),
+    [
+        (Ask("m", text="x", logit_bias=((1 << 20, 1.0),)), "logit_bias"),
+        (Ask("m", text="x", stop_token_ids=(1 << 20,)), "stop_token_ids"),
+    ],
+)
+def test_tokens_that_the_model_does_not_have_are_refused(ask: Ask, field: str) -> None:
+    with pytest.raises(InvalidRequest, match="names token 1048576: the model's are 0 to 1048575") as caught:
+        sampling_of(ask, MODEL, 1, BOUNDS)
+    assert caught.value.field == field
+
+
+def test_prompts_of_one_token_and_of_all_but_one() -> None:
+    assert sampling_of(Ask("m", text="x", max_tokens=99), MODEL, 1, BOUNDS).max_tokens == 99
+    assert sampling_of(Ask("m", text="x", max_tokens=1), MODEL, 99, BOUNDS).max_tokens == 1
+    assert sampling_of(Ask("m", text="x"), MODEL, 99, BOUNDS).max_tokens == 1
+    with pytest.raises(ContextLengthExceeded, match="a prompt of 99 tokens and 2 more are too many for 100"):
+        sampling_of(Ask("m", text="x", max_tokens=2), MODEL, 99, BOUNDS)
 
 
 def test_choices_are_bounded() -> None:

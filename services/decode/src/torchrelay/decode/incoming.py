@@ -10,6 +10,7 @@ from torchrelay.control.v1 import decode_pb2
 from torchrelay.engine.adoption import Adoption
 from torchrelay.engine.handover import KvLayout
 from torchrelay.transfer.follow import Receiver, SourceAddress, follow
+from torchrelay.transfer.schemes import either
 from torchrelay.transfer.transport import Transport
 
 
@@ -23,10 +24,12 @@ class Incoming:
         adoption: Adoption,
         receiver: Receiver,
         transport: Transport,
+        host_id: str = "",
     ) -> None:
         self.adoption, self.layout = adoption, layout
         self.num_bytes = 0
-        self._offer, self._receiver, self._transport = offer, receiver, transport
+        self._receiver, self._transport = receiver, transport
+        self._source = _source(offer, host_id)
         self._stop = threading.Event()
         self._staged: dict[int, bytearray] = {}
 
@@ -38,14 +41,13 @@ class Incoming:
 
         Raises the transfer's errors when the buffer stops coming.
         """
-        source = self._offer.source
-        address = SourceAddress(source.holder_id, source.data_address, source.ticket)
+        source = self._source
         wanted = range(self.layout.num_chunks)
         trailer = b""
         for index in follow(
             source.ticket.buffer_id,
             wanted,
-            [address],
+            [source],
             self,
             self._receiver,
             stop=self._stop,
@@ -71,3 +73,10 @@ class Incoming:
 
     def accept(self, index: int) -> None:
         """Nothing to mark: the generator hands the chunk on."""
+
+
+def _source(offer: decode_pb2.KvOffer, host_id: str) -> SourceAddress:
+    """The prefill worker; by its local door when both say that they are on the same host."""
+    source = offer.source
+    local_address = offer.local_address if host_id and offer.host_id == host_id else ""
+    return SourceAddress(source.holder_id, either(local_address, source.data_address), source.ticket)

@@ -66,7 +66,8 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         attempt = await self.expect(group_id)
         group = attempt.group()
         adoption, layout = await self._adopt(attempt, group, request)
-        incoming = Incoming(request, layout, adoption, self.worker.receiver, self.worker.transport)
+        worker = self.worker
+        incoming = Incoming(request, layout, adoption, worker.receiver, worker.transport, worker.settings.host_id)
         if not self.is_running(attempt):
             self._give_back([adoption])
             raise Conflict("the attempt was cancelled")

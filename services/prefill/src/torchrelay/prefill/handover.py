@@ -61,7 +61,10 @@ class Handover:
         self.complete.set()
         self.buffer.taken.set()
 
-    def offer(self, pack_id: str, holder_id: str, data_address: str) -> decode_pb2.KvOffer:
+    def offer(
+        self, pack_id: str, holder_id: str, data_address: str, host_id: str = "", local_address: str = ""
+    ) -> decode_pb2.KvOffer:
+        """Where the KV can be followed from; ``local_address``: where it can be from within ``host_id``."""
         start = self.attempt.start
         return decode_pb2.KvOffer(
             key=start.key,
@@ -74,4 +77,6 @@ class Handover:
             source=types_pb2.Source(holder_id=holder_id, data_address=data_address, ticket=start.kv_ticket),
             max_tokens=start.sampling.max_tokens,
             block_tokens=self.layout.block_tokens,
+            host_id=host_id,
+            local_address=local_address,
         )

@@ -93,7 +93,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         attempt, target = handover.attempt, handover.attempt.start.decode
         hosted = self.worker.slot.hosted
         pack_id = hosted.version.pack_id if hosted else ""
-        offer = handover.offer(pack_id, self.worker.settings.worker_id, self.worker.data_address)
+        worker, settings = self.worker, self.worker.settings
+        offer = handover.offer(pack_id, settings.worker_id, worker.data_address, settings.host_id, worker.local_address)
         try:
             await self._decode(target.grpc_address).Receive(offer, timeout=self.worker.settings.kv_timeout_s)
         except grpc.aio.AioRpcError as error:

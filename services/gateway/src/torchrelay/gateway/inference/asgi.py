@@ -4,7 +4,7 @@ socket but one ``send``."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
 from typing import Any, TypeAlias
 
 import msgspec
@@ -16,8 +16,10 @@ from torchrelay.gateway import openai_error
 from torchrelay.gateway.doors import KeysDoor
 from torchrelay.gateway.inference import openai, replies
 from torchrelay.gateway.inference.attempts import now_unix_us
-from torchrelay.gateway.inference.core import Ask, ClientLeft, Delivery
+from torchrelay.gateway.inference.choice_text import ChoiceText
+from torchrelay.gateway.inference.core import Ask, ClientLeft, Delivery, ToldDelivery
 from torchrelay.gateway.inference.intake import Intake, Running
+from torchrelay.gateway.inference.logprobs import LogprobForm, Told
 from torchrelay.gateway.inference.replies import ReplyForm, StreamReply, WholeChoice
 
 log = get_logger(__name__)
@@ -143,18 +145,23 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
 
     async def _answer_at_once(self, running: Running, form: ReplyForm) -> None:
-        request = running.request
-        choices = [WholeChoice([], []) for _ in running.texts]
+        request, logprobs = running.request, _logprob_form(running, form)
+        choices = [WholeChoice() for _ in running.texts]
         while not request.is_finished:
             for delivery in await request.next():
                 choice, text = choices[delivery.choice], running.texts[delivery.choice]
                 choice.token_ids += delivery.token_ids
-                choice.text += [text.step(token_id) for token_id in delivery.token_ids]
+                if logprobs is None:
+                    choice.text += [text.step(token_id) for token_id in delivery.token_ids]
+                else:
+                    for piece, told in _tell(text, delivery):
+                        choice.text.append(piece)
+                        choice.told.append(told)
                 if delivery.finish is not None:
                     choice.text.append(text.flush())
                     choice.finish = delivery.finish
         await request.settled(SETTLE_S)
-        reply = replies.whole_reply(running.call, form, choices, request.usage)
+        reply = replies.whole_reply(running.call, form, choices, request.usage, logprobs)
         await self._begin(200, [_JSON, (b"content-length", str(len(reply)).encode())])
         await self._send({"type": "http.response.body", "body": reply})
 
@@ -180,6 +187,7 @@ class Events:
 
     def __init__(self, running: Running, form: ReplyForm) -> None:
         self.reply = StreamReply(running.call, form)
+        self._logprobs = _logprob_form(running, form)
         self._texts = running.texts
         self._silent = set(range(len(running.texts)))  # choices that have not begun
 
@@ -193,8 +201,23 @@ class Events:
             if choice in self._silent:
                 self._silent.discard(choice)
                 events.append(reply.role(choice))
-            for token_id in delivery.token_ids:
-                events.append(reply.token(choice, text.step(token_id), token_id))
+            if self._logprobs is None:
+                for token_id in delivery.token_ids:
+                    events.append(reply.token(choice, text.step(token_id), token_id))
+            else:
+                for piece, told in _tell(text, delivery):
+                    events.append(reply.told(choice, piece, told.token_id, self._logprobs.of([told])))
             if delivery.finish is not None:
                 events.append(reply.finish(choice, text.flush(), delivery.finish))
         return b"".join(events)
+
+
+def _logprob_form(running: Running, form: ReplyForm) -> LogprobForm | None:
+    return None if running.tokens is None else LogprobForm(running.tokens, form.is_chat)
+
+
+def _tell(text: ChoiceText, delivery: Delivery) -> Iterator[tuple[str, Told]]:
+    """Each token's text and logarithms, of a request that asked for these."""
+    for token_id, logprobs in ToldDelivery.told(delivery):
+        piece, offset = text.step_placed(token_id)
+        yield piece, Told(token_id, logprobs, offset)

@@ -12,15 +12,22 @@ from torchrelay.common.text import StopTrimmer, TextStream
 class ChoiceText:
     """Turns accepted tokens into text that ends before a stop string."""
 
-    __slots__ = ("_stops", "_stream")
+    __slots__ = ("_num_chars", "_stops", "_stream")
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
         self._stream = TextStream(tokenizer)
         self._stops = StopTrimmer(stop_strings)
+        self._num_chars = 0
 
     def step(self, token_id: int) -> str:
         """The text that may be shown once ``token_id`` is there."""
         return self._stops.push(self._stream.step(token_id))
+
+    def step_placed(self, token_id: int) -> tuple[str, int]:
+        """The same, and at which character of the whole text the token begins; all steps must be of this kind."""
+        offset, piece = self._num_chars, self._stream.step(token_id)
+        self._num_chars += len(piece)
+        return self._stops.push(piece), offset
 
     def flush(self) -> str:
         """The rest, when the choice is over."""

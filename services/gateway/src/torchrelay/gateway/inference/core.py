@@ -25,9 +25,15 @@ class Ask:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
+    top_logprobs: int | None = None  # likely tokens to tell beside the chosen one; None: not even that one
     seed: int | None = None
     num_choices: int = 1
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own
     ignore_eos: bool = False
 
     @property
@@ -59,12 +65,36 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's own probabilities, before temperature, penalties and biases.
+
+    Of what cannot be it is -9999, as with OpenAI: JSON has no infinity.
+    """
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]  # (token, its own), the likeliest first
+
+
+@dataclass(frozen=True, slots=True)
 class Delivery:
     """Newly accepted tokens of one choice, and how it ended if it did."""
 
     choice: int
     token_ids: tuple[int, ...]
     finish: Cause | None
+
+
+@dataclass(frozen=True, slots=True)
+class ToldDelivery(Delivery):
+    """The same where logprobs were asked for: one per token."""
+
+    logprobs: tuple[TokenLogprobs, ...]
+
+    @staticmethod
+    def told(delivery: Delivery) -> tuple[tuple[int, TokenLogprobs], ...]:
+        """(token, its logarithms) of a delivery of a request that asked for them."""
+        assert isinstance(delivery, ToldDelivery), "every delivery of such a request has them"
+        return tuple(zip(delivery.token_ids, delivery.logprobs, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

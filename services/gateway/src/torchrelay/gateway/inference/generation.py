@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchrelay.common.errors import TorchrelayError
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.gateway.core import Cause, ChoiceUsage
-from torchrelay.gateway.inference.core import Delivery, Usage
+from torchrelay.gateway.inference.core import Delivery, TokenLogprobs, ToldDelivery, Usage
 
 FIRST_ATTEMPT = 1
+LEAST_LOGPROB = -9999.0
 _CAUSES = {pb.FINISH_REASON_STOP: Cause.STOP, pb.FINISH_REASON_LENGTH: Cause.LENGTH}
 
 
@@ -154,3 +156,44 @@ class Generation:
             )
             for progress in self.choices
         ]
+
+
+class ToldGeneration(Generation):
+    """The same for a request that asked for logprobs. They wait by position until their token is accepted.
+
+    A class of its own, so that who does not ask pays nothing for them at any token.
+    """
+
+    def __init__(self, num_choices: int, max_tokens: int) -> None:
+        super().__init__(num_choices, max_tokens)
+        self._waiting: list[dict[int, TokenLogprobs]] = [{} for _ in range(num_choices)]
+
+    def accept(self, output: pb.ChoiceOutput) -> ToldDelivery | None:
+        """Raises ``TorchrelayError`` when the output lacks them."""
+        if not self.carries(output.key.attempt, output.choice):
+            return None
+        if len(output.logprobs) != len(output.token_ids):
+            raise TorchrelayError("the worker left out logprobs that were asked for")
+        tokens, waiting = self.choices[output.choice].tokens, self._waiting[output.choice]
+        for position, told in enumerate(output.logprobs, output.first_position):
+            if len(tokens) <= position < self._max_tokens:
+                waiting[position] = _logprobs(told)
+        num_before = len(tokens)
+        delivery = super().accept(output)
+        if delivery is None:
+            return None
+        logprobs = tuple(waiting.pop(place) for place in range(num_before, len(tokens)))
+        return ToldDelivery(delivery.choice, delivery.token_ids, delivery.finish, logprobs)
+
+    def resume(self, attempt: int) -> list[AttemptPlan]:
+        for progress in self.choices:
+            if self.carries(attempt, progress.choice):
+                self._waiting[progress.choice].clear()
+        return super().resume(attempt)
+
+
+def _logprobs(told: pb.TokenLogprobs) -> TokenLogprobs:
+    top = zip(told.top_token_ids, told.top_logprobs, strict=False)
+    return TokenLogprobs(
+        max(told.chosen, LEAST_LOGPROB), tuple((token, max(value, LEAST_LOGPROB)) for token, value in top)
+    )

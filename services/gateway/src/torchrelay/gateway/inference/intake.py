@@ -15,6 +15,7 @@ from torchrelay.gateway.inference.attempts import Roads
 from torchrelay.gateway.inference.bookkeeping import Bookkeeping
 from torchrelay.gateway.inference.choice_text import ChoiceText
 from torchrelay.gateway.inference.core import Ask, Call, ClientLeft
+from torchrelay.gateway.inference.logprobs import TokenBytes
 from torchrelay.gateway.inference.meters import Meters
 from torchrelay.gateway.inference.planning import Bounds, sampling_of
 from torchrelay.gateway.inference.prompts import Prompts
@@ -29,6 +30,7 @@ class Running:
 
     request: RunningRequest
     texts: tuple[ChoiceText, ...]
+    tokens: TokenBytes | None = None  # where logprobs are asked for
 
     @property
     def call(self) -> Call:
@@ -109,7 +111,7 @@ class Intake:
         sampling = sampling_of(ask, model, len(prompt), self._bounds)
         tokenizer = await self._prompts.tokenizer(model)
         num_output_tokens = sampling.max_tokens * ask.num_choices
-        reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens)
+        reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens, ask.num_choices)
         request = RunningRequest(
             Call(request_id, principal, model, prompt, sampling, ask.num_choices, arrived_unix_us),
             self._roads,
@@ -120,7 +122,8 @@ class Intake:
         )
         self._requests.add(request)
         request.start()
-        return Running(request, tuple(ChoiceText(tokenizer, ask.stop) for _ in range(ask.num_choices)))
+        texts = tuple(ChoiceText(tokenizer, ask.stop) for _ in range(ask.num_choices))
+        return Running(request, texts, None if ask.top_logprobs is None else TokenBytes(tokenizer))
 
     async def drain(self, timeout_s: float, end_s: float) -> None:
         """Lets running requests end for ``timeout_s``; then ends them, and waits ``end_s`` for their last words."""

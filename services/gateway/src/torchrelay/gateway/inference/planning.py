@@ -9,6 +9,7 @@ from torchrelay.common.errors import ContextLengthExceeded, InvalidRequest
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.core import Ask
+from torchrelay.gateway.inference.ranges import check_vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,24 @@ def sampling_of(ask: Ask, model: PublishedModel, num_prompt_tokens: int, bounds:
     ``ContextLengthExceeded``.
     """
     if ask.num_choices > bounds.max_choices:
-        raise InvalidRequest(f"n is at most {bounds.max_choices} here", field="n")
+        said = f"n is {ask.num_choices}: it must be at most {bounds.max_choices} here"
+        raise InvalidRequest(said, field="n")
+    vocab_size = model.version.shape.vocab_size
+    check_vocabulary((token for token, _ in ask.logit_bias), vocab_size, "logit_bias")
+    check_vocabulary(ask.stop_token_ids, vocab_size, "stop_token_ids")
+    eos_token_ids = () if ask.ignore_eos else model.version.eos_token_ids
     return pb.Sampling(
         temperature=ask.temperature,
         top_p=ask.top_p,
         top_k=ask.top_k,
+        min_p=ask.min_p,
+        presence_penalty=ask.presence_penalty,
+        frequency_penalty=ask.frequency_penalty,
+        logit_bias=dict(ask.logit_bias),
+        top_logprobs=ask.top_logprobs,
         seed=secrets.randbits(64) if ask.seed is None else ask.seed,
         max_tokens=_max_tokens(ask, model.version.shape.max_context_tokens, num_prompt_tokens, bounds),
-        stop_token_ids=() if ask.ignore_eos else model.version.eos_token_ids,
+        stop_token_ids=(*eos_token_ids, *ask.stop_token_ids),
         stop_strings=ask.stop,
         ignore_eos=ask.ignore_eos,
     )

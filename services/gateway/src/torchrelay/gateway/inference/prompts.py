@@ -136,11 +136,22 @@ class Prompts:
 
         def encode() -> tuple[int, ...]:
             try:
-                return tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+                found = tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # NOTE: a panic of the library is no Exception
                 raise InvalidRequest(f"the tokenizer of {model.name} fails at this text", field=field_) from error
+            _check_rows(tokenizer, found, model.version.shape.vocab_size, field_)
+            return found
 
         # Never on the event loop: a tenant's own patterns decide how long even a short text takes.
         return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
+
+
+def _check_rows(tokenizer: Tokenizer, prompt: tuple[int, ...], vocab_size: int, field_: str) -> None:
+    """Gemma 3's tokenizer, for one, has a special token for images that its text models have no row for."""
+    highest = max(prompt, default=0)
+    if highest >= vocab_size:
+        spelt = tokenizer.id_to_token(highest)
+        said = f"the prompt has the token {spelt!r} ({highest}), and the model knows only 0 to {vocab_size - 1}"
+        raise InvalidRequest(said, field=field_)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from torchrelay.gateway.core import Cause
 from torchrelay.gateway.inference.core import Call, Usage
+from torchrelay.gateway.inference.logprobs import LogprobForm, Told
 
 DONE = b"data: [DONE]\n\n"
 WAITING = b": waiting\n\n"
@@ -42,18 +43,22 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 class WholeChoice:
     """One choice of a reply that is not streamed, as it grows."""
 
-    text: list[str]
-    token_ids: list[int]
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
     finish: Cause | None = None
+    told: list[Told] = field(default_factory=list)  # one per token, where asked for
 
 
-def whole_reply(call: Call, form: ReplyForm, choices: Sequence[WholeChoice], usage: Usage) -> bytes:
+def whole_reply(
+    call: Call, form: ReplyForm, choices: Sequence[WholeChoice], usage: Usage, logprobs: LogprobForm | None = None
+) -> bytes:
     """The JSON of a finished request."""
     listed: list[dict[str, Any]] = []
     for index, choice in enumerate(choices):
         text = "".join(choice.text)
         said = {"message": {"role": "assistant", "content": text, "refusal": None}} if form.is_chat else {"text": text}
-        entry = {"index": index, **said, "logprobs": None, "finish_reason": str(choice.finish)}
+        told = None if logprobs is None else logprobs.of(choice.told)
+        entry = {"index": index, **said, "logprobs": told, "finish_reason": str(choice.finish)}
         listed.append({**entry, "token_ids": choice.token_ids} if form.return_token_ids else entry)
     reply = {
         "id": call.request_id,
@@ -98,8 +103,13 @@ class StreamReply:
         """The event of one token; ``text`` is empty while a character is unfinished or a stop string possible."""
         if not self._form.return_token_ids:
             return self._heads[choice] + _encode(text) + self._token_tail
-        ids = b'%s,"token_ids":[%d],"logprobs":null,"finish_reason":null}]' % (self._after_text, token_id)
-        return self._heads[choice] + _encode(text) + ids + self._usage_field + self._once() + b"}\n\n"
+        return self.told(choice, text, token_id, None)
+
+    def told(self, choice: int, text: str, token_id: int, logprobs: Any) -> bytes:
+        """The event of one token with all that may go with it."""
+        ids = b',"token_ids":[%d]' % token_id if self._form.return_token_ids else b""
+        tail = b'%s%s,"logprobs":%s,"finish_reason":null}]' % (self._after_text, ids, _encode(logprobs))
+        return self._heads[choice] + _encode(text) + tail + self._usage_field + self._once() + b"}\n\n"
 
     def finish(self, choice: int, text: str, cause: Cause) -> bytes:
         """The event that ends a choice, with the text that was held back."""

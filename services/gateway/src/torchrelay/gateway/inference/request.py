@@ -29,7 +29,7 @@ from torchrelay.gateway.inference.core import (
     Usage,
     WorkerLost,
 )
-from torchrelay.gateway.inference.generation import AttemptPlan, Generation
+from torchrelay.gateway.inference.generation import AttemptPlan, Generation, ToldGeneration
 
 log = get_logger(__name__)
 
@@ -87,7 +87,8 @@ class RunningRequest:
         self._books = books
         self._reservation = reservation
         self._max_attempts = max_attempts
-        self._generation = Generation(call.num_choices, call.sampling.max_tokens)
+        kind = ToldGeneration if call.sampling.HasField("top_logprobs") else Generation
+        self._generation = kind(call.num_choices, call.sampling.max_tokens)
         self._bell = Bell(FIRST_TICK_S, keep_alive_s)
         self._attempts: dict[int, Attempt] = {}
         self._lost_workers: list[str] = []

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
-from typing import Any
+from collections.abc import AsyncIterator, Iterable, Iterator
+from typing import Any, Final
 
 import grpc
 
@@ -12,22 +12,28 @@ from torchrelay.common.ids import new_id
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.doors import CatalogueDoor, KeysDoor
 from torchrelay.gateway.inference.attempts import now_unix_us
-from torchrelay.gateway.inference.core import Ask, Delivery, Usage
+from torchrelay.gateway.inference.core import Ask, Delivery, ToldDelivery, Usage
 from torchrelay.gateway.inference.intake import Intake, Running
-from torchrelay.gateway.inference.openai import check_role, check_stops
+from torchrelay.gateway.inference.logprobs import TokenBytes
+from torchrelay.gateway.inference.openai import check_role
+from torchrelay.gateway.inference.ranges import (
+    check_biases,
+    check_ranges,
+    check_stop_tokens,
+    check_stops,
+    check_top_logprobs,
+)
 from torchrelay.inference.v1 import inference_pb2 as pb
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceServicer
 
 Context = grpc.aio.ServicerContext[Any, Any]
+_RANGED: Final = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+_OPTIONAL: Final = (*_RANGED, "max_tokens", "top_k", "top_logprobs", "seed")
 
 
 def ask_of(request: pb.GenerateRequest) -> Ask:
     """Raises ``InvalidRequest`` naming the field, with the bounds that REST has."""
-    fields: dict[str, Any] = {
-        name: getattr(request, name)
-        for name in ("max_tokens", "temperature", "top_p", "seed")
-        if request.HasField(name)
-    }
+    fields: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL if request.HasField(name)}
     match request.WhichOneof("input"):
         case "prompt":
             fields["text"] = request.prompt
@@ -43,16 +49,19 @@ def ask_of(request: pb.GenerateRequest) -> Ask:
         ("model", bool(request.model)),
         ("messages", fields.get("messages") != ()),
         ("max_tokens", fields.get("max_tokens", 1) >= 1),
-        ("temperature", 0 <= fields.get("temperature", 1) <= 2),
-        ("top_p", 0 < fields.get("top_p", 1) <= 1),
+        ("top_k", fields.get("top_k", 0) < 1 << 31),
         ("n", not request.HasField("n") or request.n >= 1),
     ):
         if not is_good:
             raise InvalidRequest(f"{name} is out of its range", field=name)
+    check_ranges({name: fields.get(name) for name in _RANGED})
+    check_top_logprobs(fields.get("top_logprobs", 0))
     return Ask(
         model=request.model,
         num_choices=request.n if request.HasField("n") else 1,
-        stop=check_stops(list(request.stop)),
+        logit_bias=check_biases(request.logit_bias),
+        stop=check_stops(request.stop),
+        stop_token_ids=check_stop_tokens(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         **fields,
     )
@@ -111,7 +120,7 @@ class InferenceGate(InferenceServicer):
 def _deltas(running: Running, deliveries: Iterable[Delivery], *, with_ids: bool) -> list[pb.ChoiceDelta]:
     deltas: list[pb.ChoiceDelta] = []
     for delivery in deliveries:
-        text = running.texts[delivery.choice]
+        text, tokens = running.texts[delivery.choice], running.tokens
         shown = "".join([text.step(token_id) for token_id in delivery.token_ids])
         if delivery.finish is not None:
             shown += text.flush()
@@ -121,6 +130,13 @@ def _deltas(running: Running, deliveries: Iterable[Delivery], *, with_ids: bool)
                 text=shown,
                 token_ids=delivery.token_ids if with_ids else (),
                 finish_reason=str(delivery.finish) if delivery.finish else "",
+                logprobs=() if tokens is None else _logprobs(tokens, delivery),
             )
         )
     return deltas
+
+
+def _logprobs(tokens: TokenBytes, delivery: Delivery) -> Iterator[pb.TokenLogprob]:
+    for token_id, told in ToldDelivery.told(delivery):
+        top = [pb.LikelyToken(token_id=each, token=tokens.of(each), logprob=value) for each, value in told.top]
+        yield pb.TokenLogprob(token_id=token_id, token=tokens.of(token_id), logprob=told.chosen, top=top)

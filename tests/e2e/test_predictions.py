@@ -1,0 +1,61 @@
+"""What the scheduler predicts of a warm request is near what comes of it, and the workers say where their time goes."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import Tenant
+from tests.support.calls import complete
+from tests.support.platform import Platform
+
+pytestmark = pytest.mark.e2e
+NUM_WARM = 40
+SHARES = ("compute", "memory", "kv_transfer", "io_wait", "scheduling")
+
+
+def explained(platform: Platform, request_id: str) -> dict[str, str]:
+    """The reasons of a request's decisions by kind, once its release has come to the scheduler."""
+    deadline = time.monotonic() + 10
+    with platform.admin() as admin:
+        while True:
+            found: dict[str, Any] = admin.call("GET", f"/v1/requests/{request_id}/explain")
+            reasons = {one["kind"]: one["reason"] for one in found["decisions"]}
+            if "predict" in reasons:
+                return reasons
+            assert time.monotonic() < deadline, f"no prediction was compared: {reasons}"
+            time.sleep(0.02)
+
+
+def in_ms(reason: str, what: str) -> tuple[float, float]:
+    """Predicted and measured."""
+    found = re.search(rf"{what} predicted ([\d.]+) ms, measured ([\d.]+) ms", reason)
+    assert found is not None, reason
+    return float(found[1]), float(found[2])
+
+
+def test_predictions_are_made_measured_and_near(platform: Platform, tenant: Tenant) -> None:
+    model = tenant.model()
+    prompts = [[(7 * i * (n + 1)) % 251 for i in range(1, 151)] for n in range(NUM_WARM)]
+    for prompt in prompts[:-1]:
+        complete(platform, tenant.key, model, prompt, max_tokens=16, ignore_eos=True)
+    last = complete(platform, tenant.key, model, prompts[-1], max_tokens=16, ignore_eos=True)["id"]
+    again = complete(platform, tenant.key, model, prompts[-1], max_tokens=16, ignore_eos=True)["id"]
+    for request_id in (last, again):
+        reason = explained(platform, request_id)["predict"]
+        for what in ("first token", "between tokens"):
+            predicted_ms, measured_ms = in_ms(reason, what)
+            assert predicted_ms < measured_ms + 20 and measured_ms < predicted_ms + 100, reason
+    assert "128 tokens thought cached" in explained(platform, again)["predict"]
+    reports = [report for report in next(platform.views()).workers if report.slot.model == model]
+    assert reports
+    for report in reports:
+        assert sum(getattr(report.profile, share) for share in SHARES) == pytest.approx(1.0)
+        assert report.profile.bottleneck in SHARES
+        assert report.device == "cpu" and report.keeps_prefixes
+    assert any(report.latency.prefill.num_steps >= 8 for report in reports)
+    assert any(report.latency.decode.num_steps >= 8 for report in reports)
+    assert all(report.latency.decode.error < 1 and report.latency.prefill.error < 1 for report in reports)

@@ -1,0 +1,124 @@
+"""Sampling through the whole HTTP path with real engines: seeds, logprobs, biases, and inputs at the edges."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from tests.e2e.conftest import Tenant
+from tests.support.calls import complete, headers
+from tests.support.checkpoints import reference_model
+from tests.support.platform import Platform
+
+pytestmark = pytest.mark.e2e
+PROMPT = [(7 * i) % 251 for i in range(1, 40)]
+CONTEXT = 512
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    found: list[int] = answer["choices"][0]["token_ids"]
+    return found
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_among_32(platform: Platform, tenant: Tenant) -> None:
+    model = tenant.model("llama")
+    options: dict[str, Any] = {
+        "max_tokens": 24,
+        "temperature": 1.0,
+        "min_p": 0.01,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": {"9": 2.0},
+        "ignore_eos": True,
+    }
+
+    def ask(seed: int) -> list[int]:
+        return tokens_of(complete(platform, tenant.key, model, PROMPT[: 5 + seed % 30], seed=seed, **options))
+
+    alone = [ask(seed) for seed in range(4)]
+    with ThreadPoolExecutor(32) as threads:
+        together = list(threads.map(ask, range(32)))
+    assert together[:4] == alone
+    assert len({tuple(tokens) for tokens in together}) == 32
+
+
+def test_logprobs_are_those_of_transformers(platform: Platform, tenant: Tenant) -> None:
+    client = openai.OpenAI(base_url=f"{platform.http}/v1", api_key=tenant.key)
+    answer = client.completions.create(
+        model=tenant.model("llama"),
+        prompt=PROMPT,
+        max_tokens=8,
+        temperature=0.7,
+        seed=4,
+        logprobs=5,
+        extra_body={"return_token_ids": True, "ignore_eos": True},
+    )
+    told = answer.choices[0].logprobs
+    assert told is not None and told.token_logprobs is not None and told.top_logprobs is not None
+    tokens: list[int] = answer.choices[0].model_extra["token_ids"]  # type: ignore[index]
+    with torch.no_grad():
+        logits = reference_model(tenant.checkpoint("llama"))(torch.tensor([PROMPT + tokens])).logits[0]
+    expected = logits[len(PROMPT) - 1 : -1].float().log_softmax(-1)
+    for place, token in enumerate(tokens):
+        assert told.token_logprobs[place] == pytest.approx(float(expected[place, token]), abs=1e-3)
+        # Ids that the tokenizer does not know all have the empty text: of these the likeliest alone is told.
+        possible = [*expected[place].topk(5).values.tolist(), float(expected[place, token])]
+        values = list(told.top_logprobs[place].values())
+        assert values[0] == pytest.approx(possible[0], abs=1e-3)
+        assert all(any(abs(value - one) < 1e-3 for one in possible) for value in values)
+
+
+def test_a_chat_streams_its_logprobs(platform: Platform, tenant: Tenant) -> None:
+    client = openai.OpenAI(base_url=f"{platform.http}/v1", api_key=tenant.key)
+    wishes: dict[str, Any] = {"model": tenant.model("llama"), "max_tokens": 10, "seed": 2, "logprobs": True}
+    messages: Any = [{"role": "user", "content": "hello"}]
+    whole = client.chat.completions.create(messages=messages, top_logprobs=2, n=2, **wishes)
+    for index, choice in enumerate(whole.choices):
+        assert choice.index == index and choice.logprobs is not None
+        spelt = b"".join(bytes(one.bytes or []) for one in choice.logprobs.content or [])
+        assert spelt.decode(errors="replace").startswith((choice.message.content or "").rstrip("\ufffd"))
+    stream = client.chat.completions.create(messages=messages, top_logprobs=2, stream=True, **wishes)
+    told = [
+        one for chunk in stream for choice in chunk.choices if choice.logprobs for one in choice.logprobs.content or []
+    ]
+    assert whole.choices[0].logprobs is not None
+    for streamed, one in zip(told, whole.choices[0].logprobs.content or [], strict=True):
+        assert streamed.bytes == one.bytes and streamed.logprob == pytest.approx(one.logprob, abs=1e-4)
+
+
+def test_a_bias_commands_a_stop_token_ends_and_a_stop_string_may_never_come(platform: Platform, tenant: Tenant) -> None:
+    model = tenant.model("llama")
+    forced = complete(platform, tenant.key, model, PROMPT, max_tokens=5, logit_bias={"77": 100})
+    assert tokens_of(forced) == [77] * 5
+    stopped = complete(platform, tenant.key, model, PROMPT, max_tokens=5, logit_bias={"77": 100}, stop_token_ids=[77])
+    assert (tokens_of(stopped), stopped["choices"][0]["finish_reason"]) == ([77], "stop")
+    never = complete(platform, tenant.key, model, PROMPT, max_tokens=9, ignore_eos=True, stop="never to be seen")
+    assert (len(tokens_of(never)), never["choices"][0]["finish_reason"]) == (9, "length")
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "max_tokens", "param"),
+    [(1, 3, None), (CONTEXT - 1, 1, None), (CONTEXT, 1, "prompt"), (CONTEXT - 1, 2, "max_tokens"), (0, 1, "prompt")],
+)
+def test_prompts_at_the_edges_of_the_context(
+    platform: Platform, tenant: Tenant, num_prompt_tokens: int, max_tokens: int, param: str | None
+) -> None:
+    prompt = [(7 * i) % 251 for i in range(num_prompt_tokens)]
+    body = {"model": tenant.model("llama"), "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}
+    response = httpx.post(f"{platform.http}/v1/completions", json=body, headers=headers(tenant.key), timeout=60)
+    if param is None:
+        assert response.json()["usage"]["completion_tokens"] == max_tokens
+    else:
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize("body", ['{"temperature": NaN}', '{"presence_penalty": 1e999}', '{"min_p": -0.1}'])
+def test_numbers_out_of_range_are_refused_by_name(platform: Platform, tenant: Tenant, body: str) -> None:
+    content = f'{{"model": "{tenant.model("llama")}", "prompt": "x", {body[1:]}'
+    response = httpx.post(f"{platform.http}/v1/completions", content=content, headers=headers(tenant.key), timeout=60)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, body.split('"')[1])
