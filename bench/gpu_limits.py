@@ -33,6 +33,9 @@ class HostLink(DeviceLink):
     def is_pinned(self, memory: Tensor) -> bool:
         return False
 
+    def space(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source)
 

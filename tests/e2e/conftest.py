@@ -36,6 +36,11 @@ class Tenant:
             self._models[path.name] = self.platform.upload(self.key, path, path.name)
         return self._models[path.name]
 
+    @property
+    def published(self) -> list[str]:
+        """The full names of all its models."""
+        return sorted(self._models.values())
+
 
 @pytest.fixture(scope="session", autouse=True)
 def one_torch_thread() -> None:

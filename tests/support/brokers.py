@@ -96,9 +96,12 @@ def redis_server(folder: Path) -> Iterator[str]:
 def nats_server(folder: Path, port: int = 0, host: str = "127.0.0.1") -> Iterator[str]:
     """The URL of a fresh NATS server with JetStream on file storage."""
     program = _program("nats-server")
+    # Every stream reserves its largest size, and tests make dozens: the default limit is what the disk has free.
+    settings = folder / "nats.conf"
+    settings.write_text(f'jetstream {{ store_dir: "{folder / "jetstream"}", max_file_store: 1TB }}\n')
 
     def command(port: int) -> list[str]:
-        return [program, "-a", host, "-p", str(port), "-js", "-sd", str(folder / "jetstream")]
+        return [program, "-c", str(settings), "-a", host, "-p", str(port)]
 
     with listening(command, folder / "nats.log", host, port) as chosen:
         yield f"nats://{host}:{chosen}"

@@ -55,6 +55,7 @@ class MemoryDoors:
         self.settled: dict[str, list[ChoiceUsage]] = {}
         self.reserved: set[str] = set()
         self.released: dict[str, int] = {}
+        self.admitted: list[tuple[int, int]] = []  # tokens of prompt and of output at most, per call of ``admit``
         self.refusal: TorchrelayError | None = None  # what ``admit`` raises
         self.open_error: Exception | None = None
         self.is_open_error_late = False  # the row is there, its answer got lost
@@ -92,15 +93,11 @@ class MemoryDoors:
         return sum(usage.num_output_tokens for usage in usages)
 
     async def admit(
-        self,
-        principal: Principal,
-        model: PublishedModel,
-        num_prompt_tokens: int,
-        max_output_tokens: int,
-        num_choices: int = 1,
+        self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
     ) -> Reservation:
         if self.refusal is not None:
             raise self.refusal
+        self.admitted.append((num_prompt_tokens, max_output_tokens))
         reservation = Reservation(f"r-{len(self.reserved) + len(self.released)}", principal.tenant_id, 1)
         self.reserved.add(reservation.reservation_id)
         return reservation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -38,7 +39,7 @@ def test_known_costs_are_recovered_from_noisy_steps(
     costs = (base, base * row, base * seen)
     fit = trained(costs, seed, noise=noise)
     for amounts in steps(random.Random(seed + 1), 50):
-        assert fit.predict(amounts) == pytest.approx(taken(costs, amounts), rel=0.01 + noise)
+        assert fit.predict(amounts) == pytest.approx(taken(costs, amounts), rel=0.03 + noise)
     assert fit.error <= 0.01 + noise
 
 
@@ -56,6 +57,14 @@ def test_no_cost_and_no_prediction_is_ever_negative(seen: list[tuple[int, int, f
         assert min(fit.costs) >= 0
         assert fit.predict((1, 1, 1)) >= 0 and fit.predict((1, 64, 64 * 4000)) > 0
         assert 0 <= fit.error <= 1
+
+
+def test_steps_beyond_all_measure_break_nothing() -> None:
+    """A cost of the context alone, learned first, foretells nearly nothing of a step without one."""
+    fit = Fit(SHAPE, window=32)
+    for amounts, measured in (((1, 93, 12_189_696), 1e3), ((1, 1, 0), 9e-8), ((1, 1, 100), 2.5e-7), ((1, 1, 0), 1e-9)):
+        fit.observe(amounts, measured)
+        assert all(math.isfinite(cost) and cost >= 0 for cost in fit.costs)
 
 
 def test_from_the_first_step_predictions_are_of_the_right_size() -> None:

@@ -51,6 +51,13 @@ def test_a_long_prompt_pays_the_base_of_each_step_and_for_its_context() -> None:
     assert model.prefill_s(1024, 960) == pytest.approx(0.01 + 64e-4 + seen_by(960, 1024) * 2e-8)
 
 
+def test_short_prompts_of_a_line_share_steps() -> None:
+    model = LatencyModel(PREFILL, DECODE, BUDGET)
+    assert model.line_s(16 * 32) == pytest.approx(0.01 + 512e-4)
+    assert model.line_s(1024, seen_by(0, 1024)) == pytest.approx(model.prefill_s(1024))
+    assert model.line_s(0) == 0
+
+
 def test_a_prompt_that_is_cached_whole_still_costs_a_position() -> None:
     model = LatencyModel(PREFILL, DECODE, BUDGET)
     assert model.prefill_s(64, 64) == pytest.approx(PREFILL.step_s(1, 64))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from tests.support.packs import Pack, build_pack
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, NewToken, SamplingParams, StepResult
 from torchrelay.engine.handover import KvBlock
 from torchrelay.engine.instance import Instance
+from torchrelay.engine.passing import Passed
 from torchrelay.engine.pool import KvPool
+from torchrelay.transfer.buffers import MemoryBuffer
 
 POOL_BYTES = 4 << 20
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -144,3 +146,35 @@ def hand_over(
         adoption.write(index, blocks[index])
     adoption.start({token.choice: token.token_id for token in trailer})
     return last, run(target)
+
+
+def half_loaded(model: Model, num_layers: int, **settings: Any) -> Instance:
+    """An instance that has its embeddings and its first layers."""
+    instance = model.instance(loaded=False, **settings)
+    for segment in range(num_layers + 1):
+        instance.segment_ready(segment)
+    return instance
+
+
+def pass_on(source: Instance, group_id: str = "r/0") -> Passed:
+    """Everything as bytes that travelled in a buffer of the data plane."""
+    passed = source.pass_on(group_id)
+    layout = passed.layout
+    buffer = MemoryBuffer(group_id, layout.chunk_sizes)
+    for index, data in enumerate(passed.chunks):
+        buffer.publish(index, data)
+    return replace(passed, chunks=tuple(buffer.chunk(index) for index in range(layout.num_chunks)))
+
+
+def take(
+    target: Instance,
+    passed: Passed,
+    on_kv: Callable[[KvBlock], None] | None = None,
+    until: int | None = None,
+    order: int = 1,
+) -> None:
+    taking = target.take(passed.group, passed.layout, on_kv, until)
+    for index in list(range(passed.layout.num_chunks))[::order]:
+        taking.write(index, bytes(passed.chunks[index]))
+    assert taking.num_missing == 0
+    taking.start()

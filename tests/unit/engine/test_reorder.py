@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -111,12 +114,62 @@ def test_closing_ends_the_thread_wherever_it_is(model_of: ModelOf) -> None:
         assert not reorderer._thread.is_alive()
 
 
+@pytest.mark.parametrize(("available", "is_done"), [(1.9, False), (2.1, True)])
+def test_weights_are_copied_only_where_there_is_room(
+    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, available: float, is_done: bool
+) -> None:
+    model = model_of("llama", dtype="bfloat16")
+    monkeypatch.setattr(reorder, "has_arithmetic", lambda dtype: False)
+    monkeypatch.setattr(reorder, "available_bytes", lambda: available * model.pack.manifest.num_bytes)
+    instance = model.instance(cpu_reorder=True)
+    assert instance._reorderer is not None
+    instance._reorderer.join()
+    assert isinstance(instance._weights.layer(0).qkv, PackedMatrix) is is_done
+    instance.close()
+
+
+def test_what_is_available_is_read(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    assert reorder.available_bytes(meminfo) == float("inf")
+    meminfo.write_text("MemTotal:  8000 kB\nMemAvailable:  300 kB\n")
+    assert reorder.available_bytes(meminfo) == 300 * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there the allocator is another")
+def test_the_memory_of_the_copies_goes_back_to_the_system(model_of: ModelOf) -> None:
+    """Copies of some megabytes lie in the heap once something larger was freed, and what is beside them stays."""
+    instance = _reordered_instance(model_of("llama", dtype="bfloat16"))
+    torch.empty(30 << 20, dtype=torch.uint8)
+    before = _anonymous_bytes()
+    beside: list[bytearray] = []
+    for layer in range(instance.config.num_layers):
+        qkv, o, gate_up, down = (_copy_of_megabytes(beside) for _ in range(4))
+        swapped = replace(instance._weights.layer(layer), qkv=qkv, o=o, gate_up=gate_up, down=down)
+        instance._weights.replace_layer(layer, swapped)
+    del qkv, o, gate_up, down, swapped
+    assert _anonymous_bytes() - before > 40 << 20
+    instance.close()
+    assert _anonymous_bytes() - before < 16 << 20
+    assert len(beside) == 12
+
+
 def test_the_engines_own_threads_stay_as_many(model_of: ModelOf) -> None:
     """Read before anything computes here again: the next layer would set them anew."""
     torch.set_num_threads(2)
     instance = _reordered_instance(model_of("llama", dtype="bfloat16"))
     assert torch.get_num_threads() == 2
     instance.close()
+
+
+def _copy_of_megabytes(beside: list[bytearray]) -> PackedMatrix:
+    copy = WidenedMatrix(torch.ones(1024, 2048).bfloat16())
+    beside.append(bytearray(1 << 16))
+    return copy
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
 
 
 def _reordered_instance(model: Model) -> Instance:

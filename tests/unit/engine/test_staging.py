@@ -54,6 +54,9 @@ class LateLink(DeviceLink):
     def is_pinned(self, memory: Tensor) -> bool:
         return self._is_pinned
 
+    def space(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         with self._lock:
             self.started.append((target, source))
@@ -129,6 +132,22 @@ def test_closing_drops_what_was_not_begun() -> None:
         stager.submit(0, target, lambda: None)
     stager.close()
     assert len(stager._source) == 0
+
+
+def test_threads_run_from_the_first_copy_until_the_end() -> None:
+    """An instance that could not be built was never closed."""
+    stager = Stager(torch.zeros(10, dtype=torch.uint8), LateLink(), pytest.fail, PIECE_BYTES, num_threads=2)
+    assert stager._threads == []
+    arrived = threading.Semaphore(0)
+    for _ in range(2):
+        stager.submit(0, torch.zeros(10, dtype=torch.uint8), arrived.release)
+        assert arrived.acquire(timeout=10)
+    threads = list(stager._threads)
+    assert len(threads) == 2 and all(thread.is_alive() for thread in threads)
+    stager.close()
+    assert not any(thread.is_alive() for thread in threads)
+    stager.submit(0, torch.zeros(10, dtype=torch.uint8), pytest.fail)  # the last segment came too late
+    assert stager._threads == []
 
 
 @pytest.fixture

@@ -71,22 +71,6 @@ async def test_a_key_makes_so_many_requests_a_minute(limits: Limits, principal: 
     await limits.admit(other_key, MODEL, 1, 1)
 
 
-async def test_every_choice_counts_as_a_request_of_the_minute(limits: Limits, principal: Principal) -> None:
-    now = 1000.0
-    limits._clock = lambda: now
-    limited = replace(principal, requests_per_minute=10)
-    await limits.admit(limited, MODEL, 1, 4, 4)
-    await limits.admit(limited, MODEL, 1, 4, 4)
-    with pytest.raises(RateLimited) as refused:
-        await limits.admit(limited, MODEL, 1, 4, 4)
-    assert refused.value.retry_after_s == pytest.approx(12)  # two more, of one in six seconds
-    await limits.admit(limited, MODEL, 1, 2, 2)
-    now += 60.0
-    await limits.admit(limited, MODEL, 1, 16, 16)  # more than a minute's: it takes the whole minute
-    with pytest.raises(RateLimited):
-        await limits.admit(limited, MODEL, 1, 1)
-
-
 async def test_a_budget_is_reserved_at_the_largest_cost_and_given_back(
     parts: Parts, limits: Limits, principal: Principal
 ) -> None:

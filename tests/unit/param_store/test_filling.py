@@ -28,6 +28,7 @@ from torchrelay.param_store.remote import RangeReader
 from torchrelay.transfer.arena import Arena
 from torchrelay.transfer.follow import Receiver, SourceAddress
 from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.sources import Offers
 from torchrelay.transfer.tcp import TcpConnection
 from torchrelay.transfer.tickets import Ticket
 from torchrelay.transfer.transport import TransferClass
@@ -129,6 +130,40 @@ def test_an_urgent_relay_hastens_the_idle_one_that_runs(
     assert classes[-2:] == [TransferClass.IDLE, TransferClass.URGENT]  # before them its manifest came
     assert relays.copies()[0].record.tally.num_repairs == 0
     relays.close()
+
+
+@pytest.mark.parametrize("num_held", [32, 8])
+def test_peers_named_while_it_reads_from_the_remote_store_take_over(
+    tmp_path: Path, arena: Arena, num_held: int
+) -> None:
+    """What they lack comes from the remote store after all."""
+    data, manifest = make_pack(1 << 20, chunk_bytes=32768)
+    pack_id = pack_id_of(manifest.encode())
+    remote = FolderStore(tmp_path / "remote")
+    (tmp_path / "pack").write_bytes(data)
+    (tmp_path / "manifest").write_bytes(manifest.encode())
+    remote.put_file(f"packs/{pack_id}", tmp_path / "pack")
+    remote.put_file(f"packs/{pack_id}.manifest", tmp_path / "manifest")
+    held = FixedBuffer(pack_id, data, manifest, published=0)
+    for index in range(32 - num_held, 32):
+        held.publish(index, held.pieces[index])
+    held.fail("its own source is gone")
+    offers = Offers()
+    with serving(held) as holder:
+        sources = [source_at(holder.address, pack_id)]
+
+        def name_peers(num_bytes: int) -> None:
+            offers.add([sources.pop()] if sources else [])
+
+        plan = Plan(pack_id, (None,), receiver(), 2)
+        again = Filling(plan, arena, remote, CopyRecord(pack_id), name_peers, lambda: None, offers=offers)
+        again.run()
+    assert again.record.error == ""
+    slab = arena.get(pack_id)
+    assert slab is not None and slab.complete
+    brought = {share.holder_id: share.num_bytes // 32768 for share in again.record.tally.shares()}
+    assert sum(brought.values()) == 32
+    assert brought["host-h"] >= num_held - 2  # two reads were under way
 
 
 def test_a_failed_copy_that_is_still_read_goes_with_its_last_reader_unless_it_is_filled_again(

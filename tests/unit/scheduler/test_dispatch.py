@@ -40,8 +40,10 @@ def a_candidate(
     latency = LatencyModel(
         StepCost(per_position_s=1 / tokens_per_s, num_steps=100), StepCost(step_s, step_s / 8, step_s / 8000, 100)
     )
-    queue_s = queued / tokens_per_s
-    return Candidate(instance, a_worker(worker_id), latency, load_left_s, queue_s, free, num_decoding, seen, cached)
+    worker, queue_s, num_open = a_worker(worker_id), queued / tokens_per_s, num_decoding  # of one choice each
+    return Candidate(
+        instance, worker, latency, load_left_s, queue_s, free, num_open, num_decoding, seen, num_cached_tokens=cached
+    )
 
 
 def placement_of(*candidates: Candidate, handovers: Handovers | None = None, **admitted: int) -> Placement:
@@ -103,6 +105,11 @@ def test_decode_keeps_the_time_between_tokens_below_its_target_where_that_is_pos
     assert placed(prefill, slow, full)[1] == "d2", "where nobody keeps it, the least late one"
 
 
+def test_choices_in_a_batch_count_and_not_only_their_requests() -> None:
+    wide = replace(a_candidate("d1", DECODE, num_decoding=1), num_decoding=16)  # one request of 16 choices
+    assert placed(a_candidate("p", PREFILL), wide, a_candidate("d2", DECODE, num_decoding=3)) == ("p", "d2")
+
+
 def test_long_contexts_in_a_batch_count_as_well_as_their_number() -> None:
     long, many = a_candidate("d1", DECODE, num_decoding=4, seen=64_000), a_candidate("d2", DECODE, num_decoding=8)
     assert placed(a_candidate("p", PREFILL), long, many) == ("p", "d2")
@@ -160,7 +167,7 @@ def test_a_place_always_has_the_roles_and_the_kv(found: list[Candidate], tokens:
     admission = an_admission(MODEL, "r1", num_prompt_tokens=tokens, num_choices=choices)
     placement = place(admission, MODEL, found, Handovers(), RULES)
     by_worker = {candidate.worker.worker_id: candidate for candidate in found}
-    fits = [one for one in found if one.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and one.num_decoding < 64]
+    fits = [one for one in found if one.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and one.num_open < 64]
     if isinstance(placement, NoPlace):
         assert not any(one.instance.plays(Role.DECODE) for one in fits) or not any(
             one.instance.plays(Role.PREFILL) for one in found

@@ -11,7 +11,7 @@ import pytest
 from nats.aio.client import Client
 from nats.js.api import StreamState
 
-from torchrelay.common.errors import InvalidRequest, Unavailable
+from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
 from torchrelay.common.events import Subjects, connect, ensure_streams
 from torchrelay.common.ids import new_id
 from torchrelay.control.v1.scheduler_pb2 import Event
@@ -162,3 +162,23 @@ async def test_without_a_stream_it_says_so(nats_url: str) -> None:
             [event async for event in past.events([], LONG_AGO_US, 0, False)]
     finally:
         await nats.close()
+
+
+@pytest.mark.parametrize("since_us", [-1, 1 << 60])
+async def test_what_is_no_time_is_refused(nats_url: str, since_us: int) -> None:
+    async with kept(nats_url) as it:
+        with pytest.raises(InvalidRequest, match="no time") as caught:
+            await it.read(since_us=since_us)
+    assert caught.value.field == "since_unix_us"
+
+
+async def test_only_so_many_read_at_once(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrelay.scheduler.past.MAX_READERS", 1)
+    async with kept(nats_url) as it:
+        await it.write("relay.begun")
+        first = it.past.events((), LONG_AGO_US, 0, True)
+        assert (await anext(first)).kind == "relay.begun"
+        with pytest.raises(Overloaded):
+            await it.read()
+        await first.aclose()
+        assert len(await it.read()) == 1

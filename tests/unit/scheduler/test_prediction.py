@@ -71,6 +71,21 @@ def test_a_release_teaches_the_policy_how_long_the_hand_over_took() -> None:
     assert before < 0.01 and after == pytest.approx(0.25)
 
 
+def test_the_batch_of_a_step_is_counted_in_choices() -> None:
+    scene, model = two_hosts(), a_model()
+    admission = scene.admit(model, "r1", num_choices=5)
+    scene.finish_loads()
+    scene.admit(model, "r2", num_choices=2)
+    (first, second), books = (scene.placement("r1"), scene.placement("r2")), scene.policy.state.books
+    assert first is not None and second is not None
+    instance_id = first.decode.instance_id
+    assert (books.num_decoding(instance_id), books.num_choices(instance_id)) == (2, 7)
+    assert second.predicted.tbt_s > first.predicted.tbt_s
+    books.check_integrity({})
+    scene.do(scene.policy.release(admission.key, True, scene.now))
+    assert (books.num_decoding(instance_id), books.num_choices(instance_id)) == (1, 2)
+
+
 def test_a_prompt_that_begins_like_one_before_is_thought_cached_where_that_went() -> None:
     scene, model = two_hosts(), a_model(routing_block_tokens=64)
     hashes = (b"1", b"2", b"3")

@@ -69,7 +69,8 @@ def test_packs_lie_below_the_home_or_where_it_is_said(home: Home, ports: Ports, 
     assert told("packs") == (Path.cwd() / "packs").as_uri()
     for url in ("s3://bucket/prefix", "gs://bucket", "az://container/a", "file:///srv/packs"):
         assert told(url) == url
-    for wrong in ("s3:///prefix", "http://host/x", "file://elsewhere/x", "s3://"):
+    assert told("./a:b") == (Path.cwd() / "a:b").as_uri()
+    for wrong in ("s3:///prefix", "http://host/x", "file://elsewhere/x", "s3://", "s3:/bucket", "s3:bucket", "s3://["):
         with pytest.raises(Problem, match="no place for packs"):
             told(wrong)
 
@@ -103,6 +104,32 @@ def test_each_child_is_told_its_own(home: Home, ports: Ports) -> None:
     assert told["gateway"]["TORCHRELAY_ADMIN_KEY"] == home.admin_key()
     holders_of_the_cluster_key = [name for name, env in told.items() if home.cluster_key() in env.values()]
     assert holders_of_the_cluster_key == ["scheduler"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said", "spins"),
+    [
+        (UpOptions(), {}, "30000"),
+        (UpOptions(num_prefill_workers=0, num_decode_workers=0, num_both_workers=1), {}, None),
+        (UpOptions(), {"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_workers_beside_one_another_do_not_spin_for_long(
+    home: Home,
+    ports: Ports,
+    monkeypatch: pytest.MonkeyPatch,
+    options: UpOptions,
+    said: dict[str, str],
+    spins: str | None,
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    found = envs(StackPlan(home, options, ports).stack())
+    workers = [env for env in found.values() if "TORCHRELAY_ROLES" in env]
+    assert workers
+    assert [env.get("GOMP_SPINCOUNT") for env in workers] == [spins] * len(workers)
 
 
 def test_only_the_door_listens_beyond_loopback(home: Home, ports: Ports) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -168,6 +169,23 @@ def test_faults_name_their_field(body: bytes, field: str | None) -> None:
     with pytest.raises(InvalidRequest) as caught:
         ask_of_completion(decode_completion(body))
     assert caught.value.field == field
+
+
+def test_bodies_of_megabytes_are_refused_as_quickly_as_read() -> None:
+    """While one is looked at every other request of the gateway waits."""
+    zeros = b",".join([b"0"] * 1_000_000)
+    wrong = [
+        b'{"model": "m", "prompt": [%s], "temperature": NaN}' % zeros,
+        b'{"model": "m", "prompt": "p", "logit_bias": {%s}}' % b",".join(b'"%d":1' % i for i in range(200_000)),
+        b'{"model": "m", "prompt": [%s, "a"]}' % zeros,
+    ]
+    for body in wrong:
+        begin = time.process_time()
+        json.loads(body)
+        read_s, begin = time.process_time() - begin, time.process_time()
+        with pytest.raises(InvalidRequest):
+            ask_of_completion(decode_completion(body))
+        assert time.process_time() - begin < 2 * read_s + 0.05
 
 
 json_values = st.recursive(

@@ -11,7 +11,7 @@ from tests.support.doors import KEY
 from tests.support.echo import EchoWorker
 from tests.support.echo_control import EchoScheduler
 from tests.unit.gateway.inference.conftest import MakeWorld, World, until
-from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
+from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import Cause
@@ -102,6 +102,11 @@ async def test_an_error_that_nothing_mends_ends_the_request_and_stops_the_other_
     await until(lambda: any(role == "decode" for role, _ in world.workers[0].cancelled))
     await until(lambda: not world.doors.reserved)
     assert next(iter(world.doors.settled.values()))[0].cause == Cause.ERROR
+
+
+async def test_choices_are_one_request_to_the_limits_and_all_their_tokens_are_reserved(world: World) -> None:
+    await ask(world, 5, n=3)
+    assert world.doors.admitted == [(len(PROMPT), 15)]
 
 
 async def test_decoded_tokens_that_overtake_the_first_wait_for_it(world: World) -> None:
@@ -224,7 +229,7 @@ def test_errors_of_scheduler_and_worker_have_their_class() -> None:
     assert isinstance(full, QueueFull) and full.retry_after_s == 2
     assert isinstance(refusal_error(reasons(reason=reasons.REASON_NO_CAPACITY)), Unavailable)
     assert type(run_error(pb.RunError(code=pb.RunError.CODE_INTERNAL))) is TorchrelayError
-    assert isinstance(run_error(pb.RunError(code=pb.RunError.CODE_DEADLINE)), Unavailable)
+    assert isinstance(run_error(pb.RunError(code=pb.RunError.CODE_DEADLINE)), DeadlineExceeded)
 
 
 def test_retries_wait_longer_each_time() -> None:

@@ -14,9 +14,12 @@ def remote_url(given: str, default: Path) -> str:
     """The URL that ``given``, a URL or a folder, stands for; ``default`` if it is empty. Raises ``Problem``."""
     if not given:
         return default.absolute().as_uri()
-    if "://" not in given and not given.startswith("file:"):
+    if ":" not in given.partition("/")[0]:  # else a slip like s3:/BUCKET would be a folder here
         return Path(given).expanduser().absolute().as_uri()
-    parts = urlsplit(given)
+    try:
+        parts = urlsplit(given)
+    except ValueError as error:
+        raise Problem(f"{given!r} is no place for packs: {error}", "give a folder or s3://BUCKET/PREFIX") from error
     if parts.scheme in _OBJECT_STORES and parts.netloc:
         return given
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:

@@ -14,6 +14,7 @@
     |   |-- QueueFull
     |   `-- RateLimited
     |-- Unavailable               a part of the platform is away; try again
+    |-- DeadlineExceeded          the request's time was over before it was done
     `-- DataCorrupted             bytes did not match their digest
 
 Each carries one sentence for the user in ``message`` and, where it applies, the ``field`` (JSON field, setting or file)
@@ -115,6 +116,12 @@ class Unavailable(TorchrelayError):
     code = "unavailable"
     http_status = 503
     grpc_status = "UNAVAILABLE"
+
+
+class DeadlineExceeded(TorchrelayError):
+    code = "deadline_exceeded"
+    http_status = 504
+    grpc_status = "DEADLINE_EXCEEDED"
 
 
 class DataCorrupted(TorchrelayError):

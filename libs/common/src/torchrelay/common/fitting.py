@@ -24,6 +24,7 @@ _TRUST = 0.02  # of the first guess, in measurements
 _ERROR_STEPS = 64  # over which the published error is a mean
 _LEAST_USUAL = 0.02
 _ROBUST = 2.0  # times the usual error
+_LEAST_OF_GUESS = 1e-4  # predictions so far below the first guess are learned from as if they were this much of it
 
 
 class Fit:
@@ -61,8 +62,9 @@ class Fit:
         weight = 1.0 if residual <= _ROBUST * self._usual else _ROBUST * self._usual / residual
         self._usual += (min(residual, 3 * self._usual) - self._usual) / 32
         self._usual = max(self._usual, _LEAST_USUAL)
-        parts = [guess * amount / predicted for guess, amount in zip(self._shape, amounts, strict=True)]
-        self._learn(parts, measured / predicted, weight)
+        guessed = [guess * amount for guess, amount in zip(self._shape, amounts, strict=True)]
+        unit = max(predicted, _LEAST_OF_GUESS * sum(guessed))  # what is much smaller makes the matrix singular
+        self._learn([part / unit for part in guessed], measured / unit, weight)
         self._gains = least_squares(self._matrix, self._vector)
 
     def _learn(self, parts: Sequence[float], target: float, weight: float) -> None:

@@ -84,6 +84,10 @@ class LatencyModel:
         own_s = self.prefill.extra_s(num_left, seen_by(num_tokens - num_left, num_tokens))
         return -(-num_left // room) * (self.prefill.base_s + beside_s) + own_s
 
+    def line_s(self, num_tokens: int, num_seen: int = 0) -> float:
+        """Until prompts of so many tokens together are computed, in full steps: short ones share a step."""
+        return -(-num_tokens // self.token_budget) * self.prefill.base_s + self.prefill.extra_s(num_tokens, num_seen)
+
     def tbt_s(self, num_decoding: int, num_decode_seen: int) -> float:
         """Between two tokens of a choice, with ``num_decoding`` choices in the batch, nobody prefilling beside."""
         return self.decode.step_s(num_decoding, num_decode_seen)

@@ -23,7 +23,7 @@ from torchrelay.engine.passing import Passed, PassedLayout
 from torchrelay.engine.pool import KvPool
 from torchrelay.engine.prefixes import PrefixCache
 from torchrelay.engine.profile import Share
-from torchrelay.engine.reorder import Reorderer
+from torchrelay.engine.reorder import Reorderer, give_back
 from torchrelay.engine.runner import Runner
 from torchrelay.engine.scheduling import BatchScheduler
 from torchrelay.engine.sequences import Group, Plan
@@ -131,6 +131,8 @@ class Instance:
         self._cores.restore()
         self._runner.close()
         self._weights.close()
+        if self._reorderer is not None:
+            give_back()
 
     # Requests
 
@@ -195,7 +197,8 @@ class Instance:
     def pass_on(self, group_id: str) -> Passed:
         """Takes a prompt out, with all that was computed of it: it waits here, or runs layer by layer.
 
-        Raises ``Conflict`` for any other: its chunks are at different layers, it decodes, or it is not here.
+        Raises ``Conflict`` for any other: its chunks are at different layers, it decodes, it is not here, or some of
+        the contexts whose KV is handed over have ended.
         """
         group = self._scheduler.get(group_id)
         if group is None or not group.can_be_passed_on:

@@ -7,10 +7,13 @@ core. Weights in fp32 stay where they are: no kernel read a copy of them more qu
 
 from __future__ import annotations
 
+import ctypes
+import math
 import os
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -21,6 +24,8 @@ from torchrelay.engine.weights import LayerWeights, Weights
 
 # The request that woke the model comes first: both want all cores.
 SETTLE_S: Final = 1.0
+ROOM: Final = 2.0  # times the weights must be available: the copies, and as much for whoever comes next
+MEMINFO: Final = Path("/proc/meminfo")
 _MAX_FP16: Final = 65504.0
 _MIN_LARGEST: Final = 2.0**-12
 
@@ -109,7 +114,7 @@ class Reorderer:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        if self._stop.wait(SETTLE_S):
+        if self._stop.wait(SETTLE_S) or available_bytes() < ROOM * self._weights.num_bytes:
             return
         _step_back()
         for layer in range(self._num_layers):
@@ -117,6 +122,21 @@ class Reorderer:
                 return
             self._weights.replace_layer(layer, reordered_layer(self._weights.layer(layer)))
         self._weights.replace_head(reordered(self._weights.head()))
+
+
+def give_back() -> None:
+    """What was freed goes back to the system: the allocator would keep it, as much as the weights, in a free slot."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)  # glibc's own
+
+
+def available_bytes(meminfo: Path = MEMINFO) -> float:
+    """Memory that the system could give without swapping; infinite where it does not tell."""
+    try:
+        found = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+        return float(found.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return math.inf
 
 
 def _step_back() -> None:

@@ -149,8 +149,14 @@ class Group:
 
     @property
     def can_be_passed_on(self) -> bool:
-        """Whether all of it is at one layer boundary, with nothing computed beyond."""
+        """Whether all of it is at one layer boundary, with nothing computed beyond.
+
+        What is handed over must be whole, too: the taker numbers the blocks of the contexts that it gets, the decode
+        worker those of all that it was offered.
+        """
         if self.decodings or not self.spec.prompt:
+            return False
+        if self.on_kv is not None and len(self.contexts) < len(self.spec.contexts()):
             return False
         return self.place is Place.WAITING or (self.place is Place.RUNNING and self.until is not None)
 

@@ -55,6 +55,10 @@ class DeviceLink(ABC):
         """Whether copies run from this memory by themselves."""
 
     @abstractmethod
+    def space(self, num_bytes: int) -> Tensor:
+        """uint8 memory of the device; copies begin after whatever computes with it until now."""
+
+    @abstractmethod
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Starts a copy from pinned memory, which must stay as it is until a later mark has passed."""
 
@@ -90,6 +94,14 @@ class CudaLink(DeviceLink):
 
     def is_pinned(self, memory: Tensor) -> bool:
         return memory.is_pinned()
+
+    def space(self, num_bytes: int) -> Tensor:
+        # The allocator gives out again what a step under way has let go of: its computations, one after the other, are
+        # over by then, but a stream of its own would write amid them.
+        device = self._stream.device
+        space = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return space
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         with torch.cuda.stream(self._stream):
@@ -130,7 +142,7 @@ class _Transfer:
 
 
 class Stager:
-    """Copies ranges of one source; its threads run until ``close``."""
+    """Copies ranges of one source; its threads run from the first one until ``close``."""
 
     def __init__(
         self,
@@ -145,11 +157,9 @@ class Stager:
         self._piece_bytes = piece_bytes
         self._pieces: queue.SimpleQueue[tuple[_Transfer, int] | None] = queue.SimpleQueue()
         self._order = threading.Lock()  # a transfer's last copy is started last
-        names = [f"staging-{number}" for number in range(num_threads)]
-        self._threads = [threading.Thread(target=self._run, name=name, daemon=True) for name in names]
+        self._num_threads = num_threads
+        self._threads: list[threading.Thread] = []
         self._stopped = threading.Event()
-        for thread in self._threads:
-            thread.start()
 
     def submit(self, begin: int, target: Tensor, arrived: Callable[[], None]) -> None:
         """(any thread) Copies the source from ``begin`` on into all of ``target``, uint8 on the device.
@@ -157,14 +167,23 @@ class Stager:
         ``arrived`` is called when that is on its way, in the order of the copies: what it starts on the device, and
         whoever joins a mark that it takes, finds the bytes there.
         """
+        self._start()
         offsets = range(0, max(len(target), 1), self._piece_bytes)
         transfer = _Transfer(begin, target, arrived, len(offsets))
         for offset in offsets:
             self._pieces.put((transfer, offset))
 
+    def _start(self) -> None:
+        with self._order:
+            while not self._stopped.is_set() and len(self._threads) < self._num_threads:
+                name = f"staging-{len(self._threads)}"
+                self._threads.append(threading.Thread(target=self._run, name=name, daemon=True))
+                self._threads[-1].start()
+
     def close(self) -> None:
         """Ends the threads and lets go of the source; what is not on its way yet never will be. Idempotent."""
-        self._stopped.set()
+        with self._order:
+            self._stopped.set()
         for _ in self._threads:
             self._pieces.put(None)
         for thread in self._threads:

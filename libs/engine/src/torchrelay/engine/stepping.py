@@ -75,11 +75,15 @@ class Stepper:
         tokens: list[NewToken] = []
         ended: list[Chunk] = []
         try:
-            for plan in plans:
+            for number, plan in enumerate(plans):
+                if number:  # some of it may have ended while the ones before were computed
+                    plan, _ = plan.living()
+                if not plan:
+                    continue
                 profile.enter(Share.COMPUTE)
                 left, logits = self._runner.run(plan)
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize(self._device)  # else its time would count for whatever comes next
+                if self._device.type == "cuda":  # else its time would count for whatever comes next
+                    torch.cuda.current_stream(self._device).synchronize()  # not for layers that are still on their way
                 profile.enter(Share.SCHEDULING)
                 tokens += deliver(self._scheduler, left, logits)
                 ended += [chunk for chunk in left.chunks if chunk.ends_context]

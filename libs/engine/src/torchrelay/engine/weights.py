@@ -50,7 +50,6 @@ class Weights:
         self.gate = SegmentGate(config.num_segments)
         self._config = config
         self._manifest = manifest
-        self._device = device
         self._slots = tuple(tensors_by_segment(config))
         self._entries = {entry.name: entry for entry in manifest.tensors}
         self._bytes: Tensor | None = as_tensor(data)
@@ -67,11 +66,11 @@ class Weights:
         if self._bytes is None or self.gate.is_open(segment) or segment in self._submitted:
             return
         span = self._manifest.segments[segment]
-        if self._stager is None:
+        if self._stager is None or self._link is None:
             self._take(segment, self._bytes[span.begin : span.end])
             return
         self._submitted.add(segment)
-        there = torch.empty(span.end - span.begin, dtype=torch.uint8, device=self._device)
+        there = self._link.space(span.end - span.begin)
         self._stager.submit(span.begin, there, lambda: self._take(segment, there))
 
     def _take(self, segment: int, there: Tensor) -> None:
@@ -92,6 +91,10 @@ class Weights:
         self.gate.wait(segment)
         if self._marks and (mark := self._marks.pop(segment, None)) is not None:
             mark.join()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._manifest.num_bytes
 
     def embedding(self) -> Tensor:
         self._wait(0)

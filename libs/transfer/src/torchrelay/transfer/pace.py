@@ -20,7 +20,7 @@ MAX_BYTES = 8 << 20
 MIN_BYTES = 8 << 10
 # The idle yield to the urgent by the same law as both do to KV: they bear a shorter queue. Shorter still, and the
 # processor's own delays would look like one.
-TARGET_QUEUE_S = {TransferClass.URGENT: 0.0008, TransferClass.IDLE: 0.0004}
+TARGET_QUEUE_S = {TransferClass.URGENT: 0.001, TransferClass.IDLE: 0.0005}
 INCREASE = 0.1  # of the window, at a sample near the target
 STEEPEST = 0.25  # the smallest factor of one decrease
 BUSY_SHARE = 0.5  # of the time between two samples: a sender that sends for less of it was not held back by its window

@@ -39,6 +39,10 @@ class Offers:
         self.num_striped = max(self.num_striped, num_striped)
         self.is_urgent |= is_urgent
 
+    @property
+    def any_waiting(self) -> bool:
+        return bool(self._sources)
+
     def take(self) -> list[SourceAddress]:
         """All that were added since, in that order."""
         return [self._sources.popleft() for _ in range(len(self._sources))]

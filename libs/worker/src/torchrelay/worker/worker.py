@@ -204,13 +204,13 @@ class Worker:
         self.pages_freed()
 
     def _on_step(self, result: StepResult) -> None:
-        self.meters.note(result, self.slot.seat)
         for role in self.roles:
             role.attempts.note_prefilled(result.prefilled)
             role.deliver(result.tokens)
             role.expire(result.expired)
         if result.prefilled or result.expired or any(token.finish for token in result.tokens):
             self.pages_freed()
+        self.meters.note(result, self.slot.seat)
 
     def pages_freed(self) -> None:
         """Some group lets go of pages; who waits for pages tries again, after the commands posted so far."""

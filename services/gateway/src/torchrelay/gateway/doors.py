@@ -34,14 +34,9 @@ class LedgerDoor(Protocol):
 
 class LimitsDoor(Protocol):
     async def admit(
-        self,
-        principal: Principal,
-        model: PublishedModel,
-        num_prompt_tokens: int,
-        max_output_tokens: int,
-        num_choices: int = 1,
+        self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
     ) -> Reservation:
-        """Takes a request per choice from the key's rate and the largest possible cost from the tenant's budget.
+        """Takes one request from the key's rate and the largest possible cost from the tenant's budget.
 
         ``max_output_tokens`` is of all choices together. Raises ``RateLimited`` or ``QuotaExceeded``.
         """

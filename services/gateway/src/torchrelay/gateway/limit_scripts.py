@@ -8,7 +8,7 @@ ADMIT = """
 local bucket, spent_key, reserved_key, amounts, leases = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local now, per_minute, budget = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local id, amount, lease_s = ARGV[4], tonumber(ARGV[5]), tonumber(ARGV[6])
-local spent_now, spent_ttl_s, charge = tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9])
+local spent_now, spent_ttl_s = tonumber(ARGV[7]), tonumber(ARGV[8])
 
 if budget >= 0 then
   if spent_now >= 0 then
@@ -31,11 +31,11 @@ if per_minute > 0 then
   local state = redis.call('HMGET', bucket, 'tokens', 'at')
   local tokens, at = tonumber(state[1] or per_minute), tonumber(state[2] or now)
   tokens = math.min(per_minute, tokens + math.max(0, now - at) * per_minute / 60)
-  local enough = tokens >= charge
-  if enough then tokens = tokens - charge end
+  local enough = tokens >= 1
+  if enough then tokens = tokens - 1 end
   redis.call('HSET', bucket, 'tokens', tostring(tokens), 'at', string.format('%.6f', math.max(now, at)))
   redis.call('EXPIRE', bucket, 120)
-  if not enough then return {'rate', tostring((charge - tokens) * 60 / per_minute)} end
+  if not enough then return {'rate', tostring((1 - tokens) * 60 / per_minute)} end
 end
 
 if budget >= 0 and amount > 0 then

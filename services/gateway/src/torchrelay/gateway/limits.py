@@ -51,17 +51,11 @@ class Limits:
             await self._scripts.close()
 
     async def admit(
-        self,
-        principal: Principal,
-        model: PublishedModel,
-        num_prompt_tokens: int,
-        max_output_tokens: int,
-        num_choices: int = 1,
+        self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
     ) -> Reservation:
-        """Takes a request per choice from the key's bucket, and the largest possible cost from the tenant's budget.
+        """Takes one request from the key's bucket, and the largest possible cost from the tenant's budget.
 
-        More choices than the bucket holds take all of it: else they could never run. ``max_output_tokens`` is of all
-        choices together. Raises ``RateLimited`` or ``QuotaExceeded``, and
+        ``max_output_tokens`` is of all choices together. Raises ``RateLimited`` or ``QuotaExceeded``, and
         ``PermissionDenied`` for the admin key, which has no tenant to bill.
         """
         if principal.is_admin:
@@ -71,9 +65,9 @@ class Limits:
         reservation = Reservation(new_id("rsv"), principal.tenant_id, reserved)
         if principal.requests_per_minute is None and principal.budget_nano is None:
             return reservation
-        answer = await self._ask(principal, reservation, num_choices, spent_nano=-1)
+        answer = await self._ask(principal, reservation, spent_nano=-1)
         if answer[0] == b"spent?":
-            answer = await self._ask(principal, reservation, num_choices, await self._spent(principal.tenant_id))
+            answer = await self._ask(principal, reservation, await self._spent(principal.tenant_id))
         if answer[0] == b"rate":
             raise RateLimited(
                 f"this key may make {principal.requests_per_minute} requests a minute", retry_after_s=float(answer[1])
@@ -88,9 +82,7 @@ class Limits:
             keys = _budget_keys(reservation.tenant_id)
             await self._run(RELEASE, keys, [reservation.reservation_id, cost_nano])
 
-    async def _ask(
-        self, principal: Principal, reservation: Reservation, num_choices: int, spent_nano: int
-    ) -> list[bytes]:
+    async def _ask(self, principal: Principal, reservation: Reservation, spent_nano: int) -> list[bytes]:
         keys = [f"relay:{{{principal.tenant_id}}}:rate:{principal.key_id}", *_budget_keys(principal.tenant_id)]
         args: list[str | int | float] = [
             self._clock(),
@@ -101,7 +93,6 @@ class Limits:
             self._lease_s,
             spent_nano,
             _SPENT_TTL_S,
-            min(num_choices, principal.requests_per_minute or 0),
         ]
         return await self._run(ADMIT, keys, args)
 

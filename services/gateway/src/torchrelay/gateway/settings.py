@@ -33,6 +33,11 @@ class GatewaySettings(ServiceSettings):
     max_instances: int = Field(8, ge=1, description="The same for the most instances per role.")
     default_max_tokens: int = Field(512, ge=1, description="max_tokens of a request that names none.")
     max_choices: int = Field(16, ge=1, description="Largest n of a request.")
+    request_timeout_s: float = Field(
+        0.0,
+        ge=0,
+        description="A request not done so long after its arrival ends with an error; 0: it may take forever.",
+    )
     keep_alive_s: float = Field(5.0, gt=0, description="A waiting stream gets a comment line this often.")
     max_attempts: int = Field(5, ge=1, description="How often a request is placed before it fails.")
     max_body_bytes: int = Field(8 << 20, description="Largest JSON body of a request.")

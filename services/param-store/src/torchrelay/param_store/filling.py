@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.telemetry import get_logger, record_span
@@ -171,8 +171,10 @@ class Filling:
             except (TorchrelayError, OSError) as error:
                 failures.append(f"{name}: {error}")
                 log.warning("source_failed", pack_id=slab.pack_id, source=name, error=str(error))
-            if not groups and (late := self.offers.take()):
-                groups.append(tuple(late))
+            if (not peers or not groups) and (late := self.offers.take()):
+                groups.appendleft(tuple(late))
+                if not peers:
+                    groups.insert(1, ())  # the remote store has what they lack
         if slab.complete:  # even when it was stopped at that very moment
             return
         if self.stop.is_set():
@@ -201,6 +203,7 @@ class Filling:
             pass  # each was told of as it was accepted, by the thread that received it
 
     def _fill_from_remote(self, slab: Slab, missing: Sequence[int]) -> None:
+        """All that is missing, or as much of it as comes until peers are named."""
         tally = self.record.tally
 
         def on_chunk(index: int) -> None:
@@ -215,7 +218,7 @@ class Filling:
                     reader,
                     slab.manifest.chunk_bytes,
                     slab,
-                    missing,
+                    takewhile(lambda _: not self.offers.any_waiting, missing),
                     self.stop,
                     on_chunk,
                     self.plan.num_remote_readers,

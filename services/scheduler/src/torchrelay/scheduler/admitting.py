@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torchrelay.common.latency_model import seen_by
 from torchrelay.scheduler.books import OpenAttempt
 from torchrelay.scheduler.core import Admission, AttemptKey, Instance, Model, Phase, Placement, Role, Worker
 from torchrelay.scheduler.dispatch import Candidate, NoPlace, place
@@ -181,7 +182,8 @@ def _candidate(
         load_left_s=_load_left_s(state, model, instance, now),
         queue_s=state.queue_s(instance, latency),
         kv_unreserved_bytes=worker.kv_pool_bytes - reserved_bytes,
-        num_decoding=state.books.num_decoding(instance.instance_id),
+        num_open=state.books.num_decoding(instance.instance_id),
+        num_decoding=state.books.num_choices(instance.instance_id),
         num_decode_seen=reserved_bytes // max(model.kv_bytes_per_token, 1),
         num_cached_tokens=num_blocks * model.routing_block_tokens,
     )
@@ -206,9 +208,11 @@ def predicted_wait_s(state: State, model: Model, now: float) -> float:
         ahead = sum(admission.num_prefill_tokens for admission in waiting)
         ahead_s = ahead / state.rules.default_prefill_tokens_per_s
         return state.rules.slot_setup_s + model.pack_bytes / state.rules.relay_bytes_per_s + ahead_s
+    # Summed once: this is asked for every request that comes while others wait.
+    num_tokens = sum(each.num_prefill_tokens for each in waiting)
+    num_seen = sum(each.num_contexts * seen_by(0, each.num_context_tokens) for each in waiting)
     backlog_s = [
-        state.queue_s(instance, latency)
-        + sum(each.num_contexts * latency.prefill_s(each.num_context_tokens) for each in waiting) / len(prefills)
+        state.queue_s(instance, latency) + latency.line_s(num_tokens, num_seen) / len(prefills)
         for instance in prefills
         if (worker := state.view.workers.get(instance.worker_id))
         and (latency := state.latencies.of(worker, model.pack_id, state.rules))

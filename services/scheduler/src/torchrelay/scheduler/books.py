@@ -36,6 +36,7 @@ class Books:
         self._at: defaultdict[str, set[AttemptKey]] = defaultdict(set)  # either seat
         self._reserved: defaultdict[str, int] = defaultdict(int)
         self._num_decoding: defaultdict[str, int] = defaultdict(int)
+        self._num_choices: defaultdict[str, int] = defaultdict(int)
         self._num_of_version: defaultdict[str, int] = defaultdict(int)
 
     def __len__(self) -> int:
@@ -56,6 +57,7 @@ class Books:
         decode = attempt.placement.decode.instance_id
         self._reserved[decode] += attempt.kv_bytes
         self._num_decoding[decode] += 1
+        self._num_choices[decode] += attempt.admission.num_choices
         self._num_of_version[attempt.admission.version_id] += 1
 
     def close(self, key: AttemptKey) -> OpenAttempt | None:
@@ -69,8 +71,9 @@ class Books:
         decode = attempt.placement.decode.instance_id
         self._reserved[decode] -= attempt.kv_bytes
         self._num_decoding[decode] -= 1
+        self._num_choices[decode] -= attempt.admission.num_choices
         if not self._num_decoding[decode]:
-            del self._num_decoding[decode], self._reserved[decode]
+            del self._num_decoding[decode], self._num_choices[decode], self._reserved[decode]
         version_id = attempt.admission.version_id
         self._num_of_version[version_id] -= 1
         if not self._num_of_version[version_id]:
@@ -81,7 +84,12 @@ class Books:
         return self._reserved.get(instance_id, 0)
 
     def num_decoding(self, instance_id: str) -> int:
+        """Attempts."""
         return self._num_decoding.get(instance_id, 0)
+
+    def num_choices(self, instance_id: str) -> int:
+        """Of the attempts that decode there: as many rows has a step of it at most."""
+        return self._num_choices.get(instance_id, 0)
 
     def num_open(self, instance_id: str) -> int:
         """Attempts with a seat on the instance."""
@@ -105,9 +113,11 @@ class Books:
     def check_integrity(self, pools: Mapping[str, int]) -> None:
         """Sums agree with the attempts; ``pools`` (KV bytes by instance) are nowhere exceeded."""
         reserved: defaultdict[str, int] = defaultdict(int)
+        choices: defaultdict[str, int] = defaultdict(int)
         for attempt in self._open.values():
             reserved[attempt.placement.decode.instance_id] += attempt.kv_bytes
-        assert dict(reserved) == dict(self._reserved)
+            choices[attempt.placement.decode.instance_id] += attempt.admission.num_choices
+        assert (dict(reserved), dict(choices)) == (dict(self._reserved), dict(self._num_choices))
         assert sum(self._num_of_version.values()) == sum(self._num_decoding.values()) == len(self._open)
         assert {key for keys in self._at.values() for key in keys} == set(self._open)
         for instance_id, pool in pools.items():

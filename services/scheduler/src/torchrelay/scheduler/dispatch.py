@@ -31,7 +31,8 @@ class Candidate:
     load_left_s: float
     queue_s: float  # prompts before it
     kv_unreserved_bytes: int
-    num_decoding: int
+    num_open: int  # attempts that decode
+    num_decoding: int  # choices of these: rows of a step
     num_decode_seen: int = 0  # positions that those come to at their last tokens
     num_cached_tokens: int = 0  # of this attempt's prompt
 
@@ -59,7 +60,7 @@ def place(
     fitting = [
         decode
         for decode in decodes
-        if decode.kv_unreserved_bytes >= kv_bytes and decode.num_decoding < rules.max_open_per_instance
+        if decode.kv_unreserved_bytes >= kv_bytes and decode.num_open < rules.max_open_per_instance
     ]
     if not fitting:
         most = max(decode.kv_unreserved_bytes for decode in decodes)

@@ -16,7 +16,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
-from torchrelay.common.errors import InvalidRequest, Unavailable
+from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
 from torchrelay.common.events import Subjects
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1.scheduler_pb2 import Event
@@ -24,7 +24,9 @@ from torchrelay.control.v1.scheduler_pb2 import Event
 log = get_logger(__name__)
 
 KINDS = ("relay", "instance", "scale", "model")
+MAX_READERS = 64
 _BATCH = 100
+_LATEST_US = 1 << 52  # in the year 2112
 LONG_AGO_US = 1
 _WAIT_S = 1.0  # for one event, before it is asked again
 _INACTIVE_S = 30.0  # after which the broker forgets a reader that went away
@@ -36,23 +38,31 @@ class _ReaderForgotten(Exception):
 
 
 class Past:
-    """Any number may read at once, each by a reader of its own that the broker forgets when it is gone."""
+    """``MAX_READERS`` may read at once, each by a reader of its own that the broker forgets when it is gone."""
 
     def __init__(self, js: JetStreamContext, subjects: Subjects) -> None:
         self._js = js
         self._subjects = subjects
+        self._num_readers = 0
 
     async def events(
         self, kinds: Sequence[str], since_unix_us: int, after_sequence: int, follow: bool
     ) -> AsyncGenerator[Event, None]:
-        """Oldest first, as ``WatchEventsRequest`` says. Raises ``InvalidRequest``, or ``Unavailable`` without a broker.
+        """Oldest first, as ``WatchEventsRequest`` says.
+
+        Raises ``InvalidRequest``, ``Overloaded`` beyond ``MAX_READERS``, or ``Unavailable`` without a broker.
 
         A batch is asked for when the one before it has been taken: a slow reader holds nothing up.
         """
         if unknown := [kind for kind in kinds if kind not in KINDS]:
             raise InvalidRequest(f"There are no events of kind {unknown[0]!r}: {', '.join(KINDS)}.", field="kinds")
+        if not 0 <= since_unix_us <= _LATEST_US:
+            raise InvalidRequest(f"{since_unix_us} is no time in microseconds since 1970.", field="since_unix_us")
         if not (since_unix_us or after_sequence or follow):
             return
+        if self._num_readers >= MAX_READERS:
+            raise Overloaded(f"{MAX_READERS} readers of the history are served already.")
+        self._num_readers += 1
         try:
             async with aclosing(self._messages(kinds, _start(since_unix_us, after_sequence), follow)) as messages:
                 async for message in messages:
@@ -61,6 +71,8 @@ class Past:
                         yield event
         except (nats.errors.Error, JetStreamError, TimeoutError) as error:
             raise Unavailable(_AWAY) from error
+        finally:
+            self._num_readers -= 1
 
     async def _messages(self, kinds: Sequence[str], start: ConsumerConfig, follow: bool) -> AsyncGenerator[Msg, None]:
         # One subject can be asked for; with more kinds than one the others are left out afterwards.

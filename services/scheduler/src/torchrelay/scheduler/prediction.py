@@ -53,6 +53,5 @@ def queue_s(latency: LatencyModel, num_tokens: int, reported_s: float, placed: I
     A worker that has no model of its own yet reports tokens alone.
     """
     if not reported_s and num_tokens:
-        num_steps = -(-num_tokens // latency.token_budget)
-        reported_s = num_steps * latency.prefill.base_s + latency.prefill.per_position_s * num_tokens
+        reported_s = latency.line_s(num_tokens)
     return reported_s + sum(each.prefill_s for each in placed)

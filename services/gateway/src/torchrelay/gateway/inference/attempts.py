@@ -113,6 +113,7 @@ class Attempt:
             num_prompt_tokens=len(self.call.prompt),
             sampling=self.call.sampling,
             choices=[pb.ChoiceStart(choice=c, forced_output=forced) for c, forced in self.plan.forced.items()],
+            deadline_unix_ms=self.call.deadline_unix_us // 1000,
             traceparent=self.traceparent,
         )
         if role == "prefill":

@@ -16,6 +16,7 @@ B = TypeVar("B", bound=msgspec.Struct)
 _NAMES: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _PATH = re.compile(r" - at `\$\.?(\w*)[^`]*`$")
 _FIELD = re.compile(r"required field `(\w+)`")
+_MAX_LOOKED_AT = 1 << 16  # bytes: looking for a wrong number costs seconds in a body of megabytes
 
 
 def decode(decoder: msgspec.json.Decoder[B], encoded: bytes) -> B:
@@ -39,7 +40,7 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes) -> B:
 
 def _not_a_number(encoded: bytes) -> str | None:
     """The field in which a body, otherwise JSON, has NaN or an infinity as Python's own encoder writes them."""
-    if b"NaN" not in encoded and b"Infinity" not in encoded:
+    if len(encoded) > _MAX_LOOKED_AT or (b"NaN" not in encoded and b"Infinity" not in encoded):
         return None
     try:
         body = json.loads(encoded)

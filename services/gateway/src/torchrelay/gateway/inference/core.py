@@ -53,6 +53,7 @@ class Call:
     sampling: generation_pb2.Sampling
     num_choices: int
     arrived_unix_us: int  # when its door began with it
+    deadline_unix_us: int = 0  # when it ends, done or not; 0: none
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class InferenceDoor:
             Bounds(settings.default_max_tokens, settings.max_choices),
             max_attempts=settings.max_attempts,
             keep_alive_s=settings.keep_alive_s,
+            request_timeout_s=settings.request_timeout_s,
         )
         stack.push_async_callback(self.intake.stop_all, settings.drain_s)
         self.asgi = TokenPaths(self._keys, self.intake, settings.max_body_bytes)

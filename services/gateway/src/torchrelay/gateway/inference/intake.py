@@ -51,6 +51,7 @@ class Intake:
         *,
         max_attempts: int,
         keep_alive_s: float,
+        request_timeout_s: float = 0.0,
     ) -> None:
         self._catalogue = catalogue
         self._limits = limits
@@ -60,6 +61,7 @@ class Intake:
         self._bounds = bounds
         self._max_attempts = max_attempts
         self._keep_alive_s = keep_alive_s
+        self._request_timeout_s = request_timeout_s
         self._requests: set[RunningRequest] = set()
         self._num_inside = 0
         self._meters = Meters(lambda: self.num_running, lambda: books.num_waiting)
@@ -68,11 +70,12 @@ class Intake:
 
     @asynccontextmanager
     async def running(
-        self, principal: Principal, ask: Ask, request_id: str, arrived_unix_us: int
+        self, principal: Principal, ask: Ask, request_id: str, arrived_unix_us: int, patience_s: float | None = None
     ) -> AsyncIterator[Running]:
         """The request, started. When the block is left it is over, by whatever way: freed, released and settled.
 
-        ``arrived_unix_us``: when its door began with it, which is time zero of its timeline.
+        ``arrived_unix_us``: when its door began with it, which is time zero of its timeline. ``patience_s``: how long
+        after that its caller waits; None: without end.
         Raises ``TorchrelayError`` for everything that keeps it from starting.
         """
         if self._num_inside >= MAX_OPEN:
@@ -82,7 +85,8 @@ class Intake:
         outcome = TorchrelayError.code
         try:
             with span_of("request", request_id=request_id, model=ask.model[:200]):
-                running = await self._start(principal, ask, request_id, arrived_unix_us)
+                deadline_unix_us = self._deadline_unix_us(arrived_unix_us, patience_s)
+                running = await self._start(principal, ask, request_id, arrived_unix_us, deadline_unix_us)
                 try:
                     yield running
                 except (asyncio.CancelledError, GeneratorExit, ClientLeft):
@@ -105,15 +109,22 @@ class Intake:
             if not self._num_inside:
                 self._idle.set()
 
-    async def _start(self, principal: Principal, ask: Ask, request_id: str, arrived_unix_us: int) -> Running:
+    def _deadline_unix_us(self, arrived_unix_us: int, patience_s: float | None) -> int:
+        """The caller's or the operator's, whichever comes first; 0: neither has one."""
+        given_s = [limit_s for limit_s in (patience_s, self._request_timeout_s or None) if limit_s is not None]
+        return arrived_unix_us + int(min(given_s) * 1e6) if given_s else 0
+
+    async def _start(
+        self, principal: Principal, ask: Ask, request_id: str, arrived_unix_us: int, deadline_unix_us: int
+    ) -> Running:
         model = await self._catalogue.resolve(principal, ask.model)
         prompt = await self._prompts.token_ids(model, ask)
         sampling = sampling_of(ask, model, len(prompt), self._bounds)
         tokenizer = await self._prompts.tokenizer(model)
         num_output_tokens = sampling.max_tokens * ask.num_choices
-        reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens, ask.num_choices)
+        reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens)
         request = RunningRequest(
-            Call(request_id, principal, model, prompt, sampling, ask.num_choices, arrived_unix_us),
+            Call(request_id, principal, model, prompt, sampling, ask.num_choices, arrived_unix_us, deadline_unix_us),
             self._roads,
             self._books,
             reservation,

@@ -16,7 +16,7 @@ from torchrelay.gateway.inference.bodies import decode
 from torchrelay.gateway.inference.core import Ask, ChatMessage
 from torchrelay.gateway.inference.ranges import (
     MAX_COMPLETION_LOGPROBS,
-    bias_token,
+    bias_tokens,
     check_biases,
     check_ranges,
     check_stop_tokens,
@@ -155,10 +155,10 @@ def ask_of_completion(body: CompletionBody) -> Ask:
         prompt = list(prompt[0]) if isinstance(prompt[0], list) else prompt[0]
     if isinstance(prompt, str):
         return _ask(body, text=prompt, **fields)
-    token_ids = tuple(token for token in prompt if isinstance(token, int))
-    if len(token_ids) != len(prompt):
+    if not set(map(type, prompt)) <= {int}:
         raise InvalidRequest("one prompt per request: more are not supported yet", field="prompt")
-    if not all(0 <= token < 1 << 32 for token in token_ids):
+    token_ids: tuple[Any, ...] = tuple(prompt)
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 32:
         raise InvalidRequest("a token id is a number from 0", field="prompt")
     return _ask(body, token_ids=token_ids, **fields)
 
@@ -183,7 +183,7 @@ def _ask(body: Body, **fields: Any) -> Ask:
         min_p=body.min_p or 0.0,
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
-        logit_bias=check_biases({bias_token(name): bias for name, bias in (body.logit_bias or {}).items()}),
+        logit_bias=check_biases(bias_tokens(body.logit_bias or {})),
         seed=None if body.seed is None else body.seed % (1 << 64),
         num_choices=body.n or 1,
         stop=check_stops([body.stop] if isinstance(body.stop, str) else body.stop or []),

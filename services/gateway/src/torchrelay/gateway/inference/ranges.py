@@ -38,8 +38,7 @@ def check_ranges(values: Mapping[str, float | None]) -> None:
 
 def check_biases(biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
     """In the order of the tokens."""
-    if len(biases) > MAX_BIASES:
-        raise InvalidRequest(f"logit_bias has {len(biases)} tokens: at most {MAX_BIASES}", field="logit_bias")
+    _check_num_biases(len(biases))
     low, high = _BIAS
     for token, bias in biases.items():
         if not low <= bias <= high:
@@ -48,11 +47,18 @@ def check_biases(biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(biases.items()))
 
 
-def bias_token(name: str) -> int:
-    """The token that a key of logit_bias means."""
-    if not (name.isascii() and name.isdigit() and len(name) <= 10):
-        raise InvalidRequest(f"logit_bias: {name[:40]!r} is not a token id", field="logit_bias")
-    return int(name)
+def bias_tokens(biases: Mapping[str, float]) -> dict[int, float]:
+    """By the token that each key of a JSON logit_bias means."""
+    _check_num_biases(len(biases))
+    for name in biases:
+        if not (name.isascii() and name.isdigit() and len(name) <= 10):
+            raise InvalidRequest(f"logit_bias: {name[:40]!r} is not a token id", field="logit_bias")
+    return {int(name): bias for name, bias in biases.items()}
+
+
+def _check_num_biases(count: int) -> None:
+    if count > MAX_BIASES:
+        raise InvalidRequest(f"logit_bias has {count} tokens: at most {MAX_BIASES}", field="logit_bias")
 
 
 def check_top_logprobs(count: int, most: int = MAX_TOP_LOGPROBS, field: str = "top_logprobs") -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
+from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.telemetry import current_traceparent, get_logger
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2
@@ -66,6 +66,8 @@ def run_error(error: pb.RunError) -> TorchrelayError:
     message = error.message or "the worker could not go on with the request"
     if error.code == pb.RunError.CODE_INTERNAL:
         return TorchrelayError(message)
+    if error.code == pb.RunError.CODE_DEADLINE:
+        return DeadlineExceeded(message)
     return Unavailable(message)
 
 
@@ -130,6 +132,10 @@ class RunningRequest:
             )
         )
         self._opening.add_done_callback(self._opened)
+        if call.deadline_unix_us:
+            left_s = (call.deadline_unix_us - now_unix_us()) / 1e6
+            late = DeadlineExceeded("the request's time was over before it was done")
+            self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self.stop, late))
         self._admit(self._generation.first())
 
     def _opened(self, opening: asyncio.Task[TorchrelayError | None]) -> None:

@@ -85,10 +85,10 @@ class InferenceGate(InferenceServicer):
         self._intake = intake
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
-        arrived_unix_us = now_unix_us()
+        arrived_unix_us, patience_s = now_unix_us(), context.time_remaining()
         principal = await self._authenticate(context)
         ask, request_id = ask_of(request), new_id("req")
-        async with self._intake.running(principal, ask, request_id, arrived_unix_us) as running:
+        async with self._intake.running(principal, ask, request_id, arrived_unix_us, patience_s) as running:
             while not running.request.is_finished:
                 deliveries = await running.request.next()
                 if deliveries:
