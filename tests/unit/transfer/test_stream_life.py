@@ -23,7 +23,6 @@ from torchrelay.transfer import downstream, holder
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.errors import SourceClosed, SourcesExhausted, TicketExpired
 from torchrelay.transfer.follow import fetch_head, follow
-from torchrelay.transfer.frames import FrameStream
 from torchrelay.transfer.holder import HolderServer
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.tcp import TcpTransport
@@ -72,10 +71,14 @@ def opened(server: HolderServer) -> Iterator[Upstream]:
         upstream.close()
 
 
-def receive_chunk(frames: FrameStream) -> int:
-    header = frames.receive_header()
-    assert header.kind == FrameKind.CHUNK
-    frames.skip(header.num_bytes)
+def receive_chunk(upstream: Upstream) -> int:
+    """The next chunk; whatever the holder tells before it is passed over."""
+    while (header := upstream.frames.receive_header()).kind != FrameKind.CHUNK:
+        if header.kind == FrameKind.GAINED:
+            upstream.gained(header)
+        else:
+            assert header.kind == FrameKind.ALIVE
+    upstream.frames.skip(header.num_bytes)
     return header.chunk
 
 
@@ -85,11 +88,11 @@ def test_an_open_stream_may_ask_within_the_grace_and_not_after_it() -> None:
         for index, now_ms in enumerate((0, EXPIRES_MS, EXPIRES_MS + GRACE_MS - 1)):
             clock.now_ms = now_ms
             upstream.ask([index])
-            assert receive_chunk(upstream.frames) == index
+            assert receive_chunk(upstream) == index
         clock.now_ms = EXPIRES_MS + GRACE_MS
         upstream.ask([3])
         with pytest.raises(TicketExpired, match=f"{GRACE_MS} ms ago"):
-            receive_chunk(upstream.frames)
+            receive_chunk(upstream)
         assert eventually(lambda: server.num_streams == 0)
 
 
@@ -109,9 +112,7 @@ def test_what_was_asked_in_time_still_comes() -> None:
         assert upstream.frames.receive_header().kind == FrameKind.ALIVE  # so it was read
         clock.now_ms = EXPIRES_MS + GRACE_MS
         sent.publish(0, sent.pieces[0])
-        while (header := upstream.frames.receive_header()).kind == FrameKind.ALIVE:
-            pass
-        assert header.kind == FrameKind.CHUNK
+        assert receive_chunk(upstream) == 0
 
 
 @pytest.mark.parametrize("has_another", [True, False])
@@ -150,9 +151,7 @@ def test_when_no_place_is_left_the_stream_that_is_idle_longest_gives_up_its_own(
         with pytest.raises((SourceClosed, OSError)):
             idle.frames.receive_header()
         sent.publish(1, sent.pieces[1])
-        while (header := waiting.frames.receive_header()).kind == FrameKind.ALIVE:
-            pass
-        assert (header.kind, header.chunk) == (FrameKind.CHUNK, 1)
+        assert receive_chunk(waiting) == 1
 
 
 def test_an_idle_stream_keeps_its_place_while_nobody_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
