@@ -160,7 +160,7 @@ def test_an_idle_stream_keeps_its_place_while_nobody_needs_it(monkeypatch: pytes
         assert fetch_head(source_at(server.address, PACK_ID), receiver()) == MANIFEST.encode()
         threading.Event().wait(0.3)
         idle.ask([5])
-        assert receive_chunk(idle.frames) == 5
+        assert receive_chunk(idle) == 5
 
 
 def test_a_holder_without_a_place_closes_at_once() -> None:
