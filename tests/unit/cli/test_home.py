@@ -25,6 +25,12 @@ def test_keys_are_made_once_and_are_private(tmp_path: Path) -> None:
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
 
 
+def test_a_new_home_is_its_owners_alone(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.make()
+    assert stat.S_IMODE(home.path.stat().st_mode) == 0o700  # the ledger and the traces are in it
+
+
 def test_the_saved_key_is_replaced_and_forgotten(tmp_path: Path) -> None:
     home = Home(tmp_path)
     assert home.saved_key() is None

@@ -66,7 +66,7 @@ class Home:
     def make(self) -> None:
         """Creates the folders. Raises ``Problem`` when the place cannot be written."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ledger and traces are nobody else's
             for folder in (self.run, self.logs, self.path / "store", self.path / "remote"):
                 folder.mkdir(exist_ok=True)
         except OSError as error:

@@ -11,6 +11,7 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.telemetry import seconds_histogram
 from torchrelay.engine.core import StepResult
 from torchrelay.worker.learning import Learning
 from torchrelay.worker.share_meter import ShareMeter
@@ -43,9 +44,7 @@ class Meters:
         self._decode_steps_s: deque[float] = deque(maxlen=_WINDOW)
         self._prefill_rates: deque[float] = deque(maxlen=_WINDOW)
         meter = metrics.get_meter("torchrelay.worker")
-        self._step_s = meter.create_histogram(
-            "torchrelay.worker.step", unit="s", description="Duration of an engine step."
-        )
+        self._step_s = seconds_histogram(meter, "torchrelay.worker.step", "Duration of an engine step.")
         self._positions = meter.create_counter(
             "torchrelay.worker.positions", unit="{position}", description="Positions run through the model, by phase."
         )

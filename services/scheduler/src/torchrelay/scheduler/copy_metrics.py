@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from torchrelay.common.telemetry import seconds_histogram
 from torchrelay.scheduler.copybook import CopyBook
 from torchrelay.scheduler.effects import Happening
 from torchrelay.scheduler.replication import Cause
@@ -20,7 +21,7 @@ class CopyMetrics:
     def __init__(self, book: Callable[[], CopyBook]) -> None:
         meter = metrics.get_meter("torchrelay.scheduler")
         self._begun = meter.create_counter("torchrelay_scheduler_copies", description="Copies ordered, by cause.")
-        self._took = meter.create_histogram("torchrelay_scheduler_copy", "s", "From the order of a copy to its end.")
+        self._took = seconds_histogram(meter, "torchrelay_scheduler_copy", "From the order of a copy to its end.")
 
         def short(_: CallbackOptions) -> Iterable[Observation]:
             return [Observation(book().num_short)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from torchrelay.common.telemetry import seconds_histogram
 from torchrelay.scheduler.core import Placement
 from torchrelay.scheduler.prediction import Outcome
 
@@ -16,12 +17,12 @@ class Metrics:
 
     def __init__(self, waiting: Callable[[], int], dropped: Callable[[], int]) -> None:
         meter = metrics.get_meter("torchrelay.scheduler")
-        self._wait = meter.create_histogram("torchrelay_scheduler_wait", "s", "From admission to placement.")
-        self._ttft_error = meter.create_histogram(
-            "torchrelay_scheduler_ttft_error", "s", "Measured time to first token less the predicted one."
+        self._wait = seconds_histogram(meter, "torchrelay_scheduler_wait", "From admission to placement.")
+        self._ttft_error = seconds_histogram(
+            meter, "torchrelay_scheduler_ttft_error", "How far the predicted time to first token was off."
         )
-        self._tbt_error = meter.create_histogram(
-            "torchrelay_scheduler_tbt_error", "s", "Measured mean time between tokens less the predicted one."
+        self._tbt_error = seconds_histogram(
+            meter, "torchrelay_scheduler_tbt_error", "How far the predicted mean time between tokens was off."
         )
         self._answers = meter.create_counter(
             "torchrelay_scheduler_answers", description="Answers to admissions, by kind."
@@ -43,9 +44,9 @@ class Metrics:
         """The errors of what was predicted of an attempt; ``cold``: with a load that was under way."""
         cold = {"cold": placement.cold}
         if outcome.ttft_s is not None and placement.predicted.ttft_s:
-            self._ttft_error.record(outcome.ttft_s - placement.predicted.ttft_s, cold)
+            self._ttft_error.record(abs(outcome.ttft_s - placement.predicted.ttft_s), cold)
         if outcome.tbt_s is not None and placement.predicted.tbt_s:
-            self._tbt_error.record(outcome.tbt_s - placement.predicted.tbt_s, cold)
+            self._tbt_error.record(abs(outcome.tbt_s - placement.predicted.tbt_s), cold)
 
 
 def _observed(read: Callable[[], int]) -> Callable[[CallbackOptions], Iterable[Observation]]:

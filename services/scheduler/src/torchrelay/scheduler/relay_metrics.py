@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from torchrelay.common.telemetry import seconds_histogram
 from torchrelay.scheduler.effects import Happening
 from torchrelay.scheduler.relay_events import EVENTS
 
@@ -19,8 +20,8 @@ class RelayMetrics:
         self._turns = meter.create_counter(
             "torchrelay_scheduler_relays", description="Relays begun, repaired, slow, finished and failed, by event."
         )
-        self._took = meter.create_histogram(
-            "torchrelay_scheduler_relay", "s", "From the first chunk asked for to the end, by event."
+        self._took = seconds_histogram(
+            meter, "torchrelay_scheduler_relay", "From the first chunk asked for to the end, by event."
         )
 
         def under_way(_: CallbackOptions) -> Iterable[Observation]:

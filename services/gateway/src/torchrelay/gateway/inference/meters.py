@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
+from torchrelay.common.telemetry import seconds_histogram
 from torchrelay.gateway.inference.core import Usage
 
 
@@ -21,7 +22,7 @@ class Meters:
         self._tokens = meter.create_counter(
             "torchrelay_gateway_tokens", description="Tokens of ended requests by kind: prompt, cached, output."
         )
-        self._ttft = meter.create_histogram("torchrelay_gateway_ttft", "s", "From the start of a request to its token.")
+        self._ttft = seconds_histogram(meter, "torchrelay_gateway_ttft", "From the start of a request to its token.")
 
         def gauge(name: str, description: str, value: Callable[[], int]) -> None:
             def observe(_options: CallbackOptions) -> Iterable[Observation]:
