@@ -22,7 +22,7 @@ PAGE = 4
 SAMPLING = SamplingParams(temperature=0, max_tokens=6)
 
 
-def compare(
+def assert_alike(
     shapes: Sequence[tuple[int, int]],
     window: int | None = None,
     cap: float | None = None,
@@ -59,29 +59,29 @@ def compare(
 @pytest.mark.parametrize("heads", [(1, 1), (3, 3), (8, 2), (5, 1), (40, 2)], ids=str)
 @pytest.mark.parametrize("head_dim", [8, 24, 64])
 def test_heads(heads: tuple[int, int], head_dim: int) -> None:
-    compare([(1, 7), (1, 90), (9, 20)], heads=heads, head_dim=head_dim)
+    assert_alike([(1, 7), (1, 90), (9, 20)], heads=heads, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("cap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 1, 5, 33, 1000])
 def test_windows_and_caps(window: int | None, cap: float | None) -> None:
-    compare([(1, 1), (1, 6), (1, 70), (5, 5), (33, 80), (1, 2)], window, cap)
+    assert_alike([(1, 1), (1, 6), (1, 70), (5, 5), (33, 80), (1, 2)], window, cap)
 
 
 @pytest.mark.parametrize("num_rows", [2, 127, 128, 129, 200])
 @pytest.mark.parametrize("window", [None, 40])
 def test_prompts_longer_than_a_tile(num_rows: int, window: int | None) -> None:
-    compare([(num_rows, num_rows + 37), (3, 3)], window, heads=(2, 1), head_dim=64)
+    assert_alike([(num_rows, num_rows + 37), (3, 3)], window, heads=(2, 1), head_dim=64)
 
 
 @pytest.mark.parametrize("num_positions", [1, 3, 4, 5, 127, 128, 129, 700])
 def test_lengths_of_one_sequence(num_positions: int) -> None:
-    compare([(1, num_positions)], heads=(2, 1))
+    assert_alike([(1, num_positions)], heads=(2, 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    compare([(1, 1), (1, 90), (40, 60)], cap=5.0, dtype=dtype, tolerance=0.02)
+    assert_alike([(1, 1), (1, 90), (40, 60)], cap=5.0, dtype=dtype, tolerance=0.02)
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -98,7 +98,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 def test_any_batch(
     shapes: list[tuple[int, int]], window: int | None, cap: float | None, heads: tuple[int, int]
 ) -> None:
-    compare(shapes, window, cap, heads)
+    assert_alike(shapes, window, cap, heads)
 
 
 @pytest.mark.parametrize(

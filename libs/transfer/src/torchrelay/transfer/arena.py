@@ -213,10 +213,8 @@ class Arena:
                 self._entries.values(), key=lambda entry: entry.pack_id
             ):
                 raise ArenaCorrupted("the arena's table differs from what this process wrote")
-            if (
-                self._entries.keys() != self._slabs.keys()
-                or not self._pins.keys() | self._leaving <= self._slabs.keys()
-            ):
+            named = self._pins.keys() | self._leaving
+            if self._entries.keys() != self._slabs.keys() or not named <= self._slabs.keys():
                 raise ArenaCorrupted("slabs, table and pins name different packs")
             check_ranges(list(self._entries.values()), self.faulted_bytes, self.capacity_bytes)
             for slab in self._slabs.values():
