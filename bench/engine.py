@@ -152,7 +152,9 @@ def shared(root: Path, model: BenchModel) -> tuple[int, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer requests, under 50 s without a peer")
+    parser.add_argument(
+        "--quick", action="store_true", help="fewer requests and figures: about a minute without a peer"
+    )
     parser.add_argument("--peer", choices=["vllm"], help="measure it beside")
     parser.add_argument("--peer-bin", default=os.environ.get("TORCHRELAY_BENCH_VLLM", "vllm"), help="its command")
     options = parser.parse_args()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.core import Finish, NewToken
-from torchrelay.engine.handover import KvLayout, KvSequence, KvShape, kv_bytes_per_token, min_pool_bytes
+from torchrelay.engine.handover import KvLayout, KvSequence, KvShape, kv_bytes_per_token
 from torchrelay.transfer.model_config import read_config
 
 SHAPES = st.builds(KvShape, st.integers(1, 5), st.integers(1, 3), st.sampled_from([2, 8]), st.sampled_from([2, 4]))
@@ -74,8 +74,6 @@ def test_sizes_of_a_model() -> None:
     )
     assert kv_bytes_per_token(config, "BF16") == 2 * 3 * 2 * 16 * 2
     assert kv_bytes_per_token(config, "F32") == 2 * kv_bytes_per_token(config, "F16")
-    assert min_pool_bytes(config, "BF16") == 112 * kv_bytes_per_token(config, "BF16")
-    assert min_pool_bytes(config, "BF16", num_tokens=17, page_tokens=8) == 24 * kv_bytes_per_token(config, "BF16")
 
 
 def test_the_light_modules_import_no_torch() -> None:

@@ -50,12 +50,6 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
     return KvShape.of(config, dtype).bytes_per_token
 
 
-def min_pool_bytes(config: ModelConfig, dtype: str, num_tokens: int | None = None, page_tokens: int = 16) -> int:
-    """The smallest KV pool that holds one sequence of ``num_tokens`` positions (default: the model's whole context)."""
-    num_pages = -(-(num_tokens or config.max_context_tokens) // page_tokens)
-    return num_pages * page_tokens * kv_bytes_per_token(config, dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class KvSequence:
     """One context that is handed over; ``choices`` share it. The first new token is not in the context."""

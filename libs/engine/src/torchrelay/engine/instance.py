@@ -242,10 +242,6 @@ class Instance:
     def num_free_pages(self) -> int:
         return self._pages.allocator.num_free
 
-    def pages_for(self, num_tokens: int) -> int:
-        """Pages that one sequence of so many positions takes."""
-        return self._pages.pages_for(num_tokens)
-
     def check_integrity(self) -> None:
         """Compares the page counts with every table there is. Raises ``AssertionError``."""
         self._scheduler.check_integrity()
