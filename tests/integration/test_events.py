@@ -78,7 +78,7 @@ async def test_a_relays_events_appear_at_the_command_line(
 
             begun, finished = (event for event in events if event["store_id"] == "store-c")
             assert (begun["kind"], finished["kind"]) == ("relay.begun", "relay.finished")
-            assert begun["reason"].startswith("store-a -> store-c, idle") and "only on store-a" in begun["why"]
+            assert begun["text"].startswith("store-a -> store-c, idle") and begun["cause"] == "replicate"
             assert finished["model"] == "acme/tiny" and finished["took_s"] > 0
             assert finished["brought"] == {"store-a": description.pack_bytes} and finished["num_repairs"] == 0
 

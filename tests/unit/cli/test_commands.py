@@ -158,7 +158,8 @@ def test_options_are_named_instead_of_the_doors_fields() -> None:
 
     assert said("'x' is no time", "from") == "--from: 'x' is no time"
     assert said("'x' is no month: write it like 2026-11", "period") == "--month: 'x' is no month: write it like 2026-11"
-    assert said("Input should be less: budget_nano", "budget_nano") == "--budget: Input should be less"
+    assert said("budget_nano must be at least 0, not -1", "budget_nano") == "--budget must be at least 0, not -1"
+    assert said("'soon' is no time", "from") == "--from: 'soon' is no time"
     assert said("is no JSON", "config.json") == "is no JSON (config.json)"
     assert said("config.json is no JSON", "config.json") == "config.json is no JSON"
 
@@ -292,3 +293,14 @@ def test_the_id_inside_a_key() -> None:
     assert id_of("tr-abc-secret") == "abc"
     assert id_of("abc") == "abc"
     assert id_of(ADMIN_KEY) == ADMIN_KEY
+
+
+def test_a_value_that_an_option_cannot_take_is_told_in_plain_words(run: Run) -> None:
+    for arguments, sentence in (
+        (("chat", "m", "hi", "--max-tokens", "ten"), "'--max-tokens': must be a whole number, not 'ten'"),
+        (("models", "set", "m", "--max-instances", "-3"), "'--max-instances': must be at least 0, not -3"),
+        (("events", "--kind", "moon"), "'--kind': 'moon' is not one of 'relay', 'instance', 'scale', 'model'"),
+    ):
+        refused = run(*arguments)
+        assert refused.exit_code == 2
+        assert sentence in " ".join(refused.stderr.replace("│", "").split())

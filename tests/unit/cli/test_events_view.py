@@ -46,9 +46,11 @@ def test_another_day_bears_its_date_and_text_from_elsewhere_is_tamed() -> None:
 
 def test_whom_it_concerns_is_told_where_the_reason_does_not() -> None:
     about: dict[str, Any] = {"worker_id": "worker-h1", "roles": "prefill,decode", "in_state_s": 4.5678}
-    assert told_of(an_event("instance.ready", "1 waiting", **about)) == (
-        "worker-h1 (prefill,decode) after 4.57 s: 1 waiting"
+    assert told_of(an_event("instance.ready", "all 4 layers loaded in 4.57 s", **about)) == (
+        "worker-h1 (prefill,decode): all 4 layers loaded in 4.57 s"
     )
+    stopped = an_event("instance.stopped", "its worker was told to stop", **about)
+    assert told_of(stopped) == "worker-h1 (prefill,decode) after 4.57 s: its worker was told to stop"
     assert told_of(an_event("scale.down", "idle for 2 s", **about)) == "worker-h1: idle for 2 s"
     assert told_of(an_event("scale.up", "1 waiting", num_instances=2)) == "1 waiting"
     assert told_of(an_event("relay.begun", "a -> b", store_id="b")) == "a -> b"
@@ -58,11 +60,11 @@ def test_whom_it_concerns_is_told_where_the_reason_does_not() -> None:
 
 
 def test_a_json_line_holds_everything() -> None:
-    line = json_line(an_event("relay.finished", "done\nwell", took_s=1.5, brought={"store-a": 3}))
+    line = json_line(an_event("relay.finished", "done\nwell", cause="idle", took_s=1.5, brought={"store-a": 3}))
     assert "\n" not in line
     at_unix_us = int(NOW.timestamp() * 1e6) + 123_000
     known = {"sequence": 7, "at_unix_us": at_unix_us, "kind": "relay.finished", "model": "acme/tiny"}
-    assert json.loads(line) == known | {"reason": "done\nwell", "took_s": 1.5, "brought": {"store-a": 3}}
+    assert json.loads(line) == known | {"cause": "idle", "took_s": 1.5, "brought": {"store-a": 3}, "text": "done well"}
     assert json.loads(json_line(Event(sequence=1)))["kind"] == ""
 
 

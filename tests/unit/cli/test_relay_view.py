@@ -141,8 +141,9 @@ def test_paths_hold_each_arrow_once() -> None:
 
 
 def test_times_and_bars() -> None:
-    assert [lasting(seconds) for seconds in (0.034, 9.94, 9.96, 99.4, 180)] == [
-        "0.03 s",
+    assert [lasting(seconds) for seconds in (0.0054, 0.34, 9.94, 9.96, 99.4, 180)] == [
+        "5.4 ms",
+        "0.34 s",
         "9.94 s",
         "10 s",
         "99 s",

@@ -9,6 +9,7 @@ from tests.unit.cli.door import MODEL
 from torchrelay.cli.commands.explain import bar, explanation, short, until_end
 from torchrelay.cli.commands.models import models_table
 from torchrelay.cli.console import printable, sized
+from torchrelay.cli.packs_view import together
 from torchrelay.cli.top_view import Sample, Screen, cluster_screen, counters_of, rates_of
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 
@@ -123,7 +124,30 @@ def test_a_narrow_explanation_has_no_bars_and_ids_are_short() -> None:
 
 
 def test_a_cluster_at_zero_says_so() -> None:
-    assert "every model is at zero" in drawn(cluster_screen(view(is_cold=True), {}, "127.0.0.1:1"))
+    cold = view(is_cold=True)
+    shown = drawn(cluster_screen(cold, {}, "127.0.0.1:1"))
+    assert "every model is at zero" in shown and "not called yet" in shown
+    cold.versions.add(version_id="v", pack_id="feed" * 16, models=["acme/tiny"])
+    for num_verified, words in ((128, "asleep, no host copies"), (256, "asleep, 1 host copy")):
+        cold.stores[0].copies[0].num_chunks_verified = num_verified
+        shown = drawn(cluster_screen(cold, {}, "127.0.0.1:1"))
+        assert words in shown and "every model is at zero" in shown
+    assert shown.count("acme/tiny") == 2 and "█" not in shown
+
+
+@pytest.mark.parametrize("width", [80, 180])
+def test_models_of_the_same_files_stand_together(width: int) -> None:
+    shared = view()
+    shared.instances[0].version_id = "v"
+    shared.instances[0].model = "birch/words"
+    shared.versions.add(version_id="v", pack_id="feed" * 16, models=["acme/tiny", "birch/words"])
+    shared.demand.add(model="acme/tiny", num_waiting=3)
+    shown = drawn(cluster_screen(shared, {}, "127.0.0.1:1"), width).splitlines()
+    (line,) = (line for line in shown if "birch/words, acme/tiny" in line)
+    assert line.split()[-1] == "3"  # those of both
+    assert any("acme/tiny, birch/words" in line and "store-a" in line for line in shown)
+    assert not any(line.strip().startswith("acme/tiny ") for line in shown)  # it is served: no line of its own
+    assert together(["a/m", "b/m", "c/m", "d/m"]) == "a/m, b/m +2"
 
 
 def test_rates_come_from_successive_views() -> None:

@@ -26,6 +26,7 @@ from torchrelay.scheduler.effects import (
     Effects,
     GuardCommand,
     Happening,
+    Opened,
     Placed,
     Refused,
     RolesCommand,
@@ -69,7 +70,7 @@ def a_copy(model: Model, num_verified: int = NUM_CHUNKS) -> Copy:
 
 def an_admission(model: Model, request_id: str, attempt: int = 1, now: float = 0.0, **changes: object) -> Admission:
     admission = Admission(
-        AttemptKey(request_id, attempt), "gateway-1", model.version_id, 100, 0, 50, 1, admitted_at=now
+        AttemptKey(request_id, attempt), "gateway-1", model.version_id, 100, 0, 50, 1, admitted_at=now, model=model.name
     )
     return replace(admission, **changes)  # type: ignore[arg-type]
 
@@ -88,6 +89,7 @@ class Scene:
     answers: list[Answer] = field(default_factory=list)
     commands: list[Command] = field(default_factory=list)
     happenings: list[Happening] = field(default_factory=list)
+    opened: list[Opened] = field(default_factory=list)
     failing_workers: set[str] = field(default_factory=set)
     guards: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -138,6 +140,7 @@ class Scene:
     def do(self, effects: Effects) -> None:
         self.answers += effects.answers
         self.happenings += effects.happenings
+        self.opened += effects.opened
         self.commands += effects.commands
         if self.obedient:
             for command in effects.commands:

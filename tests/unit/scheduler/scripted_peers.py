@@ -36,6 +36,7 @@ class Reporting(abc.ABC):
         self.address = f"127.0.0.1:{self.server.port}"
         self.epoch = 0
         self._version = 0
+        self._is_leaving = False
         self._changed = asyncio.Condition()
         self._publishing: asyncio.Task[None] | None = None
 
@@ -60,6 +61,8 @@ class Reporting(abc.ABC):
                 while seen == self._version:
                     await self._changed.wait()
                 seen = self._version
+                if self._is_leaving:
+                    return
             yield self.report()
 
     async def _publish(self) -> None:
@@ -76,6 +79,11 @@ class Reporting(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.kill()
+
+    async def leave(self) -> None:
+        """Begins to end as a process does that is told to: it ends its streams, and still reports for a moment."""
+        self._is_leaving = True
+        await self.touch()
 
     async def kill(self) -> None:
         """Ends as a killed process does: no goodbye, nobody listens any more."""

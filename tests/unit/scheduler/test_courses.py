@@ -9,6 +9,7 @@ import pytest
 from tests.unit.scheduler.scene import NUM_CHUNKS, a_copy, a_model, a_store
 from torchrelay.scheduler.core import Copy, Share, Store
 from torchrelay.scheduler.courses import SHOWN_S, UNSEEN_S, Course, Courses, Told, Turn, given_up, joined
+from torchrelay.scheduler.reasons import Reason
 from torchrelay.scheduler.relay_events import happening
 
 MODEL = a_model()
@@ -17,7 +18,16 @@ KEY = (PACK, "s2")
 
 
 def a_course(**changes: object) -> Course:
-    course = Course(PACK, "s2", MODEL.pack_bytes, 100.0, (("s1", 5e6),), 5e6, True, "1 waiting")
+    course = Course(
+        PACK,
+        "s2",
+        MODEL.pack_bytes,
+        100.0,
+        (("s1", 5e6),),
+        5e6,
+        True,
+        Reason("at_zero", "1 waiting", {"num_waiting": 1}),
+    )
     return replace(course, **changes)  # type: ignore[arg-type]
 
 
@@ -67,6 +77,8 @@ def test_a_relay_begins_and_ends(courses: Courses, report: Reporting) -> None:
     assert report() == [] and report(copy_with(0, relay_begin_us=0)) == []  # its range is being reserved
     (begun,) = report(copy_with(1, Share("s1", 1, 2.0, True)))
     assert begun.turn is Turn.BEGUN and words([begun]) == ["s1 -> s2, urgent, 33.6 MB: 1 waiting"]
+    fields = happening(begun, MODEL, 0.0).fields
+    assert (fields["cause"], fields["num_waiting"], fields["sources"]) == ("at_zero", 1, "s1")
     assert report(copy_with(5, Share("s1", 5, 2.0, True))) == []
     (finished,) = report(whole(Share("s1", 32_000_000, 0.0)))
     assert finished.turn is Turn.FINISHED and words([finished]) == ["s1 -> s2: 32 MB in 2 s, 16 MB/s"]
@@ -78,7 +90,7 @@ def test_a_relay_begins_and_ends(courses: Courses, report: Reporting) -> None:
 
 
 def test_one_over_between_two_reports_has_begun_and_finished(courses: Courses, report: Reporting) -> None:
-    courses.drawn(a_course(urgent=False, reason=""))
+    courses.drawn(a_course(urgent=False, reason=Reason()))
     told = report(whole(Share("s1", 3_000_000, 0.0), Share("remote", 1_000_000, 0.0), num_repairs=1))
     assert [one.turn for one in told] == [Turn.BEGUN, Turn.REPAIRED, Turn.FINISHED]
     assert words(told)[0] == "s1 -> s2, idle, 33.6 MB"

@@ -87,6 +87,12 @@ def test_idle_models_go_back_to_zero_after_their_own_timeout() -> None:
     events = [happening.event for happening in scene.happenings]
     for event in ("scale.up", "instance.loading", "instance.ready", "instance.draining", "instance.released"):
         assert event in events
+    told = {one.event: one for one in scene.happenings}
+    assert told["instance.ready"].reason.startswith("all 4 layers loaded in ")
+    assert told["instance.ready"].fields["num_layers"] == 4
+    assert (told["scale.up"].fields["cause"], told["scale.up"].fields["num_waiting"]) == ("at_zero", 1)
+    assert (told["scale.down"].fields["cause"], told["scale.down"].fields["idle_timeout_s"]) == ("idle", 5.0)
+    assert told["instance.released"].fields["cause"] == "idle"
     scene.admit(model, "r2")
     assert scene.placement("r2") is not None
 

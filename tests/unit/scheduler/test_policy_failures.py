@@ -37,6 +37,29 @@ def test_a_lost_decode_worker_gives_its_role_to_the_prefill_instance() -> None:
     assert len(scene.commands) == commands
 
 
+def test_a_worker_that_says_goodbye_is_stopped_and_its_late_reports_count_no_more() -> None:
+    scene = two_workers_one_host()
+    scene.admit(a_model(), "r1")
+    scene.finish_loads()
+    scene.do(scene.policy.worker_left("w-a", scene.now))
+    scene.report("w-a")  # was on its way
+    assert [one.worker_id for one in scene.policy.state.fleet] == ["w-b"]
+    (stopped,) = (one for one in scene.happenings if one.event == "instance.stopped")
+    assert (stopped.fields["cause"], stopped.fields["worker_id"]) == ("worker_stopped", "w-a")
+    assert not [one for one in scene.happenings if one.event == "instance.lost"]
+
+
+def test_what_is_lost_says_how() -> None:
+    scene = two_workers_one_host()
+    scene.admit(a_model(), "r1")
+    scene.finish_loads()
+    scene.kill("w-a")
+    del scene.workers["w-b"]  # silent from here on
+    scene.pass_time(4.0)
+    lost = [one.fields["cause"] for one in scene.happenings if one.event == "instance.lost"]
+    assert lost == ["worker_gone", "worker_silent"]
+
+
 def test_a_lost_prefill_worker_likewise() -> None:
     scene = two_workers_one_host()
     model = a_model()

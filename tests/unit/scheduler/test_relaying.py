@@ -9,10 +9,12 @@ from torchrelay.control.v1.scheduler_pb2 import RelayView
 from torchrelay.scheduler import relaying
 from torchrelay.scheduler.core import REMOTE, Share, Store, Wire
 from torchrelay.scheduler.effects import RerouteCommand
+from torchrelay.scheduler.reasons import Reason
 from torchrelay.scheduler.relay_view import relay_views
 from torchrelay.scheduler.rules import Rules
 
 MODEL = a_model()
+WHY = Reason("replicate", "one is enough")
 MB = 1e6
 
 
@@ -103,7 +105,7 @@ def test_that_nothing_better_is_known_is_told_once() -> None:
 def test_relays_are_seen_from_plan_to_end() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
     state = scene.policy.state
-    relaying.draw(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False, reason="one is enough")
+    relaying.draw(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False, reason=WHY)
     (planned,) = relay_views(state, scene.now)
     assert planned.state == RelayView.STATE_PLANNED and not planned.urgent and planned.reason == "one is enough"
     assert [feed.holder_id for feed in planned.feeds] == ["store-1"] and planned.model == MODEL.pack_id[:12]

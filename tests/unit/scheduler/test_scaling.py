@@ -119,7 +119,7 @@ def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
     ]
     store = a_store("s1", "host-1")
     drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2, w3], [store]), RULES)
-    assert [(one.instance_id, one.kind) for one in drains if isinstance(one, Drain)] == [("i-w1", "evict")]
+    assert [(one.instance_id, one.reason.cause) for one in drains if isinstance(one, Drain)] == [("i-w1", "evict")]
     leaving = [replace(loads[0], instance=replace(loads[0].instance, phase=Phase.DRAINING)), *loads[1:]]
     assert decide(a_situation([a_demand(waiting)], leaving, [w1, w2, w3], [store]), RULES) == ()
     both_wait = [a_demand(waiting), a_demand(first)]
@@ -131,7 +131,7 @@ def test_roles_apart_need_two_victims() -> None:
     w1, w2 = a_worker("w1", can_play=PREFILL), a_worker("w2", can_play=DECODE)
     loads = [Load(an_instance(first, w1, PREFILL), 0, 0), Load(an_instance(first, w2, DECODE), 0, 0)]
     drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2], [a_store("s1", "host-1")]), RULES)
-    assert [action.kind for action in drains if isinstance(action, Drain)] == ["evict", "evict"]
+    assert [action.reason.cause for action in drains if isinstance(action, Drain)] == ["evict", "evict"]
 
 
 def test_idle_instances_others_can_do_without_go_first() -> None:

@@ -82,7 +82,7 @@ def test_a_free_slot_means_nothing_before_the_load_was_answered_and_failure_afte
     (moved,) = fleet.observe(replace(worker, slot=LOADING), now=1.4)
     assert moved.turn is Turn.MOVED and moved.instance.confirmed and moved.instance.num_layers_ready == 1
     (failed,) = fleet.observe(replace(worker, slot=Slot(error="cut off")), now=1.5)
-    assert failed.turn is Turn.FAILED and failed.cause == "cut off" and fleet.get("i1") is None
+    assert failed.turn is Turn.FAILED and failed.reason.text == "cut off" and fleet.get("i1") is None
 
 
 def test_a_load_that_fails_before_it_ever_showed_is_noticed() -> None:

@@ -66,3 +66,13 @@ async def test_watchers_see_the_state_at_once_and_every_change() -> None:
         await waiting
         seen.append(slot.state)
     assert seen == [FREE, LOADING, READY]
+
+
+async def test_watchers_of_a_closed_slot_come_to_an_end() -> None:
+    slot = Slot()
+    changes = slot.changes()
+    await anext(changes)
+    await slot.close()
+    with pytest.raises(StopAsyncIteration):
+        await anext(changes)
+    assert [change async for change in slot.changes()] == []

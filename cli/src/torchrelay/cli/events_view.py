@@ -12,13 +12,21 @@ from rich.text import Text
 
 from torchrelay.cli.commands.explain import short
 from torchrelay.cli.console import printable, sized
+from torchrelay.cli.relay_view import lasting
 from torchrelay.control.v1.scheduler_pb2 import Event
 
 _KIND_CELLS = 17  # the longest are instance.released and scale.copy_failed
 _LEAST_MODEL_CELLS, _MOST_MODEL_CELLS = 12, 32
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _AGO = re.compile(r"(\d+)([smhd])")
-_STYLES = {"failed": "red", "lost": "red", "copy_failed": "red", "repaired": "yellow", "slow": "yellow"}
+_STYLES = {
+    "failed": "red",
+    "lost": "red",
+    "stopped": "magenta",
+    "copy_failed": "red",
+    "repaired": "yellow",
+    "slow": "yellow",
+}
 
 
 def ago(text: str) -> timedelta:
@@ -43,14 +51,14 @@ class Lines:
         self._model_cells = min(max(self._model_cells, len(model)), _MOST_MODEL_CELLS)
         style = _STYLES.get(event.kind.partition(".")[2], "")
         named = f"{model:<{self._model_cells}}"
-        told = printable(short(told_of(event))).replace("\n", " ")
+        told = short(told_of(event))
         return Text.assemble(
             (when, "dim"), "  ", (f"{event.kind:<{_KIND_CELLS}}", style), "  ", (named, "bold"), "  ", told
         )
 
 
 def told_of(event: Event) -> str:
-    """The reason; before it whom it concerns, where the reason does not say it."""
+    """For people, on one line: the reason; before it whom it concerns, where the reason does not say it."""
     fields = fields_of(event)
     if event.kind.startswith("model."):
         size = fields.get("pack_bytes")
@@ -58,9 +66,10 @@ def told_of(event: Event) -> str:
     who = str(fields.get("worker_id", "")) if event.kind.startswith(("instance.", "scale.")) else ""
     if who and event.kind.startswith("instance."):
         who += f" ({fields.get('roles', '')})"
-        if fields.get("in_state_s"):
-            who += f" after {float(fields['in_state_s']):.3g} s"
-    return f"{who}: {event.reason}" if who and event.reason else who or event.reason
+        if fields.get("in_state_s") and event.kind != "instance.ready":  # whose reason tells it
+            who += f" after {lasting(float(fields['in_state_s']))}"
+    told = f"{who}: {event.reason}" if who and event.reason else who or event.reason
+    return printable(told).replace("\n", " ")
 
 
 def fields_of(event: Event) -> Mapping[str, Any]:
@@ -70,6 +79,6 @@ def fields_of(event: Event) -> Mapping[str, Any]:
 
 
 def json_line(event: Event) -> str:
-    """One object, on one line."""
+    """One object, on one line: fields for programs, and the line that people read as ``text``."""
     known = {"sequence": event.sequence, "at_unix_us": event.at_unix_us, "kind": event.kind, "model": event.model}
-    return json.dumps(known | {"reason": event.reason} | fields_of(event))  # type: ignore[operator]
+    return json.dumps(known | fields_of(event) | {"text": told_of(event)})  # type: ignore[operator]

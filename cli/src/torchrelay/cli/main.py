@@ -11,6 +11,7 @@ import typer
 
 from torchrelay.cli import console
 from torchrelay.cli.commands import chat, events, explain, key, models, tenant, top, upload, usage
+from torchrelay.cli.plain_group import PlainGroup
 from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.command import EXAMPLE as UP_EXAMPLE
 from torchrelay.cli.up.command import up
@@ -27,6 +28,7 @@ EPILOG = """First steps: leave `torchrelay up` running, and in a second terminal
 PLATFORM, USE, MONEY = "The platform", "Models", "Tenants and money"
 
 app = typer.Typer(
+    cls=PlainGroup,
     no_args_is_help=True,
     invoke_without_command=True,
     add_completion=True,

@@ -62,5 +62,6 @@ def refused(content: bytes, status: int) -> Refused:
 def _named(message: str, field: str) -> str:
     """The sentence with what it is about: the option where one gives the field, else the field's own name."""
     if option := _OPTIONS.get(field):
-        return f"{option}: {message.removesuffix(f': {field}')}"
+        rest = message.removeprefix(f"{field} ")
+        return f"{option} {rest}" if rest != message else f"{option}: {message}"
     return f"{message} ({field})" if field and field not in message else message

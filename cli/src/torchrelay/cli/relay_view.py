@@ -129,7 +129,9 @@ def state_of(relay: RelayView, is_small: bool = False) -> Text:
 
 
 def lasting(seconds: float, places: int = 2) -> str:
-    """``0.34 s``, ``12 s``, ``3 min``."""
+    """``5.4 ms``, ``0.34 s``, ``12 s``, ``3 min``."""
+    if 0 < seconds < 0.0995 and places > 1:
+        return f"{seconds * 1e3:.2g} ms"
     if seconds >= 99.5:
         return f"{seconds / 60:.3g} min"
     return f"{seconds:.{places}f} s" if seconds < 9.95 else f"{seconds:.0f} s"

@@ -13,14 +13,13 @@ from rich.text import Text
 
 from torchrelay.cli import console
 from torchrelay.cli.console import NARROW, Columns, Fitted
-from torchrelay.cli.relay_view import progress, relays_shown
-from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.cli.packs_view import STATE_STYLES, Packs, copies_table, models_table, roles_shown
+from torchrelay.cli.relay_view import relays_shown
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 
 RATE_WINDOW_S = 2.0
 Counters = Mapping[str, float]  # "<node>.<counter>" -> value since the node's start
 Rates = Mapping[str, float]  # the same names -> per second
-_STYLES = {"free": "dim", "loading": "yellow", "ready": "green", "draining": "magenta"}
-_ROLES: dict[int, str] = {types_pb2.ROLE_PREFILL: "prefill", types_pb2.ROLE_DECODE: "decode"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +106,12 @@ def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_smal
     if view.relays:
         parts.append(relays_shown(view.relays, is_small))
     parts += [workers, stores]
+    packs = Packs(view)
     if any(store.copies for store in view.stores):
-        parts.append(copies_table(view, is_small))
-    if view.instances or view.demand:
-        parts.append(models_table(view, is_small))
-    else:
+        parts.append(copies_table(view, packs, is_small))
+    if view.instances or view.demand or packs.asleep:
+        parts.append(models_table(view, packs, is_small))
+    if not view.instances:
         parts.append(Text("no instances: every model is at zero", style="dim"))
     return Group(*parts)
 
@@ -127,8 +127,8 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_
         made.add_line(
             worker.worker_id,
             worker.host_id,
-            _roles(slot.roles or worker.roles),
-            Text(state, style=_STYLES.get(state, "")),
+            roles_shown(slot.roles or worker.roles),
+            Text(state, style=STATE_STYLES.get(state, "")),
             Text(slot.error, style="red") if slot.error else Text(slot.model or "-"),
             f"{slot.num_layers_ready}/{slot.num_layers}" if slot.num_layers else "",
             str(worker.num_running),
@@ -160,59 +160,6 @@ def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_sma
             str(store.num_running_uploads),
         )
     return made
-
-
-def copies_table(view: scheduler_pb2.ClusterView, is_small: bool = False) -> Table:
-    """A line per copy: which host holds which pack, how much of it, and whence it came."""
-    models = {instance.pack_id: instance.model for instance in view.instances}
-    numbers = ("size", "chunks", "pins")
-    columns, spared = ("pack", "model", "holder", *numbers, "", "from"), ("chunks", "pins") if is_small else ()
-    made = Columns(*columns, right=numbers, whole=("model", "holder"), without=spared, is_narrow=True)
-    for store in sorted(view.stores, key=lambda one: one.store_id):
-        for copy in store.copies:
-            done = Text.assemble((progress(copy.num_chunks_verified, copy.num_chunks), "cyan"))
-            made.add_line(
-                copy.pack_id[:12],
-                Text(models.get(copy.pack_id, "-")),
-                store.store_id,
-                console.sized(copy.pack_bytes),
-                f"{copy.num_chunks_verified}/{copy.num_chunks}",
-                str(copy.num_pins),
-                Text(copy.error, style="red") if copy.error else done,
-                copy.source,
-            )
-    return made
-
-
-def models_table(view: scheduler_pb2.ClusterView, is_small: bool = False) -> Table:
-    """Instances by model, then models that wait without any."""
-    demand = {one.model: one for one in view.demand}
-    numbers = ("for", "run", "idle", "wait")
-    columns = ("model", "instance", "worker", "roles", "state", *numbers)
-    spared = ("instance",) if is_small else ()
-    made = Columns(*columns, right=numbers, whole=("model", "worker"), without=spared, is_narrow=True)
-    for instance in sorted(view.instances, key=lambda one: (one.model, one.instance_id)):
-        waits = demand.get(instance.model)
-        made.add_line(
-            Text(instance.model),
-            instance.instance_id[:12],
-            instance.worker_id,
-            _roles(instance.roles),
-            Text(instance.state, style=_STYLES.get(instance.state, "")),
-            f"{instance.in_state_s:.0f} s",
-            str(instance.num_running),
-            f"{instance.idle_s:.0f} s" if instance.idle_s else "",
-            str(waits.num_waiting if waits else 0),
-        )
-    for model in sorted(demand.keys() - {instance.model for instance in view.instances}):
-        made.add_line(Text(model), "-", "", "", "", "", "", "", str(demand[model].num_waiting))
-    return made
-
-
-def _roles(roles: Iterable[int]) -> str:
-    """``both`` for the two of them: it must not take a model's name its room."""
-    named = [_ROLES[role] for role in roles if role in _ROLES]
-    return "both" if len(named) == len(_ROLES) else ", ".join(named)
 
 
 def _part(free: int, total: int) -> str:

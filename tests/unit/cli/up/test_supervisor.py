@@ -224,3 +224,15 @@ def test_backoff_doubles_to_a_bound_and_begins_anew_after_a_steady_run() -> None
     assert waits[1:5] == [0.1, 0.2, 0.4, 0.8]
     assert waits[-1] == MAX_BACKOFF_S
     assert backoff_s(MAX_BACKOFF_S, STEADY_S) == 0.1
+
+
+async def test_a_run_keeps_the_log_of_the_last(programs: Programs) -> None:
+    worker = programs.spec("worker")
+    worker.log.write_text("of the last run\n")
+    life = Life(programs.stack([worker]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await life.up.wait()
+        life.stop.set()
+    assert worker.log.with_name("worker.log.1").read_text() == "of the last run\n"
+    assert "of the last run" not in worker.log.read_text()

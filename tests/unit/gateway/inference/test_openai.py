@@ -126,7 +126,7 @@ def test_numbers_that_are_none_are_refused_by_name(name: str, number: str) -> No
         (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs is 21: it must be from 0 to 20"),
         (chat(logprobs=True, top_logprobs=-1), "top_logprobs", "must be from 0 to 20"),
         (chat(top_logprobs=3), "logprobs", "top_logprobs needs logprobs to be true"),
-        (chat(logprobs=3), "logprobs", "Expected `bool | null`"),
+        (chat(logprobs=3), "logprobs", "logprobs must be true or false, not 3"),
         (chat(repetition_penalty=1.1), "repetition_penalty", "not supported yet"),
         (chat(min_tokens=3), "min_tokens", "not supported yet"),
     ],
@@ -208,3 +208,27 @@ def test_no_body_does_worse_than_a_refusal(fields: dict[str, Any]) -> None:
             ask_of_chat(decode_chat(body))
         except InvalidRequest as error:
             assert error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (chat(max_tokens="ten"), "max_tokens must be a whole number, not 'ten'"),
+        (chat(max_tokens=0), "max_tokens must be at least 1, not 0"),
+        (chat(temperature="hot"), "temperature must be a number, not 'hot'"),
+        (chat(stream="yes"), "stream must be true or false, not 'yes'"),
+        (chat(logit_bias={"5": "x"}), "logit_bias[...] must be a number, not a text"),
+        (chat(messages="a secret"), "messages must be a list, not a text"),  # errors do not repeat prompts
+        (
+            chat(messages=[{"role": "user", "content": 5}]),
+            "messages[0].content must be a text or a list, not a whole number",
+        ),
+        (chat(messages=[{"content": "c"}]), "messages[0].role is missing"),
+        (b'{"messages": []}', "model is missing"),
+        (b"[]", "the body must be an object, not a list"),
+    ],
+)
+def test_a_wrong_type_is_told_in_plain_words(body: bytes, sentence: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode_chat(body)
+    assert caught.value.message == sentence

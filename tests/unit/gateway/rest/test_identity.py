@@ -58,4 +58,7 @@ async def test_limits_of_a_tenant_are_changed_one_by_one(door: Door) -> None:
     assert (await door.admin.patch("/v1/tenants/absent", json={"budget_nano": 9})).status_code == 404
     wrong = await door.admin.patch("/v1/tenants/zoo", json={"budget_nano": -1})
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "budget_nano")
+    assert wrong.json()["error"]["message"] == "budget_nano must be at least 0, not -1"
+    wrong = await door.admin.patch("/v1/tenants/zoo", json={"budget_nano": "much"})
+    assert wrong.json()["error"]["message"] == "budget_nano must be a whole number, not 'much'"
     assert (await door.acme.patch("/v1/tenants/acme", json={"budget_nano": 9})).status_code == 403

@@ -121,7 +121,7 @@ class Child:
 
     def _log_hint(self) -> str:
         with self.spec.log.open("rb") as log:
-            log.seek(self._log_begin)
+            log.seek(self._log_begin if self._log_begin <= self.spec.log.stat().st_size else 0)  # it may be trimmed
             lines = log.read().decode(errors="replace").strip().splitlines()
         if not lines:
             return f"it wrote nothing to {self.spec.log}"

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torchrelay.cli.problems import Problem
+from torchrelay.cli.up import logs
 from torchrelay.cli.up.child import Child, ChildSpec
 from torchrelay.cli.up.stack import Stack
 
@@ -62,6 +63,8 @@ class Supervisor:
             child.kill()
 
     async def _live(self, up: Callable[[], AbstractContextManager[None]]) -> None:
+        for spec in self._stack.specs:
+            logs.begin(spec.log)
         for wave in self._stack.waves:
             self._audience.starting(spec.name for spec in wave)
             async with asyncio.TaskGroup() as starting:
@@ -71,6 +74,7 @@ class Supervisor:
             async with asyncio.TaskGroup() as keeping:
                 for spec in self._stack.specs:
                     keeping.create_task(self._keep(spec))
+                keeping.create_task(self._trim_logs())
 
     async def _start(self, spec: ChildSpec) -> None:
         child = self._children[spec.name] = await Child.start(spec)
@@ -93,6 +97,12 @@ class Supervisor:
             except Problem as problem:
                 self._audience.failed(problem)
                 await self._children[spec.name].stop()
+
+    async def _trim_logs(self) -> None:
+        while True:
+            await asyncio.sleep(logs.CHECK_EVERY_S)
+            for spec in self._stack.specs:
+                await asyncio.to_thread(logs.trim, spec.log)
 
     async def _stop_all(self) -> None:
         """Group by group, against the direction of asking: the door first, the brokers last."""

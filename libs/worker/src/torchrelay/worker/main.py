@@ -67,6 +67,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addre
         try:
             yield worker, {"grpc": address, "data": worker.data_address}
         finally:
+            await worker.slot.close()
             await server.stop()
             for task in background:
                 task.cancel()

@@ -54,6 +54,7 @@ class Slot:
         self.epoch = 0
         self._changed = asyncio.Condition()
         self._version = 0
+        self._is_closed = False
 
     def check_epoch(self, epoch: int) -> None:
         """Raises ``StaleEpoch`` for a scheduler that is no longer the active one."""
@@ -115,14 +116,21 @@ class Slot:
             self._version += 1
             self._changed.notify_all()
 
+    async def close(self) -> None:
+        """The worker ends: what watches it ends too, which the scheduler takes for a farewell."""
+        self._is_closed = True
+        await self.touch()
+
     async def changes(self) -> AsyncIterator[None]:
-        """Yields at once, then after every change (several changes may fall into one)."""
+        """Yields at once, then after every change (several changes may fall into one), until the slot is closed."""
         seen = -1
         while True:
             async with self._changed:
                 while seen == self._version:
                     await self._changed.wait()
                 seen = self._version
+                if self._is_closed:
+                    return
             yield
 
     def report(self) -> reports_pb2.SlotState:

@@ -122,7 +122,7 @@ class AdmitRequest(_message.Message):
     def version(self) -> _types_pb2.ModelVersion: ...
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """chained, salted by tenant, one per whole routing block"""
+        """chained, salted by tenant, one per whole routing block: torchrelay.common.prefixes"""
 
     @_builtins.property
     def lost_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -531,6 +531,7 @@ class ClusterView(_message.Message):
     DEMAND_FIELD_NUMBER: _builtins.int
     LARGEST_SLOT_BYTES_FIELD_NUMBER: _builtins.int
     RELAYS_FIELD_NUMBER: _builtins.int
+    VERSIONS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     largest_slot_bytes: _builtins.int
     """weights the largest known slot can hold; 0: no slot known"""
@@ -546,6 +547,10 @@ class ClusterView(_message.Message):
     def relays(self) -> _containers.RepeatedCompositeFieldContainer[Global___RelayView]:
         """planned, under way, and for some seconds those that have ended; oldest first"""
 
+    @_builtins.property
+    def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionView]:
+        """those that were called since the scheduler began; for operators, never for tenants"""
+
     def __init__(
         self,
         *,
@@ -556,14 +561,45 @@ class ClusterView(_message.Message):
         demand: _abc.Iterable[Global___ModelDemand] | None = ...,
         largest_slot_bytes: _builtins.int = ...,
         relays: _abc.Iterable[Global___RelayView] | None = ...,
+        versions: _abc.Iterable[Global___VersionView] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "epoch", b"epoch", "instances", b"instances", "largest_slot_bytes", b"largest_slot_bytes", "relays", b"relays", "stores", b"stores", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand", "epoch", b"epoch", "instances", b"instances", "largest_slot_bytes", b"largest_slot_bytes", "relays", b"relays", "stores", b"stores", "versions", b"versions", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterView: _TypeAlias = ClusterView  # noqa: Y015
+
+@_typing.final
+class VersionView(_message.Message):
+    """Whoever uploads the very same files has the same version: one pack, and the same instances."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_ID_FIELD_NUMBER: _builtins.int
+    PACK_ID_FIELD_NUMBER: _builtins.int
+    MODELS_FIELD_NUMBER: _builtins.int
+    version_id: _builtins.str
+    pack_id: _builtins.str
+    @_builtins.property
+    def models(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """all that share it, as they were called"""
+
+    def __init__(
+        self,
+        *,
+        version_id: _builtins.str = ...,
+        pack_id: _builtins.str = ...,
+        models: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["models", b"models", "pack_id", b"pack_id", "version_id", b"version_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VersionView: _TypeAlias = VersionView  # noqa: Y015
 
 @_typing.final
 class InstanceView(_message.Message):

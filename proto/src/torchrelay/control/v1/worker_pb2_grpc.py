@@ -86,7 +86,8 @@ class WorkerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchSlot(self, request, context):
-        """The report at once, then again at every change of the slot.
+        """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
+        stream that breaks instead is that of a worker which is gone without a word.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,9 @@ class WorkerStub:
     SetRoles: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetRolesRequest, _worker_pb2.SetRolesReply]
     """Changes the roles played, without touching the weights."""
     WatchSlot: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchSlotRequest, _reports_pb2.WorkerReport]
-    """The report at once, then again at every change of the slot."""
+    """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
+    stream that breaks instead is that of a worker which is gone without a word.
+    """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
@@ -59,7 +61,9 @@ class WorkerAsyncStub(WorkerStub):
     SetRoles: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetRolesRequest, _worker_pb2.SetRolesReply]  # type: ignore[assignment]
     """Changes the roles played, without touching the weights."""
     WatchSlot: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchSlotRequest, _reports_pb2.WorkerReport]  # type: ignore[assignment]
-    """The report at once, then again at every change of the slot."""
+    """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
+    stream that breaks instead is that of a worker which is gone without a word.
+    """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
     """The slot of one worker process. Commands come from the scheduler and carry its epoch; a lower one than the
@@ -96,6 +100,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         request: _worker_pb2.WatchSlotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reports_pb2.WorkerReport], _abc.AsyncIterator[_reports_pb2.WorkerReport]]:
-        """The report at once, then again at every change of the slot."""
+        """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
+        stream that breaks instead is that of a worker which is gone without a word.
+        """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

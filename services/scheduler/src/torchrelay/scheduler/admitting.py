@@ -8,7 +8,7 @@ from torchrelay.common.latency_model import seen_by
 from torchrelay.scheduler.books import OpenAttempt
 from torchrelay.scheduler.core import Admission, AttemptKey, Instance, Model, Phase, Placement, Role, Worker
 from torchrelay.scheduler.dispatch import Candidate, NoPlace, place
-from torchrelay.scheduler.effects import Answer, Opened, Placed, RefusalReason, Refused, Waits
+from torchrelay.scheduler.effects import Answer, Happening, Opened, Placed, RefusalReason, Refused, Waits
 from torchrelay.scheduler.latency import load_left_s, load_s
 from torchrelay.scheduler.prediction import Outcome
 from torchrelay.scheduler.state import State
@@ -96,8 +96,8 @@ def refuse(
 ) -> None:
     release(state, admission.key, now)
     _answer(state, Refused(admission.gateway_id, admission.key, reason, message, retry_after_s))
-    if model := state.models.get(admission.version_id):
-        state.happened(now, "refuse", model, message)
+    told = Happening(now, "refuse", admission.model, admission.model, message)
+    state.effects.happenings.append(told)
 
 
 def refuse_impossible(state: State, now: float) -> None:
@@ -117,7 +117,7 @@ def refuse_if_impossible(state: State, admission: Admission, now: float) -> None
 def _impossible(state: State, model: Model, admission: Admission) -> str:
     available = state.largest_slot_bytes
     if model.pack_bytes > available:
-        return f"The weights of {model.name} take {model.pack_bytes} bytes; the largest slot holds {available}."
+        return f"The weights of {admission.model} take {model.pack_bytes} bytes; the largest slot holds {available}."
     needed, pool = admission.kv_bytes(model), state.largest_kv_pool_bytes
     if needed > pool:
         return f"The request needs {needed} bytes of KV to its last token; the largest pool has {pool}."
@@ -142,7 +142,7 @@ def serve(state: State, now: float, version_ids: Iterable[str] | None = None) ->
             _open(state, admission, placement, now)
             _answer(state, Placed(admission.gateway_id, placement))
             state.effects.opened.append(
-                Opened(admission.key, model.name, admission.admitted_at, now, placement, admission.traceparent)
+                Opened(admission.key, admission.model, admission.admitted_at, now, placement, admission.traceparent)
             )
 
 

@@ -9,6 +9,7 @@ from torchrelay.scheduler import wire
 from torchrelay.scheduler.core import Instance
 from torchrelay.scheduler.desk import Desk
 from torchrelay.scheduler.relay_view import relay_views
+from torchrelay.scheduler.state import State
 
 
 def cluster_view(desk: Desk) -> scheduler_pb2.ClusterView:
@@ -18,10 +19,9 @@ def cluster_view(desk: Desk) -> scheduler_pb2.ClusterView:
     waiting: Counter[str] = Counter()
     running: Counter[str] = Counter()
     for admission in state.queues:
-        waiting[state.models[admission.version_id].name] += 1
+        waiting[admission.model] += 1
     for attempt in state.books.attempts():
-        if model := state.models.get(attempt.admission.version_id):
-            running[model.name] += 1
+        running[attempt.admission.model] += 1
     return scheduler_pb2.ClusterView(
         epoch=desk.epoch.value,
         workers=[report for worker_id, report in desk.worker_reports.items() if worker_id in state.view.workers],
@@ -33,7 +33,19 @@ def cluster_view(desk: Desk) -> scheduler_pb2.ClusterView:
         ],
         largest_slot_bytes=state.view.largest_slot_bytes,
         relays=relay_views(state, now),
+        versions=_version_views(state),
     )
+
+
+def _version_views(state: State) -> list[scheduler_pb2.VersionView]:
+    """Of the packs that somebody holds, or is to get."""
+    held = {pack_id for store in state.view.stores.values() for pack_id in store.copies}
+    held |= {instance.pack_id for instance in state.fleet}
+    return [
+        scheduler_pb2.VersionView(version_id=version_id, pack_id=pack_id, models=models)
+        for version_id, pack_id, models in state.namesakes
+        if pack_id in held
+    ]
 
 
 def _instance_view(desk: Desk, instance: Instance, now: float) -> scheduler_pb2.InstanceView:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torchrelay.common.latency_model import LatencyModel
 from torchrelay.scheduler.measured import Measured
 from torchrelay.scheduler.prediction import UNPREDICTED, Prediction
+from torchrelay.scheduler.reasons import Reason
 
 REMOTE = "remote"  # holder id of the remote store: the last source of every relay
 KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
@@ -212,7 +213,7 @@ class Instance:
     pending_roles: Roles | None = None  # ordered, not confirmed
     num_layers_ready: int = 0
     num_layers: int = 0
-    reason: str = ""
+    reason: Reason = field(default_factory=Reason)  # why it was loaded; of one on its way out, why it goes
     unload_retry_at: float | None = None
 
     def plays(self, role: Role) -> bool:
@@ -251,6 +252,7 @@ class Admission:
     lost_workers: frozenset[str] = frozenset()
     traceparent: str = ""
     block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt
+    model: str = ""  # as its tenant names the version; another may have uploaded the same
 
     @property
     def num_contexts(self) -> int:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torchrelay.scheduler.core import Copy, Store
+from torchrelay.scheduler.reasons import Reason
 
 SHOWN_S = 6.0  # how long one that has ended is shown
 UNSEEN_S = 10.0  # one whose store does not begin it within this time has failed
@@ -43,7 +44,7 @@ class Course:
     feeds: tuple[tuple[str, float], ...] = ()  # sources with their rates, as planned; empty: the plan is not known
     planned_bytes_per_s: float = 0.0  # 0: nothing was predicted
     urgent: bool = True
-    reason: str = ""
+    reason: Reason = field(default_factory=Reason)
     stale_begin_us: int = 0  # of an earlier run
     num_replans: int = 0
     begun_at: float = 0.0

@@ -155,6 +155,9 @@ class Desk:
     def worker_stream_closed(self, worker_id: str) -> None:
         self._apply(self.policy.worker_stream_closed(worker_id, self.clock.now()))
 
+    def worker_left(self, worker_id: str) -> None:
+        self._apply(self.policy.worker_left(worker_id, self.clock.now()))
+
     def worker_gone(self, worker_id: str) -> None:
         self._apply(self.policy.worker_gone(worker_id, self.clock.now()))
 

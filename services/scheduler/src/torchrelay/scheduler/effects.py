@@ -128,6 +128,7 @@ class Happening:
     event: str = ""  # "instance.ready", "scale.up", ...
     fields: Mapping[str, str | int | float] = field(default_factory=dict)
     brought: Mapping[str, int] = field(default_factory=dict)  # bytes by source, of a relay that has ended
+    namesakes: tuple[str, ...] = ()  # the models it concerns, where more than one share the version
 
 
 @dataclass(frozen=True)

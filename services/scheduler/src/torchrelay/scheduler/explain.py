@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchrelay.scheduler.core import AttemptKey, Copy, Instance, Placement, Slot
 from torchrelay.scheduler.effects import Happening, Opened
@@ -67,9 +67,15 @@ class Explain:
         self._instances: OrderedDict[str, _InstanceTimes] = OrderedDict()
 
     def happened(self, happening: Happening) -> None:
-        ring = self._decisions.setdefault(happening.model, deque(maxlen=_MAX_DECISIONS_PER_MODEL))
+        """Told of each model that it concerns, by its own name: their tenants know nothing of each other."""
+        for name in {happening.model, *happening.namesakes}:
+            subject = name if happening.subject == happening.model else happening.subject
+            self._note(name, replace(happening, model=name, subject=subject, namesakes=()))
+
+    def _note(self, model: str, happening: Happening) -> None:
+        ring = self._decisions.setdefault(model, deque(maxlen=_MAX_DECISIONS_PER_MODEL))
         ring.append(happening)
-        self._decisions.move_to_end(happening.model)
+        self._decisions.move_to_end(model)
         if len(self._decisions) > _MAX_MODELS:
             self._decisions.popitem(last=False)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torchrelay.scheduler.core import Instance, Phase, Roles, Worker
+from torchrelay.scheduler.reasons import Reason
 
+_RESTARTED = Reason("worker_restarted", "the worker was restarted")
+_TAKEN = Reason("slot_taken", "another instance took the slot")
 _CONFIRM_S = 0.5  # an accepted instance shows in a report by then, or its load has failed already
 
 
@@ -18,7 +21,8 @@ class Turn(enum.Enum):
     MOVED = "moved"  # came into another phase
     RELEASED = "released"  # drained, the slot is free again
     FAILED = "failed"  # the load did not succeed
-    LOST = "lost"  # the worker's process ended, or another instance sits in the slot
+    STOPPED = "stopped"  # its worker was told to end, and said so
+    LOST = "lost"  # the worker's process ended without a word, or another instance sits in the slot
 
 
 @dataclass(frozen=True)
@@ -26,11 +30,11 @@ class Change:
     turn: Turn
     instance: Instance  # as it is now; as it was last when it is gone
     before: Instance | None = None
-    cause: str = ""
+    reason: Reason = field(default_factory=Reason)  # of a change nobody here ordered
 
     @property
     def gone(self) -> bool:
-        return self.turn in (Turn.RELEASED, Turn.FAILED, Turn.LOST)
+        return self.turn in (Turn.RELEASED, Turn.FAILED, Turn.STOPPED, Turn.LOST)
 
 
 class Fleet:
@@ -89,34 +93,35 @@ class Fleet:
             changes.append(Change(Turn.ADOPTED, found))
         return changes
 
-    def lose(self, worker_id: str, cause: str) -> list[Change]:
+    def leave(self, worker_id: str, turn: Turn, reason: Reason) -> list[Change]:
         """The worker is gone, and its instance with it."""
         instance = self.on_worker(worker_id)
         if instance is None:
             return []
         self.remove(instance.instance_id)
-        return [Change(Turn.LOST, instance, instance, cause)]
+        return [Change(turn, instance, instance, reason)]
 
 
 def _judge(known: Instance, worker: Worker, now: float) -> Change | None:
     """What the report says of the instance we know in this slot; None: nothing that counts."""
     slot = worker.slot
     if known.incarnation != worker.incarnation:
-        return Change(Turn.LOST, known, known, "the worker was restarted")
+        return Change(Turn.LOST, known, known, _RESTARTED)
     if slot.phase is not Phase.FREE and slot.instance_id == known.instance_id:
         return Change(Turn.MOVED, _moved(known, worker, now), known)
     if not known.accepted:
         return None  # the Load is under way; its own answer decides
     if slot.phase is not Phase.FREE:
-        return Change(Turn.LOST, known, known, "another instance took the slot")
+        return Change(Turn.LOST, known, known, _TAKEN)
     news = slot.error != known.error_before
     if not known.confirmed and not news and now - known.accepted_at < _CONFIRM_S:
         return None  # a report from before the Load, arriving after its answer
     if known.phase is Phase.DRAINING:
         return Change(Turn.RELEASED, known, known)
     if known.phase is Phase.LOADING:
-        return Change(Turn.FAILED, known, known, slot.error or "the worker gave the load up without a reason")
-    return Change(Turn.LOST, known, known, slot.error or "the worker freed its slot")
+        why = slot.error or "the worker gave the load up without a reason"
+        return Change(Turn.FAILED, known, known, Reason("load_failed", why, {"error": why}))
+    return Change(Turn.LOST, known, known, Reason("slot_freed", slot.error or "the worker freed its slot"))
 
 
 def _moved(known: Instance, worker: Worker, now: float) -> Instance:
@@ -155,5 +160,5 @@ def _found(worker: Worker, now: float) -> Instance:
         confirmed=True,
         num_layers_ready=slot.num_layers_ready,
         num_layers=slot.num_layers,
-        reason="found running",
+        reason=Reason("adopted", "found running"),
     )

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torchrelay.scheduler import relaying
 from torchrelay.scheduler.core import Instance, Model, Phase, Role, Roles
 from torchrelay.scheduler.effects import Hop, LoadOrder, RolesCommand, UnloadCommand, WakeCommand
+from torchrelay.scheduler.namesakes import tenant_of
 from torchrelay.scheduler.scaling import decide
 from torchrelay.scheduler.situation import Demand, Drain, Load, SetRoles, Situation, Wake
 from torchrelay.scheduler.state import State
@@ -49,7 +50,8 @@ def situation(state: State, now: float) -> Situation:
 def _load(state: State, instance: Instance) -> Load:
     worker = state.view.workers.get(instance.worker_id)
     reported = worker.num_running + worker.num_waiting if worker else 0
-    return Load(instance, state.books.num_open(instance.instance_id), reported)
+    names = state.namesakes.of(instance.version_id) or (instance.model,)
+    return Load(instance, state.books.num_open(instance.instance_id), reported, frozenset(map(tenant_of, names)))
 
 
 def _demand(state: State, model: Model, now: float) -> Demand:
@@ -132,8 +134,9 @@ def _drain(state: State, action: Drain, now: float) -> None:
     state.fleet.put(drained)
     _unload(state, drained)
     fields = about(instance) | {"in_state_s": now - instance.since}
+    kind = action.reason.cause
     state.happened(now, "drain", instance, action.reason, "instance.draining", fields)
-    state.happened(now, action.kind, instance, action.reason, f"scale.{_SCALE_EVENT[action.kind]}", about(instance))
+    state.happened(now, kind, instance, action.reason, f"scale.{_SCALE_EVENT[kind]}", about(instance))
 
 
 _SCALE_EVENT = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torchrelay.scheduler.core import BOTH, Model, Phase, Role, Roles, Store, Worker
+from torchrelay.scheduler.namesakes import tenant_of
+from torchrelay.scheduler.reasons import Reason
 from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.situation import Action, Demand, Drain, Load, SetRoles, Situation, covers
 from torchrelay.scheduler.slots import free_slots
@@ -33,7 +35,9 @@ def make_room(
     victims = [load for load in idle if load.instance.worker_id in usable and load.instance.instance_id not in emptied]
     if chosen := _fewest(victims, missing, usable):
         return [
-            Drain(load.instance.instance_id, "evict", f"idle, and {_named(demand.model, load)} waits for a slot")
+            Drain(
+                load.instance.instance_id, Reason("evict", f"idle, and {_named(demand.model, load)} waits for a slot")
+            )
             for load in chosen
         ]
     # Busy models give up one slot at a time, so that two that wait for each other do not swap places.
@@ -111,13 +115,14 @@ def _share(model: Model, missing: Roles, situation: Situation, usable: Mapping[s
             instance = victim.instance
             if instance.phase is not Phase.READY or not usable.get(instance.worker_id, frozenset()) >= missing:
                 continue
-            reason = f"{_named(model, victim)} waits for a slot, and this model can do without this one"
+            waits = f"{_named(model, victim)} waits for a slot, and this model can do without this one"
+            reason = Reason("share", waits)
             kept = _kept_by(loads, victim, situation.workers, reason)
             if kept is None:
                 continue
             cost = (bool(kept), instance.plays(Role.DECODE), victim.num_open, instance.instance_id)
             if best is None or cost < best[0]:
-                best = (cost, [*kept, Drain(instance.instance_id, "share", reason)])
+                best = (cost, [*kept, Drain(instance.instance_id, reason)])
     return best[1] if best else []
 
 
@@ -140,18 +145,19 @@ def _end_turn(
     held.sort(key=lambda load: (load.instance.since, load.instance.instance_id))
     waited = f"has waited {demand.oldest_wait_s:.0f} s, and no slot can be spared"
     return [
-        Drain(load.instance.instance_id, "turn", f"{_named(demand.model, load)} {waited}")
+        Drain(load.instance.instance_id, Reason("turn", f"{_named(demand.model, load)} {waited}"))
         for load in _fewest(held, missing, usable)
     ]
 
 
 def _named(model: Model, victim: Load) -> str:
-    """The model that waits, as the victim's tenant may know it: it reads why its own went."""
-    is_own = model.name.partition("/")[0] == victim.instance.model.partition("/")[0]
-    return model.name if is_own else "a model of another tenant"
+    """The model that waits, as the victim's tenants may know it: they read why their own went."""
+    return model.name if victim.tenants == {tenant_of(model.name)} else "a model of another tenant"
 
 
-def _kept_by(loads: Sequence[Load], victim: Load, workers: Mapping[str, Worker], reason: str) -> list[SetRoles] | None:
+def _kept_by(
+    loads: Sequence[Load], victim: Load, workers: Mapping[str, Worker], reason: Reason
+) -> list[SetRoles] | None:
     """What lets a model go on without ``victim``; None when nothing does."""
     rest = [load for load in loads if load is not victim]
     if covers(load.instance for load in rest) or not covers(load.instance for load in loads):

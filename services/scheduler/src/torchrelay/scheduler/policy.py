@@ -15,9 +15,13 @@ from torchrelay.scheduler.core import Admission, AttemptKey, Instance, Model, Ph
 from torchrelay.scheduler.effects import Effects, RefusalReason
 from torchrelay.scheduler.fleet import Change, Turn
 from torchrelay.scheduler.prediction import Outcome
+from torchrelay.scheduler.reasons import Reason, lasting
 from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.situation import covers
 from torchrelay.scheduler.state import State
+
+_GONE = Reason("worker_gone", "its worker's process is gone, without a word")
+_STOPPED = Reason("worker_stopped", "its worker was told to stop")
 
 
 class Policy:
@@ -96,7 +100,15 @@ class Policy:
         """Nobody listens at the worker's address any more."""
         state = self.state
         if state.view.drop_worker(worker_id, now):
-            self._lose_worker(worker_id, "the worker's process is gone", now)
+            self._leave(worker_id, Turn.LOST, _GONE, now)
+            self._react(now)
+        return state.take_effects()
+
+    def worker_left(self, worker_id: str, now: float) -> Effects:
+        """The worker has said that it ends."""
+        state = self.state
+        if state.view.drop_worker(worker_id, now):
+            self._leave(worker_id, Turn.STOPPED, _STOPPED, now)
             self._react(now)
         return state.take_effects()
 
@@ -137,7 +149,7 @@ class Policy:
             state.fleet.remove(instance_id)
             if relay_failed:
                 relaying.refused(state, instance.pack_id, relay_failed, cause, now)
-            self._turned(Change(Turn.FAILED, instance, instance, cause), now)
+            self._turned(Change(Turn.FAILED, instance, instance, Reason("load_refused", cause, {"error": cause})), now)
             self._react(now)
         return state.take_effects()
 
@@ -186,7 +198,8 @@ class Policy:
         state = self.state
         lost = state.view.expire(now, state.rules.stale_s, heard_since)
         for worker in lost.workers:
-            self._lose_worker(worker.worker_id, f"silent for {state.rules.stale_s:g} s", now)
+            silent = Reason("worker_silent", f"its worker was silent for {state.rules.stale_s:g} s")
+            self._leave(worker.worker_id, Turn.LOST, silent, now)
         for store in lost.stores:
             relaying.store_lost(state, store, f"its store was silent for {state.rules.stale_s:g} s", now)
             replicating.store_left(state, store, now)
@@ -210,8 +223,8 @@ class Policy:
         state.largest_slot_bytes = max(state.largest_slot_bytes, state.view.largest_slot_bytes)
         state.largest_kv_pool_bytes = max(state.largest_kv_pool_bytes, state.view.largest_kv_pool_bytes)
 
-    def _lose_worker(self, worker_id: str, cause: str, now: float) -> None:
-        for change in self.state.fleet.lose(worker_id, cause):
+    def _leave(self, worker_id: str, turn: Turn, reason: Reason, now: float) -> None:
+        for change in self.state.fleet.leave(worker_id, turn, reason):
             self._turned(change, now)
 
     def _turned(self, change: Change, now: float) -> None:
@@ -224,20 +237,22 @@ class Policy:
             fields["in_state_s"] = now - change.before.since
         match change.turn:
             case Turn.MOVED if change.before is not None and change.before.phase is not instance.phase:
+                reason = instance.reason
                 if instance.phase is Phase.READY:
                     state.failures.forget(instance.version_id)
-                state.happened(
-                    now, instance.phase.value, instance, instance.reason, f"instance.{instance.phase.value}", fields
-                )
+                    reason = _ready(instance, now - change.before.since)
+                phase = instance.phase.value
+                state.happened(now, phase, instance, reason, f"instance.{phase}", fields)
             case Turn.ADOPTED:
                 state.happened(now, "adopted", instance, instance.reason, f"instance.{instance.phase.value}", fields)
             case Turn.RELEASED:
                 state.happened(now, "released", instance, instance.reason, "instance.released", fields)
-            case Turn.LOST:
-                state.happened(now, "lost", instance, change.cause, "instance.lost", fields)
+            case Turn.STOPPED | Turn.LOST:
+                turn = change.turn.value
+                state.happened(now, turn, instance, change.reason, f"instance.{turn}", fields)
             case Turn.FAILED:
-                state.happened(now, "load_failed", instance, change.cause, "instance.failed", fields)
-                self._count_failure(instance, change.cause, instance.created_at, now)
+                state.happened(now, "load_failed", instance, change.reason, "instance.failed", fields)
+                self._count_failure(instance, change.reason.text, instance.created_at, now)
 
     def _count_failure(self, instance: Instance, cause: str, decided_at: float, now: float) -> None:
         """Notes the try; after the last one those who wait are told, unless other instances serve them."""
@@ -247,7 +262,12 @@ class Policy:
         others = [other for other in state.fleet.of_version(instance.version_id) if other.placeable]
         if covers(others):
             return
-        message = f"{instance.model} could not be loaded: {cause}"
         for admission in state.queues.waiting(instance.version_id):
             retry_s = state.rules.load_backoff_max_s
+            message = f"{admission.model} could not be loaded: {cause}"
             admitting.refuse(state, admission, RefusalReason.LOAD_FAILED, message, now, retry_s)
+
+
+def _ready(instance: Instance, took_s: float) -> Reason:
+    layers = f"all {instance.num_layers} layers" if instance.num_layers else "all"
+    return Reason("loaded", f"{layers} loaded in {lasting(took_s)}", {"num_layers": instance.num_layers})

@@ -25,7 +25,7 @@ def happening(told: Told, model: Model, now: float) -> Happening:
         case Turn.BEGUN:
             reason = _begun(course)
             urgency = "urgent" if course.urgent else "idle"
-            fields |= {"sources": ",".join(sources_of(course)), "urgency": urgency, "why": course.reason}
+            fields |= {"sources": ",".join(sources_of(course)), "urgency": urgency} | course.reason.fields
             fields["planned_bytes_per_s"] = course.planned_bytes_per_s
         case Turn.REPAIRED:
             reason = _repaired(course, told.before)
@@ -50,6 +50,7 @@ def slow(relay: RunningRelay, measured: float, arrow: Arrow | None, model: Model
         "sources": ",".join(source for source, _ in relay.feeds),
         "new_sources": ",".join(arrow.striped) if arrow else "",
     }
+    fields["cause"] = "replanned" if arrow else "no_better_source"
     reason = f"{planned}; re-planned: {arrow}" if arrow else f"{planned}; no better source is known"
     return Happening(
         now, "reroute" if arrow else "relay_slow", model.name, relay.target, reason, f"{EVENTS}slow", fields
@@ -67,7 +68,7 @@ def _begun(course: Course) -> str:
     planned = [source for source, _ in course.feeds]  # what is followed first may be a part of it
     arrow = f"{' + '.join(planned or sources_of(course)) or '?'} -> {course.target}"
     text = f"{arrow}, {'urgent' if course.urgent else 'idle'}, {_mega(course.pack_bytes)} MB"
-    return f"{text}: {course.reason}" if course.reason else text
+    return f"{text}: {course.reason.text}" if course.reason.text else text
 
 
 def _repaired(course: Course, before: Copy | None) -> str:
@@ -96,6 +97,7 @@ def _doubted(course: Course, new: tuple[str, ...]) -> str:
 def _repair_fields(copy: Copy | None, before: Copy | None) -> Fields:
     assert copy is not None
     return {
+        "cause": "given_up" if given_up(before, copy) else "joined",
         "num_repairs": copy.num_repairs,
         "joined": ",".join(joined(before, copy)),
         "given_up": ",".join(given_up(before, copy)),

@@ -37,7 +37,7 @@ def _view(course: Course, model: str, is_slow: bool, now: float) -> RelayView:
         planned_bytes_per_s=course.planned_bytes_per_s,
         running_s=course.running_s(now),
         num_replans=course.num_replans,
-        reason=course.reason,
+        reason=course.reason.text,
         error=course.error,
     )
     if copy is not None:

@@ -11,6 +11,7 @@ from torchrelay.scheduler.courses import Course, Told
 from torchrelay.scheduler.effects import Hop, RerouteCommand
 from torchrelay.scheduler.planning import Arrow, RunningRelay, measured_bytes_per_s, plan, whole_holders
 from torchrelay.scheduler.planning.departures import is_due, redrawn, watched
+from torchrelay.scheduler.reasons import NO_REASON, Reason
 from torchrelay.scheduler.state import State
 
 
@@ -22,7 +23,7 @@ def draw(
     now: float,
     *,
     urgent: bool = True,
-    reason: str = "",
+    reason: Reason = NO_REASON,
 ) -> tuple[Arrow, ...]:
     """Arrows that bring the pack to the stores, by what the links have left beside what runs; they count as started."""
     stores = state.view.stores
@@ -46,7 +47,7 @@ def draw(
     return tuple(_as_it_runs(state, pack_id, arrow) for arrow in arrows)
 
 
-def _course(state: State, relay: RunningRelay, pack_bytes: int, reason: str) -> Course:
+def _course(state: State, relay: RunningRelay, pack_bytes: int, reason: Reason) -> Course:
     store = state.view.stores.get(relay.target)
     earlier = store.copies.get(relay.pack_id) if store else None
     return Course(

@@ -8,6 +8,7 @@ from torchrelay.scheduler import relaying
 from torchrelay.scheduler.copybook import Ended
 from torchrelay.scheduler.core import Instance, Model, Store
 from torchrelay.scheduler.effects import CopyCommand, GuardCommand, Happening, Hop
+from torchrelay.scheduler.reasons import Reason
 from torchrelay.scheduler.replication import CopyOrder, Holdings, Pack, repair
 from torchrelay.scheduler.state import State
 
@@ -63,13 +64,19 @@ def _holdings(state: State, now: float) -> Holdings:
 def _copy(state: State, order: CopyOrder, now: float) -> None:
     model = state.copybook.recency.model(order.pack_id)
     (arrow,) = relaying.draw(
-        state, order.pack_id, model.pack_bytes, [order.store_id], now, urgent=order.urgent, reason=order.reason
+        state,
+        order.pack_id,
+        model.pack_bytes,
+        [order.store_id],
+        now,
+        urgent=order.urgent,
+        reason=Reason(order.cause.value, order.reason),
     )
     state.copybook.order((order.pack_id, order.store_id), order.cause, now)
     hop = Hop(arrow.target, arrow.sources, (), arrow.num_striped)
     state.effects.commands.append(CopyCommand(model, hop, order.urgent, not order.may_evict_guarded))
     cause = order.cause.value
-    fields = {"pack_id": order.pack_id, "store_id": order.store_id, "source": arrow.upstream}
+    fields = {"cause": cause, "pack_id": order.pack_id, "store_id": order.store_id, "source": arrow.upstream}
     _happened(state, now, cause, model, f"{order.reason}: {arrow}", f"scale.{cause}", fields)
 
 
@@ -92,6 +99,7 @@ def _ended(state: State, ended: Ended, now: float) -> None:
         return
     model = state.copybook.recency.model(ended.pack_id)
     fields: dict[str, str | float] = {"pack_id": ended.pack_id, "store_id": ended.store_id, "took_s": ended.took_s}
+    fields |= {"cause": ended.cause.value} | ({"error": ended.error} if ended.error else {})
     kind, reason = ("copy_failed", ended.error) if ended.error else ("copied", f"{ended.cause.value} is done")
     _happened(state, now, kind, model, f"{ended.store_id}: {reason}", f"scale.{kind}", fields)
 

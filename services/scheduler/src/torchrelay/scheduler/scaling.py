@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torchrelay.scheduler.core import BOTH, Model, Phase, Role, Roles, Worker
 from torchrelay.scheduler.making_room import make_room
+from torchrelay.scheduler.reasons import Reason
 from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.situation import Action, Demand, Drain, Load, SetRoles, Situation, Wake, covers
 from torchrelay.scheduler.slots import assign, free_slots
@@ -101,7 +103,7 @@ def _start(
     slots = free_slots(demand.model, free.values(), situation.stores, demand.avoid)
     assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
     if assignments:
-        return [Wake(demand.model, assignments, _wake_reason(demand, "role missing" if played else "at zero"))], True
+        return [Wake(demand.model, assignments, _wake_reason(demand, *(_MISSING if played else _AT_ZERO)))], True
     if spread := _play_both(_own(demand.model, situation), situation.workers, missing):
         return [spread], True
     return list(make_room(demand, missing, situation, decided, rules)), False
@@ -122,11 +124,18 @@ def _grow(
     missing = {role: max(wanted - sum(role in one for one in roles), 0) for role in Role}
     slots = free_slots(demand.model, free.values(), situation.stores, demand.avoid)
     assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
-    return [Wake(demand.model, assignments, _wake_reason(demand, f"{wanted} per role wanted"))] if assignments else []
+    reason = _wake_reason(demand, "growth", f"{wanted} per role wanted", num_wanted=wanted)
+    return [Wake(demand.model, assignments, reason)] if assignments else []
 
 
-def _wake_reason(demand: Demand, why: str) -> str:
-    return f"{why}: {demand.num_waiting} waiting, {demand.num_cold} placed on loading instances"
+_AT_ZERO = ("at_zero", "at zero")
+_MISSING = ("role_missing", "role missing")
+
+
+def _wake_reason(demand: Demand, cause: str, why: str, **figures: int) -> Reason:
+    placed = f", {demand.num_cold} placed on what still loads" if demand.num_cold else ""
+    waiting = {"num_waiting": demand.num_waiting, "num_cold": demand.num_cold}
+    return Reason(cause, f"{why}, {demand.num_waiting} waiting{placed}", waiting | figures)
 
 
 def _play_both(own: Sequence[Load], workers: Mapping[str, Worker], missing: Roles) -> SetRoles | None:
@@ -135,7 +144,8 @@ def _play_both(own: Sequence[Load], workers: Mapping[str, Worker], missing: Role
         worker = workers.get(load.instance.worker_id)
         if worker and worker.can_play >= BOTH and load.instance.placeable and load.instance.pending_roles is None:
             names = " and ".join(role.name.lower() for role in sorted(missing))
-            return SetRoles(load.instance.instance_id, BOTH, f"no instance plays {names}, and no slot is free")
+            reason = Reason("role_missing", f"no instance plays {names}, and no slot is free")
+            return SetRoles(load.instance.instance_id, BOTH, reason)
     return None
 
 
@@ -158,19 +168,21 @@ def _idle(situation: Situation, decided: Sequence[Action], rules: Rules) -> list
         if version_id in waited_for:
             continue
         timeout_s = situation.idle_timeouts_s.get(version_id) or rules.idle_timeout_s
+        after = {"idle_timeout_s": timeout_s}
         if all(_is_forsaken(load, situation.now - rules.cancel_after_s) for load in loads):
-            reason = "nobody waits for it any more"
-            actions += [Drain(load.instance.instance_id, "cancel", reason) for load in loads]
+            cancelled = Reason("cancel", "nobody waits for it any more")
+            actions += [Drain(load.instance.instance_id, cancelled) for load in loads]
             continue
         idle = [load for load in loads if load.is_idle_since(situation.now - timeout_s)]
-        reason = f"idle for {timeout_s:g} s"
+        reason = Reason("idle", f"idle for {timeout_s:g} s", after)
         if len(idle) == len(loads):
-            actions += [Drain(load.instance.instance_id, "idle", reason) for load in idle]
+            actions += [Drain(load.instance.instance_id, reason) for load in idle]
             continue
         # What still loads may be meant for requests that have a place, cold as it is: it would be loaded again at once.
         for load in (load for load in idle if load.instance.phase is Phase.READY or version_id not in placed_cold):
             rest = [other for other in loads if other is not load]
             if covers(other.instance for other in rest):
                 loads = rest
-                actions.append(Drain(load.instance.instance_id, "idle", f"{reason}; others of the model remain"))
+                spared = replace(reason, text=f"{reason.text}; others of the model remain")
+                actions.append(Drain(load.instance.instance_id, spared))
     return actions

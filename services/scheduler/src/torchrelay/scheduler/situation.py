@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrelay.scheduler.core import BOTH, Instance, Model, Roles, Store, Worker
+from torchrelay.scheduler.reasons import Reason
 from torchrelay.scheduler.slots import Assignment
 
 
@@ -29,6 +30,7 @@ class Load:
     instance: Instance
     num_open: int  # attempts placed there
     num_reported: int  # running and waiting, as the worker counts
+    tenants: frozenset[str] = frozenset()  # whose models it serves: identical uploads share an instance
 
     @property
     def busy(self) -> bool:
@@ -53,21 +55,20 @@ class Situation:
 class Wake:
     model: Model
     assignments: tuple[Assignment, ...]
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True)
 class SetRoles:
     instance_id: str
     roles: Roles
-    reason: str
+    reason: Reason
 
 
 @dataclass(frozen=True)
 class Drain:
     instance_id: str
-    kind: str  # "idle", "cancel", "evict", "share", "turn"
-    reason: str
+    reason: Reason  # its cause: "idle", "cancel", "evict", "share", "turn"
 
 
 Action = Wake | SetRoles | Drain

@@ -17,9 +17,11 @@ from torchrelay.scheduler.gateways import Gateways
 from torchrelay.scheduler.handovers import Handovers
 from torchrelay.scheduler.latency import Latencies
 from torchrelay.scheduler.links import Links
+from torchrelay.scheduler.namesakes import Namesakes
 from torchrelay.scheduler.planning import Relays
 from torchrelay.scheduler.prediction import queue_s
 from torchrelay.scheduler.queueing import Queues
+from torchrelay.scheduler.reasons import Reason
 from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.view import View
 from torchrelay.scheduler.warm_prefixes import WarmPrefixes
@@ -49,6 +51,7 @@ class State:
     prefixes: WarmPrefixes = field(default_factory=WarmPrefixes)
     courses: Courses = field(default_factory=Courses)
     copybook: CopyBook = field(default_factory=CopyBook)
+    namesakes: Namesakes = field(default_factory=Namesakes)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     effects: Effects = field(default_factory=Effects)
     fruitless: dict[str, frozenset[str]] = field(default_factory=dict)  # request id -> instances; see note_fruitless
@@ -68,6 +71,7 @@ class State:
 
     def note_model(self, model: Model) -> None:
         """Remembers the newest settings of a version; bounded, unused ones go first."""
+        self.namesakes.note(model.version_id, model.pack_id, model.name)
         self.models.pop(model.version_id, None)
         self.models[model.version_id] = model
         if len(self.models) > _MAX_MODELS:
@@ -97,7 +101,7 @@ class State:
         now: float,
         kind: str,
         subject: Instance | Model,
-        reason: str,
+        reason: Reason | str,
         event: str = "",
         fields: Mapping[str, str | int | float] | None = None,
     ) -> None:
@@ -105,7 +109,10 @@ class State:
         model, name = (
             (subject.name, subject.name) if isinstance(subject, Model) else (subject.model, subject.instance_id)
         )
-        self.effects.happenings.append(Happening(now, kind, model, name, reason, event, fields or {}))
+        why = reason if isinstance(reason, Reason) else Reason("", reason)
+        named = self.namesakes.of(subject.version_id)
+        told = Happening(now, kind, model, name, why.text, event, {**(fields or {}), **why.fields}, namesakes=named)
+        self.effects.happenings.append(told)
 
     def queue_s(self, instance: Instance, latency: LatencyModel) -> float:
         """How long the prompts take that wait at the instance: reported, and placed since the report."""

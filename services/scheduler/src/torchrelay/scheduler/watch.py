@@ -1,7 +1,8 @@
 """Who is there: discovered from load reports on the broker, then watched by a stream to each.
 
-A stream brings every change of a slot or a copy at once. When it breaks, the peer's port tells whether the process is
-gone; if it is, the peer is lost that moment, else it is lost after three seconds without a report.
+A stream brings every change of a slot or a copy at once. A worker that is told to stop ends its stream. When a stream
+breaks, the peer's port tells whether the process is gone; if it is, the peer is lost that moment, else after three
+seconds without a report.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -93,11 +94,16 @@ class Watcher:
         view, worker_id = self._desk.policy.state.view, first.worker_id
         stub = worker_pb2_grpc.WorkerStub(self._peers.channel(first.grpc_address))
         while worker_id in view.workers:
-            async for report in _until_broken(stub.WatchSlot(worker_pb2.WatchSlotRequest()), worker_id):
+            stream = _Stream(stub.WatchSlot(worker_pb2.WatchSlotRequest()), worker_id)
+            async for report in stream:
                 if report.worker_id != worker_id or report.incarnation != first.incarnation:
                     break  # the port belongs to somebody else by now
                 self._desk.worker_reported(report, streamed=True)
             self._desk.worker_stream_closed(worker_id)
+            if stream.was_ended:
+                self._desk.worker_left(worker_id)
+                await self._peers.forget(first.grpc_address)
+                return
             if await is_refused(first.grpc_address):
                 self._desk.worker_gone(worker_id)
                 await self._peers.forget(first.grpc_address)
@@ -108,7 +114,7 @@ class Watcher:
         view, store_id = self._desk.policy.state.view, first.store_id
         stub = param_store_pb2_grpc.ParamStoreStub(self._peers.channel(first.grpc_address))
         while store_id in view.stores:
-            async for report in _until_broken(stub.WatchCopies(param_store_pb2.WatchCopiesRequest()), store_id):
+            async for report in _Stream(stub.WatchCopies(param_store_pb2.WatchCopiesRequest()), store_id):
                 if report.store_id != store_id or report.incarnation != first.incarnation:
                     break
                 self._desk.store_reported(report)
@@ -123,12 +129,22 @@ async def _fail(error: Exception) -> None:
     raise error
 
 
-async def _until_broken(stream: AsyncIterable[Report], peer: str) -> AsyncIterator[Report]:
-    try:
-        async for report in stream:
-            yield report
-    except grpc.aio.AioRpcError as error:
-        log.info("watch_broken", peer=peer, status=error.code().name, detail=error.details())
+class _Stream(Generic[Report]):
+    """A peer's reports until its stream ends or breaks. ``was_ended``: by the peer itself, which is its farewell."""
+
+    def __init__(self, reports: AsyncIterable[Report], peer: str) -> None:
+        self._reports: AsyncIterable[Report] = reports
+        self._peer = peer
+        self.was_ended = False
+
+    async def __aiter__(self) -> AsyncIterator[Report]:
+        try:
+            async for report in self._reports:
+                yield report
+        except grpc.aio.AioRpcError as error:
+            log.info("watch_broken", peer=self._peer, status=error.code().name, detail=error.details())
+        else:
+            self.was_ended = True
 
 
 def _parsed(kind: type[Report], message: Msg) -> Report | None:

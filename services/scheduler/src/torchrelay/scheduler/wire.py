@@ -184,6 +184,7 @@ def admission_of(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: floa
         lost_workers=frozenset(request.lost_workers),
         traceparent=request.traceparent,
         block_hashes=tuple(request.block_hashes),
+        model=request.version.model,
     )
 
 

@@ -10,12 +10,18 @@ from typing import Any, TypeVar
 import msgspec
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.faults import BOOLEAN, LIST, NUMBER, OBJECT, TEXT, WHOLE, shown
 from torchrelay.gateway.inference.misspelt import misspelt
 
 B = TypeVar("B", bound=msgspec.Struct)
 _NAMES: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_PATH = re.compile(r" - at `\$\.?(\w*)[^`]*`$")
+_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 _FIELD = re.compile(r"required field `(\w+)`")
+_EXPECTED = re.compile(r"Expected `([^`]+)`(?: ([<>]=?) (-?\d+))?")
+_GOT = re.compile(r"got `(\w+)`")
+_KINDS = {"int": WHOLE, "float": NUMBER, "str": TEXT, "bool": BOOLEAN, "array": LIST, "object": OBJECT}
+_BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+_UNTOLD = {"messages", "prompt"}  # what is in them is nobody's but the tenant's
 _MAX_LOOKED_AT = 1 << 16  # bytes: looking for a wrong number costs seconds in a body of megabytes
 
 
@@ -27,15 +33,41 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes) -> B:
             raise InvalidRequest(f"{slip[0]} is not known: is {slip[1]} meant?", field=slip[0])
         return body
     except msgspec.ValidationError as error:
-        message = str(error)
-        path, field = _PATH.search(message), _FIELD.search(message)
-        name = path[1] if path and path[1] else field[1] if field else None
-        raise InvalidRequest(f"{name}: {_PATH.sub('', message)}" if name else message, field=name) from error
+        message, name = _in_words(str(error), encoded)
+        raise InvalidRequest(message, field=name) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         if number := _not_a_number(encoded):
             said = f"{number}: JSON has no NaN and no infinity; it must be a finite number"
             raise InvalidRequest(said, field=number) from error
         raise InvalidRequest(f"the body is not JSON: {error}") from error
+
+
+def _in_words(fault: str, encoded: bytes) -> tuple[str, str | None]:
+    """What msgspec says in a sentence, and the field of the body that it is about."""
+    path, missing, expected = _PATH.search(fault), _FIELD.search(fault), _EXPECTED.match(fault)
+    where = path[1] if path else ""
+    if missing:
+        where = f"{where}.{missing[1]}".lstrip(".")
+    name = re.split(r"[.\[]", where)[0] or None
+    if missing:
+        return f"{where} is missing", name
+    if expected is None:
+        return f"{where}: {_PATH.sub('', fault)}".removeprefix(": "), name
+    kinds = [_KINDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
+    wanted = f"{_BOUNDS[expected[2]]} {expected[3]}" if expected[2] else " or ".join(kinds)
+    got = _GOT.search(fault)
+    given = _given(where, encoded) or (_KINDS.get(got[1], got[1]) if got else "")
+    return f"{where or 'the body'} must be {wanted}{f', not {given}' if given else ''}", name
+
+
+def _given(field: str, encoded: bytes) -> str:
+    """What the body has there, in so few letters; empty where it is deeper in the body, or not to be told."""
+    if len(encoded) > _MAX_LOOKED_AT or field in _UNTOLD:
+        return ""
+    try:
+        return shown(json.loads(encoded)[field])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
 
 
 def _not_a_number(encoded: bytes) -> str | None:

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.faults import told
 from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway.openai_error import body, error_body, error_headers
 
@@ -43,7 +44,8 @@ def first_fault(faults: Sequence[Any]) -> tuple[str, str | None]:
         return "the body is not valid JSON", None
     if fault["type"] == "missing" and not where:
         return "the request has no body", None
-    return f"{fault['msg']}: {'.'.join(where)}", ".".join(where) or None
+    field = ".".join(where)
+    return told(field or "the body", fault), field or None
 
 
 async def _frameworks(request: Request, error: Exception) -> JSONResponse:

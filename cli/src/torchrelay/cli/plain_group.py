@@ -1,0 +1,22 @@
+"""The root of all commands: a wrong option is told in a plain sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+
+class PlainGroup(TyperGroup):
+    """Typer names the option, and lets Pydantic say what is wrong with its value; here that is put in our words."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            if faults := getattr(error.__cause__, "errors", None):  # a ValidationError, without importing Pydantic
+                from torchrelay.common.faults import told
+
+                error.message = told("", faults()[0])
+            raise

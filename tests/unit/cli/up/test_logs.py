@@ -1,0 +1,45 @@
+"""Logs are bounded, also under a child that goes on writing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from torchrelay.cli.up.logs import begin, earlier, trim
+
+TALKER = """
+import sys
+for line in sys.stdin:
+    print(line, end="", flush=True)
+"""
+
+
+def test_a_run_begins_a_fresh_log_and_keeps_the_last(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    begin(log)  # there is none yet
+    for run in ("first", "second", "third"):
+        begin(log)
+        log.write_text(run)
+    assert (log.read_text(), earlier(log).read_text()) == ("third", "second")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gateway.log", "gateway.log.1"]
+
+
+def test_a_log_that_grows_too_long_is_begun_anew_under_its_writer(tmp_path: Path) -> None:
+    log = tmp_path / "gateway.log"
+    with log.open("ab") as file:
+        child = subprocess.Popen([sys.executable, "-c", TALKER], stdin=subprocess.PIPE, stdout=file, text=True)
+    assert child.stdin is not None
+    child.stdin.write("x" * 2000 + "\n")
+    child.stdin.flush()
+    while log.stat().st_size < 2001:
+        assert child.poll() is None
+    trim(log, max_bytes=2001)
+    assert log.stat().st_size == 2001  # not too long yet
+    trim(log, max_bytes=2000)
+    assert log.stat().st_size == 0
+    child.stdin.write("goes on\n")
+    child.stdin.close()
+    assert child.wait(10) == 0
+    assert log.read_text() == "goes on\n"  # from the beginning of the file, without a hole
+    assert earlier(log).read_text() == "x" * 2000 + "\n"

@@ -1,0 +1,84 @@
+"""Tenants who uploaded the very same files: one version, and nobody is told of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.scheduler.scene import Scene, a_model, a_store, a_worker, two_workers_one_host
+from torchrelay.scheduler.effects import Happening, RefusalReason
+from torchrelay.scheduler.explain import Explain
+from torchrelay.scheduler.namesakes import Namesakes
+
+ACME = a_model("acme/tiny", idle_timeout_s=1.0)
+BIRCH = replace(ACME, name="birch/words")
+
+
+def explained(happenings: list[Happening]) -> Explain:
+    explain = Explain()
+    for happening in happenings:
+        explain.happened(happening)
+    return explain
+
+
+def test_both_read_of_their_own_model_and_of_no_other() -> None:
+    scene = two_workers_one_host()
+    scene.admit(ACME, "r1")
+    scene.finish_loads()
+    scene.admit(BIRCH, "r2")
+    assert len(scene.wakes()) == 1 and scene.placement("r2") is not None
+    for request_id in ("r1", "r2"):
+        scene.release(request_id)
+    scene.pass_time(2.0)
+    explain = explained(scene.happenings)
+    for model in (ACME, BIRCH):
+        decisions = explain.model(model.name)
+        assert {"drain", "idle", "released"} <= {one.kind for one in decisions}
+        told = "".join(one.model + one.subject + one.reason for one in decisions)
+        other = BIRCH if model is ACME else ACME
+        assert other.name not in told
+    assert [one.event for one in scene.happenings].count("instance.released") == 2  # once each for the operator
+
+
+def test_refusals_name_the_model_that_was_called() -> None:
+    scene = two_workers_one_host(load_tries=1)
+    scene.failing_workers = {"w-a", "w-b"}
+    scene.admit(ACME, "r1")
+    scene.pass_time(10.0)
+    scene.admit(BIRCH, "r2")
+    scene.pass_time(10.0)
+    for request_id, own in (("r1", ACME), ("r2", BIRCH)):
+        refusal = scene.refusal(request_id)
+        assert refusal is not None and refusal.reason is RefusalReason.LOAD_FAILED
+        assert refusal.message.startswith(f"{own.name} could not be loaded")
+
+
+def test_a_shared_instance_that_makes_room_names_nobody() -> None:
+    scene = Scene().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene.admit(ACME, "r1")
+    scene.finish_loads()
+    scene.admit(BIRCH, "r2")
+    for request_id in ("r1", "r2"):
+        scene.release(request_id)
+    scene.admit(a_model("acme/other"), "r3")
+    evicted = [one.reason for one in scene.happenings if one.kind == "evict"]
+    assert evicted == ["idle, and a model of another tenant waits for a slot"]
+
+
+def test_a_requests_timeline_is_of_the_model_it_named() -> None:
+    scene = two_workers_one_host()
+    scene.failing_workers = {"w-a", "w-b"}
+    scene.admit(ACME, "r1")
+    scene.admit(BIRCH, "r2")  # named last, while both wait
+    scene.failing_workers = set()
+    scene.pass_time(10.0)
+    assert {one.key.request_id: one.model for one in scene.opened} == {"r1": ACME.name, "r2": BIRCH.name}
+
+
+def test_names_are_bounded() -> None:
+    names = Namesakes()
+    for number in range(100):
+        names.note("v", "p", f"tenant-{number:03}/m")
+    assert len(names.of("v")) == 64 and "tenant-099/m" in names.of("v")
+    for number in range(5000):
+        names.note(f"v{number}", "p", "acme/m")
+    assert len(list(names)) == 4096 and names.of("v") == ()
