@@ -39,6 +39,7 @@ MAX_TRACE_BYTES = 64 << 20
 # From an engine's step to a model that comes from far: by default they are 5, 10, 25 ... 10,000, made for milliseconds.
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _PROPAGATOR = TraceContextTextMapPropagator()
+_TRACER = trace.get_tracer("torchrelay")  # finds the provider once it is set; asking for it anew is dear
 
 
 class SpanFile(SpanExporter):
@@ -156,8 +157,7 @@ def current_traceparent() -> str:
 def span_of(name: str, traceparent: str = "", **attributes: str | int | float | bool) -> Iterator[trace.Span]:
     """A span below ``traceparent`` (a message's), or below the current span when that is empty."""
     parent = _PROPAGATOR.extract({"traceparent": traceparent}) if traceparent else context.get_current()
-    tracer = trace.get_tracer("torchrelay")
-    with tracer.start_as_current_span(name, context=parent, attributes=attributes) as span:
+    with trace.use_span(_TRACER.start_span(name, context=parent, attributes=attributes), end_on_exit=True) as span:
         yield span
 
 
@@ -166,8 +166,7 @@ def record_span(
 ) -> None:
     """A span whose times were measured elsewhere (the engine's thread, another process's clock)."""
     parent = _PROPAGATOR.extract({"traceparent": traceparent}) if traceparent else None
-    tracer = trace.get_tracer("torchrelay")
-    tracer.start_span(name, context=parent, start_time=begin_unix_ns, attributes=attributes).end(end_unix_ns)
+    _TRACER.start_span(name, context=parent, start_time=begin_unix_ns, attributes=attributes).end(end_unix_ns)
 
 
 def seconds_histogram(meter: metrics.Meter, name: str, description: str) -> metrics.Histogram:

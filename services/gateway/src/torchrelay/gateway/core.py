@@ -119,6 +119,6 @@ class ChoiceUsage:
 class Reservation:
     """What ``Limits.admit`` took from a tenant's budget; given back by ``Limits.release``."""
 
-    reservation_id: str
+    reservation_id: str  # empty for who has no limits
     tenant_id: str
     reserved_nano: int  # 0: nothing was reserved

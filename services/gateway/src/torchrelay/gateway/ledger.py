@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Row, func, insert, select, update
+from sqlalchemy import bindparam, func, insert, select, update
 
 from torchrelay.common.errors import NotFound
 from torchrelay.common.telemetry import get_logger
@@ -27,6 +27,20 @@ from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
 
 log = get_logger(__name__)
+
+# Made once: to build one of these takes longer than to run it.
+_WIN = (
+    update(opened)
+    .where(opened.c.request_id.in_(bindparam("request_ids", expanding=True)), opened.c.settled_unix_us.is_(None))
+    .values(settled_unix_us=bindparam("now"))
+    .returning(*opened.c)
+)
+_BILL = insert(ledger)
+_CHARGE = (
+    update(balances)
+    .where(balances.c.tenant_id == bindparam("tenant"))
+    .values(spent_nano=balances.c.spent_nano + bindparam("cost"))
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +55,8 @@ class Ledger:
     """Opens and settles requests; an async context manager that ends once what it was given is committed."""
 
     def __init__(self, database: Database) -> None:
-        self._database = database
+        self._open = database.insert(opened).on_conflict_do_nothing()
+        self._prices: dict[str, Price] = {}  # the list is small, and its rows never change
         self._commits: GroupCommit[OpenedRequest | Settlement] = GroupCommit(database, self._apply)
 
     async def __aenter__(self) -> Ledger:
@@ -70,47 +85,39 @@ class Ledger:
         opens = {index: write for index, write in enumerate(writes) if isinstance(write, OpenedRequest)}
         if opens:
             rows = [{name: getattr(write, name) for name in OpenedRequest.__slots__} for write in opens.values()]
-            await connection.execute(self._database.insert(opened).on_conflict_do_nothing(), rows)
+            await connection.execute(self._open, rows)
         settlements = {index: write for index, write in enumerate(writes) if isinstance(write, Settlement)}
-        costs = await _settle(connection, list(settlements.values())) if settlements else {}
+        costs = await self._settle(connection, list(settlements.values())) if settlements else {}
         results: dict[int, Result] = dict.fromkeys(opens, 0)
         for index, settlement in settlements.items():
-            unknown = NotFound(f"request {settlement.request_id} was never opened", field="request_id")
-            results[index] = costs.get(settlement.request_id, unknown)
+            cost = costs.get(settlement.request_id)
+            results[index] = _unknown(settlement) if cost is None else cost
         return results
 
+    async def _settle(self, connection: SqlConnection, settlements: Sequence[Settlement]) -> dict[str, int]:
+        """The cost that stands for each of these requests, by id; those never opened are missing."""
+        usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # the first counts
+        now = time.time_ns() // 1000
+        won = await connection.execute(_WIN, {"request_ids": list(usages), "now": now})
+        costs: dict[str, int] = {}
+        charges: Counter[str] = Counter()
+        values: list[dict[str, Any]] = []
+        for request in [opened_of(row) for row in won]:
+            price = self._prices.get(request.price_id) or await self._price(connection, request.price_id)
+            rows = ledger_rows(request, usages[request.request_id], price)
+            values.extend(_ledger_values(request, row, now) for row in rows)
+            costs[request.request_id] = sum(row.cost_nano for row in rows)
+            charges[request.tenant_id] += costs[request.request_id]
+        if values:
+            await connection.execute(_BILL, values)
+            # In one order everywhere: no two gateways wait for each other.
+            await connection.execute(_CHARGE, [{"tenant": one, "cost": charges[one]} for one in sorted(charges)])
+        return costs | await _standing_costs(connection, usages.keys() - costs.keys())
 
-async def _settle(connection: SqlConnection, settlements: Sequence[Settlement]) -> dict[str, int]:
-    """The cost that stands for each of these requests, by id; those never opened are missing."""
-    usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # the first one counts
-    now = time.time_ns() // 1000
-    won = await connection.execute(
-        update(opened)
-        .where(opened.c.request_id.in_(usages), opened.c.settled_unix_us.is_(None))
-        .values(settled_unix_us=now)
-        .returning(*opened.c)
-    )
-    requests = [opened_of(row) for row in won]
-    price_rows = await _prices(connection, {request.price_id for request in requests})
-    costs: dict[str, int] = {}
-    charges: Counter[str] = Counter()
-    values: list[dict[str, Any]] = []
-    for request in requests:
-        rows = ledger_rows(request, usages[request.request_id], price_rows[request.price_id])
-        values.extend(_ledger_values(request, row, now) for row in rows)
-        costs[request.request_id] = sum(row.cost_nano for row in rows)
-        charges[request.tenant_id] += costs[request.request_id]
-    if values:
-        await connection.execute(insert(ledger), values)
-    for tenant_id, cost in sorted(charges.items()):  # in one order everywhere: no two gateways wait for each other
-        account = update(balances).where(balances.c.tenant_id == tenant_id)
-        await connection.execute(account.values(spent_nano=balances.c.spent_nano + cost))
-    return costs | await _standing_costs(connection, usages.keys() - costs.keys())
-
-
-async def _prices(connection: SqlConnection, price_ids: Iterable[str]) -> dict[str, Price]:
-    rows = await connection.execute(select(prices).where(prices.c.price_id.in_(price_ids)))
-    return {row.price_id: Price(*row) for row in rows}
+    async def _price(self, connection: SqlConnection, price_id: str) -> Price:
+        row = (await connection.execute(select(prices).where(prices.c.price_id == price_id))).one()
+        price = self._prices[price_id] = Price(*row)
+        return price
 
 
 async def _standing_costs(connection: SqlConnection, request_ids: Iterable[str]) -> dict[str, int]:
@@ -125,9 +132,13 @@ async def _standing_costs(connection: SqlConnection, request_ids: Iterable[str])
     return {request_id: int(cost) for request_id, cost in rows}
 
 
-def opened_of(row: Row[tuple[Any, ...]]) -> OpenedRequest:
-    """The opened request in a row of the ``opened`` table."""
-    return OpenedRequest(**{name: getattr(row, name) for name in OpenedRequest.__slots__})
+def _unknown(settlement: Settlement) -> NotFound:
+    return NotFound(f"request {settlement.request_id} was never opened", field="request_id")
+
+
+def opened_of(row: Sequence[Any]) -> OpenedRequest:
+    """The opened request in a whole row of the ``opened`` table, whose last column says when it was settled."""
+    return OpenedRequest(*row[:-1])
 
 
 def _ledger_values(request: OpenedRequest, row: LedgerRow, settled_unix_us: int) -> dict[str, Any]:

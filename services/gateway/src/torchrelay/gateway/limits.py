@@ -60,11 +60,11 @@ class Limits:
         """
         if principal.is_admin:
             raise PermissionDenied("the admin key cannot call models: make a key of a tenant (torchrelay key create)")
+        if principal.requests_per_minute is None and principal.budget_nano is None:
+            return Reservation("", principal.tenant_id, 0)
         cost = cost_nano(model.price, num_prompt_tokens, 0, max_output_tokens)
         reserved = cost if principal.budget_nano is not None else 0
         reservation = Reservation(new_id("rsv"), principal.tenant_id, reserved)
-        if principal.requests_per_minute is None and principal.budget_nano is None:
-            return reservation
         answer = await self._ask(principal, reservation, spent_nano=-1)
         if answer[0] == b"spent?":
             answer = await self._ask(principal, reservation, await self._spent(principal.tenant_id))

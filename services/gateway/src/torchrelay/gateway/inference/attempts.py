@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchrelay.common.prefixes import prefix_keys
+from torchrelay.common.prefixes import ROUTING_TOKENS, routing_keys
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.inference.admission import Admissions, Key, Listener
@@ -55,7 +55,7 @@ def admit_request(
     call: Call, plan: AttemptPlan, lost_workers: Sequence[str], traceparent: str
 ) -> scheduler_pb2.AdmitRequest:
     """What the scheduler is asked; resumed attempts ask for the same prompt with tokens to force."""
-    block_tokens = call.model.version.routing_block_tokens
+    has_routing_keys = call.model.version.routing_block_tokens == ROUTING_TOKENS
     return scheduler_pb2.AdmitRequest(
         key=types_pb2.AttemptKey(request_id=call.request_id, attempt=plan.attempt),
         version=model_version(call),
@@ -63,7 +63,7 @@ def admit_request(
         num_forced_tokens=plan.num_forced_tokens,
         max_tokens=call.sampling.max_tokens,
         num_choices=len(plan.forced),
-        block_hashes=prefix_keys(call.principal.tenant_id, call.prompt, block_tokens) if block_tokens else (),
+        block_hashes=routing_keys(call.principal.tenant_id, call.prompt) if has_routing_keys else (),
         deadline_class=scheduler_pb2.DEADLINE_CLASS_INTERACTIVE,
         lost_workers=lost_workers,
         traceparent=traceparent,
@@ -131,13 +131,14 @@ class Attempt:
         self.num_output_tokens += num_tokens
         if not self.first_token_unix_us:
             self.first_token_unix_us = now_unix_us()
-        for phase in output.phases:
+        if output.phases:
             where = self._worker_of(output)
-            self.measured.append(
+            self.measured += [
                 scheduler_pb2.Phase(
-                    name=phase.name, begin_unix_us=phase.begin_unix_us, end_unix_us=phase.end_unix_us, where=where
+                    name=one.name, begin_unix_us=one.begin_unix_us, end_unix_us=one.end_unix_us, where=where
                 )
-            )
+                for one in output.phases
+            ]
 
     def _worker_of(self, output: pb.ChoiceOutput) -> str:
         """Who sent it: the prefill worker gives each choice its first new token, the decode worker the others."""

@@ -17,8 +17,9 @@ class Bell:
         self._timer = self._loop.call_later(first_tick_s, self._tick)
 
     def ring(self) -> None:
-        self._is_rung = True
-        self._wake()
+        if not self._is_rung:
+            self._is_rung = True
+            self._wake()
 
     async def wait(self) -> bool:
         """Waits for a ring since the last call (True) or a tick (False)."""

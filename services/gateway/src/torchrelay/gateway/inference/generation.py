@@ -68,10 +68,13 @@ class Generation:
 
     def carries(self, attempt: int, choice: int) -> bool:
         """Whether ``choice`` still waits for tokens of ``attempt``."""
+        return self._carried(attempt, choice) is not None
+
+    def _carried(self, attempt: int, choice: int) -> Progress | None:
         if choice >= len(self.choices):
-            return False
+            return None
         progress = self.choices[choice]
-        return progress.attempt == attempt and progress.finish is None
+        return progress if progress.attempt == attempt and progress.finish is None else None
 
     def is_over(self, attempt: int) -> bool:
         """Whether no choice waits for tokens of ``attempt`` any more."""
@@ -83,12 +86,12 @@ class Generation:
 
     def accept(self, output: pb.ChoiceOutput) -> Delivery | None:
         """The tokens that ``output`` adds, with those it makes room for; None when it adds nothing."""
-        if not self.carries(output.key.attempt, output.choice):
+        progress = self._carried(output.key.attempt, output.choice)
+        if progress is None:
             return None
-        progress = self.choices[output.choice]
-        if self._num_cached is None and output.first_position == progress.num_forced:  # only prefill knows
+        tokens, position, num_before = output.token_ids[:], output.first_position, len(progress.tokens)
+        if self._num_cached is None and position == progress.num_forced:  # only prefill knows
             self._num_cached = output.num_cached_prompt_tokens
-        tokens, position, num_before = list(output.token_ids), output.first_position, len(progress.tokens)
         cause = _CAUSES.get(output.finish_reason)
         if position > num_before:
             if position <= self._max_tokens:
@@ -105,9 +108,10 @@ class Generation:
         if num_known > len(tokens):
             return
         progress.tokens += tokens[num_known:]
-        del progress.tokens[self._max_tokens :]
-        is_full = len(progress.tokens) == self._max_tokens
-        progress.finish = cause or (Cause.LENGTH if is_full else None)
+        progress.finish = cause
+        if len(progress.tokens) >= self._max_tokens:
+            del progress.tokens[self._max_tokens :]
+            progress.finish = cause or Cause.LENGTH
 
     def resume(self, attempt: int) -> list[AttemptPlan]:
         """The attempts that take over from ``attempt``, which failed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from opentelemetry import metrics
@@ -12,17 +13,20 @@ from torchrelay.gateway.inference.core import Usage
 
 
 class Meters:
-    """Instruments; ``running`` and ``unsettled`` are read when metrics are collected."""
+    """Instruments; ``running`` and ``unsettled``, like the counts, are read when metrics are collected."""
 
     def __init__(self, running: Callable[[], int], unsettled: Callable[[], int]) -> None:
         meter = metrics.get_meter("torchrelay.gateway")
-        self._requests = meter.create_counter(
-            "torchrelay_gateway_requests", description="Ended requests by outcome: ok, client_left or an error's code."
-        )
-        self._tokens = meter.create_counter(
-            "torchrelay_gateway_tokens", description="Tokens of ended requests by kind: prompt, cached, output."
-        )
+        self._num_requests: Counter[str] = Counter()  # by outcome
+        self._num_tokens: Counter[str] = Counter()  # by kind
         self._ttft = seconds_histogram(meter, "torchrelay_gateway_ttft", "From the start of a request to its token.")
+
+        def counter(name: str, description: str, attribute: str, counts: Counter[str]) -> None:
+            def observe(_options: CallbackOptions) -> Iterable[Observation]:
+                # Copied at once: a thread of the exporter reads while requests end.
+                return [Observation(count, {attribute: key}) for key, count in list(counts.items())]
+
+            meter.create_observable_counter(f"torchrelay_gateway_{name}", [observe], description=description)
 
         def gauge(name: str, description: str, value: Callable[[], int]) -> None:
             def observe(_options: CallbackOptions) -> Iterable[Observation]:
@@ -30,17 +34,20 @@ class Meters:
 
             meter.create_observable_gauge(f"torchrelay_gateway_{name}", [observe], description=description)
 
+        requests = "Ended requests by outcome: ok, client_left or an error's code."
+        counter("requests", requests, "outcome", self._num_requests)
+        counter("tokens", "Tokens of ended requests by kind: prompt, cached, output.", "kind", self._num_tokens)
         gauge("running", "Requests under way.", running)
         gauge("unsettled", "Writes to the ledger that wait for SQL.", unsettled)
 
     def ended(self, outcome: str) -> None:
-        self._requests.add(1, {"outcome": outcome})
+        self._num_requests[outcome] += 1
 
     def used(self, usage: Usage, ttft_s: float | None) -> None:
         """What a request used; nothing when it had no token."""
         if ttft_s is None:
             return
         self._ttft.record(ttft_s)
-        self._tokens.add(usage.num_prompt_tokens, {"kind": "prompt"})
-        self._tokens.add(usage.num_cached_prompt_tokens, {"kind": "cached"})
-        self._tokens.add(usage.num_output_tokens, {"kind": "output"})
+        self._num_tokens["prompt"] += usage.num_prompt_tokens
+        self._num_tokens["cached"] += usage.num_cached_prompt_tokens
+        self._num_tokens["output"] += usage.num_output_tokens

@@ -14,7 +14,9 @@ def misspelt(given: Collection[str], known: Collection[str]) -> tuple[str, str] 
 
     A known name that is given too was not meant: beside ``model``, ``models`` is somebody's extension.
     """
-    unknown = islice((name for name in given if name not in known), MAX_UNKNOWN)
+    unknown = list(islice((name for name in given if name not in known), MAX_UNKNOWN))
+    if not unknown:
+        return None
     missing = [name for name in known if name not in given and len(name) >= MIN_CHARS]
     return next(((name, meant) for name in unknown for meant in _near(name, missing)), None)
 

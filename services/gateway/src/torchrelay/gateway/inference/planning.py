@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from dataclasses import dataclass
 
 from torchrelay.common.errors import ContextLengthExceeded, InvalidRequest
@@ -42,7 +42,7 @@ def sampling_of(ask: Ask, model: PublishedModel, num_prompt_tokens: int, bounds:
         frequency_penalty=ask.frequency_penalty,
         logit_bias=dict(ask.logit_bias),
         top_logprobs=ask.top_logprobs,
-        seed=secrets.randbits(64) if ask.seed is None else ask.seed,
+        seed=random.getrandbits(64) if ask.seed is None else ask.seed,
         max_tokens=_max_tokens(ask, model.version.shape.max_context_tokens, num_prompt_tokens, bounds),
         stop_token_ids=(*eos_token_ids, *ask.stop_token_ids),
         stop_strings=ask.stop,

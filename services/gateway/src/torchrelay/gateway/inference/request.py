@@ -41,6 +41,7 @@ RETRIABLE = frozenset(
         pb.RunError.CODE_LOAD_FAILED,
     }
 )
+FAILED = frozenset({pb.FINISH_REASON_ERROR, pb.FINISH_REASON_CANCELLED})
 FIRST_TICK_S = 0.3  # a client that waits longer gets its headers
 
 
@@ -226,12 +227,10 @@ class RunningRequest:
     def _output(self, output: pb.ChoiceOutput) -> None:
         number = output.key.attempt
         attempt = self._attempts.get(number)
-        if attempt is None or not self._generation.carries(number, output.choice):
+        if attempt is None:
             return
-        if output.finish_reason == pb.FINISH_REASON_ERROR and output.error.code not in RETRIABLE:
-            raise run_error(output.error)
-        if output.finish_reason in (pb.FINISH_REASON_ERROR, pb.FINISH_REASON_CANCELLED):
-            self._retry(number, run_error(output.error), output.error.lost_worker)
+        if output.finish_reason in FAILED:
+            self._failed(output)
             return
         delivery = self._generation.accept(output)
         if delivery is None:
@@ -243,10 +242,16 @@ class RunningRequest:
         if delivery.finish is not None and self._generation.is_over(number):
             del self._attempts[number]
             attempt.end((), is_running=False)
-        elif output.first_position == len(attempt.plan.forced[output.choice]) and self._generation.has_prefilled(
-            number
-        ):
+        elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
             attempt.leave_prefill()
+
+    def _failed(self, output: pb.ChoiceOutput) -> None:
+        number, error = output.key.attempt, output.error
+        if not self._generation.carries(number, output.choice):
+            return
+        if output.finish_reason == pb.FINISH_REASON_ERROR and error.code not in RETRIABLE:
+            raise run_error(error)
+        self._retry(number, run_error(error), error.lost_worker)
 
     def _refused(self, refusal: scheduler_pb2.Refusal) -> None:
         attempt = self._attempts.get(refusal.key.attempt)

@@ -49,7 +49,7 @@ class SqlConnection:
         self._connection = connection
 
     async def execute(
-        self, statement: Executable, parameters: Sequence[Mapping[str, Any]] | None = None
+        self, statement: Executable, parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     ) -> CursorResult[*tuple[Any, ...]]:
         """The result, its rows already read. Several ``parameters``: the statement once for each."""
         return await greenlet_spawn(self._connection.execute, statement, parameters)
