@@ -1,16 +1,40 @@
 from __future__ import annotations
 
-from torchrelay.common.prefixes import KEY_BYTES, prefix_keys
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.common.prefixes import KEY_BYTES, PAGE_TOKENS, ROUTING_TOKENS, page_keys, routing_keys
+
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=200)
 
 
 def test_a_key_stands_for_everything_before_it() -> None:
-    keys = list(prefix_keys("tenant", range(40), 16))
+    keys = list(page_keys("tenant", range(40)))
     assert [len(key) for key in keys] == [KEY_BYTES] * 2
-    assert list(prefix_keys("tenant", range(35), 16)) == keys
-    assert list(prefix_keys("tenant", [7, *range(1, 40)], 16))[1] != keys[1]
-    assert list(prefix_keys("tenant", [*range(39), 7], 16)) == keys
+    assert list(page_keys("tenant", range(35))) == keys
+    assert list(page_keys("tenant", [7, *range(1, 40)]))[1] != keys[1]
+    assert list(page_keys("tenant", [*range(39), 7])) == keys
 
 
-def test_tenants_and_block_sizes_have_keys_of_their_own() -> None:
-    keys = [*prefix_keys("a", range(64), 16), *prefix_keys("b", range(64), 16), *prefix_keys("a", range(64), 32)]
+@pytest.mark.parametrize("changed", range(0, 160, 7))
+def test_a_token_changes_the_keys_from_its_page_on_and_no_other(changed: int) -> None:
+    """Across routing blocks too."""
+    tokens = list(range(160))
+    keys = list(page_keys("tenant", tokens))
+    tokens[changed] = 999
+    same = [one == other for one, other in zip(keys, page_keys("tenant", tokens), strict=True)]
+    assert same == [page < changed // PAGE_TOKENS for page in range(10)]
+
+
+@given(TOKENS, st.text(max_size=5))
+def test_routing_keys_are_every_fourth_page_key(tokens: list[int], salt: str) -> None:
+    keys = list(page_keys(salt, tokens))
+    assert len(keys) == len(tokens) // PAGE_TOKENS
+    assert list(routing_keys(salt, tokens)) == keys[3::4]
+    assert len(keys[3::4]) == len(tokens) // ROUTING_TOKENS
+
+
+def test_tenants_have_keys_of_their_own() -> None:
+    keys = [*page_keys("a", range(128)), *page_keys("b", range(128))]
     assert len(set(keys)) == len(keys)

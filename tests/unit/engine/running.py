@@ -172,8 +172,10 @@ def take(
     on_kv: Callable[[KvBlock], None] | None = None,
     until: int | None = None,
     order: int = 1,
+    now_s: float = 0.0,
 ) -> None:
-    taking = target.take(passed.group, passed.layout, on_kv, until)
+    """``now_s`` is by the target's clock."""
+    taking = target.take(passed.group_at(now_s), passed.layout, on_kv, until)
     for index in list(range(passed.layout.num_chunks))[::order]:
         taking.write(index, bytes(passed.chunks[index]))
     assert taking.num_missing == 0

@@ -153,7 +153,7 @@ class Storm:
         group = self.chance.choice(groups)
         passed = source.pass_on(group.spec.group_id)
         try:
-            taking = target.take(passed.group, passed.layout, group.on_kv, self.chance.choice([None, 3]))
+            taking = target.take(passed.spec, passed.layout, group.on_kv, self.chance.choice([None, 3]))
         except KvPoolFull:
             return
         self._fill(target, taking.write, passed)
@@ -163,7 +163,7 @@ class Storm:
             taking.start()
             self.num_taken += bool(passed.chunks)
         else:
-            target.cancel(passed.group.group_id)
+            target.cancel(passed.spec.group_id)
             taking.start()
 
     def _fill(self, target: Instance, write: Callable[[int, memoryview], None], passed: Passed) -> None:
@@ -171,7 +171,7 @@ class Storm:
         for index, data in enumerate(passed.chunks[:stops]):
             write(index, data)
             if self.chance.random() < 0.05:
-                target.cancel(passed.group.group_id)
+                target.cancel(passed.spec.group_id)
 
     def disturb(self) -> None:
         instance, name = self.chance.choice(self.instances), self.chance.choice(self.names[-20:])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.engine.running import GREEDY, Model, assert_idle, group_of, outputs, prompt_of, run
+from tests.unit.engine.running import GREEDY, Model, assert_idle, group_of, outputs, prompt_of, run, take
 from torchrelay.engine.batch import Batch
 from torchrelay.engine.core import GroupSpec
 from torchrelay.engine.instance import Instance
@@ -56,7 +56,9 @@ def late(group: GroupSpec, deadline_s: float | None) -> GroupSpec:
 def test_the_rows_of_what_ends_leave_the_batch_at_the_next_layer(
     model_of: ModelOf, family: str, why: str, layer: int
 ) -> None:
-    """The others' tokens are what they would have been: a choice that decodes, and a prompt on either side."""
+    """The others' tokens are what they would have been: a choice that decodes, and a prompt on either side. After the
+    last layer that is before the head.
+    """
     model, clock = model_of(family), Clock()
     instance = model.instance(token_budget=256, prefix_cache=False, clock=clock)
     instance.prefill(late(group_of(prompt_of(15), "decoding/0"), 500))
@@ -79,14 +81,12 @@ def test_the_rows_of_what_ends_leave_the_batch_at_the_next_layer(
     whole, left = 2 + 17 + 40 + 70, 1 + 17 + 70
     assert between.rows == [whole] * (layer + 1) + [left] * (2 - layer)
     assert len(set(between.free)) == (1 if layer == 2 else 2)  # their pages were free within the step
-    if layer == 2:  # no further layer in this step: by the next
-        steps.append(instance.step())
     assert steps[-1].expired == (("ends as well/0", "ends/0") if why == "deadline" else ())
     steps += run(instance)
     found = outputs(steps)
     for name, length in (("decoding/0", 15), ("before/0", 17), ("after/0", 70)):
         assert found[name, 0] == model.expected(prompt_of(length))
-    assert len(found.get(("ends/0", 0), [])) == (1 if layer == 2 else 0)
+    assert ("ends/0", 0) not in found
     assert_idle(instance)
 
 
@@ -146,21 +146,31 @@ def test_whoever_waits_runs_receives_or_decodes_is_ended_by_its_deadline(model_o
 
 
 def test_a_deadline_holds_through_being_set_back_and_passed_on(model_of: ModelOf) -> None:
-    model, clock = model_of(), Clock()
-    instance, other = model.instance(clock=clock), model.instance(clock=clock)
+    """To a host whose clock is another: the time left goes along."""
+    model, clock, other_clock = model_of(), Clock(), Clock()
+    other_clock.now_s = 7000
+    instance, other = model.instance(clock=clock), model.instance(clock=other_clock)
     instance.prefill(late(group_of(PROMPT), 150))
     instance.step()
     instance.preempt("r/0")
-    instance.prefill(late(group_of(PROMPT, "s/0"), 150), until=2)
-    instance.step()
-    passed = instance.pass_on("s/0")
-    taking = other.take(passed.group, passed.layout)
-    for index, data in enumerate(passed.chunks):
-        taking.write(index, data)
-    taking.start()
-    clock.now_s = 150
-    assert instance.step().expired == ("r/0",)
+    for name, deadline_s in (("s/0", 150), ("for ever/0", None)):
+        instance.prefill(late(group_of(PROMPT, name), deadline_s), until=2)
+    while instance._stepper._next_up():
+        instance.step()
+    clock.now_s = 120
+    passed = [instance.pass_on(name) for name in ("s/0", "for ever/0")]
+    assert [each.left_s for each in passed] == [30, None]
+    assert all(each.spec.deadline_s is None for each in passed)
+    for each in passed:
+        take(other, each, now_s=other_clock())
+    clock.now_s = other_clock.now_s = 150
+    assert "r/0" in instance.step().expired
+    other_clock.now_s = 7029.9
+    assert other.step().expired == ()
+    other_clock.now_s = 7030
     assert other.step().expired == ("s/0",)
+    assert outputs(run(other)).keys() == {("for ever/0", 0)}
+    instance.cancel("r/0")
     assert_idle(instance)
     assert_idle(other)
 

@@ -130,7 +130,7 @@ def test_what_is_handed_over_is_passed_on_whole_or_not_at_all(model_of: ModelOf)
         assert instance._scheduler.by_layer[0].can_be_passed_on
         instance.cancel("r/0", 2)
         if on_kv is None:
-            assert pass_on(instance).group.contexts() == (((1,), (1, 2)),)
+            assert pass_on(instance).spec.contexts() == (((1,), (1, 2)),)
             continue
         with pytest.raises(Conflict):
             instance.pass_on("r/0")

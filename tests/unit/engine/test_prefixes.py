@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.engine.running import Model, assert_idle, group_of, hand_over, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.common.prefixes import page_keys, routing_keys
 from torchrelay.engine.core import SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
 
@@ -45,6 +46,17 @@ def test_the_last_token_is_always_computed(model_of: ModelOf, length: int, num_c
     ask(instance, PROMPT[:length])
     found = ask(instance, PROMPT[:length])
     assert found == (model.expected(PROMPT[:length]), num_cached, length - num_cached)
+
+
+def test_pages_are_found_by_the_keys_that_prompts_are_routed_by(model_of: ModelOf) -> None:
+    """What the scheduler remembers of a prompt names pages that are there."""
+    instance, prompt = model_of().instance(), prompt_of(150)
+    ask(instance, prompt, salt="a")
+    known = instance._scheduler._prefixes._pages
+    assert list(known) == list(page_keys("a", prompt))
+    routed_by = list(routing_keys("a", prompt))
+    assert len(routed_by) == 2 and set(routed_by) < set(known)
+    assert instance._scheduler._prefixes.find("a", prompt)[:4][-1] == known[routed_by[0]]
 
 
 def test_another_tenant_finds_nothing(model_of: ModelOf) -> None:

@@ -152,9 +152,9 @@ def test_every_way_out_of_a_taking_frees_the_pages(model_of: ModelOf) -> None:
     source.prefill(group_of(prompt_of(20)), until=3)
     run(source)
     passed = pass_on(source)
-    taking = target.take(passed.group, passed.layout)
+    taking = target.take(passed.spec, passed.layout)
     with pytest.raises(KvPoolFull):
-        target.take(replace(passed.group, group_id="s/0"), passed.layout)
+        target.take(replace(passed.spec, group_id="s/0"), passed.layout)
     assert not target.has_work()
     target.cancel("r/0")
     assert_idle(target)

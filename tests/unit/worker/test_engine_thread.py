@@ -21,8 +21,8 @@ class Steps:
         self.count, self.error = count, error
         self.threads: set[int] = set()
 
-    def has_work(self) -> bool:
-        return self.count > 0 or self.error is not None
+    def rest_s(self) -> float | None:
+        return 0.0 if self.count > 0 or self.error is not None else None
 
     def step(self) -> StepResult:
         self.threads.add(threading.get_ident())

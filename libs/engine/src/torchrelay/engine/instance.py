@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from torchrelay.common.errors import Conflict, InvalidRequest
+from torchrelay.common.prefixes import PAGE_TOKENS
 from torchrelay.engine import profile
 from torchrelay.engine.adoption import Adoption
 from torchrelay.engine.attention import attention_backend, default_backend
@@ -47,13 +49,14 @@ class Instance:
         data: memoryview,
         pool: KvPool,
         token_budget: int = 512,
-        page_tokens: int = 16,
+        page_tokens: int = PAGE_TOKENS,
         kv_block_tokens: int = 256,
         attention: str | None = None,
         prefix_cache: bool = True,
         capturer: Capturer | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_reorder: bool = False,
+        on_segment: Callable[[], None] | None = None,
     ) -> None:
         """``data`` is the pack, read only; on a CPU it is computed with in place until ``close``.
 
@@ -61,12 +64,15 @@ class Instance:
         here. ``attention`` names a backend, ``capturer`` records decode steps; None: what suits the device.
         ``prefix_cache``: prompts of one salt that begin alike compute the common part once. ``cpu_reorder``: once all
         weights are there, and serve, copies that a CPU computes with more quickly are made in the background.
+        ``on_segment`` is called, on whichever thread, as a segment comes into use or none will come any more: an
+        instance that had no work may have some now.
         """
         self.config = read_config(manifest.config)
         self.kv_shape = KvShape.of(self.config, manifest.dtype)
         self._kv_block_tokens = kv_block_tokens
         self._device = pool.device
         self._weights = Weights(manifest, self.config, data, pool.device)
+        self._weights.gate.on_change = on_segment
         capturer = capturer or capturer_for(pool.device)
         self._pages = pool.cut(self.kv_shape, self._weights.dtype, page_tokens, has_scratch=capturer is not None)
         self._backend = attention_backend(attention or default_backend(pool.device), page_tokens)
@@ -79,7 +85,7 @@ class Instance:
             self._decoder,
             self._pages,
             self._lay_out,
-            self._between_layers,
+            self._come_to,
             lambda group: self.kv_layout(group.spec),
             self._graphs(capturer),
         )
@@ -179,7 +185,7 @@ class Instance:
         on_kv: Callable[[KvBlock], None] | None = None,
         until: int | None = None,
     ) -> Taking:
-        """Reserves pages for a prompt that another instance has passed on; ``group`` and ``layout`` are what it gave.
+        """Reserves pages for a prompt that another instance has passed on; ``group`` is ``Passed.group_at`` now.
 
         ``on_kv`` gets the KV of the layers from the boundary on; it must be set if it was there. ``until`` as for
         ``prefill``. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or ``Conflict``.
@@ -203,9 +209,10 @@ class Instance:
         group = self._scheduler.get(group_id)
         if group is None or not group.can_be_passed_on:
             raise Conflict(f"{group_id} is at no layer boundary here")
-        spec = group.spec_left()
+        left_s = self._interruptions.left_s(group.spec.deadline_s)
+        spec = replace(group.spec_left(), deadline_s=None)
         layout = self._passed_layout(spec, group.layer, group.on_kv, self._kv_block_tokens)
-        passed = Passed(spec, layout, self._runner.copy_passed(group, layout))
+        passed = Passed(spec, left_s, layout, self._runner.copy_passed(group, layout))
         self._scheduler.cancel(group_id)
         return passed
 
@@ -229,8 +236,11 @@ class Instance:
         self._scheduler.cancel(group_id, choice)
 
     def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
-        """(any thread) The same, by the next layer of a step under way or before the next step."""
+        """(any thread) The same, by the next layer of a step under way, at once where it waits for one, or before the
+        next step.
+        """
         self._interruptions.cancels.put(group_id, choice)
+        self._weights.gate.wake()
 
     # Memory
 
@@ -252,6 +262,12 @@ class Instance:
         """Whether a step would compute anything now."""
         return self._stepper.has_work
 
+    def rest_s(self) -> float | None:
+        """How long whoever drives this may sleep: 0 while there is work, else until a group is late that is only held
+        here (it waits for pages, for its KV, or to be passed on). None: until something is asked of it.
+        """
+        return 0.0 if self._stepper.has_work else self._interruptions.next_s()
+
     @torch.inference_mode()
     def step(self) -> StepResult:
         """Computes one batch, and one layer of the prompts that run layer by layer; ends groups that are late.
@@ -261,8 +277,10 @@ class Instance:
         return self._stepper.step()
 
     def _can_run(self, layer: int) -> bool:
-        """Whether the weights of a layer, or of the head, are there, and the embeddings (which may be tied to it)."""
-        return self._weights.gate.is_open(layer + 1) and self._weights.gate.is_open(0)
+        """Whether nothing is waited for with a layer, or the head, and the embeddings (which may be tied to it): they
+        are there, or will never be, which the step then tells.
+        """
+        return self._weights.gate.is_settled(layer + 1) and self._weights.gate.is_settled(0)
 
     def _lay_out(self, plan: Plan) -> Batch:
         before = profile.enter(Share.SCHEDULING)
@@ -270,7 +288,7 @@ class Instance:
         profile.enter(before)
         return batch
 
-    def _between_layers(self) -> bool:
-        """Whether a group has ended."""
+    def _come_to(self, segment: int) -> bool:
+        """Waits until a segment is there or a group has ended. Whether one has."""
         self._cores.settle(self._weights.gate.all_open)
-        return self._interruptions.settle()
+        return self._interruptions.come_to(self._weights.gate, segment)

@@ -1,4 +1,4 @@
-"""What ends groups between two layers of a step: cancels from other threads, and deadlines."""
+"""What ends groups between two layers of a step, or while it waits for one: cancels from other threads, deadlines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
 
+from torchrelay.engine.readiness import SegmentGate
 from torchrelay.engine.scheduling import BatchScheduler
 from torchrelay.engine.sequences import Group, Place
 
@@ -19,6 +20,9 @@ class CancelBox:
     def __init__(self) -> None:
         self._wanted: dict[tuple[str, int | None], None] = {}
         self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._wanted)
 
     def put(self, group_id: str, choice: int | None) -> None:
         """(any thread)"""
@@ -60,13 +64,17 @@ class Deadlines:
             heapify(self._heap)
             self._limit = max(_MIN_LIMIT, 2 * len(self._heap))
 
+    def earliest_s(self) -> float | None:
+        """The next deadline of a group that is still there."""
+        while self._heap and self._heap[0][2].place is Place.GONE:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
     def due(self, now_s: float) -> list[Group]:
         """Takes out the groups whose deadline has come, the earliest first."""
         late = []
-        while self._heap and self._heap[0][0] <= now_s:
-            _, _, group = heappop(self._heap)
-            if group.place is not Place.GONE:
-                late.append(group)
+        while (earliest_s := self.earliest_s()) is not None and earliest_s <= now_s:
+            late.append(heappop(self._heap)[2])
         return late
 
 
@@ -81,7 +89,7 @@ class Interruptions:
         self._expired: list[str] = []
 
     def settle(self) -> bool:
-        """Called between any two layers. Whether anything ended."""
+        """Called between any two layers of a step, and before the first. Whether anything ended."""
         ended = False
         for group_id, choice in self.cancels.take():
             ended |= self._scheduler.cancel(group_id, choice)
@@ -91,6 +99,24 @@ class Interruptions:
                 self._expired.append(group.spec.group_id)
                 ended = True
         return ended
+
+    def come_to(self, gate: SegmentGate, segment: int) -> bool:
+        """Settles, and again whenever something may end, until the segment is open. Whether anything ended: then it
+        may not be open yet.
+        """
+        while not self.settle():
+            if gate.is_open(segment) or gate.wait(segment, self.next_s(), lambda: len(self.cancels)):
+                return False
+        return True
+
+    def next_s(self) -> float | None:
+        """Seconds to the next deadline, 0 when it has come; None without one."""
+        left_s = self.left_s(self.deadlines.earliest_s())
+        return None if left_s is None else max(0.0, left_s)
+
+    def left_s(self, deadline_s: float | None) -> float | None:
+        """Seconds from now, below zero when it has passed."""
+        return None if deadline_s is None else deadline_s - self._clock()
 
     def take_expired(self) -> tuple[str, ...]:
         """The groups that were late since the last call."""

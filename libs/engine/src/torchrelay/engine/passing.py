@@ -72,10 +72,15 @@ class PassedLayout:
 
 @dataclass(frozen=True, slots=True)
 class Passed:
-    """A prompt that has left an instance. ``group`` is what a taker begins it as: the choices that are left, and their
-    output so far as forced output.
+    """A prompt that has left an instance. ``spec`` is what a taker begins it as: the choices that are left, and their
+    output so far as forced output. It names no moment: the taker's clock is another one.
     """
 
-    group: GroupSpec
+    spec: GroupSpec
+    left_s: float | None  # to its deadline, when it was passed on
     layout: PassedLayout
     chunks: tuple[memoryview, ...]  # as the layout says
+
+    def group_at(self, now_s: float) -> GroupSpec:
+        """The group by a taker's clock, on which it is ``now_s``."""
+        return self.spec if self.left_s is None else replace(self.spec, deadline_s=now_s + self.left_s)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
-from torchrelay.common.prefixes import prefix_keys
+from torchrelay.common.prefixes import page_keys
 from torchrelay.engine.pool import PageAllocator
 
 
@@ -28,14 +28,14 @@ class PrefixCache:
         """The pages that hold the longest known beginning, at least one token less than all: that must be computed."""
         if not self._pages:
             return []
-        known = takewhile(self._pages.__contains__, prefix_keys(salt, tokens[:-1], self._page_tokens))
+        known = takewhile(self._pages.__contains__, page_keys(salt, tokens[:-1], self._page_tokens))
         return [self._pages[key] for key in known]
 
     def keep(self, salt: str, tokens: Sequence[int], table: Iterable[int]) -> None:
         """All full pages of ``tokens`` are computed, and lie in ``table``."""
         if not self._enabled:
             return
-        for key, page in zip(prefix_keys(salt, tokens, self._page_tokens), table, strict=False):
+        for key, page in zip(page_keys(salt, tokens, self._page_tokens), table, strict=False):
             if key not in self._pages:
                 self._pages[key] = page
                 self._keys[page] = key

@@ -19,8 +19,10 @@ from torchrelay.engine.sequences import Chunk, Context, Group, Plan
 
 
 class Runner:
-    """What a step computes with. ``lay_out`` makes a batch of a plan, ``settle`` is called before each layer and tells
-    whether groups have ended, ``kv_layout`` is how a group's KV is handed over.
+    """What a step computes with. ``lay_out`` makes a batch of a plan, ``kv_layout`` is how a group's KV is handed over.
+
+    ``settle`` is called with each segment of the weights before it is computed with: it waits until the segment is
+    there, or groups have ended, and tells whether they have.
     """
 
     def __init__(
@@ -28,7 +30,7 @@ class Runner:
         decoder: Decoder,
         pages: KvPages,
         lay_out: Callable[[Plan], Batch],
-        settle: Callable[[], bool],
+        settle: Callable[[int], bool],
         kv_layout: Callable[[Group], KvLayout],
         graphs: DecodeGraphs | None = None,
     ) -> None:
@@ -47,26 +49,37 @@ class Runner:
 
     def run(self, plan: Plan) -> tuple[Plan, Tensor]:
         """A plan through all layers from its boundary on: what is left of it, and the logits it gives."""
+        while plan and self._settle(_first_segment(plan)):
+            plan, _ = plan.living()
+        if not plan:
+            return plan, torch.empty(0)
         batch = self._lay_out(plan)
         if self._graphs is not None and (replayed := self._graphs.run(batch)) is not None:
             return plan, replayed
         hidden, batch = self.run_layers(plan.layer, self._num_layers, self._hidden(batch), batch)
+        if len(batch.output_rows):
+            hidden, batch = self._reach(self._num_layers + 1, hidden, batch)
         logits = self._decoder.logits(hidden[batch.output_rows]) if len(batch.output_rows) else hidden[:0]
         return batch.plan, logits
 
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
         """Layers [begin, end) of a batch, [rows, hidden] to the same; hands over each layer's finished KV blocks.
 
-        What ends meanwhile leaves the batch at the next layer.
+        What ends meanwhile, or while a layer's weights are waited for, leaves the batch before the next layer.
         """
         for layer in range(begin, end):
-            if self._settle():
-                plan, rows = batch.plan.living()
-                hidden, batch = hidden[rows], self._lay_out(plan) if plan else _nothing(batch, plan)
+            hidden, batch = self._reach(layer + 1, hidden, batch)
             if not batch.plan:
                 break
             hidden = self._decoder.run_layer(layer, hidden, batch)
             self._hand_over(batch.handed_over, layer)
+        return hidden, batch
+
+    def _reach(self, segment: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
+        """What is left of a batch once a segment is there; it stops waiting when nothing is."""
+        while batch.plan and self._settle(segment):
+            plan, rows = batch.plan.living()
+            hidden, batch = hidden[rows], self._lay_out(plan) if plan else _nothing(batch, plan)
         return hidden, batch
 
     def run_one_layer(self, groups: Sequence[Group], token_budget: int) -> None:
@@ -184,6 +197,11 @@ def _cut(groups: Sequence[Group], token_budget: int) -> Iterator[Plan]:
                 chunks, room = [], token_budget
     if chunks:
         yield Plan((), tuple(chunks), chunks[0].context.group.layer)
+
+
+def _first_segment(plan: Plan) -> int:
+    """The embeddings, or the layer above the plan's boundary."""
+    return plan.layer + 1 if plan.layer else 0
 
 
 def _hidden_of(context: Context) -> Tensor:

@@ -51,11 +51,12 @@ class Stepper:
         try:
             self._interruptions.settle()
             plans, by_layer = self._scheduler.plan(), self._next_up()
-            whole = Plan(plans[0].decoding if plans else (), tuple(each for plan in plans for each in plan.chunks))
-            work = work_of(whole)
-            tokens, ended = self._compute(plans)
-            num_prefilled = work.num_prefilled
-            if by_layer or any(plan.layer for plan in plans):
+            work = work_of(_whole(plans))
+            tokens, computed = self._compute(plans)
+            whole = _whole(computed)
+            ended = [chunk for chunk in whole.chunks if chunk.ends_context]
+            num_prefilled = sum(chunk.num_tokens for chunk in whole.chunks)
+            if by_layer or computed != plans or any(plan.layer for plan in plans):
                 work = NO_WORK  # its time says nothing about whole batches
             if by_layer:
                 more_tokens, more_ended = self._advance(by_layer)
@@ -70,10 +71,10 @@ class Stepper:
         finally:
             profile.take()  # what a step that failed has counted is not the next one's
 
-    def _compute(self, plans: Sequence[Plan]) -> tuple[list[NewToken], list[Chunk]]:
-        """New tokens, and the chunks that have ended their contexts."""
+    def _compute(self, plans: Sequence[Plan]) -> tuple[list[NewToken], tuple[Plan, ...]]:
+        """New tokens, and what was left of the plans when they were computed."""
         tokens: list[NewToken] = []
-        ended: list[Chunk] = []
+        computed: list[Plan] = []
         try:
             for number, plan in enumerate(plans):
                 if number:  # some of it may have ended while the ones before were computed
@@ -86,14 +87,14 @@ class Stepper:
                     torch.cuda.current_stream(self._device).synchronize()  # not for layers that are still on their way
                 profile.enter(Share.SCHEDULING)
                 tokens += deliver(self._scheduler, left, logits)
-                ended += [chunk for chunk in left.chunks if chunk.ends_context]
+                computed.append(left)
         except LoadFailed:
             self._scheduler.put_back(plans)
             raise
-        return tokens, ended
+        return tokens, tuple(computed)
 
     def _advance(self, groups: Sequence[Group]) -> tuple[list[NewToken], list[Chunk]]:
-        """One layer of prompts that run layer by layer, or their first tokens; as ``_compute``."""
+        """One layer of prompts that run layer by layer, or their first tokens, and the chunks that ended them."""
         contexts = [context for group in groups for context in group.contexts]
         if not contexts:  # all were cancelled within this step
             return [], []
@@ -108,6 +109,11 @@ class Stepper:
 
     def _next_up(self) -> tuple[Group, ...]:
         return next_up(self._scheduler.by_layer, self._num_layers, self._token_budget, self._can_run)
+
+
+def _whole(plans: Sequence[Plan]) -> Plan:
+    """All that the batches of a step hold; the first alone decodes."""
+    return Plan(plans[0].decoding if plans else (), tuple(each for plan in plans for each in plan.chunks))
 
 
 def _prefilled(ended: Sequence[Chunk]) -> tuple[str, ...]:

@@ -21,10 +21,11 @@ log = get_logger(__name__)
 T = TypeVar("T")
 MAX_WRITES = 256
 _TICK_S = 0.1
+_LONGEST_REST_S = 3600.0  # a queue cannot be waited at for as long as a deadline may be away
 
 
 class EngineThread:
-    """Runs ``instance.step()`` while there is work, and commands between steps.
+    """Runs ``instance.step()`` while there is work or a group is late, and commands between steps.
 
     ``on_step`` and ``on_fault`` are called on the event loop, in the order of the steps.
     """
@@ -52,6 +53,10 @@ class EngineThread:
         """Runs ``command`` before the next step."""
         if not self._closed.is_set():
             self._commands.put(lambda: self._guarded(command))
+
+    def wake(self) -> None:
+        """(any thread) The instance may have work now, though nothing was asked of it."""
+        self.post(lambda: None)
 
     def write(self, command: Callable[[], object], stop: threading.Event) -> None:
         """(threads that receive) Like ``post``, but waits while ``MAX_WRITES`` of these wait already.
@@ -94,11 +99,11 @@ class EngineThread:
             self._step()
 
     def _run_commands(self) -> bool:
-        """Runs what waits; without work, waits for a command. False: time to end."""
+        """Runs what waits; without work, sleeps until a command comes or a deadline. False: time to end."""
         while True:
-            idle = self.instance is None or not self.instance.has_work()
+            rest_s = None if self.instance is None else self.instance.rest_s()
             try:
-                command = self._commands.get(block=idle)
+                command = self._commands.get(rest_s != 0, None if rest_s is None else min(rest_s, _LONGEST_REST_S))
             except queue.Empty:
                 return True
             if command is None:

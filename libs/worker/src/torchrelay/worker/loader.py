@@ -131,6 +131,7 @@ class Loader:
             kv_block_tokens=self._settings.kv_block_tokens,
             prefix_cache=self._settings.prefix_cache,
             cpu_reorder=self._settings.cpu_reorder,
+            on_segment=self._engine.wake,
         )
 
     def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:

@@ -12,6 +12,7 @@ import msgspec
 from blake3 import blake3
 
 from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound, TorchrelayError, Unavailable
+from torchrelay.common.prefixes import ROUTING_TOKENS
 from torchrelay.common.telemetry import get_logger
 from torchrelay.param_store.packer.documents import GENERATION, eos_token_ids
 from torchrelay.param_store.remote import RemoteStore
@@ -20,7 +21,6 @@ from torchrelay.transfer.manifest import Manifest, decode_manifest, pack_id_of
 from torchrelay.transfer.model_config import ModelConfig, read_config
 
 log = get_logger(__name__)
-ROUTING_BLOCK_TOKENS = 64
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -30,7 +30,7 @@ class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
     format_version: int = 1
     weights: dict[str, str]  # variant, such as "BF16/tp1/rank0" -> pack id
     files: dict[str, str]  # name -> BLAKE3
-    routing_block_tokens: int = ROUTING_BLOCK_TOKENS
+    routing_block_tokens: int = ROUTING_TOKENS
 
     def encode(self) -> bytes:
         return msgspec.json.encode(self, order="sorted")
