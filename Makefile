@@ -4,6 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := proto libs/common libs/transfer libs/engine libs/worker services/gateway services/scheduler \
 	services/param-store services/prefill services/decode cli
+KERNELS := libs/engine/setup.py libs/engine/src/torchrelay/engine/cpu/kernels.c
 SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
 .DEFAULT_GOAL := help
 
@@ -14,11 +15,13 @@ help: ## Show the targets
 
 setup: .venv/.installed brokers ## Make the virtual environment, install the packages, redis-server and nats-server
 
-.venv/.installed: constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES))
+.venv/.installed: constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES)) $(KERNELS)
 	@$(PYTHON) tools/check_python.py
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(addprefix -e ./,$(PACKAGES))
+	@command -v cc >/dev/null || echo "setup: no C compiler here, so the engine computes without its kernels, several times slower;" \
+		"install gcc or clang, then: rm $@ && make setup"
 	@touch $@
 
 .PHONY: brokers test-servers

@@ -216,9 +216,10 @@ def main() -> None:
     import triton
 
     from torchrelay.engine import fused
+    from torchrelay.engine.triton_fused import TritonSteps
 
     if rehearsal:
-        fused.applies = lambda x: True  # the steps that a GPU would compute
+        fused.steps_for = lambda device: TritonSteps()  # the steps that a GPU would compute
     elif not torch.cuda.is_available():
         parser.error("torch finds no NVIDIA GPU here; --cpu-rehearsal goes through the bench without one")
     device = torch.device("cpu" if rehearsal else "cuda:0")

@@ -3,6 +3,8 @@
 FROM python:3.11.10-slim-bookworm AS build
 # pip options that choose the torch build, such as an index of CPU or CUDA wheels; without any, pip takes its default.
 ARG TORCH_OPTIONS=""
+# For the engine's kernels.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY constraints.txt ./
 COPY proto ./proto
@@ -12,7 +14,7 @@ COPY libs/engine ./libs/engine
 COPY libs/worker ./libs/worker
 COPY services/prefill ./services/prefill
 RUN python -m venv /opt/torchrelay \
-    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling \
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling setuptools \
     && /opt/torchrelay/bin/pip install --no-cache-dir $TORCH_OPTIONS torch==2.13.0 \
     && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto './libs/common[text]' ./libs/transfer ./libs/engine ./libs/worker ./services/prefill
 

@@ -14,7 +14,9 @@ from tests.unit.engine.running import Model
 
 # There is no Triton but for Linux.
 collect_ignore = (
-    [] if sys.platform == "linux" else ["test_triton.py", "test_triton_compiles.py", "test_fused.py", "test_graphs.py"]
+    []
+    if sys.platform == "linux"
+    else ["test_triton.py", "test_triton_compiles.py", "test_triton_fused.py", "test_graphs.py"]
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -51,6 +52,16 @@ class Model:
         """transformers' logits after the prompt, fp32 [vocab]."""
         logits: torch.Tensor = self.reference(torch.tensor([prompt])).logits[0, -1].float()
         return logits
+
+    @torch.no_grad()
+    def true_logits(self, prompt: Sequence[int]) -> torch.Tensor:
+        """The same computed in fp32, with the weights as they are."""
+        logits: torch.Tensor = self._wide(torch.tensor([prompt])).logits[0, -1]
+        return logits
+
+    @cached_property
+    def _wide(self) -> Any:
+        return deepcopy(self.reference).float()
 
     def instance(
         self, *, loaded: bool = True, pool_bytes: int = POOL_BYTES, device: str = "cpu", **settings: Any

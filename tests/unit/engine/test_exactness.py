@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 
 import pytest
 
@@ -134,14 +135,30 @@ def test_choices_with_other_forced_output_are_contexts_of_their_own(model_of: Mo
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.02), ("float32", 1e-4)])
-def test_logits_are_within_tolerance(model_of: ModelOf, family: str, dtype: str, tolerance: float) -> None:
-    """Of one prefill; the logits of these models spread over about +-10.
+def test_fp32_logits_are_those_of_transformers(model_of: ModelOf, family: str) -> None:
+    """Of one prefill; the logits of these models spread over about +-10."""
+    model = model_of(family)
+    instance, prompt = model.instance(), prompt_of(40)
+    assert float((last_logits(instance, prompt) - model.logits(prompt)).abs().max()) < 1e-4
 
-    A mixture of experts magnifies what bf16 rounds: shares move with it, and the sums are taken in another order.
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.02)])
+def test_rounded_logits_are_as_true_as_those_of_transformers(
+    model_of: ModelOf, family: str, dtype: str, tolerance: float
+) -> None:
+    """Half of the prompts give logits within the tolerance of transformers', and ours are as near to what fp32 gives.
+
+    Both round, at other places. A mixture of experts magnifies what they round: in a near tie another expert is chosen.
     """
     model = model_of(family, dtype=dtype)
-    instance, prompt = model.instance(), prompt_of(40)
-    if dtype == "bfloat16" and instance.config.experts is not None:
-        tolerance *= 2
-    assert float((last_logits(instance, prompt) - model.logits(prompt)).abs().max()) < tolerance
+    instance = model.instance()
+    apart, errors, their_errors = [], [], []
+    for salt in range(9):
+        prompt = prompt_of(40, salt)
+        found, theirs, true = last_logits(instance, prompt), model.logits(prompt), model.true_logits(prompt)
+        apart.append(float((found - theirs).abs().max()))
+        errors.append(float((found - true).square().mean().sqrt()))
+        their_errors.append(float((theirs - true).square().mean().sqrt()))
+    assert median(apart) < tolerance
+    assert median(errors) < 1.15 * median(their_errors)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.unit.engine.running import Model, last_logits
 from torchrelay.engine import reorder
-from torchrelay.engine.reorder import OneDnnMatrix, WidenedMatrix
+from torchrelay.engine.reorder import OneDnnMatrix
 
 TEXT = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
@@ -24,7 +24,7 @@ TEXT = (
     "what is the use of a book,' thought Alice 'without pictures or conversations?'"
 )
 NUM_STEPS = 12  # more, and it knows the text by heart: nothing could then be told apart
-KINDS = {"arena": torch.Tensor, "oneDNN": OneDnnMatrix, "fp16": WidenedMatrix}
+KINDS = {"arena": torch.Tensor, "reordered": OneDnnMatrix}
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tokens: list[int]) -> Mode
 def test_bf16_perplexity_is_that_of_transformers(
     trained: Model, tokens: list[int], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """With the weights in the arena, and with both kinds of reordered copies."""
+    """With the weights in the arena, and with reordered copies."""
     monkeypatch.setattr(reorder, "SETTLE_S", 0.0)
-    monkeypatch.setattr(reorder, "has_arithmetic", lambda dtype: kind == "oneDNN")
+    monkeypatch.setattr(reorder, "has_arithmetic", lambda dtype: True)
     instance = trained.instance(cpu_reorder=kind != "arena")
     if instance._reorderer is not None:
         instance._reorderer.join()

@@ -41,7 +41,7 @@ def test_each_thread_has_its_own() -> None:
 
 
 def test_shares_add_up_to_the_step(model_of: Callable[..., Model]) -> None:
-    instance = model_of().instance(token_budget=64)
+    instance = model_of().instance(token_budget=64, attention="gather")
     for number in range(16):
         instance.prefill(group_of(prompt_of(40, number), f"r{number}/0"))
     steps = run(instance)

@@ -17,8 +17,9 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
-from torchrelay.engine import fused, triton_attention, triton_kernels, triton_steps
+from torchrelay.engine import triton_attention, triton_kernels, triton_steps
 from torchrelay.engine.attention import Scoring, Span
+from torchrelay.engine.triton_fused import TritonSteps
 
 
 class Driver:
@@ -45,6 +46,7 @@ class Compiled:
 
 
 found = []
+steps = TritonSteps()
 triton.runtime.driver.set_active(Driver())
 for module in triton_kernels, triton_steps:
     for name in ("decode_split", "decode_merge", "prefill", "norm_rows", "place_heads", "gate_rows"):
@@ -65,12 +67,12 @@ for dtype, product, head_dim, cap in [
     heads, angles = torch.zeros(6, 48, head_dim, dtype=dtype), torch.zeros(6, 1, head_dim // 2, dtype=dtype)
     norms = torch.zeros(40, head_dim, dtype=dtype)
     for norm in (None, norms):
-        fused.place_heads(heads, norm, 1e-5, cap is not None, (angles, angles), kv, torch.arange(6))
+        steps.place_heads(heads, norm, 1e-5, cap is not None, (angles, angles), kv, torch.arange(6))
     x, weight = torch.zeros(6, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
-    fused.rms_norm(x, weight, 1e-5, False)
-    fused.add_norm(x, x, weight, 1e-5, cap is not None)
-    fused.gate(x, "silu")
-    fused.gate(x, "gelu_pytorch_tanh")
+    steps.rms_norm(x, weight, 1e-5, False)
+    steps.add_norm(x, x, weight, 1e-5, cap is not None)
+    steps.gate(x, "silu")
+    steps.gate(x, "gelu_pytorch_tanh")
 print(json.dumps(found))
 """
 

@@ -19,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrelay.engine import profile
+from torchrelay.engine.cpu.kernels import kernels
 from torchrelay.engine.profile import Share
 
 BACKENDS: Final = {
+    "cpu": "torchrelay.engine.cpu.attention:CpuAttention",
     "gather": "torchrelay.engine.attention:GatherAttention",
     "triton": "torchrelay.engine.triton_attention:TritonAttention",
 }
@@ -87,7 +89,9 @@ def attention_backend(name: str, page_tokens: int = 1) -> AttentionBackend:
 
 def default_backend(device: torch.device) -> str:
     """The name of the backend that computes quickest on a device."""
-    return "triton" if device.type == "cuda" else "gather"
+    if device.type == "cuda":
+        return "triton"
+    return "gather" if kernels() is None else "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +111,7 @@ class GatherAttention(AttentionBackend):
     def plan(
         self, spans: Sequence[Span], window: int | None, dtype: torch.dtype, device: torch.device
     ) -> list[GatherPart]:
-        if window is not None:
-            spans = [_seen(span, window) for span in spans]
+        spans = [seen(span, window) for span in spans]
         single = [span for span in spans if span.num_rows == 1]
         parts = [_decode_part(run, dtype) for run in _runs_of_like_length(single)]
         parts += [_prefill_part(span, window, dtype) for span in spans if span.num_rows > 1]
@@ -120,9 +123,15 @@ class GatherAttention(AttentionBackend):
         if len(plan) == 1:
             return _attend_part(queries, kv, plan[0], scoring)
         out = torch.empty_like(queries).flatten(1)
-        for part in plan:
-            out[part.rows] = _attend_part(queries[part.rows], kv, part, scoring)
+        self.attend_parts(queries, kv, plan, scoring, out)
         return out
+
+    def attend_parts(
+        self, queries: Tensor, kv: Tensor, parts: Sequence[GatherPart], scoring: Scoring, out: Tensor
+    ) -> None:
+        """``attend`` for the rows of these parts, into ``out``."""
+        for part in parts:
+            out[part.rows] = _attend_part(queries[part.rows], kv, part, scoring)
 
 
 def _attend_part(queries: Tensor, kv: Tensor, part: GatherPart, scoring: Scoring) -> Tensor:
@@ -165,8 +174,10 @@ def _attention(queries: Tensor, keys: Tensor, values: Tensor, part: GatherPart, 
     return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
 
 
-def _seen(span: Span, window: int) -> Span:
+def seen(span: Span, window: int | None) -> Span:
     """The span without the positions that none of its rows sees."""
+    if window is None:
+        return span
     return Span(span.first_row, span.num_rows, span.slots[-(window + span.num_rows - 1) :])
 
 

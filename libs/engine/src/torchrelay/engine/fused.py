@@ -1,114 +1,60 @@
-"""The small steps of a layer as one kernel each, where launches cost more than arithmetic: on a GPU.
+"""The small steps of a layer as one kernel each, where calls cost more than arithmetic.
 
-Each has a plain counterpart in ``model`` or ``mlp``, which asks ``applies`` first and is what the tests compare with.
+Each has a plain counterpart in ``model`` or ``mlp``, which computes where nothing is fused; tests compare the two.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
 
-_GATE_BLOCK: Final = 1024
+from torchrelay.engine.cpu.kernels import kernels
 
 
-def applies(x: Tensor) -> bool:
-    """Whether these steps are to be computed here."""
-    return x.is_cuda
+class FusedSteps(ABC):
+    """On one kind of device."""
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
+        """``model.rms_norm`` of [rows, size]."""
+
+    @abstractmethod
+    def add_norm(
+        self, x: Tensor, added: Tensor, weight: Tensor, eps: float, unit_offset: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of two [rows, size], and its norm."""
+
+    @abstractmethod
+    def place_heads(
+        self,
+        heads: Tensor,
+        norms: Tensor | None,
+        eps: float,
+        unit_offset: bool,
+        angles: tuple[Tensor, Tensor],
+        kv: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Norms and rotates queries and keys of [rows, heads + 2 * kv heads, head_dim]; gives the queries.
+
+        Keys and values go to their slots in ``kv``, [2, slots, kv heads, head_dim]. ``angles`` are cosines and sines.
+        """
+
+    @abstractmethod
+    def gate(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up of [rows, 2 * size], whose halves they are."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
-    """``model.rms_norm`` of [rows, size]."""
-    return _norm(x, None, weight, eps, unit_offset)[1]
+def steps_for(device: torch.device) -> FusedSteps | None:
+    """What computes these steps on a device, if anything does."""
+    if device.type == "cuda":
+        from torchrelay.engine.triton_fused import TritonSteps
 
+        return TritonSteps()
+    if device.type == "cpu" and (found := kernels()) is not None:
+        from torchrelay.engine.cpu.steps import CpuSteps
 
-def add_norm(x: Tensor, added: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
-    """The sum of two [rows, size], and its norm."""
-    return _norm(x, added, weight, eps, unit_offset)
-
-
-def place_heads(
-    heads: Tensor,
-    norms: Tensor | None,
-    eps: float,
-    unit_offset: bool,
-    angles: tuple[Tensor, Tensor],
-    kv: Tensor,
-    slots: Tensor,
-) -> Tensor:
-    """Norms and rotates queries and keys of [rows, heads + 2 * kv heads, head_dim]; gives the queries.
-
-    Keys and values go to their slots in ``kv``, [2, slots, kv heads, head_dim]. ``angles`` are cosines and sines.
-    """
-    import triton
-
-    from torchrelay.engine import triton_steps
-
-    num_rows, num_all, head_dim = heads.shape
-    num_kv_heads, half = kv.shape[2], head_dim // 2
-    num_heads = num_all - 2 * num_kv_heads
-    heads = heads.contiguous()
-    queries = heads.new_empty(num_rows, num_heads, head_dim)
-    triton_steps.place_heads[(num_rows, num_all)](
-        heads,
-        heads if norms is None else norms,
-        angles[0],
-        angles[1],
-        slots,
-        kv,
-        queries,
-        eps,
-        kv.stride(0),
-        HEADS=num_heads,
-        KV_HEADS=num_kv_heads,
-        HALF=half,
-        BLOCK=triton.next_power_of_2(half),
-        NORMED=norms is not None,
-        UNIT_OFFSET=unit_offset,
-        num_warps=1,
-    )
-    return queries
-
-
-def gate(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up of [rows, 2 * size], whose halves they are."""
-    import triton
-
-    from torchrelay.engine import triton_steps
-
-    num_rows, size = len(gate_up), gate_up.shape[1] // 2
-    gate_up = gate_up.contiguous()
-    out = gate_up.new_empty(num_rows, size)
-    if num_rows:
-        triton_steps.gate_rows[(num_rows, triton.cdiv(size, _GATE_BLOCK))](
-            gate_up, out, SIZE=size, BLOCK=_GATE_BLOCK, SILU=activation == "silu", num_warps=4
-        )
-    return out
-
-
-def _norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
-    import triton
-
-    from torchrelay.engine import triton_steps
-
-    x = x.contiguous()
-    size = x.shape[-1]
-    out = torch.empty_like(x)
-    total = x if added is None else torch.empty_like(x)
-    block = triton.next_power_of_2(size)
-    if len(x):
-        triton_steps.norm_rows[(x.numel() // size,)](
-            x,
-            x if added is None else added.contiguous(),
-            weight,
-            total,
-            out,
-            eps,
-            SIZE=size,
-            BLOCK=block,
-            ADDS=added is not None,
-            UNIT_OFFSET=unit_offset,
-            num_warps=min(max(block // 512, 1), 16),
-        )
-    return total, out
+        return CpuSteps(found)
+    return None

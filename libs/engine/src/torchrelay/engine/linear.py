@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from torchrelay.engine.cpu.kernels import Level, kernels
+from torchrelay.engine.cpu.linear import cpu_linear, takes
+from torchrelay.engine.scratch import Scratch
 
 _FEW_ROWS = 4
 # Weights widened at a time: 2 MB in fp32, so that they are read again from the core's own cache.
@@ -26,25 +29,7 @@ class PackedMatrix(ABC):
 Matrix = Tensor | PackedMatrix
 
 
-class _Scratch(threading.local):
-    """Where a thread widens weights. Kept: memory taken anew for each block would be faulted in each time."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(_WIDENED_BLOCK)
-
-    def widen(self, block: Tensor) -> Tensor:
-        """The block in fp32, until the next call."""
-        if block.numel() > len(self._memory):  # one row may be longer than a block
-            self._memory = torch.empty(block.numel())
-        return self._memory[: block.numel()].view(block.shape).copy_(block)
-
-
-_scratch = _Scratch()
-
-
-def widened(block: Tensor) -> Tensor:
-    """The block in fp32, in memory that this thread's next call writes over."""
-    return _scratch.widen(block)
+_scratch = Scratch()
 
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
@@ -52,8 +37,13 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     if isinstance(weight, PackedMatrix):
         out = weight(x)
         return out if bias is None else out + bias
-    # Few rows are bound by reading the weights, which torch's own kernels do well in any dtype.
-    if len(x) < _FEW_ROWS or not x.is_cpu or has_arithmetic(x.dtype):
+    if not x.is_cpu:
+        return F.linear(x, weight, bias)
+    num_rows, found = x.shape[0], kernels()
+    if found is not None and takes(weight) and num_rows <= _most_rows(found.level, x.dtype):
+        return cpu_linear(found, x, weight, bias)
+    # Few rows are bound by reading the weights, which torch's own kernels do in any dtype.
+    if num_rows < _FEW_ROWS or has_arithmetic(x.dtype):
         return F.linear(x, weight, bias)
     return widened_linear(x, weight, bias)
 
@@ -66,9 +56,15 @@ def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     wide, num_rows = x.float(), max(1, _WIDENED_BLOCK // x.shape[1])
     out = torch.empty(len(x), len(weight))
     for begin in range(0, len(weight), num_rows):
-        block = _scratch.widen(weight[begin : begin + num_rows])
+        block = weight[begin : begin + num_rows]
+        block = _scratch.of(block.numel()).view(block.shape).copy_(block)
         torch.mm(wide, block.t(), out=out[:, begin : begin + num_rows])
     return (out if bias is None else out + bias).to(x.dtype)
+
+
+def _most_rows(level: Level, dtype: torch.dtype) -> int:
+    """For which the kernels are quickest: few are bound by reading the weights, and many by arithmetic."""
+    return _FEW_ROWS if has_arithmetic(dtype) else level.linear_rows
 
 
 @cache

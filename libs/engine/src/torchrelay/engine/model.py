@@ -37,6 +37,7 @@ class Decoder:
         self._kv = kv  # [layers, 2, slots, kv_heads, head_dim]
         self._backend = backend
         self._kind_of_layer = kind_of_layer
+        self._steps = fused.steps_for(kv.device)
         self._scoring = Scoring(config.query_scale, config.score_cap)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class Decoder:
         if weights.attention_out_norm is not None:
             attended = self._norm(attended, weights.attention_out_norm)
         hidden, inner = self._add_norm(hidden, attended, weights.post_norm)
-        given = feed_forward(inner, weights, self._config.activation, self._config.experts)
+        given = feed_forward(inner, weights, self._config.activation, self._config.experts, self._steps)
         if weights.mlp_out_norm is not None:
             given = self._norm(given, weights.mlp_out_norm)
         return hidden + given
@@ -68,9 +69,11 @@ class Decoder:
     def _attention(self, weights: LayerWeights, kv: Tensor, hidden: Tensor, batch: Batch, view: LayerView) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         heads = linear(hidden, weights.qkv, weights.qkv_bias).view(len(hidden), -1, self._config.head_dim)
-        if fused.applies(heads):
+        if self._steps is not None:
             numbers = self._config.norm_eps, self._config.architecture.unit_offset_norms
-            queries = fused.place_heads(heads, weights.qk_norm, *numbers, (view.cos, view.sin), kv, batch.write_slots)
+            queries = self._steps.place_heads(
+                heads, weights.qk_norm, *numbers, (view.cos, view.sin), kv, batch.write_slots
+            )
             return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
         queries_keys, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
         if weights.qk_norm is not None:
@@ -83,14 +86,17 @@ class Decoder:
 
     def _add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The sum, and its norm."""
-        if fused.applies(x):
+        if self._steps is not None:
             numbers = self._config.norm_eps, self._config.architecture.unit_offset_norms
-            return fused.add_norm(x, added, weight, *numbers)
+            return self._steps.add_norm(x, added, weight, *numbers)
         x = x + added
         return x, self._norm(x, weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return rms_norm(x, weight, self._config.norm_eps, self._config.architecture.unit_offset_norms)
+        numbers = self._config.norm_eps, self._config.architecture.unit_offset_norms
+        if self._steps is not None and weight.ndim == 1:
+            return self._steps.rms_norm(x, weight, *numbers)
+        return rms_norm(x, weight, *numbers)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
@@ -98,8 +104,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -
 
     With ``unit_offset`` the weight counts from one, and is multiplied in before rounding.
     """
-    if weight.ndim == 1 and fused.applies(x):
-        return fused.rms_norm(x, weight, eps, unit_offset)
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if unit_offset:

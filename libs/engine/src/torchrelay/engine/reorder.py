@@ -1,8 +1,8 @@
 """Weights in the order that the CPU's quickest kernels read them, made in the background while the arena's serve.
 
-Copies take as many bytes as the weights they stand in for. Which kernel that is was measured: where the CPU has
-arithmetic of the weights' dtype, oneDNN's; where it has not, FBGEMM's, which widens fp16 to fp32 on the way into the
-core. Weights in fp32 stay where they are: no kernel read a copy of them more quickly.
+Copies take as many bytes as the weights they stand in for. They are made where the CPU has arithmetic of the weights'
+dtype: oneDNN's kernels want them in blocks. Elsewhere, and in fp32, weights stay where they are: no kernel read a copy
+of them more quickly.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from torchrelay.engine.linear import Matrix, PackedMatrix, has_arithmetic, widened
+from torchrelay.engine.linear import Matrix, PackedMatrix, has_arithmetic
 from torchrelay.engine.weights import LayerWeights, Weights
 
 # The request that woke the model comes first: both want all cores.
 SETTLE_S: Final = 1.0
 ROOM: Final = 2.0  # times the weights must be available: the copies, and as much for whoever comes next
 MEMINFO: Final = Path("/proc/meminfo")
-_MAX_FP16: Final = 65504.0
-_MIN_LARGEST: Final = 2.0**-12
 
 
 class OneDnnMatrix(PackedMatrix):
@@ -41,36 +39,16 @@ class OneDnnMatrix(PackedMatrix):
         return out
 
 
-class WidenedMatrix(PackedMatrix):
-    """In FBGEMM's panels, in fp16; multiplied and summed in fp32. Raises ``ValueError`` for what fp16 cannot hold.
-
-    Both dtypes fit: fp16 is itself, and bf16 has three bits of fraction less. Of bf16 only what lies below 2**-14 is
-    rounded, by 2**-25 at most: that is 2**-13 of the largest weight, a sixteenth of what bf16 rounds off a sum.
-    """
-
-    def __init__(self, weight: Tensor) -> None:
-        # NOTE: no temporary as large as a weight: taken between two copies that stay, each would leave a hole in the
-        # heap that no later one fits, and the copies came to 1.7 times their size.
-        smallest, largest = (float(end) for end in torch.aminmax(weight))
-        if not _MIN_LARGEST <= max(-smallest, largest) <= _MAX_FP16:
-            raise ValueError("these weights are not of fp16's size")
-        self._packed: Any = torch.ops.quantized.linear_prepack_fp16(widened(weight), None)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x.float(), self._packed)
-        return out.to(x.dtype)
-
-
 def reordered(weight: Matrix) -> Matrix:
     """A quicker copy of an [out, in] weight, or the weight itself where there is none."""
-    if not isinstance(weight, Tensor) or not weight.is_cpu or weight.dtype == torch.float32:
+    if not isinstance(weight, Tensor) or not gains(weight.dtype) or not weight.is_cpu:
         return weight
-    if has_arithmetic(weight.dtype):
-        return OneDnnMatrix(weight) if torch._C._has_mkldnn else weight
-    try:
-        return WidenedMatrix(weight) if "fbgemm" in torch.backends.quantized.supported_engines else weight
-    except ValueError:
-        return weight
+    return OneDnnMatrix(weight)
+
+
+def gains(dtype: torch.dtype) -> bool:
+    """Whether any CPU kernel reads a copy of such weights more quickly than the weights where they lie."""
+    return dtype != torch.float32 and has_arithmetic(dtype) and torch._C._has_mkldnn
 
 
 def reordered_layer(layer: LayerWeights) -> LayerWeights:
@@ -114,7 +92,9 @@ class Reorderer:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        if self._stop.wait(SETTLE_S) or available_bytes() < ROOM * self._weights.num_bytes:
+        if not gains(self._weights.dtype) or self._stop.wait(SETTLE_S):
+            return
+        if available_bytes() < ROOM * self._weights.num_bytes:
             return
         _step_back()
         for layer in range(self._num_layers):

@@ -31,9 +31,9 @@ class WorkerSettings(ServiceSettings):
     )
     cpu_reorder: bool = Field(
         True,
-        description="Copy the weights that serve from shared memory, in the background, into the order that the CPU's"
-        " kernels read fastest: steps are quicker, for private memory of the weights' size. Not where less than twice"
-        " that is available.",
+        description="Where the CPU has arithmetic of the weights' 16 bits, copy those that serve from shared memory, in"
+        " the background, into the order that its kernels read fastest: steps are quicker, for private memory of the"
+        " weights' size. Not where less than twice that is available.",
     )
     prefix_cache: bool = Field(True, description="Prompts of a tenant that begin alike compute the common part once.")
     max_attempts: int = Field(1024, ge=1, description="Most attempts running or waiting here; more are refused.")

@@ -1,0 +1,22 @@
+"""The CPU's kernels, once per level of its instructions that they gain from.
+
+Left out where there is no compiler for them: torch's own steps compute then, several times slower.
+"""
+
+from setuptools import Extension, setup
+
+FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+
+setup(
+    ext_modules=[
+        Extension(
+            f"torchrelay.engine.cpu._kernels_{level}",
+            ["src/torchrelay/engine/cpu/kernels.c"],
+            extra_compile_args=[*FLAGS, f"-march=x86-64-{level}"],
+            extra_link_args=["-fopenmp"],
+            libraries=["m"],
+            optional=True,
+        )
+        for level in ("v3", "v4")
+    ]
+)
