@@ -4,185 +4,182 @@
 
 `torchrelay up` with one worker in both roles and `cpu_reorder` on; random checkpoints; 64 tokens in, 32 out. The peer
 gets the same load from the same client in the same run, on all cores. PATH is its `vllm` command, also named by
-TORCHRELAY_BENCH_VLLM. Then a prompt seen before, transformers' `generate_batch`, prefill and decode on workers of
-their own, and memory; --quick leaves the last three out: each starts processes anew, which alone takes a minute.
+TORCHRELAY_BENCH_VLLM. Then a prompt seen before; prefill and decode on workers of their own; memory of two workers with
+`cpu_reorder` off; and transformers' `generate_batch`. --quick does all of it with less: the mid model has fewer layers,
+and requests ask for fewer tokens; `conditions` says how many.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import random
-import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.cold_start import Model, first_token_s, publish
+from bench.cold_start import WORKERS, Model, publish, renew_workers
 from bench.engine_checks import PROMPT_TOKENS, Measured, Sample, apart_checks, memory_checks, model_checks, prefix_check
+from bench.engine_door import Burst, Door, prompts_of
 from bench.engine_memory import await_settled, worker_memory
-from bench.engine_models import NUM_BYTES_ALONE, BenchModel, make_models, read_bytes_per_s
-from bench.engine_peers import generate_batch_tok_s, vllm_server
+from bench.engine_models import BenchModel, make_models, read_bytes_per_s
+from bench.engine_peers import generate_batch_tok_s, load_transformers, vllm_server
 from bench.report import Check, finish, progress
 from tests.support.platform import Platform, running_platform
 
-ROOT = Path(__file__).resolve().parents[1]
-OUTPUT_TOKENS = 32
 CONCURRENCIES = (1, 8, 32)
 LONG_PROMPT_TOKENS = 1024
 BATCHED = 8
 ARENA = "/dev/shm/torchrelay-"
-LOAD_S = 600.0
+SETTINGS = "settings.toml"
 BOTH = ("--prefill-workers", "0", "--decode-workers", "0", "--both-workers", "1")
 APART = ("--prefill-workers", "1", "--decode-workers", "1")
 COMMON = ("--arena-mb", "1280", "--idle-timeout-s", "600", "--kv-pool-mb", "256", "--quiet")
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
-    """A server and the name by which it knows a model."""
+class Form:
+    """How much: layers of the mid model, tokens out, requests per connection, and reads of as much as its weights."""
 
-    port: int
-    model: str
-    key: str = ""
-
-    def load(self, model: BenchModel, concurrency: int, num_requests: int) -> Sample:
-        """Raises ``RuntimeError`` unless every request gave all its tokens."""
-        job = {
-            "host": "127.0.0.1",
-            "port": self.port,
-            "path": "/v1/completions",
-            "headers": {"Authorization": f"Bearer {self.key}"} if self.key else {},
-            "bodies": [self._body(prompt) for prompt in prompts_of(model, num_requests)],
-            "num_requests": num_requests,
-            "concurrency": concurrency,
-        }
-        command = [sys.executable, "-m", "bench.engine_load"]
-        done = subprocess.run(
-            command, input=json.dumps(job), capture_output=True, text=True, cwd=ROOT, timeout=LOAD_S, check=True
-        )
-        found = json.loads(done.stdout)
-        if found["output_tokens"] != num_requests * OUTPUT_TOKENS or found["num_errors"]:
-            raise RuntimeError(f"{found['output_tokens']} tokens came for {num_requests} requests: {found}")
-        return Sample(found["output_tokens"] / found["seconds"], found["ttft_p50_ms"], found["tbt_p50_ms"])
-
-    def _body(self, prompt: list[int]) -> dict[str, Any]:
-        settings = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        return {"model": self.model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, **settings}
+    mid_layers: int
+    output_tokens: int
+    waves: int
+    num_reads: int
 
 
-def prompts_of(model: BenchModel, count: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
-    """Never the same prompt twice in a run: prefixes must not be found again."""
-    return [[_random.randrange(NUM_BYTES_ALONE, model.vocab_size) for _ in range(num_tokens)] for _ in range(count)]
+FULL = Form(mid_layers=24, output_tokens=32, waves=3, num_reads=8)
+QUICK = Form(mid_layers=4, output_tokens=16, waves=1, num_reads=4)
 
 
-_random = random.Random(0)
-
-
-def sweep(door: Door, model: BenchModel, quick: bool) -> dict[int, Sample]:
+def sweep(door: Door, model: BenchModel, form: Form) -> dict[int, Sample]:
     """One sample per concurrency, after one request that nobody counts."""
-    door.load(model, 1, 1)
-    waves = 1 if quick else 3
-    found = {}
+    bursts = [Burst(prompts_of(model, 1), 1, form.output_tokens)]
     for concurrency in CONCURRENCIES:
-        found[concurrency] = sample = door.load(model, concurrency, max(2, concurrency) * waves)
+        prompts = prompts_of(model, max(2, concurrency) * form.waves)
+        bursts.append(Burst(prompts, concurrency, form.output_tokens))
+    _, *samples = door.load(bursts)
+    for concurrency, sample in zip(CONCURRENCIES, samples, strict=True):
         progress(f"{door.model} at {concurrency}: {sample}")
-    return found
+    return dict(zip(CONCURRENCIES, samples, strict=True))
+
+
+def prefix_ttft_ms(door: Door, model: BenchModel) -> tuple[float, float]:
+    """Of a long prompt, and of the same again."""
+    burst = Burst(prompts_of(model, 1, LONG_PROMPT_TOKENS), 1, 2)
+    first, second = door.load([burst, burst])
+    return first.ttft_ms, second.ttft_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A checkpoint, and what became of it in the home that all platforms of a run share, one after the other."""
+
+    model: BenchModel
+    published: Model
+
+    def door(self, platform: Platform) -> Door:
+        return Door(int(platform.http.rpartition(":")[2]), self.published.name, self.published.key)
+
+    def settle(self, platform: Platform, workers: Sequence[str]) -> Door:
+        """Wakes it, until its weights are where they will be."""
+        door = self.door(platform)
+        door.load([Burst(prompts_of(self.model, 1), 1, 2)])
+        await_settled([platform.pid(worker) for worker in workers])
+        return door
 
 
 @contextmanager
-def platform_with(
-    root: Path, name: str, workers: tuple[str, ...], models: list[BenchModel], env: dict[str, str]
-) -> Iterator[tuple[Platform, list[Door]]]:
-    """A running platform and a door to each model."""
-    with running_platform(root / name, (*workers, *COMMON), env=env) as platform:
-        key = platform.tenant("bench")
-        port = int(platform.http.rpartition(":")[2])
-        yield platform, [Door(port, publish(platform, each.folder, key, each.name).name, key) for each in models]
+def platform_of(root: Path, workers: Sequence[str], reorder: bool) -> Iterator[Platform]:
+    set_reorder(root, reorder)
+    with running_platform(
+        root / "home", (*workers, *COMMON), env={"TORCHRELAY_CONFIG": str(root / SETTINGS)}
+    ) as platform:
+        yield platform
 
 
-def ours(root: Path, models: list[BenchModel], quick: bool) -> Measured:
+def set_reorder(root: Path, reorder: bool) -> None:
+    """`cpu_reorder` of all workers that start from now on."""
+    (root / SETTINGS).write_text(f"cpu_reorder = {str(reorder).lower()}\n")
+
+
+def shared(platform: Platform, subject: Subject, form: Form) -> tuple[int, int]:
+    """The larger of two workers' private bytes, and what both hold of the arena (PSS)."""
+    subject.door(platform).load([Burst(prompts_of(subject.model, BATCHED), BATCHED, form.output_tokens)])
+    found = [worker_memory(platform.pid(worker), ARENA) for worker in WORKERS]
+    return max(each.private for each in found), sum(each.arena_share for each in found)
+
+
+def apart(platform: Platform, subject: Subject, form: Form) -> tuple[dict[int, Sample], int]:
+    """Prefill and decode on workers of their own: figures, and the decode worker's private bytes."""
+    door = subject.settle(platform, WORKERS)
+    samples = sweep(door, subject.model, form)
+    return samples, worker_memory(platform.pid("decode-0"), ARENA).private
+
+
+def ours(root: Path, subjects: list[Subject], form: Form) -> Measured:
     """All that one worker in both roles is measured for."""
     samples = {}
-    with platform_with(root, "both", BOTH, models, {"TORCHRELAY_CPU_REORDER": "true"}) as (platform, doors):
-        for model, door in zip(models, doors, strict=True):
-            door.load(model, 1, 1)
-            await_settled(platform.pid("worker-0"))
-            samples[model.name] = sweep(door, model, quick)
-        rate = read_bytes_per_s(models[-1].step_bytes)
-        prompt = prompts_of(models[-1], 1, LONG_PROMPT_TOKENS)[0]
-        asked = Model(doors[-1].model, "", 0, doors[-1].key)
-        ttft_s = [first_token_s(platform, asked, prompt) for _ in range(2)]
-    return Measured(samples, rate, ttft_s[1] / ttft_s[0], ttft_s[0])
+    with platform_of(root, BOTH, reorder=True) as platform:
+        for subject in subjects:
+            door = subject.settle(platform, ["worker-0"])
+            samples[subject.model.name] = sweep(door, subject.model, form)
+        mid = subjects[-1].model
+        rate = read_bytes_per_s(mid.step_bytes, form.num_reads)
+        first_ms, again_ms = prefix_ttft_ms(door, mid)
+    return Measured(samples, rate, again_ms / first_ms, first_ms)
 
 
-def theirs(root: Path, command: str, models: list[BenchModel], quick: bool) -> dict[str, dict[int, Sample]]:
+def theirs(root: Path, command: str, models: list[BenchModel], form: Form) -> dict[str, dict[int, Sample]]:
     samples = {}
     for model in models:
         progress(f"starting vLLM on {model.name}")
         with vllm_server(command, model.folder, root / "vllm.log") as port:
-            samples[model.name] = sweep(Door(port, "peer"), model, quick)
+            samples[model.name] = sweep(Door(port, "peer"), model, form)
     return samples
-
-
-def apart(root: Path, model: BenchModel, quick: bool) -> tuple[dict[int, Sample], int]:
-    """Prefill and decode on workers of their own: figures, and the decode worker's private bytes."""
-    with platform_with(root, "apart", APART, [model], {"TORCHRELAY_CPU_REORDER": "true"}) as (platform, doors):
-        doors[0].load(model, 1, 1)
-        for worker in ("prefill-0", "decode-0"):
-            await_settled(platform.pid(worker))
-        samples = sweep(doors[0], model, quick)
-        return samples, worker_memory(platform.pid("decode-0"), ARENA).private
-
-
-def shared(root: Path, model: BenchModel) -> tuple[int, int]:
-    """With `cpu_reorder` off: the larger of two workers' private bytes, and what both hold of the arena (PSS)."""
-    with platform_with(root, "shared", APART, [model], {"TORCHRELAY_CPU_REORDER": "false"}) as (platform, doors):
-        doors[0].load(model, 8, 8)
-        found = [worker_memory(platform.pid(worker), ARENA) for worker in ("prefill-0", "decode-0")]
-    return max(each.private for each in found), sum(each.arena_share for each in found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="less of everything: under 50 s without a peer")
     parser.add_argument(
-        "--quick", action="store_true", help="fewer requests and figures: about a minute without a peer"
+        "--peer", choices=["vllm"], help="measure it beside; it starts once per model, in half a minute each"
     )
-    parser.add_argument("--peer", choices=["vllm"], help="measure it beside")
     parser.add_argument("--peer-bin", default=os.environ.get("TORCHRELAY_BENCH_VLLM", "vllm"), help="its command")
     options = parser.parse_args()
+    form = QUICK if options.quick else FULL
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as folder:
-        root = Path(folder)
-        progress("making the checkpoints")
-        models = list(make_models(root))
-        checks = measure(root, models, options.quick, options.peer_bin if options.peer else "")
-    conditions = {"prompt_tokens": PROMPT_TOKENS, "output_tokens": OUTPUT_TOKENS, "quick": options.quick}
-    finish("engine", conditions, checks)
+        checks = measure(Path(folder), form, options.peer_bin if options.peer else "")
+    sizes = {"prompt_tokens": PROMPT_TOKENS, "output_tokens": form.output_tokens, "mid_layers": form.mid_layers}
+    finish("engine", {**sizes, "quick": options.quick}, checks)
 
 
-def measure(root: Path, models: list[BenchModel], quick: bool, peer: str) -> list[Check]:
-    mid = models[-1]
-    mine = ours(root, models, quick)
-    peers = theirs(root, peer, models, quick) if peer else {}
+def measure(root: Path, form: Form, peer: str) -> list[Check]:
+    progress(f"making the checkpoints: tiny, and mid of {form.mid_layers} layers")
+    with ThreadPoolExecutor(1) as thread:  # for what can be done while the platform starts
+        making, loading = thread.submit(make_models, root, form.mid_layers), thread.submit(load_transformers)
+        with platform_of(root, APART, reorder=False) as platform:
+            models, key = making.result(), platform.tenant("bench")
+            subjects = [Subject(model, publish(platform, model.folder, key, model.name)) for model in models]
+            mid, hf = subjects[-1], loading.result()
+            private_off, arena_pss = shared(platform, mid, form)
+            set_reorder(root, True)
+            renew_workers(platform)
+            split, private_on = apart(platform, mid, form)
+    batched = [generate_batch_tok_s(hf, each.folder, prompts_of(each, BATCHED), form.output_tokens) for each in models]
+    mine = ours(root, subjects, form)
+    peers = theirs(root, peer, models, form) if peer else {}
     checks = [check for model in models for check in model_checks(model, mine, peers)]
     checks.append(prefix_check(mine))
-    if quick:
-        return checks
-    for model in models:
-        tok_s = generate_batch_tok_s(model.folder, prompts_of(model, BATCHED), OUTPUT_TOKENS)
+    for model, tok_s in zip(models, batched, strict=True):
         against = f"transformers, {BATCHED} at once"
         checks.append(Check(f"{model.name}_generate_batch_tok_s", tok_s, "tok/s", None, against))
-    split, private_on = apart(root, mid, quick)
-    private_off, arena_pss = shared(root, mid)
-    checks += apart_checks(mid, mine.samples[mid.name], split)
-    return checks + memory_checks(mid, private_off, private_on, arena_pss)
+    checks += apart_checks(mid.model, mine.samples[mid.model.name], split)
+    return checks + memory_checks(mid.model, private_off, private_on, arena_pss)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """The load of `stream_load.py` with the time of every event: what a user sees of each token.
 
-    python -m bench.engine_load < job.json
+    python -m bench.engine_load < jobs.json
 
-Job and output are the same; beside it stand `ttft_p50_ms`, from a request to its first event, and `tbt_p50_ms`, between
-two events. Events that arrive together share the time since the last one.
+Runs a list of the same jobs, one after the other, and prints the list of the same figures; in each stand also
+`ttft_p50_ms`, from a request to its first event, and `tbt_p50_ms`, between two events. Events that arrive together
+share the time since the last one.
 """
 
 from __future__ import annotations
@@ -70,4 +71,4 @@ async def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(uvloop.run(run(json.load(sys.stdin)))))
+    print(json.dumps([uvloop.run(run(job)) for job in json.load(sys.stdin)]))

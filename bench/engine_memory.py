@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SETTLED_S = 2.5  # longer than a worker waits before it copies weights, and than the copy of one layer takes
+SETTLED_S = 1.4  # longer than a worker waits before it copies weights, and than the copy of one layer takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +36,14 @@ def worker_memory(pid: int, arena: str) -> WorkerMemory:
     return WorkerMemory(private, share)
 
 
-def await_settled(pid: int, timeout_s: float = 60.0) -> None:
-    """Until a worker's private memory has stayed as it is for a while: its weights are where they will be."""
+def await_settled(pids: Sequence[int], timeout_s: float = 60.0) -> None:
+    """Until the private memory of workers has stayed as it is for a while: their weights are where they will be."""
     deadline_s = time.monotonic() + timeout_s
     last, since_s = -1, time.monotonic()
     while time.monotonic() - since_s < SETTLED_S:
         if time.monotonic() > deadline_s:
-            raise RuntimeError("the worker's memory kept growing")
-        found = _anonymous_bytes(pid)
+            raise RuntimeError("the workers' memory kept growing")
+        found = sum(map(_anonymous_bytes, pids))
         if abs(found - last) > 1 << 20:
             last, since_s = found, time.monotonic()
         time.sleep(0.1)

@@ -9,15 +9,26 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from bench.cold_start import MID, SMALL
-from tests.support.checkpoints import make_checkpoint
 
+EMBEDDING: Final = "model.embed_tokens.weight"
+LLAMA: Final = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+}
 CONTEXT_TOKENS: Final = 2048
 NUM_BYTES_ALONE: Final = 256  # the first tokens are single bytes, and many of them are no text
+_random = torch.Generator().manual_seed(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +41,53 @@ class BenchModel:
     step_bytes: int
 
 
-def make_models(root: Path) -> tuple[BenchModel, BenchModel]:
-    """The tiny one in fp32 and the mid one in bf16."""
-    return _make(root, "tiny", "float32", SMALL), _make(root, "mid", "bfloat16", MID)
+def make_models(root: Path, mid_layers: int) -> list[BenchModel]:
+    """The tiny one in fp32 and the mid one in bf16, of so many layers."""
+    mid = {**MID, "num_hidden_layers": mid_layers}
+    return [_make(root, "tiny", torch.float32, SMALL), _make(root, "mid", torch.bfloat16, mid)]
 
 
-def _make(root: Path, name: str, dtype: str, config: dict[str, Any]) -> BenchModel:
+def _make(root: Path, name: str, dtype: torch.dtype, config: dict[str, Any]) -> BenchModel:
     config = {**config, "max_position_embeddings": CONTEXT_TOKENS}
-    folder = make_checkpoint(root / name, "llama", dtype=dtype, **config)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
+    folder = root / name
+    folder.mkdir()
+    tensors = {key: _values(shape, dtype) for key, shape in _shapes(config).items()}
     # Never the likeliest: so every token is text, and an event of its own.
     tensors["lm_head.weight"][:NUM_BYTES_ALONE] = 0
-    save_file(tensors, path, metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = {**LLAMA, **config, "dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(settings))
     write_tokenizer(folder, config["vocab_size"])
-    embedding = tensors["model.embed_tokens.weight"]
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    return BenchModel(name, folder, config["vocab_size"], num_bytes - embedding.numel() * embedding.element_size())
+    num_bytes = sum(tensor.numel() * tensor.element_size() for key, tensor in tensors.items() if key != EMBEDDING)
+    return BenchModel(name, folder, config["vocab_size"], num_bytes)
+
+
+def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """By the names of a Llama checkpoint; norms have one dimension."""
+    hidden, inner, vocab_size = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (kv, hidden),
+        "self_attn.v_proj": (kv, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    found: dict[str, tuple[int, ...]] = {EMBEDDING: (vocab_size, hidden)}
+    for index in range(config["num_hidden_layers"]):
+        found |= {f"model.layers.{index}.{key}.weight": shape for key, shape in layer.items()}
+    return {**found, "model.norm.weight": (hidden,), "lm_head.weight": (vocab_size, hidden)}
+
+
+def _values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Random, of a size that keeps hidden states as large as they are."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=dtype)
+    return torch.empty(shape, dtype=dtype).normal_(std=shape[-1] ** -0.5, generator=_random)
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import importlib
+import logging
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,6 @@ import httpx
 
 from tests.support.brokers import free_port
 
-ROOT = Path(__file__).resolve().parents[1]
 START_S = 180.0
 
 
@@ -64,31 +63,24 @@ def _await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None
     raise RuntimeError(f"vLLM did not come up:\n{log.read_text(errors='replace')[-3000:]}")
 
 
-def generate_batch_tok_s(folder: Path, prompts: list[list[int]], num_tokens: int) -> float:
-    """Output tokens/s of transformers' own continuous batching, in a process of its own."""
-    job = json.dumps({"folder": str(folder), "prompts": prompts, "num_tokens": num_tokens})
-    done = subprocess.run(
-        [sys.executable, "-m", "bench.engine_peers"], input=job, capture_output=True, text=True, cwd=ROOT
-    )
-    if done.returncode:
-        raise RuntimeError(f"generate_batch failed:\n{done.stderr[-2000:]}")
-    return float(done.stdout.splitlines()[-1])
+def load_transformers() -> Any:
+    """The module, which is untyped, with what is used of it: that is imported on first use, and takes seconds."""
+    hf: Any = importlib.import_module("transformers")
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it misses psutil
+    hf.logging.disable_progress_bar()
+    for name in ("LlamaForCausalLM", "GenerationConfig", "ContinuousBatchingConfig"):
+        getattr(hf, name)
+    return hf
 
 
-def _generate_batch(job: dict[str, Any]) -> float:
-    import transformers
-
-    hf: Any = transformers  # untyped
-    model = hf.AutoModelForCausalLM.from_pretrained(job["folder"], dtype="auto", attn_implementation="sdpa")
-    generation = hf.GenerationConfig(max_new_tokens=job["num_tokens"], do_sample=False, eos_token_id=-1, pad_token_id=0)
+def generate_batch_tok_s(hf: Any, folder: Path, prompts: list[list[int]], num_tokens: int) -> float:
+    """Output tokens/s of transformers' own continuous batching, all prompts at once."""
+    model = hf.LlamaForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
+    generation = hf.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
     batching = hf.ContinuousBatchingConfig(max_batch_tokens=512, num_blocks=64)  # as many positions in a step as ours
     begin_s = time.perf_counter()
     outputs = model.eval().generate_batch(
-        job["prompts"], generation, batching, record_timestamps=True, progress_bar=False, warmup=False
+        prompts, generation, batching, record_timestamps=True, progress_bar=False, warmup=False
     )
     seconds = time.perf_counter() - begin_s
     return sum(len(output.generated_tokens) for output in outputs.values()) / seconds
-
-
-if __name__ == "__main__":
-    print(_generate_batch(json.load(sys.stdin)))

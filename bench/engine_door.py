@@ -1,0 +1,74 @@
+"""The load that `engine.py` sends to a server, from a process of its own."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.engine_checks import PROMPT_TOKENS, Sample
+from bench.engine_models import NUM_BYTES_ALONE, BenchModel
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+LOAD_S: Final = 600.0
+_random = random.Random(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Requests: their prompts, how many of them at once, and how many tokens each asks for."""
+
+    prompts: list[list[int]]
+    concurrency: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """A server and the name by which it knows a model."""
+
+    port: int
+    model: str
+    key: str = ""
+
+    def load(self, bursts: Sequence[Burst]) -> list[Sample]:
+        """A sample of each, one after the other. Raises ``RuntimeError`` unless all their tokens came."""
+        done = subprocess.run(
+            [sys.executable, "-m", "bench.engine_load"],
+            input=json.dumps([self._job(burst) for burst in bursts]),
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=LOAD_S,
+            check=True,
+        )
+        samples = []
+        for burst, found in zip(bursts, json.loads(done.stdout), strict=True):
+            num_tokens = found["output_tokens"]
+            if num_tokens != len(burst.prompts) * burst.output_tokens or found["num_errors"]:
+                raise RuntimeError(f"{num_tokens} tokens came for {len(burst.prompts)} requests: {found}")
+            samples.append(Sample(num_tokens / found["seconds"], found["ttft_p50_ms"], found["tbt_p50_ms"]))
+        return samples
+
+    def _job(self, burst: Burst) -> dict[str, Any]:
+        settings = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        body = {"model": self.model, "max_tokens": burst.output_tokens, **settings}
+        return {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "path": "/v1/completions",
+            "headers": {"Authorization": f"Bearer {self.key}"} if self.key else {},
+            "bodies": [{**body, "prompt": prompt} for prompt in burst.prompts],
+            "num_requests": len(burst.prompts),
+            "concurrency": burst.concurrency,
+        }
+
+
+def prompts_of(model: BenchModel, count: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
+    """Never the same prompt twice in a run: prefixes must not be found again."""
+    return [[_random.randrange(NUM_BYTES_ALONE, model.vocab_size) for _ in range(num_tokens)] for _ in range(count)]
