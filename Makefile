@@ -20,8 +20,8 @@ setup: .venv/.installed brokers ## Make the virtual environment, install the pac
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(addprefix -e ./,$(PACKAGES))
-	@command -v cc >/dev/null || echo "setup: no C compiler here, so the engine computes without its kernels, several times slower;" \
-		"install gcc or clang, then: rm $@ && make setup"
+	@ls libs/engine/src/torchrelay/engine/cpu/_kernels_*.so >/dev/null 2>&1 || echo "setup: the engine's kernels were not built, so it" \
+		"computes several times slower; on x86-64 under Linux install gcc 11 or newer, then: rm $@ && make setup"
 	@touch $@
 
 .PHONY: brokers test-servers

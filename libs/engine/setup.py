@@ -1,6 +1,7 @@
 """The CPU's kernels, once per level of its instructions that they gain from.
 
-Left out where there is no compiler for them: torch's own steps compute then, several times slower.
+Left out where gcc does not make them: torch's own steps compute then, several times slower. Another compiler's OpenMP
+would bring a second team of threads beside torch's.
 """
 
 from setuptools import Extension, setup

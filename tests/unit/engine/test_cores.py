@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from torchrelay.engine.cores import CoreShare, one_core
+from torchrelay.engine.neighbours import Neighbours
 
 
 @pytest.fixture
@@ -29,6 +32,21 @@ def test_one_core_is_left_until_the_weights_are_there() -> None:
     share.settle(False)
     share.restore()
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_cores_are_divided_while_others_compute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
+    mine, theirs = (Neighbours(tmp_path / "cores") for _ in range(2))
+    share = CoreShare(mine)
+    counts = []
+    for act in (share.rest, theirs.count_computing, Neighbours(tmp_path / "cores").count_computing, theirs.rest):
+        act()
+        share.settle(is_loaded=True)
+        counts.append(torch.get_num_threads())
+    assert counts == [3, 3, 2, 3]
+    share.restore()
+    assert theirs.count_computing() == 2, "who has restored all threads computes no more"
 
 
 @pytest.mark.usefixtures("three_threads")

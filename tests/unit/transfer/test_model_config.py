@@ -127,6 +127,7 @@ def test_experts_by_either_name(key: str) -> None:
         ({"hidden_size": 0}, "hidden_size"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"head_dim": 15}, "head_dim"),
+        ({"head_dim": 1026}, "head_dim"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"attention_bias": True}, "attention_bias"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),

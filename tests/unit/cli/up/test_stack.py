@@ -106,30 +106,11 @@ def test_each_child_is_told_its_own(home: Home, ports: Ports) -> None:
     assert holders_of_the_cluster_key == ["scheduler"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said", "spins"),
-    [
-        (UpOptions(), {}, "30000"),
-        (UpOptions(num_prefill_workers=0, num_decode_workers=0, num_both_workers=1), {}, None),
-        (UpOptions(), {"OMP_WAIT_POLICY": "active"}, None),
-    ],
-)
-def test_workers_beside_one_another_do_not_spin_for_long(
-    home: Home,
-    ports: Ports,
-    monkeypatch: pytest.MonkeyPatch,
-    options: UpOptions,
-    said: dict[str, str],
-    spins: str | None,
-) -> None:
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in said.items():
-        monkeypatch.setenv(name, value)
-    found = envs(StackPlan(home, options, ports).stack())
-    workers = [env for env in found.values() if "TORCHRELAY_ROLES" in env]
-    assert workers
-    assert [env.get("GOMP_SPINCOUNT") for env in workers] == [spins] * len(workers)
+def test_workers_divide_the_cores(home: Home, ports: Ports) -> None:
+    """All by the same file."""
+    found = envs(StackPlan(home, UpOptions(num_both_workers=1), ports).stack())
+    told = [env["TORCHRELAY_CORES_FILE"] for env in found.values() if "TORCHRELAY_ROLES" in env]
+    assert told == [str(home.run / "cores")] * 3
 
 
 def test_only_the_door_listens_beyond_loopback(home: Home, ports: Ports) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 
 from torchrelay.engine.cpu.kernels import LEVELS, Kernels, Level
 
@@ -11,3 +14,11 @@ from torchrelay.engine.cpu.kernels import LEVELS, Kernels, Level
 def built(request: pytest.FixtureRequest) -> Kernels:
     level: Level = request.param
     return Kernels(level)
+
+
+@pytest.fixture
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)

@@ -19,7 +19,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02, torch.float16: 0.002}
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 96, 128, 256])
-@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (6, 1)])
+@pytest.mark.parametrize("heads", [(8, 8), (8, 2), (37, 1)])
 def test_equals_the_reference(
     monkeypatch: pytest.MonkeyPatch,
     built: Kernels,
@@ -44,6 +44,21 @@ def test_equals_the_reference(
     found = backend.attend(queries, kv, backend.plan(spans, 40, dtype, CPU), scoring)
     expected = reference.attend(queries, kv, reference.plan(spans, 40, dtype, CPU), scoring)
     torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+@pytest.mark.usefixtures("three_threads")
+def test_threads_share_the_heads(monkeypatch: pytest.MonkeyPatch, built: Kernels) -> None:
+    for heads in (8, 2), (37, 1):
+        test_equals_the_reference(monkeypatch, built, heads, 128, None, torch.float32)
+
+
+def test_a_threads_stack_holds_any_number_of_heads(monkeypatch: pytest.MonkeyPatch, built: Kernels) -> None:
+    monkeypatch.setattr(attention, "kernels", lambda: built)
+    queries, kv = torch.randn(1, 1100, 1024), torch.randn(2, 3, 1, 1024)
+    backend, reference, spans = CpuAttention(16), GatherAttention(16), [Span(0, 1, np.arange(3))]
+    found = backend.attend(queries, kv, backend.plan(spans, None, torch.float32, CPU), Scoring(0.03))
+    expected = reference.attend(queries, kv, reference.plan(spans, None, torch.float32, CPU), Scoring(0.03))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_large_scores_neither_overflow_nor_vanish(monkeypatch: pytest.MonkeyPatch, built: Kernels) -> None:

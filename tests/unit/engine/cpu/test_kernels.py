@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -24,8 +25,8 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() != "x86_64" or shutil.which("cc") is None,
-    reason="for x86-64 under Linux, where there is a C compiler",
+    sys.platform != "linux" or platform.machine() != "x86_64" or shutil.which("gcc") is None,
+    reason="for x86-64 under Linux, where there is gcc",
 )
 def test_all_were_built_and_the_quickest_is_taken() -> None:
     assert all(level.file.exists() for level in LEVELS)
@@ -36,7 +37,7 @@ def test_all_were_built_and_the_quickest_is_taken() -> None:
 
 
 @pytest.fixture
-def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As where there was no compiler."""
     nowhere = tuple(replace(level, name="none") for level in LEVELS)
     monkeypatch.setattr(module, "LEVELS", nowhere)

@@ -39,6 +39,16 @@ def test_norms(built: Kernels, num_rows: int, size: int, unit_offset: bool, dtyp
     assert_close(normed, rms_norm(x + added, weight, 1e-5, unit_offset))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_is_read_and_rounded_exactly(built: Kernels, dtype: torch.dtype) -> None:
+    """Sums of any two: subnormal, halfway between two, beyond the largest, and none."""
+    numbers = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
+    for shift in (0, 1, 777, 1 << 13, 1 << 15):
+        x, added = numbers.view(64, -1), numbers.roll(shift).view(64, -1)
+        total = CpuSteps(built).add_norm(x, added, numbers[:1024], 1e-5, False)[0]
+        torch.testing.assert_close(total, x + added, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("normed", "unit_offset"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 24), (3, 3, 16), (1, 1, 8), (16, 8, 64)])
@@ -80,7 +90,15 @@ def test_gates(built: Kernels, num_rows: int, size: int, activation: str, dtype:
     assert_close(CpuSteps(built).gate(both, activation), expected)
 
 
-@pytest.mark.parametrize("x", [-1e30, -300.0, -88.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.5, 300.0, 1e30, float("nan")])
+@pytest.mark.usefixtures("three_threads")
+def test_threads_share_the_rows(built: Kernels) -> None:
+    for dtype in DTYPES:
+        test_norms(built, 40, 1024, False, dtype)
+        test_heads_are_placed(built, 40, 16, 8, 64, True, False, dtype)
+        test_gates(built, 30, 2816, "silu", dtype)
+
+
+@pytest.mark.parametrize("x", [-3e38, -300.0, -88.0, -20.0, -1e-8, 0.0, 1e-8, 20.0, 88.5, 300.0, 3e38, float("nan")])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
 def test_gates_at_the_ends(built: Kernels, activation: str, x: float) -> None:
     both = torch.tensor([[x, 1.0]])

@@ -20,10 +20,6 @@ from torchrelay.transfer.tickets import derive_node_key
 HOST_ID = "local"
 STORE_ID = "store-local"
 LOOPBACK = "127.0.0.1"
-# Idle threads of a matrix product spin for milliseconds by default, on cores that the next worker computes on: with two
-# workers on two cores this gave 2.5 times the tokens at eight requests, and took nothing from one worker alone.
-_SPINS_BESIDE_OTHERS = "30000"
-_OPENMP_WAITS = {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}  # whoever sets these knows better
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,11 +189,10 @@ class StackPlan:
             "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
             "TORCHRELAY_DEVICE": self._options.device,
             "TORCHRELAY_THREADS": str(self._options.threads),
+            "TORCHRELAY_CORES_FILE": str(self._home.run / "cores"),
         }
         if self._options.kv_pool_bytes:
             env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
-        if self._options.num_workers > 1 and not _OPENMP_WAITS & os.environ.keys():
-            env["GOMP_SPINCOUNT"] = _SPINS_BESIDE_OTHERS
         return self._service(name, "torchrelay-worker", env, name)
 
     def _gateway(self) -> ChildSpec:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from torchrelay.engine.neighbours import Neighbours
 
 
 @contextmanager
@@ -20,21 +23,36 @@ def one_core() -> Iterator[None]:
 
 
 class CoreShare:
-    """Leaves one core to those who bring and verify the weights, until all are there.
+    """How many threads this process computes with: its part of the cores, while others compute on them.
 
-    On a CPU both want every core: where the computation takes them, the last layer comes so late that more is lost
-    than won.
+    It also leaves one core to those who bring and verify the weights, until all are there: on a CPU both want every
+    core, and where the computation takes them, the last layer comes so late that more is lost than won.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, neighbours: Neighbours | None = None) -> None:
+        self._neighbours = neighbours
         self._num_threads = torch.get_num_threads()
+        self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def settle(self, is_loaded: bool) -> None:
-        """Called on the computing thread before each layer; costs nothing while nothing changes."""
-        wanted = self._num_threads if is_loaded else max(1, self._num_threads - 1)
-        if wanted != torch.get_num_threads():
-            torch.set_num_threads(wanted)
+        """Called on the computing thread before each layer; costs next to nothing while nothing changes."""
+        wanted = self._num_threads
+        if self._neighbours is not None:
+            wanted = min(wanted, max(1, self._num_cores // self._neighbours.count_computing()))
+        if not is_loaded:
+            wanted = max(1, wanted - 1)
+        self._set(wanted)
+
+    def rest(self) -> None:
+        """Nothing is left to compute: others may have all cores."""
+        if self._neighbours is not None:
+            self._neighbours.rest()
 
     def restore(self) -> None:
-        """All cores again, for whoever computes next on this thread."""
-        self.settle(is_loaded=True)
+        """All threads again, for whoever computes next on this thread."""
+        self.rest()
+        self._set(self._num_threads)
+
+    def _set(self, wanted: int) -> None:
+        if wanted != torch.get_num_threads():
+            torch.set_num_threads(wanted)

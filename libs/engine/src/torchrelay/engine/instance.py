@@ -21,6 +21,7 @@ from torchrelay.engine.graphs import Capturer, DecodeGraphs, ScratchSpace, captu
 from torchrelay.engine.handover import KvBlock, KvLayout, KvShape
 from torchrelay.engine.interruptions import Interruptions
 from torchrelay.engine.model import Decoder
+from torchrelay.engine.neighbours import Neighbours
 from torchrelay.engine.passing import Passed, PassedLayout
 from torchrelay.engine.pool import KvPool
 from torchrelay.engine.prefixes import PrefixCache
@@ -39,8 +40,7 @@ from torchrelay.transfer.model_config import read_config
 class Instance:
     """All methods from one engine thread, except those marked (any thread).
 
-    Built before its weights are there: it only reads the manifest and cuts the pool. A step runs layer by layer and
-    waits for each layer's segment before computing with it.
+    Built before its weights are there: it only reads the manifest and cuts the pool. Steps wait layer by layer.
     """
 
     def __init__(
@@ -57,6 +57,7 @@ class Instance:
         clock: Callable[[], float] = time.monotonic,
         cpu_reorder: bool = False,
         on_segment: Callable[[], None] | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
         """``data`` is the pack, read only; on a CPU it is computed with in place until ``close``.
 
@@ -64,8 +65,8 @@ class Instance:
         here. ``attention`` names a backend, ``capturer`` records decode steps; None: what suits the device.
         ``prefix_cache``: prompts of one salt that begin alike compute the common part once. ``cpu_reorder``: once all
         weights are there, and serve, copies that a CPU computes with more quickly are made in the background.
-        ``on_segment`` is called, on whichever thread, as a segment comes into use or none will come any more: an
-        instance that had no work may have some now.
+        ``on_segment`` is called, on whichever thread, as a segment comes into use or none will come any more: there may
+        be work now. ``neighbours``: whom it shares the cores of a CPU with.
         """
         self.config = read_config(manifest.config)
         self.kv_shape = KvShape.of(self.config, manifest.dtype)
@@ -98,7 +99,7 @@ class Instance:
             token_budget,
             pool.device,
         )
-        self._cores = CoreShare()
+        self._cores = CoreShare(neighbours)
         reorders = cpu_reorder and pool.device.type == "cpu"
         self._reorderer = Reorderer(self._weights, self.config.num_layers) if reorders else None
 
@@ -274,7 +275,11 @@ class Instance:
 
         Raises ``LoadFailed``; the batch is then as if never begun.
         """
-        return self._stepper.step()
+        try:
+            return self._stepper.step()
+        finally:
+            if not self._stepper.has_work:
+                self._cores.rest()
 
     def _can_run(self, layer: int) -> bool:
         """Whether nothing is waited for with a layer, or the head, and the embeddings (which may be tied to it): they
@@ -290,5 +295,6 @@ class Instance:
 
     def _come_to(self, segment: int) -> bool:
         """Waits until a segment is there or a group has ended. Whether one has."""
+        has_ended = self._interruptions.come_to(self._weights.gate, segment)
         self._cores.settle(self._weights.gate.all_open)
-        return self._interruptions.come_to(self._weights.gate, segment)
+        return has_ended

@@ -38,6 +38,7 @@ class Decoder:
         self._backend = backend
         self._kind_of_layer = kind_of_layer
         self._steps = fused.steps_for(kv.device)
+        self._norm_kind = config.norm_eps, config.architecture.unit_offset_norms
         self._scoring = Scoring(config.query_scale, config.score_cap)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -68,11 +69,10 @@ class Decoder:
 
     def _attention(self, weights: LayerWeights, kv: Tensor, hidden: Tensor, batch: Batch, view: LayerView) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
-        heads = linear(hidden, weights.qkv, weights.qkv_bias).view(len(hidden), -1, self._config.head_dim)
+        heads = linear(hidden, weights.qkv, weights.qkv_bias).view(hidden.shape[0], -1, self._config.head_dim)
         if self._steps is not None:
-            numbers = self._config.norm_eps, self._config.architecture.unit_offset_norms
             queries = self._steps.place_heads(
-                heads, weights.qk_norm, *numbers, (view.cos, view.sin), kv, batch.write_slots
+                heads, weights.qk_norm, *self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
             )
             return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
         queries_keys, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
@@ -87,16 +87,13 @@ class Decoder:
     def _add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """The sum, and its norm."""
         if self._steps is not None:
-            numbers = self._config.norm_eps, self._config.architecture.unit_offset_norms
-            return self._steps.add_norm(x, added, weight, *numbers)
+            return self._steps.add_norm(x, added, weight, *self._norm_kind)
         x = x + added
         return x, self._norm(x, weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        numbers = self._config.norm_eps, self._config.architecture.unit_offset_norms
-        if self._steps is not None and weight.ndim == 1:
-            return self._steps.rms_norm(x, weight, *numbers)
-        return rms_norm(x, weight, *numbers)
+        norm = rms_norm if self._steps is None else self._steps.rms_norm
+        return norm(x, weight, *self._norm_kind)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:

@@ -11,6 +11,7 @@ from torchrelay.transfer.architectures import ARCHITECTURES, Architecture
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 MAX_LAYERS, MAX_EXPERTS = 4096, 4096  # so that a config alone cannot make its reader's memory grow
+MAX_HEAD_DIM = 1024  # kernels keep a few heads on their stack
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _FIRST_WINDOWED = 28  # transformers' default of max_window_layers
 
@@ -85,7 +86,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     """Checks config.json and takes out what shapes the model. Raises ``UnsupportedModel``."""
     family = _family(config)
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    head_dim = _whole(config, "head_dim", family.head_dim or hidden // heads)
+    head_dim = _whole(config, "head_dim", family.head_dim or hidden // heads, at_most=MAX_HEAD_DIM)
     num_layers = _whole(config, "num_hidden_layers", at_most=MAX_LAYERS)
     score_cap, logit_cap = _soft_caps(config, family)
     parsed = ModelConfig(

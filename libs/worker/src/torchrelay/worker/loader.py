@@ -13,6 +13,7 @@ from torchrelay.common.telemetry import get_logger, span_of
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
+from torchrelay.engine.neighbours import Neighbours
 from torchrelay.engine.pool import KvPool
 from torchrelay.transfer.slabs import MappedSlab
 from torchrelay.worker.attempts import now_us
@@ -39,9 +40,10 @@ class Loader:
         pool: KvPool,
         store: ParamStoreAsyncStub,
         settings: WorkerSettings,
+        neighbours: Neighbours | None,
     ) -> None:
         self._slot, self._engine, self._pool, self._store = slot, engine, pool, store
-        self._settings = settings
+        self._settings, self._neighbours = settings, neighbours
         self._instance: Instance | None = None
         self._slab: MappedSlab | None = None
         self._place = ("", 0)  # arena file and offset that are mapped
@@ -132,6 +134,7 @@ class Loader:
             prefix_cache=self._settings.prefix_cache,
             cpu_reorder=self._settings.cpu_reorder,
             on_segment=self._engine.wake,
+            neighbours=self._neighbours,
         )
 
     def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from pydantic import Field, field_validator
 
 from torchrelay.common.ids import new_id
@@ -23,6 +25,9 @@ class WorkerSettings(ServiceSettings):
     device: str = Field("cpu", description="cpu, cuda:N, or auto: the first GPU where there is one.")
     kv_pool_bytes: int = Field(256 << 20, ge=1 << 20, description="Bytes for KV pages, faulted in at the start.")
     threads: int = Field(0, ge=0, description="Compute threads; 0: one per core.")
+    cores_file: Path | None = Field(
+        None, description="A file by which the workers of a host divide its cores while several of them compute."
+    )
     token_budget: int = Field(512, ge=16, description="Most tokens in one engine step.")
     kv_block_tokens: int = Field(
         512,

@@ -16,6 +16,7 @@ from torchrelay.common.telemetry import get_logger
 from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2, types_pb2
 from torchrelay.engine.core import LoadFailed, StepResult
+from torchrelay.engine.neighbours import Neighbours
 from torchrelay.engine.pool import KvPool
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.follow import Receiver
@@ -65,6 +66,8 @@ class Worker:
         self.slot = Slot()
         self.meters = Meters(settings.token_budget)
         self.pool = KvPool(settings.kv_pool_bytes, settings.device)
+        cores_file = settings.cores_file if self.pool.device.type == "cpu" else None
+        self._neighbours = None if cores_file is None else Neighbours(cores_file)
         self.tokenizers = TokenizerShelf(store)
         self.usage = UsagePublisher(nats, Subjects(settings.nats_prefix))
         self.buffers: dict[str, Buffer] = {}
@@ -143,7 +146,7 @@ class Worker:
             raise InvalidRequest(f"this worker cannot play {names}", field="roles")
 
     async def _run_load(self, hosted: Hosted, traceparent: str) -> None:
-        loader = self._loader = Loader(self.slot, self.engine, self.pool, self._store, self.settings)
+        loader = self._loader = Loader(self.slot, self.engine, self.pool, self._store, self.settings, self._neighbours)
         error = self._fault = ""
         try:
             await loader.run(hosted.version.pack_id, traceparent)

@@ -16,10 +16,11 @@ from torchrelay.engine.cpu.kernels import DTYPES, Kernels, address, kernels
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """``singles`` have a row each: which, where their slots lie in memory, and how many; ``spans`` keep them alive."""
+    """``singles`` have a row each. ``table``: which, where their slots lie in memory, how many these are."""
 
-    singles: npt.NDArray[np.int64]  # [3, sequences]
-    spans: Sequence[Span]
+    singles: Sequence[Span]
+    table: npt.NDArray[np.int64]  # [3, singles]
+    addresses: tuple[int, int, int]  # of the table's rows
     parts: Sequence[GatherPart]
 
 
@@ -38,23 +39,21 @@ class CpuAttention(AttentionBackend):
         others = [span for span in spans if span.num_rows > 1]
         numbers = [(span.first_row, span.slots.ctypes.data, len(span.slots)) for span in singles]
         table = np.asarray(numbers, np.int64).reshape(-1, 3).T.copy()
-        return CpuPlan(table, singles, self._gather.plan(others, window, dtype, device))
+        rows, slots, lengths = (row.ctypes.data for row in table)
+        return CpuPlan(singles, table, (rows, slots, lengths), self._gather.plan(others, window, dtype, device))
 
     def attend(self, queries: Tensor, kv: Tensor, plan: CpuPlan, scoring: Scoring) -> Tensor:
         num_rows, num_heads, head_dim = queries.shape
         queries = queries.contiguous()
         out = queries.new_empty(num_rows, num_heads * head_dim)
         self._gather.attend_parts(queries, kv, plan.parts, scoring, out)
-        rows, slots, lengths = (column.ctypes.data for column in plan.singles)
         self._kernels.attend(
             DTYPES[queries.dtype],
             address(queries),
             address(kv),
             kv.stride(0),
-            rows,
-            slots,
-            lengths,
-            len(plan.spans),
+            *plan.addresses,
+            len(plan.singles),
             num_heads,
             kv.shape[2],
             head_dim,

@@ -6,6 +6,7 @@
  *
  * Called from kernels.py, which has the shapes. OpenMP's team is torch's own: both load libgomp.so.1.
  */
+#include <immintrin.h>
 #include <math.h>
 #include <omp.h>
 #include <stddef.h>
@@ -40,10 +41,28 @@ INLINE float of_bits(uint32_t bits) {
     return x;
 }
 
+/* fp16 bit by bit: compilers before gcc 12 do not know it, and those after convert one number at a time. */
+INLINE float of_f16(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, size = half & 0x7fff;
+    uint32_t normal = (size << 13) + (112 << 23), subnormal = bits_of((float)(int32_t)size * 0x1p-24f);
+    uint32_t bits = size < 0x400 ? subnormal : normal;
+    return of_bits(sign | (size < 0x7c00 ? bits : size << 13 | 0x7f800000));
+}
+
+/* To the nearest, to an even one between two. */
+INLINE uint16_t f16_of(float x) {
+    uint32_t sign = bits_of(x) >> 16 & 0x8000, size = bits_of(x) & 0x7fffffff;
+    uint32_t normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    uint32_t subnormal = bits_of(of_bits(size) + 0.5f) - bits_of(0.5f); /* a half's next number is 2 to the -24 away */
+    uint32_t bits = size < 0x38800000 ? subnormal : normal;
+    bits = size < 0x47800000 ? bits : 0x7c00;
+    return (uint16_t)(sign | (x == x ? bits : 0x7e00));
+}
+
 INLINE float get(int D, const void *from, long i) {
     if (D == F32) return ((const float *)from)[i];
-    if (D == F16) return (float)((const _Float16 *)from)[i];
-    return of_bits((uint32_t)((const uint16_t *)from)[i] << 16);
+    uint16_t bits = ((const uint16_t *)from)[i];
+    return D == F16 ? of_f16(bits) : of_bits((uint32_t)bits << 16);
 }
 
 /* To the nearest bf16, to an even one between two. */
@@ -55,14 +74,12 @@ INLINE uint16_t bf16_of(float x) {
 
 INLINE void put(int D, void *to, long i, float x) {
     if (D == F32) ((float *)to)[i] = x;
-    else if (D == F16) ((_Float16 *)to)[i] = (_Float16)x;
-    else ((uint16_t *)to)[i] = bf16_of(x);
+    else ((uint16_t *)to)[i] = D == F16 ? f16_of(x) : bf16_of(x);
 }
 
 INLINE float rounded(int D, float x) {
     if (D == F32) return x;
-    if (D == F16) return (float)(_Float16)x;
-    return of_bits((uint32_t)bf16_of(x) << 16);
+    return D == F16 ? of_f16(f16_of(x)) : of_bits((uint32_t)bf16_of(x) << 16);
 }
 
 #define SIZE(D) ((D) == F32 ? 4 : 2)
@@ -76,9 +93,10 @@ INLINE void *place(int D, void *base, long i) {
     return (char *)base + i * SIZE(D);
 }
 
-/* e to the x, within 2 units of the last place: 2 to a whole number times a polynomial around zero (Cephes' expf). */
+/* e to the x, within 2 units of the last place: 2 to a whole number times a polynomial around zero (Cephes' expf).
+ * Infinite from 88.4 on, but never zero. */
 INLINE float exponential(float x) {
-    x = x > 88.0f ? 88.0f : x;
+    x = x > 89.0f ? 89.0f : x;
     x = x < -87.0f ? -87.0f : x;
     float whole = rintf(x * 1.44269504f);
     float rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
@@ -104,21 +122,22 @@ INLINE float sigmoid(float x) {
 #define OUTPUTS 4
 #define ROWS 6
 #define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
+#define WIDENED(halves) _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(halves)))
 #else
 #define LANES 8
 #define OUTPUTS 4
 #define ROWS 2
 #define LANE_NUMBERS {0, 1, 2, 3, 4, 5, 6, 7}
+#define WIDENED(halves) _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(halves)))
 #endif
 #define STEP (2 * LANES) /* weights taken at a time */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(2)));
-typedef _Float16 halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 /* Half of the next weights: of bf16 those at even places or those at odd ones, each a half of a 32-bit lane. */
 INLINE floats take(int D, const void *weights, int half) {
-    if (D == F16) return __builtin_convertvector(((const halves *)weights)[half], floats);
+    if (D == F16) return WIDENED((const char *)weights + half * 2 * LANES);
     words pairs = *(const words *)weights;
     return (floats)(half ? pairs & 0xffff0000u : pairs << 16);
 }
@@ -326,12 +345,16 @@ void torchrelay_gate(int dtype, const void *gate_up, long num_rows, long size, i
 
 /* Attention of rows that each are the last of their sequence */
 
-#define POSITIONS 32 /* taken at a time */
+/* Taken at a time; what is computed for them, 256 bytes for each number of a head, lies on the stack. */
+#define POSITIONS 32
+#define HEADS 16
 
 /* Numbers as whole vectors in fp32; what is beyond `count` is zero. */
 INLINE void widen_line(int D, const void *from, long count, long num_vectors, float factor, floats *line) {
     float *numbers = (float *)line;
-    for (long i = 0; i < count; i++) numbers[i] = get(D, from, i) * factor;
+    long whole = D == F16 ? count / LANES : 0;
+    for (long v = 0; v < whole; v++) line[v] = WIDENED(at(D, from, v * LANES)) * factor;
+    for (long i = whole * LANES; i < count; i++) numbers[i] = get(D, from, i) * factor;
     for (long i = count; i < num_vectors * LANES; i++) numbers[i] = 0.0f;
 }
 
@@ -396,14 +419,15 @@ INLINE void attend_sized(int D, const void *queries, const void *keys, const voi
 void torchrelay_attend(int dtype, const void *queries, const void *kv, long plane, const int64_t *rows,
                        const int64_t *const *slots, const int64_t *num_slots, long num_rows, long num_heads,
                        long num_kv_heads, long head_dim, float scale, float cap, void *out) {
-    long group = num_heads / num_kv_heads, num_positions = 0;
+    long group = num_heads / num_kv_heads, parts = (group + HEADS - 1) / HEADS, num_positions = 0;
     for (long r = 0; r < num_rows; r++) num_positions += num_slots[r];
 #pragma omp parallel for schedule(dynamic) if (num_positions * num_kv_heads * head_dim > SMALL)
-    for (long each = 0; each < num_rows * num_kv_heads; each++) {
-        long r = each / num_kv_heads, kv_head = each % num_kv_heads;
-        long own = (rows[r] * num_heads + kv_head * group) * head_dim, first = kv_head * head_dim;
+    for (long each = 0; each < num_rows * num_kv_heads * parts; each++) {
+        long r = each / parts / num_kv_heads, kv_head = each / parts % num_kv_heads, head = each % parts * HEADS;
+        long count = group - head < HEADS ? group - head : HEADS;
+        long own = (rows[r] * num_heads + kv_head * group + head) * head_dim, first = kv_head * head_dim;
         BY_DTYPE(dtype, attend_sized(D, at(D, queries, own), at(D, kv, first), at(D, kv, plane + first), slots[r],
-                                     num_slots[r], num_kv_heads * head_dim, group, head_dim, scale, cap,
+                                     num_slots[r], num_kv_heads * head_dim, count, head_dim, scale, cap,
                                      place(D, out, own)));
     }
 }

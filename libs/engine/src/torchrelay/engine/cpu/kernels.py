@@ -1,6 +1,6 @@
 """The library made of ``kernels.c``, if it was built and this CPU can run it.
 
-It is built when the package is installed, where there is a C compiler, once per level of instructions: v3 is AVX2, v4
+It is built when the package is installed, where there is gcc, once per level of instructions: v3 is AVX2, v4
 AVX-512. Whoever calls hands over contiguous tensors of one dtype.
 """
 

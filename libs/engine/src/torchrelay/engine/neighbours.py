@@ -1,0 +1,66 @@
+"""Who computes on this host's cores right now: a file that the processes of one host share.
+
+Two teams of threads on the same cores wait for each other's time slices at every barrier, of which a step has a
+hundred: two workers on two cores gave a third of the tokens of one. So each takes its part while the other computes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+NUM_PLACES: Final = 64
+# A process that was killed, or waits for bytes, is thought to compute for so long. Longer than any layer should take.
+FRESH_S: Final = 1.0
+
+
+class Neighbours:
+    """One process's place in the file: its pid, and until when others are to count it."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic, num_places: int = NUM_PLACES) -> None:
+        """Takes a place that nobody has, or whose process is gone. Raises ``OSError`` when there is none."""
+        self._clock = clock
+        with path.open("a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                file.truncate(16 * num_places)
+                memory = mmap.mmap(file.fileno(), 16 * num_places)
+                pids = np.frombuffer(memory, np.int64, num_places)
+                self._until_s = np.frombuffer(memory, np.float64, num_places, offset=8 * num_places)
+                free = [place for place, pid in enumerate(pids.tolist()) if not _is_running(pid)]
+                if not free:
+                    raise OSError(f"{path} has no place left: {num_places} processes compute on this host")
+                self._place = free[0]
+                self._until_s[self._place] = 0.0
+                pids[self._place] = os.getpid()
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)  # NOTE: closing does not: the mapping keeps the file open
+
+    def count_computing(self) -> int:
+        """This process computes from now on; how many do, with it."""
+        now_s = self._clock()
+        self._until_s[self._place] = now_s + FRESH_S
+        return int(np.count_nonzero(self._until_s > now_s))
+
+    def rest(self) -> None:
+        """It computes no more."""
+        self._until_s[self._place] = 0.0
+
+
+def _is_running(pid: int) -> bool:
+    if not pid:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

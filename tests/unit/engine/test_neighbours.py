@@ -1,0 +1,61 @@
+"""A file by which processes know who computes beside them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrelay.engine.neighbours import FRESH_S, Neighbours
+
+_COMPUTE = """
+import sys
+from pathlib import Path
+from torchrelay.engine.neighbours import Neighbours
+print(Neighbours(Path(sys.argv[1]), num_places=2).count_computing(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_who_computes_is_counted_until_it_rests(tmp_path: Path) -> None:
+    first, second = (Neighbours(tmp_path / "cores") for _ in range(2))
+    assert first.count_computing() == 1
+    assert second.count_computing() == 2
+    first.rest()
+    assert second.count_computing() == 1
+
+
+def test_who_says_nothing_is_forgotten(tmp_path: Path) -> None:
+    clock = Clock()
+    first, second = (Neighbours(tmp_path / "cores", clock) for _ in range(2))
+    first.count_computing()
+    clock.now_s += 0.9 * FRESH_S
+    assert second.count_computing() == 2
+    clock.now_s += 0.2 * FRESH_S
+    assert second.count_computing() == 1
+
+
+def test_another_process_is_seen_and_leaves_its_place(tmp_path: Path) -> None:
+    """Killed, it is forgotten in a while, and whoever comes next takes its place."""
+    path = tmp_path / "cores"
+    mine = Neighbours(path, num_places=2)
+    assert mine.count_computing() == 1
+    program = [sys.executable, "-c", _COMPUTE, str(path)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "2\n"
+        assert mine.count_computing() == 2
+        with pytest.raises(OSError, match="no place left: 2 processes"):
+            Neighbours(path, num_places=2)
+        other.kill()
+    Neighbours(path, num_places=2)
+    assert mine.count_computing() == 1
