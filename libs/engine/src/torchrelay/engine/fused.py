@@ -6,11 +6,16 @@ Each has a plain counterpart in ``model`` or ``mlp``, which computes where nothi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torchrelay.engine.cpu.kernels import kernels
+from torchrelay.transfer.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from torchrelay.engine.cpu.layer import CpuLayer
 
 
 class FusedSteps(ABC):
@@ -57,4 +62,13 @@ def steps_for(device: torch.device) -> FusedSteps | None:
         from torchrelay.engine.cpu.steps import CpuSteps
 
         return CpuSteps(found)
+    return None
+
+
+def whole_layer_for(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> CpuLayer | None:
+    """What computes a whole layer of a decode step at once, if anything does."""
+    if device.type == "cpu" and (found := kernels()) is not None:
+        from torchrelay.engine.cpu.layer import CpuLayer
+
+        return CpuLayer(found, config, dtype)
     return None

@@ -40,7 +40,7 @@ def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     if not x.is_cpu:
         return F.linear(x, weight, bias)
     num_rows, found = x.shape[0], kernels()
-    if found is not None and takes(weight) and num_rows <= _most_rows(found.level, x.dtype):
+    if found is not None and takes(weight) and num_rows <= most_rows(found.level, x.dtype):
         return cpu_linear(found, x, weight, bias)
     # Few rows are bound by reading the weights, which torch's own kernels do in any dtype.
     if num_rows < _FEW_ROWS or has_arithmetic(x.dtype):
@@ -62,7 +62,7 @@ def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return (out if bias is None else out + bias).to(x.dtype)
 
 
-def _most_rows(level: Level, dtype: torch.dtype) -> int:
+def most_rows(level: Level, dtype: torch.dtype) -> int:
     """For which the kernels are quickest: few are bound by reading the weights, and many by arithmetic."""
     return _FEW_ROWS if has_arithmetic(dtype) else level.linear_rows
 

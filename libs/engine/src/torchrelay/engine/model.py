@@ -38,6 +38,7 @@ class Decoder:
         self._backend = backend
         self._kind_of_layer = kind_of_layer
         self._steps = fused.steps_for(kv.device)
+        self._whole = fused.whole_layer_for(kv.device, config, kv.dtype)
         self._norm_kind = config.norm_eps, config.architecture.unit_offset_norms
         self._scoring = Scoring(config.query_scale, config.score_cap)
 
@@ -52,6 +53,10 @@ class Decoder:
     def run_layer(self, layer: int, hidden: Tensor, batch: Batch) -> Tensor:
         """[rows, hidden] -> the same after one layer; writes the batch's KV. Waits for the layer's weights."""
         weights, view = self._weights.layer(layer), batch.views[self._kind_of_layer[layer]]
+        if self._whole is not None:
+            done = self._whole.run(weights, self._kv[layer], hidden, batch, view)
+            if done is not None:
+                return done
         attended = self._attention(weights, self._kv[layer], self._norm(hidden, weights.input_norm), batch, view)
         if weights.attention_out_norm is not None:
             attended = self._norm(attended, weights.attention_out_norm)

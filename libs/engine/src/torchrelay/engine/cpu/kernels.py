@@ -25,6 +25,7 @@ _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "place_heads": [c_int, c_void_p, c_void_p, c_float, c_int, *[c_void_p] * 4, c_long, c_void_p, *[c_long] * 4],
     "gate": [c_int, c_void_p, c_long, c_long, c_int, c_void_p],
     "attend": [c_int, c_void_p, c_void_p, c_long, *[c_void_p] * 3, *[c_long] * 4, c_float, c_float, c_void_p],
+    "layer": [*[c_void_p] * 5, c_long, *[c_void_p] * 3],
 }
 
 
@@ -59,7 +60,7 @@ class Kernels:
         self.level = level
         # NOTE: after torch, whose OpenMP this shares: two teams of threads would spin against each other.
         library = ctypes.CDLL(str(level.file))
-        self.linear, self.norm, self.place_heads, self.gate, self.attend = (
+        self.linear, self.norm, self.place_heads, self.gate, self.attend, self.layer = (
             _function(library, name, arguments) for name, arguments in _ARGUMENTS.items()
         )
 
