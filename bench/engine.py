@@ -53,7 +53,7 @@ class Form:
 
 
 FULL = Form(mid_layers=24, output_tokens=32, waves=3, num_reads=8)
-QUICK = Form(mid_layers=4, output_tokens=16, waves=1, num_reads=4)
+QUICK = Form(mid_layers=8, output_tokens=16, waves=1, num_reads=4)
 
 
 def sweep(door: Door, model: BenchModel, form: Form) -> dict[int, Sample]:
