@@ -13,9 +13,9 @@ SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: .venv/.installed brokers ## Make the virtual environment, install the packages, redis-server and nats-server
+setup: .venv/.installed ## Make the virtual environment, install the packages, redis-server and nats-server
 
-.venv/.installed: constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES)) $(KERNELS)
+.venv/.installed: constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES)) $(KERNELS) | system
 	@$(PYTHON) tools/check_python.py
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
@@ -24,12 +24,12 @@ setup: .venv/.installed brokers ## Make the virtual environment, install the pac
 		"computes several times slower; on x86-64 under Linux install gcc 11 or newer, then: rm $@ && make setup"
 	@touch $@
 
-.PHONY: brokers test-servers
-brokers:
-	@tools/install_brokers.sh
+.PHONY: system test-servers
+system:
+	@tools/install_system.sh
 
 test-servers:
-	@tools/install_brokers.sh tests
+	@tools/install_system.sh tests
 
 format: .venv/.installed ## Format the code
 	$(BIN)/ruff format .
@@ -54,5 +54,5 @@ demo: setup ## Upload a model, talk to it, let it sleep, wake it, print the bill
 stubs: .venv/.installed ## Make the gRPC stubs anew after a change in proto/
 	tools/generate_stubs.sh
 
-clean: ## Remove the virtual environment and caches
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## Remove the virtual environment, caches and what was compiled
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis libs/engine/build libs/engine/src/torchrelay/engine/cpu/*.so

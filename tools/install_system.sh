@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Puts what the embedded install starts (redis-server, nats-server) on this machine where it is missing: by apt on Debian and
-# Ubuntu, by Homebrew on a Mac. With the argument "tests" also what tests need beside (PostgreSQL; iproute2 and iperf3 for the
-# lab). Ends with an error only when something that the embedded install needs cannot be had.
+# Puts what the embedded install starts (redis-server, nats-server) on this machine where it is missing, and a compiler for the
+# engine's kernels: by apt on Debian and Ubuntu, by Homebrew on a Mac. With the argument "tests" also what tests need beside
+# (PostgreSQL; iproute2 and iperf3 for the lab). Ends with an error only when what the embedded install starts cannot be had.
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin"
 
@@ -9,6 +9,9 @@ brokers=()
 extra=()
 [ -n "${TORCHRELAY_REDIS_URL-}" ] || command -v redis-server >/dev/null || brokers+=(redis-server)
 [ -n "${TORCHRELAY_NATS_URL-}" ] || command -v nats-server >/dev/null || brokers+=(nats-server)
+if [ "$(uname) $(uname -m)" = "Linux x86_64" ]; then
+    command -v gcc >/dev/null || extra+=(gcc libc6-dev)
+fi
 if [ "${1-}" = tests ]; then
     command -v initdb >/dev/null || compgen -G '/usr/lib/postgresql/*/bin/initdb' >/dev/null || extra+=(postgresql)
     if [ "$(uname)" = Linux ]; then
@@ -20,7 +23,7 @@ fi
 
 give_up() { # WHY
     if [ ${#brokers[@]} -eq 0 ]; then
-        echo "setup: without ${extra[*]} some tests cannot run ($1)" >&2
+        echo "setup: without ${extra[*]} tests cannot run, or the engine has no kernels ($1)" >&2
         exit 0
     fi
     echo "setup: ${brokers[*]} missing, and $1: install by hand," >&2
