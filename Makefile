@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PACKAGES := proto libs/common libs/transfer libs/engine libs/worker services/gateway services/scheduler \
 	services/param-store services/prefill services/decode cli
-KERNELS := libs/engine/setup.py libs/engine/src/torchrelay/engine/cpu/kernels.c
+KERNELS := libs/engine/setup.py $(wildcard libs/engine/src/torchrelay/engine/cpu/*.[ch])
 SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
 .DEFAULT_GOAL := help
 
@@ -13,10 +13,11 @@ SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
-setup: .venv/.installed ## Make the virtual environment, install the packages, redis-server and nats-server
+setup: .venv/.installed system ## Make the virtual environment, install the packages, redis-server and nats-server
 
-.venv/.installed: constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES)) $(KERNELS) | system
+.venv/.installed: constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES)) $(KERNELS)
 	@$(PYTHON) tools/check_python.py
+	@tools/install_system.sh
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(addprefix -e ./,$(PACKAGES))

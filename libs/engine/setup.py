@@ -4,6 +4,8 @@ Left out where gcc does not make them: torch's own steps compute then, several t
 would bring a second team of threads beside torch's.
 """
 
+from pathlib import Path
+
 from setuptools import Extension, setup
 
 FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
@@ -13,6 +15,7 @@ setup(
         Extension(
             f"torchrelay.engine.cpu._kernels_{level}",
             ["src/torchrelay/engine/cpu/kernels.c"],
+            depends=[str(header) for header in Path("src/torchrelay/engine/cpu").glob("*.h")],
             extra_compile_args=[*FLAGS, f"-march=x86-64-{level}"],
             extra_link_args=["-fopenmp"],
             libraries=["m"],

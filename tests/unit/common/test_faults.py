@@ -41,6 +41,7 @@ class Given(BaseModel, extra="forbid"):
         ({"whole": 10}, "whole must be below 10, not 10"),
         ({"part": "hot"}, "part must be a number, not 'hot'"),
         ({"part": float("nan")}, "part must be a finite number, not NaN"),
+        ({"whole": 10**60}, f"whole must be below 10, not 1{'0' * 36}..."),
         ({"part": "9"}, "part must be at most 2.0, not 9"),
         ({"really": "so"}, "really must be true or false, not 'so'"),
         ({"name": 5}, "name must be a text, not 5"),

@@ -44,6 +44,15 @@ def test_who_says_nothing_is_forgotten(tmp_path: Path) -> None:
     assert second.count_computing() == 1
 
 
+def test_who_computed_before_the_host_was_started_anew_counts_no_more(tmp_path: Path) -> None:
+    """The file outlives it, the clock begins again, and a pid may be somebody else's."""
+    clock = Clock()
+    before = Neighbours(tmp_path / "cores", clock)
+    assert before.count_computing() == 1
+    clock.now_s = 5.0
+    assert Neighbours(tmp_path / "cores", clock).count_computing() == 1
+
+
 def test_another_process_is_seen_and_leaves_its_place(tmp_path: Path) -> None:
     """Killed, it is forgotten in a while, and whoever comes next takes its place."""
     path = tmp_path / "cores"

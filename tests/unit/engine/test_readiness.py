@@ -20,6 +20,7 @@ from torchrelay.engine.readiness import SegmentGate
 ModelOf = Callable[..., Model]
 PROMPT = prompt_of(40)
 ENOUGH_S = 10.0
+SOON_S = 0.05
 
 
 class Engine:
@@ -67,8 +68,17 @@ def load_rest(instance: Instance) -> None:
         instance.segment_ready(segment)
 
 
+class Clock:
+    """Stands still until it is moved; those who wait for a deadline look at it again within ``SOON_S``."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 def ending(group: GroupSpec, why: str) -> GroupSpec:
-    return replace(group, deadline_s=time.monotonic() + 0.2) if why == "deadline" else group
+    return replace(group, deadline_s=Clock.now_s + SOON_S) if why == "deadline" else group
 
 
 @pytest.mark.parametrize("why", ["cancel", "deadline"])
@@ -77,10 +87,11 @@ def test_a_step_whose_whole_batch_ends_stops_waiting(
     model_of: ModelOf, engine: Engine, num_layers: int, why: str
 ) -> None:
     """For the embeddings, a layer, and the head."""
-    model = model_of()
-    instance = half_loaded(model, num_layers)
+    model, clock = model_of(), Clock()
+    instance = half_loaded(model, num_layers, clock=clock)
     instance.prefill(ending(group_of(PROMPT), why))
     step = engine.waiting_step(instance)
+    clock.now_s += SOON_S
     if why == "cancel":
         instance.cancel_soon("r/0")
     result = step.result(ENOUGH_S)
@@ -98,13 +109,14 @@ def test_a_step_whose_whole_batch_ends_stops_waiting(
 def test_what_ends_frees_its_pages_while_the_others_go_on_waiting(
     model_of: ModelOf, engine: Engine, num_layers: int, why: str
 ) -> None:
-    model = model_of("gemma3")
-    instance = half_loaded(model, num_layers)
+    model, clock = model_of("gemma3"), Clock()
+    instance = half_loaded(model, num_layers, clock=clock)
     instance.prefill(group_of(prompt_of(17), "before/0"))
     instance.prefill(ending(group_of(PROMPT, "ends/0"), why))
     instance.prefill(group_of(prompt_of(20), "after/0", forced=[(), (5,)]))
     step = engine.waiting_step(instance)
     num_free = instance.num_free_pages
+    clock.now_s += SOON_S
     if why == "cancel":
         instance.cancel_soon("ends/0")
         instance.cancel_soon("after/0", 1)
@@ -125,12 +137,13 @@ def test_what_ends_frees_its_pages_while_the_others_go_on_waiting(
 
 
 def test_a_group_that_waits_for_pages_is_late_while_a_step_waits_for_weights(model_of: ModelOf, engine: Engine) -> None:
-    model = model_of()
+    model, clock = model_of(), Clock()
     pool_bytes = 5 * 16 * model.instance().kv_shape.bytes_per_token
-    instance = half_loaded(model, 1, pool_bytes=pool_bytes)
+    instance = half_loaded(model, 1, pool_bytes=pool_bytes, clock=clock)
     instance.prefill(group_of(PROMPT))
     instance.prefill(ending(group_of(PROMPT, "late/0"), "deadline"))
     step = engine.waiting_step(instance)
+    clock.now_s += SOON_S
     until(lambda: instance._scheduler.get("late/0") is None)
     assert not step.done()
     load_rest(instance)

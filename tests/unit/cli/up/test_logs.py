@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from torchrelay.cli.up.logs import begin, earlier, trim
 
@@ -43,3 +47,16 @@ def test_a_log_that_grows_too_long_is_begun_anew_under_its_writer(tmp_path: Path
     assert child.wait(10) == 0
     assert log.read_text() == "goes on\n"  # from the beginning of the file, without a hole
     assert earlier(log).read_text() == "x" * 2000 + "\n"
+
+
+def test_on_a_full_disk_a_log_is_begun_anew_without_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(log: Path, copy: Path) -> None:
+        copy.write_text("a part of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    log = tmp_path / "gateway.log"
+    log.write_text("x" * 100)
+    monkeypatch.setattr(shutil, "copyfile", full)
+    trim(log, max_bytes=99)
+    assert log.read_text() == ""
+    assert not earlier(log).exists()

@@ -60,7 +60,7 @@ def _said(fault: Mapping[str, Any]) -> str:
     if kind in ("too_short", "string_too_short") and context["min_length"] == 1:
         return "must not be empty"
     if kind in _LIMITS:
-        return f"must be {_LIMITS[kind].format(**context)}, not {fault['input']}"
+        return f"must be {_LIMITS[kind].format(**context)}, not {_cut(str(fault['input']))}"
     wanted = _KINDS.get(kind) or (_BOUNDS[kind].format(**context) if kind in _BOUNDS else "")
     return f"must be {wanted}, not {shown(fault['input'])}" if wanted else ""
 
@@ -68,7 +68,11 @@ def _said(fault: Mapping[str, Any]) -> str:
 def shown(given: Any) -> str:
     """A value in so many letters at most; of what holds others just what it is."""
     if isinstance(given, str):
-        return repr(given if len(given) <= _MAX_SHOWN else given[: _MAX_SHOWN - 3] + "...")
+        return repr(_cut(given))
     if isinstance(given, list | tuple):
         return LIST if given else "an empty list"
-    return json.dumps(given) if given is None or isinstance(given, bool | int | float) else OBJECT
+    return _cut(json.dumps(given)) if given is None or isinstance(given, bool | int | float) else OBJECT
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

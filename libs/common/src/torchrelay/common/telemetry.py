@@ -124,9 +124,15 @@ def _set_up_logs(service: str, settings: ServiceSettings) -> None:
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer() if settings.log_format == "console" else structlog.processors.JSONRenderer()
     )
+
+    def name_service(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event["service"] = service  # not a context variable: threads begin without those
+        return event
+
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
+            name_service,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
@@ -136,7 +142,6 @@ def _set_up_logs(service: str, settings: ServiceSettings) -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
-    structlog.contextvars.bind_contextvars(service=service)
     logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr)
 
 

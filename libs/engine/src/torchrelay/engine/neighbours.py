@@ -37,6 +37,8 @@ class Neighbours:
                 free = [place for place, pid in enumerate(pids.tolist()) if not _is_running(pid)]
                 if not free:
                     raise OSError(f"{path} has no place left: {num_places} processes compute on this host")
+                # Of a boot before this one, whose clock had gone further: they would count for as long as that had run.
+                self._until_s[self._until_s > clock() + FRESH_S] = 0.0
                 self._place = free[0]
                 self._until_s[self._place] = 0.0
                 pids[self._place] = os.getpid()

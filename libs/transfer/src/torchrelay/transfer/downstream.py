@@ -90,7 +90,7 @@ class Downstream:
             with suppress(OSError):  # the follower has gone as well
                 self._frames.send(FrameKind.REFUSED, encode(Refusal.of(error)))
         except OSError as error:
-            log.info("follower_gone", reason=str(error))
+            log.debug("follower_gone", reason=str(error))
         finally:
             self._frames.abort()
             if self._reading is not None:

@@ -68,10 +68,14 @@ class Kernels:
 @cache
 def kernels() -> Kernels | None:
     """The quickest that run here; None where none do."""
+    log = logging.getLogger(__name__)
     for level in LEVELS:
         if level.runs_here:
-            return Kernels(level)
-    logging.getLogger(__name__).warning("no kernels were built for this CPU: computing with torch's steps, slower")
+            try:
+                return Kernels(level)
+            except OSError as error:  # of another platform, or half written
+                log.warning("%s cannot be loaded: %s", level.file.name, error)
+    log.warning("no kernels were built for this CPU: computing with torch's steps, slower")
     return None
 
 

@@ -1,0 +1,91 @@
+/* Attention of rows that each are the last of their sequence. */
+#pragma once
+
+#include "products.h" /* vectors */
+
+/* Taken at a time; what is computed for them, 256 bytes for each number of a head, lies on the stack. */
+#define POSITIONS 32
+#define HEADS 16
+
+/* Numbers as whole vectors in fp32; what is beyond `count` is zero. */
+INLINE void widen_line(int D, const void *from, long count, long num_vectors, float factor, floats *line) {
+    float *numbers = (float *)line;
+    long whole = D == F16 ? count / LANES : 0;
+    for (long v = 0; v < whole; v++) line[v] = WIDENED(at(D, from, v * LANES)) * factor;
+    for (long i = whole * LANES; i < count; i++) numbers[i] = get(D, from, i) * factor;
+    for (long i = count; i < num_vectors * LANES; i++) numbers[i] = 0.0f;
+}
+
+/* The query heads of one row that share a kv head; a softmax that goes along (Milakov and Gimelshein, 2018). */
+INLINE void attend_heads(int D, const void *queries, const void *keys, const void *values, const int64_t *slots,
+                         long num_slots, long stride, long num_heads, long head_dim, float scale, float cap, void *out) {
+    long across = (head_dim + LANES - 1) / LANES;
+    floats wide[num_heads][across], sums[num_heads][across], lines[POSITIONS][across];
+    float scores[num_heads][POSITIONS], highest[num_heads], weights[num_heads];
+    for (long h = 0; h < num_heads; h++) {
+        widen_line(D, at(D, queries, h * head_dim), head_dim, across, scale, wide[h]);
+        for (long v = 0; v < across; v++) sums[h][v] = (floats){0};
+        highest[h] = -INFINITY;
+        weights[h] = 0.0f;
+    }
+    for (long begin = 0; begin < num_slots; begin += POSITIONS, slots += POSITIONS) {
+        long count = num_slots - begin < POSITIONS ? num_slots - begin : POSITIONS;
+        for (long p = 0; p < count; p++) widen_line(D, at(D, keys, slots[p] * stride), head_dim, across, 1.0f, lines[p]);
+        for (long h = 0; h < num_heads; h++) {
+            for (long first = 0; first < count; first += LANES) {
+                floats products[LANES] = {0};
+                for (long p = 0; p < LANES && first + p < count; p++)
+                    for (long v = 0; v < across; v++) products[p] += wide[h][v] * lines[first + p][v];
+                *(floats *)(scores[h] + first) = totals(products);
+            }
+            float *own = scores[h], top = highest[h], weight = 0.0f;
+            if (cap > 0.0f)
+                for (long p = 0; p < count; p++) own[p] = cap * (2.0f * sigmoid(2.0f * own[p] / cap) - 1.0f);
+            for (long p = 0; p < count; p++) top = own[p] > top ? own[p] : top;
+#pragma omp simd reduction(+ : weight)
+            for (long p = 0; p < count; p++) {
+                own[p] = exponential(own[p] - top);
+                weight += own[p];
+            }
+            float shrink = exponential(highest[h] - top);
+            for (long v = 0; v < across; v++) sums[h][v] *= shrink;
+            highest[h] = top;
+            weights[h] = weights[h] * shrink + weight;
+        }
+        for (long p = 0; p < count; p++) widen_line(D, at(D, values, slots[p] * stride), head_dim, across, 1.0f, lines[p]);
+        for (long h = 0; h < num_heads; h++)
+            for (long v = 0; v < across; v++) {
+                floats sum = sums[h][v];
+                for (long p = 0; p < count; p++) sum += scores[h][p] * lines[p][v];
+                sums[h][v] = sum;
+            }
+    }
+    for (long h = 0; h < num_heads; h++)
+        for (long i = 0; i < head_dim; i++) put(D, out, h * head_dim + i, ((float *)sums[h])[i] / weights[h]);
+}
+
+/* The common sizes of heads are compiled by themselves. */
+INLINE void attend_sized(int D, const void *queries, const void *keys, const void *values, const int64_t *slots,
+                         long num_slots, long stride, long num_heads, long head_dim, float scale, float cap, void *out) {
+    switch (head_dim) {
+    case 64: attend_heads(D, queries, keys, values, slots, num_slots, stride, num_heads, 64, scale, cap, out); break;
+    case 128: attend_heads(D, queries, keys, values, slots, num_slots, stride, num_heads, 128, scale, cap, out); break;
+    default: attend_heads(D, queries, keys, values, slots, num_slots, stride, num_heads, head_dim, scale, cap, out);
+    }
+}
+
+void torchrelay_attend(int dtype, const void *queries, const void *kv, long plane, const int64_t *rows,
+                       const int64_t *const *slots, const int64_t *num_slots, long num_rows, long num_heads,
+                       long num_kv_heads, long head_dim, float scale, float cap, void *out) {
+    long group = num_heads / num_kv_heads, parts = (group + HEADS - 1) / HEADS, num_positions = 0;
+    for (long r = 0; r < num_rows; r++) num_positions += num_slots[r];
+#pragma omp parallel for schedule(dynamic) if (num_positions * num_kv_heads * head_dim > SMALL)
+    for (long each = 0; each < num_rows * num_kv_heads * parts; each++) {
+        long r = each / parts / num_kv_heads, kv_head = each / parts % num_kv_heads, head = each % parts * HEADS;
+        long count = group - head < HEADS ? group - head : HEADS;
+        long own = (rows[r] * num_heads + kv_head * group + head) * head_dim, first = kv_head * head_dim;
+        BY_DTYPE(dtype, attend_sized(D, at(D, queries, own), at(D, kv, first), at(D, kv, plane + first), slots[r],
+                                     num_slots[r], num_kv_heads * head_dim, count, head_dim, scale, cap,
+                                     place(D, out, own)));
+    }
+}
