@@ -28,4 +28,4 @@ def test_made_while_computing_it_serves_elsewhere() -> None:
     scratch = Scratch()
     with torch.inference_mode():
         scratch.of(4)
-    scratch.of(4).fill_(1.0)
+    assert float(scratch.of(4).fill_(1.0).sum()) == 4.0

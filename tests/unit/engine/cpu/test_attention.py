@@ -48,6 +48,7 @@ def test_equals_the_reference(
 
 @pytest.mark.usefixtures("three_threads")
 def test_threads_share_the_heads(monkeypatch: pytest.MonkeyPatch, built: Kernels) -> None:
+    assert torch.get_num_threads() == 3
     for heads in (8, 2), (37, 1):
         test_equals_the_reference(monkeypatch, built, heads, 128, None, torch.float32)
 

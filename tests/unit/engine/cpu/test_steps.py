@@ -92,6 +92,7 @@ def test_gates(built: Kernels, num_rows: int, size: int, activation: str, dtype:
 
 @pytest.mark.usefixtures("three_threads")
 def test_threads_share_the_rows(built: Kernels) -> None:
+    assert torch.get_num_threads() == 3
     for dtype in DTYPES:
         test_norms(built, 40, 1024, False, dtype)
         test_heads_are_placed(built, 40, 16, 8, 64, True, False, dtype)
