@@ -22,7 +22,7 @@ setup: .venv/.installed system ## Make the virtual environment, install the pack
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(addprefix -e ./,$(PACKAGES))
 	@ls libs/engine/src/torchrelay/engine/cpu/_kernels_*.so >/dev/null 2>&1 || echo "setup: the engine's kernels were not built, so it" \
-		"computes several times slower; on x86-64 under Linux install gcc 11 or newer, then: rm $@ && make setup"
+		"takes about twice as long for a step on a CPU; on x86-64 under Linux install gcc 11 or newer, then: rm $@ && make setup"
 	@touch $@
 
 .PHONY: system test-servers

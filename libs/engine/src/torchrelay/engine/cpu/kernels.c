@@ -13,7 +13,7 @@
 /* A whole layer of rows that each are the last of their sequence
  *
  * As one call: between calls Python runs with whatever the weights that streamed by have left in the cache, which made
- * each cost thirty microseconds.
+ * each cost twice what it costs alone.
  */
 
 /* As layer.py has them; what a model has not is NULL. */

@@ -1,7 +1,7 @@
 """A whole layer in one call, for rows that each are the last of their sequence: a decode step.
 
 Between two calls Python runs with whatever the weights that streamed by have left in the cache: a step of 24 layers
-took 6 of its 27 ms for that.
+took 27.5 ms by its steps, and takes 24 like this.
 """
 
 from __future__ import annotations
