@@ -1,7 +1,7 @@
 """The CPU's kernels, once per level of its instructions that they gain from.
 
-Left out where gcc does not make them: torch's own steps compute then, in about twice the time. Another compiler's OpenMP
-would bring a second team of threads beside torch's.
+Left out where gcc does not make them: torch's own steps compute then, in about twice the time. Another compiler's
+OpenMP would bring a second team of threads beside torch's.
 """
 
 from pathlib import Path

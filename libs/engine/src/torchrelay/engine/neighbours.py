@@ -1,7 +1,8 @@
 """Who computes on this host's cores right now: a file that the processes of one host share.
 
 Two teams of threads on the same cores wait for each other's time slices at every barrier, of which a step has a
-hundred: two workers on two cores gave a quarter to a half of the tokens of one. So each takes its part while the other computes.
+hundred: two workers on two cores gave a quarter to a half of the tokens of one. So each takes its part while the other
+computes.
 """
 
 from __future__ import annotations
