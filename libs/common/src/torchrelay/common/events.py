@@ -5,6 +5,7 @@ Payloads are the protobuf messages of ``torchrelay.control.v1`` (reports, regist
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import nats
@@ -12,6 +13,7 @@ from nats.aio.client import Client
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 
+from torchrelay.common.cancels import heeding
 from torchrelay.common.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -65,15 +67,22 @@ async def connect(url: str, name: str) -> Client:
             told_at = time.monotonic()
             log.warning("nats_away", url=url, error=str(error))
 
-    return await nats.connect(
+    client = Client()
+    connecting = client.connect(
         url,
         name=name,
         max_reconnect_attempts=-1,
-        reconnect_time_wait=0.2,
+        reconnect_time_wait=0.2,  # type: ignore[arg-type]  # seconds to asyncio.sleep, whatever the annotation
         connect_timeout=5,
         pending_size=4 << 20,
         error_cb=on_error,
     )
+    try:
+        await heeding(connecting)
+    except asyncio.CancelledError:
+        await client.close()  # it may have a socket by now
+        raise
+    return client
 
 
 async def ensure_streams(js: JetStreamContext, subjects: Subjects) -> None:
@@ -94,6 +103,6 @@ async def ensure_streams(js: JetStreamContext, subjects: Subjects) -> None:
             max_age=max_age_s,
         )
         try:
-            await js.add_stream(config)
+            await heeding(js.add_stream(config))
         except nats.js.errors.BadRequestError:  # it exists with another configuration
-            await js.update_stream(config)
+            await heeding(js.update_stream(config))

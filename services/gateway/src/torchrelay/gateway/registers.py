@@ -11,6 +11,7 @@ from nats.errors import TimeoutError as NatsTimeout
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
+from torchrelay.common.cancels import heeding
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.events import Subjects, ensure_streams
 from torchrelay.common.telemetry import get_logger
@@ -31,27 +32,28 @@ class UsageRegisters:
 
     async def read(self, gateway_id: str, request_ids: Collection[str]) -> Registers:
         """The merged registers of these requests. Raises ``Unavailable`` when JetStream cannot be read."""
-        merged: Registers = {}
         try:
-            await ensure_streams(self._js, self._subjects)  # a server that lost its files has no stream: no registers
-            consumer = await self._js.pull_subscribe(
-                self._subjects.usage(gateway_id),
-                stream=self._subjects.usage_stream,
-                config=ConsumerConfig(
-                    ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, inactive_threshold=30
-                ),
-            )
-            try:
-                num_left = (await consumer.consumer_info()).num_pending or 0
-                while num_left > 0:
-                    messages = await consumer.fetch(min(num_left, _BATCH), timeout=2)
-                    num_left -= len(messages)
-                    for message in messages:
-                        _take(merged, message.data, request_ids)
-            finally:
-                await consumer.unsubscribe()
+            return await heeding(self._read(gateway_id, request_ids))
         except (NatsError, NatsTimeout, OSError) as error:
             raise Unavailable(f"the usage registers of {gateway_id} cannot be read: {error!r}") from error
+
+    async def _read(self, gateway_id: str, request_ids: Collection[str]) -> Registers:
+        merged: Registers = {}
+        await ensure_streams(self._js, self._subjects)  # a server that lost its files has no stream: no registers
+        consumer = await self._js.pull_subscribe(
+            self._subjects.usage(gateway_id),
+            stream=self._subjects.usage_stream,
+            config=ConsumerConfig(ack_policy=AckPolicy.NONE, deliver_policy=DeliverPolicy.ALL, inactive_threshold=30),
+        )
+        try:
+            num_left = (await consumer.consumer_info()).num_pending or 0
+            while num_left > 0:
+                messages = await consumer.fetch(min(num_left, _BATCH), timeout=2)
+                num_left -= len(messages)
+                for message in messages:
+                    _take(merged, message.data, request_ids)
+        finally:
+            await consumer.unsubscribe()
         return merged
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import nats.errors
 from nats.js import JetStreamContext
 
+from torchrelay.common.cancels import heeding
 from torchrelay.common.events import Subjects
 from torchrelay.common.ids import new_id
 from torchrelay.common.telemetry import get_logger
@@ -60,25 +61,19 @@ class History:
 
     async def run(self) -> None:
         """Publishes in order until cancelled."""
-        task = asyncio.current_task()
-        assert task is not None
         while True:
             await self._filled.wait()
             self._filled.clear()
             while self._queue:
-                # NOTE: asyncio.wait_for of Python 3.11, inside nats-py, may swallow a cancellation: ask for it here.
-                if task.cancelling():
-                    return
                 event = self._queue.popleft()
                 if not await self._publish(event):
                     self._queue.appendleft(event)
                     await asyncio.sleep(_RETRY_S)
-            if task.cancelling():
-                return
 
     async def _publish(self, event: _Event) -> bool:
         try:
-            await self._js.publish(event.subject, event.payload, timeout=2, headers={"Nats-Msg-Id": event.message_id})
+            message_id = {"Nats-Msg-Id": event.message_id}
+            await heeding(self._js.publish(event.subject, event.payload, timeout=2, headers=message_id))
         except (nats.errors.Error, TimeoutError) as error:
             log.warning("history_publish_failed", subject=event.subject, error=str(error), dropped=self.num_dropped)
             return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -16,6 +15,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
+from torchrelay.common.cancels import heeding
 from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
 from torchrelay.common.events import Subjects
 from torchrelay.common.telemetry import get_logger
@@ -91,14 +91,12 @@ class Past:
                 log.info("history_reader_forgotten", subject=subject)
 
     async def _read(self, subject: str, start: ConsumerConfig, follow: bool) -> AsyncGenerator[Msg, None]:
-        task = asyncio.current_task()
-        assert task is not None
         reader = await self._js.pull_subscribe(subject, stream=self._subjects.history_stream, config=start)
         try:
             num_pending = (await reader.consumer_info()).num_pending or 0
-            while (num_pending or follow) and not task.cancelling():  # nats-py may swallow a cancellation
+            while num_pending or follow:
                 try:
-                    messages = await reader.fetch(min(num_pending, _BATCH) or 1, timeout=_WAIT_S)
+                    messages = await heeding(reader.fetch(min(num_pending, _BATCH) or 1, timeout=_WAIT_S))
                 except nats.errors.TimeoutError:
                     await _check_known(reader)
                     if num_pending:

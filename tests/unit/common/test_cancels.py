@@ -1,0 +1,59 @@
+"""Cancellation is heard, however deaf what is awaited."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from torchrelay.common.cancels import heeding
+from torchrelay.common.events import connect
+
+
+async def test_work_that_swallows_a_cancel_is_told_again() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def deaf() -> None:
+        try:
+            begun.set()
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+    caller = asyncio.create_task(heeding(deaf()))
+    await begun.wait()
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended.is_set()
+
+
+async def test_results_and_errors_pass() -> None:
+    async def adds(left: int, right: int) -> int:
+        if right < 0:
+            raise ValueError("negative")
+        return left + right
+
+    assert await heeding(adds(1, 2)) == 3
+    with pytest.raises(ValueError, match="negative"):
+        await heeding(adds(1, -2))
+
+
+async def test_connecting_ends_whenever_it_is_cancelled(nats_url: str) -> None:
+    """At every turn of the loop until it is connected; of those, `nats.connect` alone is deaf at five to ten."""
+    num_cancelled = 0
+    while True:
+        connecting = asyncio.create_task(connect(nats_url, "test"))
+        for _ in range(num_cancelled):
+            await asyncio.sleep(0)
+        if connecting.done():
+            await connecting.result().close()
+            break
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        num_cancelled += 1
+    assert num_cancelled > 5
