@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
-from torchrelay.common.cancels import heeding
+from torchrelay.common.cancels import heed, heeding
 from torchrelay.common.events import connect
 
 
@@ -40,6 +41,23 @@ async def test_results_and_errors_pass() -> None:
     assert await heeding(adds(1, 2)) == 3
     with pytest.raises(ValueError, match="negative"):
         await heeding(adds(1, -2))
+
+
+async def test_a_cancel_that_was_swallowed_is_raised_again() -> None:
+    begun = asyncio.Event()
+
+    async def loop() -> None:
+        while True:
+            heed()
+            with suppress(asyncio.CancelledError):
+                begun.set()
+                await asyncio.Event().wait()
+
+    looping = asyncio.create_task(loop())
+    await begun.wait()
+    looping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await looping
 
 
 async def test_connecting_ends_whenever_it_is_cancelled(nats_url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from tests.support.stalled_broker import assert_it_ends, stalled_client
 from torchrelay.common.events import Subjects, connect, ensure_streams
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -96,6 +97,14 @@ async def test_a_busy_worker_still_publishes_the_long_ones_every_second(nats_url
     assert publisher.num_open == 1  # the others' are gone
     publisher.let_go(one)
     assert publisher.num_open == 0
+
+
+async def test_a_cancel_that_the_brokers_client_swallows_ends_the_publishing() -> None:
+    async with stalled_client() as client:
+        publisher = UsagePublisher(client, Subjects("usage-stalled"))
+        one = attempt()
+        publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+        await assert_it_ends(publisher.run(), client)
 
 
 async def test_a_register_that_could_not_be_published_is_published_later(nats_url: str) -> None:

@@ -11,6 +11,17 @@ _AGAIN_S = 0.1
 T = TypeVar("T")
 
 
+def heed() -> None:
+    """Raises the cancellation of the running task that an await has swallowed; for loops, after such an await.
+
+    nats-py returns from ``publish`` as if nothing were, when it is cancelled while it waits for a broker that reads
+    nothing: a loop that publishes would never end.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
+
+
 async def heeding(work: Coroutine[Any, Any, T]) -> T:
     """Awaits ``work``; a cancellation of the caller always ends it.
 

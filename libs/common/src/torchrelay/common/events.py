@@ -19,6 +19,7 @@ from torchrelay.common.telemetry import get_logger
 log = get_logger(__name__)
 
 TELL_EVERY_S = 10.0
+CLOSE_S = 3.0
 HISTORY_STREAM = "RELAY_HISTORY"
 USAGE_STREAM = "RELAY_USAGE"
 
@@ -56,6 +57,16 @@ class Subjects:
         return f"{self._dotted}relay.usage.{gateway_id}"
 
 
+class _Client(Client):
+    async def close(self) -> None:
+        """nats-py would wait for as long as a broker that reads nothing leaves something to be sent."""
+        try:
+            async with asyncio.timeout(CLOSE_S):
+                await super().close()
+        except TimeoutError:
+            log.warning("nats_closed_unsent", num_bytes=self.pending_data_size)
+
+
 async def connect(url: str, name: str) -> Client:
     """A connection that reconnects for ever; publishing while it is away is buffered by nats-py, bounded."""
 
@@ -67,7 +78,7 @@ async def connect(url: str, name: str) -> Client:
             told_at = time.monotonic()
             log.warning("nats_away", url=url, error=str(error))
 
-    client = Client()
+    client = _Client()
     connecting = client.connect(
         url,
         name=name,

@@ -8,6 +8,7 @@ from dataclasses import asdict
 import nats.errors
 from nats.aio.client import Client
 
+from torchrelay.common.cancels import heed
 from torchrelay.common.events import Subjects
 from torchrelay.common.latency_model import LatencyModel
 from torchrelay.common.telemetry import get_logger
@@ -78,6 +79,7 @@ class Reporter:
                 await nats_client.publish(subject, self.report().SerializeToString())
             except (nats.errors.Error, OSError) as error:
                 log.debug("report_not_published", error=str(error))
+            heed()
             await asyncio.sleep(REPORT_EVERY_S)
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import nats.errors
 from nats.aio.client import Client
 
+from torchrelay.common.cancels import heed
 from torchrelay.common.events import Subjects
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2 as pb
@@ -98,6 +99,7 @@ class UsagePublisher:
                 self._gather_advanced()
                 due_s = time.monotonic() + PUBLISH_EVERY_S
             await self.flush()
+            heed()
 
     def _gather_advanced(self) -> None:
         for entry in self._entries.values():

@@ -8,6 +8,7 @@ import time
 
 import nats.errors
 
+from torchrelay.common.cancels import heed
 from torchrelay.common.events import Subjects, connect
 from torchrelay.common.telemetry import get_logger
 from torchrelay.param_store.disk_cache import DiskCache
@@ -34,6 +35,7 @@ async def publish_reports(store: Store) -> None:
                 await client.publish(subject, store.report().SerializeToString())
             except (nats.errors.Error, OSError) as error:
                 log.debug("report_not_published", error=str(error))
+            heed()
             await asyncio.sleep(REPORT_EVERY_S)
     finally:
         await client.close()

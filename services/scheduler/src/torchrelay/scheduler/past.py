@@ -15,7 +15,7 @@ from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 from nats.js.errors import Error as JetStreamError
 from nats.js.errors import NotFoundError
 
-from torchrelay.common.cancels import heeding
+from torchrelay.common.cancels import heed, heeding
 from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
 from torchrelay.common.events import Subjects
 from torchrelay.common.telemetry import get_logger
@@ -95,6 +95,7 @@ class Past:
         try:
             num_pending = (await reader.consumer_info()).num_pending or 0
             while num_pending or follow:
+                heed()  # what came before may have been deaf to it
                 try:
                     messages = await heeding(reader.fetch(min(num_pending, _BATCH) or 1, timeout=_WAIT_S))
                 except nats.errors.TimeoutError:

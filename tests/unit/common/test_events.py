@@ -1,0 +1,17 @@
+"""Connections to the broker end with whoever has them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.support.stalled_broker import stalled_client
+from torchrelay.common import events
+
+
+async def test_closing_does_not_wait_for_a_broker_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "CLOSE_S", 0.1)
+    async with stalled_client() as client, asyncio.timeout(10):
+        await client.close()
+        assert client.is_closed
