@@ -102,7 +102,7 @@ class RunningWorker:
             instance.check_integrity()
             return instance.num_free_pages, instance.num_pages, instance.has_work()
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 free, total, has_work = await worker.engine.call(check)
                 if free == total and not has_work:
@@ -125,7 +125,7 @@ class RunningWorker:
             await stream.close()
 
 
-async def until(condition: Callable[[], bool], what: str = "", timeout_s: float = 8.0) -> None:
+async def until(condition: Callable[[], bool], what: str = "", timeout_s: float = 30.0) -> None:
     try:
         async with asyncio.timeout(timeout_s):
             while not condition():  # noqa: ASYNC110  (what is asked of lies in many places, engines' threads among them)
@@ -194,7 +194,7 @@ class Request:
     def error(self, choice: int = 0) -> pb.RunError:
         return next(o.error for o in self.outputs(choice) if o.finish_reason == pb.FINISH_REASON_ERROR)
 
-    async def finished(self, *, timeout_s: float = 8.0) -> None:
+    async def finished(self, *, timeout_s: float = 30.0) -> None:
         choices = [spec.choice for spec in self.start.choices]
         await until(lambda: all(self.finish(choice) for choice in choices), "a choice never ended", timeout_s)
 

@@ -153,4 +153,4 @@ async def test_shutting_down_amid_a_load_is_quick(tmp_path: Path, model: Model, 
         await scene.send(scene.request(PROMPT))
         assert await started(scene, scene.prefill)
         begin_s = time.monotonic()
-    assert time.monotonic() - begin_s < 6
+    assert time.monotonic() - begin_s < 20  # by itself the load would never end

@@ -100,13 +100,13 @@ def run(instance: Instance) -> list[StepResult]:
 def last_logits(instance: Instance, prompt: Sequence[int]) -> torch.Tensor:
     """What the first output token is chosen by, fp32 [vocab]."""
     seen: list[torch.Tensor] = []
-    logits = instance._decoder.logits
+    logits = instance._model.decoder.logits
 
     def spy(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(logits(hidden))
         return seen[-1]
 
-    instance._decoder.logits = spy  # type: ignore[method-assign]
+    instance._model.decoder.logits = spy  # type: ignore[method-assign]
     instance.prefill(group_of(prompt, sampling=SamplingParams(temperature=0, max_tokens=1)))
     run(instance)
     return seen[0][0].float()

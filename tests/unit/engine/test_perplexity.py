@@ -53,9 +53,9 @@ def test_bf16_perplexity_is_that_of_transformers(
     monkeypatch.setattr(reorder, "SETTLE_S", 0.0)
     monkeypatch.setattr(reorder, "has_arithmetic", lambda dtype: True)
     instance = trained.instance(cpu_reorder=kind != "arena")
-    if instance._reorderer is not None:
-        instance._reorderer.join()
-    assert isinstance(instance._weights.layer(0).qkv, KINDS[kind])
+    if instance._model.reorderer is not None:
+        instance._model.reorderer.join()
+    assert isinstance(instance._model.weights.layer(0).qkv, KINDS[kind])
     with torch.no_grad():
         expected = _perplexity(trained.reference(torch.tensor([tokens])).logits[0].float(), tokens)
     ends = range(1, len(tokens))

@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 
-from tests.unit.engine.running import Model, assert_idle, group_of, half_loaded, outputs, prompt_of, run
+from tests.unit.engine.running import (
+    Model,
+    assert_idle,
+    group_of,
+    half_loaded,
+    outputs,
+    pass_on,
+    prompt_of,
+    run,
+    take,
+)
 from torchrelay.common.latency_model import NO_WORK
 from torchrelay.engine.core import GroupSpec, LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
@@ -33,7 +43,7 @@ class Engine:
     def waiting_step(self, instance: Instance) -> Future[StepResult]:
         """A step that has begun to wait for a segment."""
         self.instances.append(instance)
-        gate, waits = instance._weights.gate, threading.Event()
+        gate, waits = instance._model.weights.gate, threading.Event()
         inner = gate.wait
 
         def wait(segment: int, *how: Any) -> Any:
@@ -102,6 +112,34 @@ def test_a_step_whose_whole_batch_ends_stops_waiting(
     load_rest(instance)
     instance.prefill(group_of(PROMPT))
     assert outputs(run(instance))["r/0", 0] == model.expected(PROMPT)
+
+
+@pytest.mark.parametrize("why", ["cancel", "deadline"])
+def test_a_prompt_passed_on_stops_waiting_for_the_embeddings_that_the_head_is_tied_to(
+    model_of: ModelOf, engine: Engine, why: str
+) -> None:
+    model, clock = model_of(tied=True), Clock()
+    source, target = half_loaded(model, 1), model.instance(loaded=False, clock=clock)
+    assert target.config.tied_embeddings
+    for segment in range(1, target.config.num_layers + 2):
+        target.segment_ready(segment)
+    source.prefill(group_of(PROMPT), until=3)
+    run(source)
+    passed = pass_on(source)
+    late = replace(passed, left_s=SOON_S) if why == "deadline" else passed
+    take(target, late, now_s=clock.now_s)
+    step = engine.waiting_step(target)
+    clock.now_s += SOON_S
+    if why == "cancel":
+        target.cancel_soon("r/0")
+    result = step.result(ENOUGH_S)
+    assert result.expired == (("r/0",) if why == "deadline" else ())
+    assert not result.tokens
+    assert_idle(target)
+    take(target, passed, now_s=clock.now_s)
+    step = engine.waiting_step(target)
+    target.segment_ready(0)
+    assert outputs([step.result(ENOUGH_S), *run(target)])["r/0", 0] == model.expected(PROMPT)
 
 
 @pytest.mark.parametrize("why", ["cancel", "deadline"])

@@ -59,7 +59,7 @@ def test_bf16_logits_stay_within_the_tolerance(model_of: ModelOf, family: str) -
     """The tolerance of `test_exactness.py`."""
     model, prompt = model_of(family, dtype="bfloat16"), prompt_of(40)
     instance = _reordered_instance(model)
-    assert isinstance(instance._weights.layer(0).qkv, OneDnnMatrix)
+    assert isinstance(instance._model.weights.layer(0).qkv, OneDnnMatrix)
     tolerance = 0.3 if instance.config.experts is not None else 0.15
     assert float((last_logits(instance, prompt) - model.logits(prompt)).abs().max()) < tolerance
     instance.close()
@@ -82,8 +82,8 @@ def test_layers_are_swapped_under_a_running_request(model_of: ModelOf) -> None:
     steps = [instance.step()]
     for layer in range(instance.config.num_layers):
         steps.append(instance.step())
-        instance._weights.replace_layer(layer, reorder.reordered_layer(instance._weights.layer(layer)))
-        assert isinstance(instance._weights.layer(layer).qkv, OneDnnMatrix)
+        instance._model.weights.replace_layer(layer, reorder.reordered_layer(instance._model.weights.layer(layer)))
+        assert isinstance(instance._model.weights.layer(layer).qkv, OneDnnMatrix)
     steps += run(instance)
     output = outputs(steps)["r/0", 0]
     assert len(output) == 24
@@ -98,7 +98,7 @@ def test_closing_ends_the_thread_wherever_it_is(model_of: ModelOf) -> None:
     model = model_of("llama", dtype="bfloat16")
     for loaded in (False, True):
         instance = model.instance(loaded=loaded, cpu_reorder=True)
-        reorderer = instance._reorderer
+        reorderer = instance._model.reorderer
         assert reorderer is not None
         instance.close()
         assert not reorderer._thread.is_alive()
@@ -114,9 +114,9 @@ def test_weights_are_copied_only_where_there_is_room(
     model = model_of("llama", dtype="bfloat16")
     monkeypatch.setattr(reorder, "available_bytes", lambda: available * model.pack.manifest.num_bytes)
     instance = model.instance(cpu_reorder=True)
-    assert instance._reorderer is not None
-    instance._reorderer.join()
-    assert isinstance(instance._weights.layer(0).qkv, PackedMatrix) is is_done
+    assert instance._model.reorderer is not None
+    instance._model.reorderer.join()
+    assert isinstance(instance._model.weights.layer(0).qkv, PackedMatrix) is is_done
     instance.close()
 
 
@@ -137,8 +137,8 @@ def test_the_memory_of_the_copies_goes_back_to_the_system(model_of: ModelOf) -> 
     beside: list[bytearray] = []
     for layer in range(instance.config.num_layers):
         qkv, o, gate_up, down = (_copy_of_megabytes(beside) for _ in range(4))
-        swapped = replace(instance._weights.layer(layer), qkv=qkv, o=o, gate_up=gate_up, down=down)
-        instance._weights.replace_layer(layer, swapped)
+        swapped = replace(instance._model.weights.layer(layer), qkv=qkv, o=o, gate_up=gate_up, down=down)
+        instance._model.weights.replace_layer(layer, swapped)
     del qkv, o, gate_up, down, swapped
     assert _anonymous_bytes() - before > 40 << 20
     instance.close()
@@ -168,6 +168,6 @@ def _anonymous_bytes() -> int:
 
 def _reordered_instance(model: Model) -> Instance:
     instance = model.instance(cpu_reorder=True)
-    assert isinstance(instance._reorderer, Reorderer)
-    instance._reorderer.join()
+    assert isinstance(instance._model.reorderer, Reorderer)
+    instance._model.reorderer.join()
     return instance

@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.engine.running import last_logits, prompt_of
 from tests.unit.engine.test_exactness import ModelOf
-from torchrelay.engine import instance as instance_module
+from torchrelay.engine import resident as resident_module
 from torchrelay.transfer.model_config import ExpertConfig, ModelConfig, RopeConfig, read_config
 
 Change = Callable[[ModelConfig], ModelConfig]
@@ -74,5 +74,5 @@ def test_it_matters(model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, family: 
     model, prompt = model_of(family), prompt_of(70)
     expected = model.logits(prompt)
     assert float((last_logits(model.instance(), prompt) - expected).abs().max()) < 1e-4
-    monkeypatch.setattr(instance_module, "read_config", lambda config: change(read_config(config)))
+    monkeypatch.setattr(resident_module, "read_config", lambda config: change(read_config(config)))
     assert float((last_logits(model.instance(), prompt) - expected).abs().max()) > 1e-2

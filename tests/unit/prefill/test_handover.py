@@ -54,7 +54,7 @@ async def test_it_is_taken_once_a_stream_that_was_sent_the_trailer_has_ended() -
     one.buffer.acquire("dec-1")
     one.buffer.chunk(one.layout.trailer_index)
     one.buffer.release("dec-1")
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(10):
         await one.buffer.taken.wait()
 
 

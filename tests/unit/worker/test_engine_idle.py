@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +16,16 @@ from torchrelay.engine.instance import Instance
 from torchrelay.worker.engine_thread import EngineThread
 
 PROMPT = prompt_of(40)
-SOON_S = 0.4
+SOON_S = 0.05
+
+
+class Clock:
+    """Stands still until it is moved; who waits for a deadline looks at it again when as much time has passed."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +40,8 @@ class Driven:
         self.steps: list[StepResult] = []
         self.faults: list[Exception] = []
         self.engine = EngineThread(self.steps.append, self.faults.append)
-        self.instance = model.instance(loaded=False, on_segment=self.engine.wake)
+        self.clock = Clock()
+        self.instance = model.instance(loaded=False, on_segment=self.engine.wake, clock=self.clock)
         self.num_segments = len(model.pack.manifest.segments)
         self.engine.start()
 
@@ -73,24 +82,33 @@ async def until(is_so: Callable[[], bool]) -> None:
 
 async def test_a_prompt_that_is_held_expires_while_nothing_else_is_to_do(driven: Driven) -> None:
     """It stands where it is to be passed on, and nobody comes for it."""
-    group = replace(group_of(PROMPT), deadline_s=time.monotonic() + SOON_S)
-    gone = replace(group_of(PROMPT, "gone/0"), deadline_s=time.monotonic() + SOON_S / 2)
+    group = replace(group_of(PROMPT), deadline_s=Clock.now_s + SOON_S)
+    gone = replace(group_of(PROMPT, "gone/0"), deadline_s=Clock.now_s + SOON_S / 2)
+    rest_s, rests = driven.instance.rest_s, []
+
+    def rest() -> float | None:
+        rests.append(rest_s())
+        driven.clock.now_s += rests[-1] or 0.0  # so much later it is when the thread wakes
+        return rests[-1]
 
     def ask() -> None:
+        driven.instance.rest_s = rest  # type: ignore[method-assign]
         driven.instance.prefill(gone, until=1)
         driven.instance.cancel("gone/0")
         driven.instance.prefill(group, until=1)
 
     await driven.do(ask)
     await until(lambda: driven.expired == ["r/0"])
-    assert time.monotonic() >= (group.deadline_s or 0)
+    assert rests[:2] == [0.0, pytest.approx(SOON_S)]
     assert driven.instance.num_free_pages == driven.instance.num_pages
     assert [step.num_positions_prefilled for step in driven.steps if not step.expired] == [0]  # one layer, then asleep
 
 
 async def test_a_group_whose_kv_never_comes_expires(driven: Driven) -> None:
-    group = replace(group_of(PROMPT), prompt=(), deadline_s=time.monotonic() + SOON_S)
+    group = replace(group_of(PROMPT), prompt=(), deadline_s=Clock.now_s + SOON_S)
     await driven.do(lambda: _adopt(driven.instance, group))
+    assert driven.expired == []
+    driven.clock.now_s += SOON_S
     await until(lambda: driven.expired == ["r/0"])
     assert driven.instance.num_free_pages == driven.instance.num_pages
 
@@ -120,15 +138,15 @@ async def test_a_prompt_by_layers_hears_of_a_load_that_fails(driven: Driven) -> 
 @pytest.mark.parametrize("why", ["cancel", "deadline"])
 async def test_a_step_that_waits_for_weights_lets_go_of_what_ends(driven: Driven, why: str) -> None:
     """Then the thread is free: it takes commands."""
-    deadline_s = time.monotonic() + SOON_S if why == "deadline" else None
+    deadline_s = Clock.now_s + SOON_S if why == "deadline" else None
     await driven.do(lambda: driven.instance.prefill(replace(group_of(PROMPT), deadline_s=deadline_s)))
     await until(lambda: driven.instance.num_free_pages < driven.instance.num_pages)  # the step has begun
     called = asyncio.ensure_future(driven.engine.call(lambda: driven.instance.num_free_pages))
+    driven.clock.now_s += SOON_S
     if why == "cancel":
         driven.instance.cancel_soon("r/0")
     async with asyncio.timeout(10):
         assert await called == driven.instance.num_pages
-    assert deadline_s is None or time.monotonic() >= deadline_s
     assert driven.expired == (["r/0"] if why == "deadline" else [])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -75,7 +76,7 @@ async def test_a_failing_step_gives_the_instance_up_and_says_why(error: Exceptio
     outcome = Outcome()
     outcome.engine.start()
     await outcome.engine.call(lambda: outcome.install(Steps(0, error)))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         while not outcome.faults:
             await outcome.engine.call(lambda: None)
     assert await outcome.engine.call(lambda: outcome.engine.instance) is None
@@ -107,24 +108,28 @@ async def test_received_kv_waits_while_the_engine_is_busy_but_commands_of_the_lo
 
 
 async def test_a_receiver_that_is_held_back_is_freed_by_its_stop() -> None:
-    outcome, busy, stop = Outcome(), threading.Event(), threading.Event()
+    outcome, busy, stop, full = Outcome(), threading.Event(), threading.Event(), threading.Event()
     written: list[int] = []
     outcome.engine.start()
     outcome.engine.post(busy.wait)
 
     def receive() -> None:
-        while not stop.is_set():
+        for number in count():
+            if number == MAX_WRITES:
+                full.set()
             outcome.engine.write(lambda: written.append(1), stop)
+            if stop.is_set():
+                return
 
     receiving = asyncio.ensure_future(asyncio.to_thread(receive))
-    await asyncio.sleep(0.1)
+    assert await asyncio.to_thread(full.wait, 10)
     stop.set()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(10):
         await receiving
     assert not written  # freed by its stop alone: the engine is still busy
     busy.set()
     await outcome.engine.call(lambda: None)
-    assert 0 < len(written) <= MAX_WRITES
+    assert len(written) == MAX_WRITES
     await asyncio.to_thread(outcome.engine.close)
 
 

@@ -59,7 +59,7 @@ def test_it_says_that_none_are_there(caplog: pytest.LogCaptureFixture) -> None:
 def test_plain_steps_are_exact(model_of: ModelOf, family: str) -> None:
     model = model_of(family)
     instance = model.instance(token_budget=20)
-    assert isinstance(instance._backend, GatherAttention)
+    assert isinstance(instance._model.backend, GatherAttention)
     expected = {}
     for number, length in enumerate(LENGTHS):
         expected[f"{number}/0", 0] = model.expected(prompt_of(length))
@@ -69,5 +69,5 @@ def test_plain_steps_are_exact(model_of: ModelOf, family: str) -> None:
 
 def test_with_kernels_they_compute(model_of: ModelOf, built: module.Kernels) -> None:
     instance = model_of().instance()
-    assert isinstance(instance._backend, CpuAttention)
-    assert instance._decoder._steps is not None
+    assert isinstance(instance._model.backend, CpuAttention)
+    assert instance._model.decoder._steps is not None

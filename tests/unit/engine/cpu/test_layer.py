@@ -30,13 +30,13 @@ class Counted(CpuLayer):
 def logits_of(instance: Instance, num_groups: int) -> list[Tensor]:
     """Of every step, with prompts of several lengths that go beyond windows and page ends."""
     found: list[Tensor] = []
-    logits = instance._decoder.logits
+    logits = instance._model.decoder.logits
 
     def spy(hidden: Tensor) -> Tensor:
         found.append(logits(hidden))
         return found[-1]
 
-    instance._decoder.logits = spy  # type: ignore[method-assign]
+    instance._model.decoder.logits = spy  # type: ignore[method-assign]
     for number in range(num_groups):
         instance.prefill(group_of(prompt_of(5 + 9 * number, number), f"{number}/0", SAMPLING))
     run(instance)
@@ -53,7 +53,7 @@ def instances(
     plain = model.instance(token_budget=40)
     whole = model.instance(token_budget=40)
     counted = Counted(built, whole.config, dtype)
-    whole._decoder._whole = counted
+    whole._model.decoder._whole = counted
     return plain, whole, counted
 
 

@@ -8,33 +8,27 @@ from dataclasses import replace
 
 import torch
 
-from torchrelay.common.errors import Conflict, InvalidRequest
+from torchrelay.common.errors import Conflict
 from torchrelay.common.prefixes import PAGE_TOKENS
-from torchrelay.engine import profile
 from torchrelay.engine.adoption import Adoption
-from torchrelay.engine.attention import attention_backend, default_backend
-from torchrelay.engine.batch import Batch, layer_kinds, make_batch
 from torchrelay.engine.checks import check_biases, check_boundaries, check_tokens
 from torchrelay.engine.core import GroupSpec, StepResult
 from torchrelay.engine.cores import CoreShare
-from torchrelay.engine.graphs import Capturer, DecodeGraphs, ScratchSpace, capturer_for
-from torchrelay.engine.handover import KvBlock, KvLayout, KvShape
+from torchrelay.engine.graphs import Capturer
+from torchrelay.engine.handover import KvBlock, KvLayout
 from torchrelay.engine.interruptions import Interruptions
-from torchrelay.engine.model import Decoder
+from torchrelay.engine.layouts import Layouts
 from torchrelay.engine.neighbours import Neighbours
 from torchrelay.engine.passing import Passed, PassedLayout
 from torchrelay.engine.pool import KvPool
 from torchrelay.engine.prefixes import PrefixCache
-from torchrelay.engine.profile import Share
-from torchrelay.engine.reorder import Reorderer, give_back
+from torchrelay.engine.resident import ResidentModel
 from torchrelay.engine.runner import Runner
 from torchrelay.engine.scheduling import BatchScheduler
-from torchrelay.engine.sequences import Group, Plan
+from torchrelay.engine.sequences import Group
 from torchrelay.engine.stepping import Stepper
 from torchrelay.engine.taking import Taking
-from torchrelay.engine.weights import Weights
 from torchrelay.transfer.manifest import Manifest
-from torchrelay.transfer.model_config import read_config
 
 
 class Instance:
@@ -68,84 +62,58 @@ class Instance:
         ``on_segment`` is called, on whichever thread, as a segment comes into use or none will come any more: there may
         be work now. ``neighbours``: whom it shares the cores of a CPU with.
         """
-        self.config = read_config(manifest.config)
-        self.kv_shape = KvShape.of(self.config, manifest.dtype)
-        self._kv_block_tokens = kv_block_tokens
-        self._device = pool.device
-        self._weights = Weights(manifest, self.config, data, pool.device)
-        self._weights.gate.on_change = on_segment
-        capturer = capturer or capturer_for(pool.device)
-        self._pages = pool.cut(self.kv_shape, self._weights.dtype, page_tokens, has_scratch=capturer is not None)
-        self._backend = attention_backend(attention or default_backend(pool.device), page_tokens)
-        self._kinds, kind_of_layer = layer_kinds(self.config, pool.device)
-        self._decoder = Decoder(self.config, self._weights, self._pages.kv, self._backend, kind_of_layer)
+        model = ResidentModel(manifest, data, pool, page_tokens, attention, capturer, cpu_reorder, on_segment)
+        self._model, self._pages = model, model.pages
+        self.config, self.kv_shape = model.config, model.kv_shape
+        self._layouts = Layouts(self.kv_shape, self.config.hidden_size, kv_block_tokens)
         prefixes = PrefixCache(self._pages.allocator, page_tokens, prefix_cache)
         self._scheduler = BatchScheduler(self._pages, prefixes, token_budget, self.config.max_context_tokens)
         self._interruptions = Interruptions(self._scheduler, clock)
+        self._cores = CoreShare(neighbours)
         self._runner = Runner(
-            self._decoder,
+            model.decoder,
             self._pages,
-            self._lay_out,
+            model.lay_out,
             self._come_to,
             lambda group: self.kv_layout(group.spec),
-            self._graphs(capturer),
+            model.graphs,
         )
         self._stepper = Stepper(
             self._scheduler,
             self._runner,
             self._interruptions,
-            self._can_run,
+            model.can_run,
             self.config.num_layers,
             token_budget,
             pool.device,
-        )
-        self._cores = CoreShare(neighbours)
-        reorders = cpu_reorder and pool.device.type == "cpu"
-        self._reorderer = Reorderer(self._weights, self.config.num_layers) if reorders else None
-
-    def _graphs(self, capturer: Capturer | None) -> DecodeGraphs | None:
-        # Which experts a row goes to decides what is computed: such a step differs each time.
-        if capturer is None or self.config.experts is not None or not self._backend.replays:
-            return None
-        max_positions = min(self.config.max_context_tokens, self._pages.scratch_slot)
-        scratch = ScratchSpace(self._pages.scratch_slot, max_positions)
-        gate = self._weights.gate
-        return DecodeGraphs(
-            self._decoder, self._backend, self._kinds, self.config.num_layers, scratch, capturer, lambda: gate.all_open
         )
 
     # Loading
 
     def segment_ready(self, segment: int) -> None:
         """(any thread) The segment's bytes are verified. Idempotent."""
-        self._weights.load(segment)
-        if self._reorderer is not None and self._weights.gate.all_open:
-            self._reorderer.start()
+        self._model.segment_ready(segment)
 
     def fail(self, reason: str) -> None:
         """(any thread) No more bytes will come: a step that needs them, or waits now, raises ``LoadFailed``."""
-        self._weights.gate.fail(reason)
+        self._model.weights.gate.fail(reason)
 
     @property
     def num_segments_ready(self) -> int:
         """(any thread)"""
-        return self._weights.gate.num_open
+        return self._model.weights.gate.num_open
 
     def close(self) -> None:
         """Lets go of ``data``, so that its mapping can be closed; the instance cannot be used any more."""
-        if self._reorderer is not None:
-            self._reorderer.close()
         self._cores.restore()
         self._runner.close()
-        self._weights.close()
-        if self._reorderer is not None:
-            give_back()
+        self._model.close()
 
     # Requests
 
     def kv_layout(self, group: GroupSpec) -> KvLayout:
         """(any thread) How this group's KV is handed over from here: what an offer says, and the buffer's chunks."""
-        return KvLayout.of(self.kv_shape, self._kv_block_tokens, group)
+        return self._layouts.kv(group)
 
     def prefill(
         self, group: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None, until: int | None = None
@@ -172,8 +140,7 @@ class Instance:
         ``layout`` is the offer's. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or
         ``Conflict``.
         """
-        if layout.block_tokens < 1 or layout != KvLayout.of(self.kv_shape, layout.block_tokens, group):
-            raise InvalidRequest(f"the KV offered for {group.group_id} does not fit the model and the request")
+        self._layouts.check_kv(group, layout)
         check_biases(group, self.config.vocab_size)
         adoption = Adoption(group, layout, self._pages, self._scheduler, self.config.vocab_size)
         self._interruptions.deadlines.add(adoption.adopted)
@@ -193,8 +160,7 @@ class Instance:
         """
         check_tokens(group, self.config.vocab_size)
         check_boundaries(self.config, layout.boundary, until)
-        if layout.block_tokens < 1 or layout != self._passed_layout(group, layout.boundary, on_kv, layout.block_tokens):
-            raise InvalidRequest(f"what was passed on of {group.group_id} does not fit the model and the request")
+        self._layouts.check_passed(group, layout, with_kv=on_kv is None)
         taken = Group.of(group, on_kv, until)
         taking = Taking(taken, layout, self.kv_layout(group), self._pages, self._scheduler)
         self._interruptions.deadlines.add(taken)
@@ -212,7 +178,7 @@ class Instance:
             raise Conflict(f"{group_id} is at no layer boundary here")
         left_s = self._interruptions.left_s(group.spec.deadline_s)
         spec = replace(group.spec_left(), deadline_s=None)
-        layout = self._passed_layout(spec, group.layer, group.on_kv, self._kv_block_tokens)
+        layout = self._layouts.passed(spec, group.layer, with_kv=group.on_kv is None)
         passed = Passed(spec, left_s, layout, self._runner.copy_passed(group, layout))
         self._scheduler.cancel(group_id)
         return passed
@@ -225,12 +191,6 @@ class Instance:
         """
         self._scheduler.set_back(group_id)
 
-    def _passed_layout(
-        self, group: GroupSpec, boundary: int, on_kv: Callable[[KvBlock], None] | None, block_tokens: int
-    ) -> PassedLayout:
-        hidden_size = self.config.hidden_size
-        return PassedLayout.of(self.kv_shape, hidden_size, boundary, on_kv is None, block_tokens, group)
-
     def cancel(self, group_id: str, choice: int | None = None) -> None:
         """Frees the pages of a group, or of one of its choices, at once; no token of it comes any more."""
         self._interruptions.cancels.discard(group_id, choice)
@@ -241,7 +201,7 @@ class Instance:
         next step.
         """
         self._interruptions.cancels.put(group_id, choice)
-        self._weights.gate.wake()
+        self._model.weights.gate.wake()
 
     # Memory
 
@@ -281,20 +241,9 @@ class Instance:
             if not self._stepper.has_work:
                 self._cores.rest()
 
-    def _can_run(self, layer: int) -> bool:
-        """Whether nothing is waited for with a layer, or the head, and the embeddings (which may be tied to it): they
-        are there, or will never be, which the step then tells.
-        """
-        return self._weights.gate.is_settled(layer + 1) and self._weights.gate.is_settled(0)
-
-    def _lay_out(self, plan: Plan) -> Batch:
-        before = profile.enter(Share.SCHEDULING)
-        batch = make_batch(plan, self._kinds, self._backend, self._weights.dtype, self._device)
-        profile.enter(before)
-        return batch
-
     def _come_to(self, segment: int) -> bool:
         """Waits until a segment is there or a group has ended. Whether one has."""
-        has_ended = self._interruptions.come_to(self._weights.gate, segment)
-        self._cores.settle(self._weights.gate.all_open)
+        gate = self._model.weights.gate
+        has_ended = self._interruptions.come_to(gate, segment)
+        self._cores.settle(gate.all_open)
         return has_ended

@@ -59,6 +59,8 @@ class Runner:
         hidden, batch = self.run_layers(plan.layer, self._num_layers, self._hidden(batch), batch)
         if len(batch.output_rows):
             hidden, batch = self._reach(self._num_layers + 1, hidden, batch)
+        if len(batch.output_rows) and plan.layer:  # it began above the embeddings, and the head may be tied to them
+            hidden, batch = self._reach(0, hidden, batch)
         logits = self._decoder.logits(hidden[batch.output_rows]) if len(batch.output_rows) else hidden[:0]
         return batch.plan, logits
 
