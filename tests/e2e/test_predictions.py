@@ -19,7 +19,7 @@ SHARES = ("compute", "memory", "kv_transfer", "io_wait", "scheduling")
 
 def explained(platform: Platform, request_id: str) -> dict[str, str]:
     """The reasons of a request's decisions by kind, once its release has come to the scheduler."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 30
     with platform.admin() as admin:
         while True:
             found: dict[str, Any] = admin.call("GET", f"/v1/requests/{request_id}/explain")

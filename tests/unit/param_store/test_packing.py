@@ -71,7 +71,7 @@ async def test_commits_take_turns_and_few_may_wait() -> None:
     async with turn.taken():
         waiting = asyncio.ensure_future(turn.taken().__aenter__())
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="1 commits wait"):
+        with pytest.raises(Overloaded, match="as many commits wait to be packed as may: 1"):
             async with turn.taken():
                 pass
         assert not waiting.done()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import grpc
@@ -13,6 +14,7 @@ from tests.unit.param_store.stores import REMOTE, peer, running_store
 from torchrelay.common.errors import InvalidRequest, NotFound
 from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.filling import Filling
 from torchrelay.transfer.manifest import decode_manifest
 
 
@@ -110,8 +112,36 @@ async def test_a_failed_copy_gives_its_place_back_once_its_followers_are_told(
                 await store.until(lambda report: report.copies[0].num_chunks_verified == 1)
             source.buffer.fail("its disk broke")
             for store in (first, second):
-                report = await store.until(lambda report: report.arena_free_bytes == free_bytes)
+                async with asyncio.timeout(20):  # reports are asked for: the last reader goes without a word
+                    while (report := await store.report()).arena_free_bytes != free_bytes:  # noqa: ASYNC110
+                        await asyncio.sleep(0.01)
                 assert "its disk broke" in report.copies[0].error
+
+
+async def test_after_a_copy_that_failed_a_new_one_runs_though_it_is_not_quite_over(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack, _ = published
+    trace, told = Filling._trace, threading.Event()
+
+    def late(filling: Filling, *, complete: bool) -> None:
+        assert told.wait(20)
+        trace(filling, complete=complete)
+
+    async with (
+        running_store(tmp_path) as good,
+        running_store(tmp_path / "2", remote_url=f"file://{tmp_path / 'empty'}") as store,
+    ):
+        await good.relay(pack.name, REMOTE)
+        await good.until_complete(pack.name)
+        monkeypatch.setattr(Filling, "_trace", late)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await store.relay(pack.name, REMOTE)
+        again = asyncio.ensure_future(store.relay(pack.name, good.source(pack.name, store)))
+        await asyncio.wait((again,), timeout=0.2)
+        told.set()
+        assert not await again
+        await store.until_complete(pack.name)
 
 
 async def test_damage_in_the_remote_store_is_mended_by_a_peer(
@@ -126,7 +156,7 @@ async def test_damage_in_the_remote_store_is_mended_by_a_peer(
         async with running_store(tmp_path) as store:
             await store.relay(pack.name, REMOTE)
             report = await store.until(lambda report: bool(report.copies) and report.copies[0].error != "")
-            assert "1 chunks of pack" in report.copies[0].error
+            assert "in the remote store: 1 chunk (" in report.copies[0].error
             assert "damaged in the remote store" in report.copies[0].error
             await store.relay(pack.name, REMOTE, good.source(pack.name, store))
             copy = await store.until_complete(pack.name)

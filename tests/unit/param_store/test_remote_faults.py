@@ -118,7 +118,7 @@ async def test_flipped_bytes_are_never_served_and_come_from_another_holder(
         proxy.decide = always(Fault(flip_at=3_000_000))
         await store.relay(pack_id, REMOTE)
         async with held(store, pack_id) as replies:
-            assert "1 chunks of pack" in await fails(store, pack_id)
+            assert "in the remote store: 1 chunk (" in await fails(store, pack_id)
             async for reply in replies:
                 assert reply.num_segments_ready < 6
                 if reply.error:

@@ -18,6 +18,7 @@ from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.scheduler.main import serving
 from torchrelay.scheduler.settings import SchedulerSettings
 
+WAIT_S = 20.0  # for what merely must happen, on a machine however busy
 CLUSTER_KEY = "00112233445566778899aabbccddeeff"
 
 
@@ -32,7 +33,7 @@ class Door:
 
     async def __aenter__(self) -> Self:
         self._call = self.stub.Admit()
-        await asyncio.wait_for(self._call.wait_for_connection(), 5)
+        await asyncio.wait_for(self._call.wait_for_connection(), WAIT_S)
         await self.send(hello=scheduler_pb2.Hello(gateway_id=self._gateway_id))
         return self
 
@@ -45,7 +46,7 @@ class Door:
     async def send(self, **command: Any) -> None:
         await self._call.write(scheduler_pb2.AdmitCommand(**command))
 
-    async def event(self, timeout_s: float = 5.0) -> scheduler_pb2.AdmitEvent:
+    async def event(self, timeout_s: float = WAIT_S) -> scheduler_pb2.AdmitEvent:
         async with asyncio.timeout(timeout_s):
             event = await self._call.read()
         assert isinstance(event, scheduler_pb2.AdmitEvent), "the stream ended"
@@ -54,7 +55,7 @@ class Door:
     async def admit(self, request_id: str, attempt: int = 1, **changes: Any) -> None:
         await self.send(admit=a_request(request_id, attempt, **changes))
 
-    async def placement(self, timeout_s: float = 5.0) -> scheduler_pb2.Placement:
+    async def placement(self, timeout_s: float = WAIT_S) -> scheduler_pb2.Placement:
         """The next placement; word of waiting is passed over."""
         while True:
             event = await self.event(timeout_s)
@@ -127,7 +128,7 @@ async def house(nats_url: str) -> AsyncIterator[House]:
 
 
 async def cluster(
-    address: str, until: Callable[[scheduler_pb2.ClusterView], bool], timeout_s: float = 5.0
+    address: str, until: Callable[[scheduler_pb2.ClusterView], bool], timeout_s: float = WAIT_S
 ) -> scheduler_pb2.ClusterView:
     """The first view of the cluster that fulfils ``until``."""
     async with asyncio.timeout(timeout_s), open_channel(address) as channel:
@@ -141,7 +142,7 @@ async def cluster(
     raise AssertionError("the stream of views ended")
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
     """Waits for something that no stream tells of."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110

@@ -97,6 +97,12 @@ def test_one_over_between_two_reports_has_begun_and_finished(courses: Courses, r
     assert words(told)[-1] == "s1 75% + remote 25% -> s2: 4 MB in 2 s, 2 MB/s, 1 repair"
 
 
+def test_how_long_a_short_one_took_is_told_in_milliseconds(courses: Courses, report: Reporting) -> None:
+    courses.drawn(a_course())
+    (_, finished) = report(copy_with(NUM_CHUNKS, Share("s1", 3_620_000, 0.0), relay_end_us=1_012_700))
+    assert words([finished]) == ["s1 -> s2: 3.62 MB in 12.7 ms, 285 MB/s"]
+
+
 def test_a_repair_is_told_once_its_new_source_is_known(courses: Courses, report: Reporting) -> None:
     courses.drawn(a_course())
     report(copy_with(1, Share("s1", 1, 5e6, True)))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 from nats.aio.client import Client
@@ -43,10 +44,10 @@ class Kept:
         publishing.cancel()
         await asyncio.wait((publishing,))
 
-    async def readers(self) -> list[str]:
-        """Once there is one."""
+    async def readers(self, count: int = 1) -> list[str]:
+        """Once there are so many."""
         js, stream = self.nats.jetstream(), self.subjects.history_stream
-        while not (found := await js.consumers_info(stream)):  # noqa: ASYNC110
+        while len(found := await js.consumers_info(stream)) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         return [info.name for info in found]
 
@@ -107,7 +108,7 @@ async def test_one_who_follows_hears_what_is_to_come(nats_url: str) -> None:
         assert (await anext(following)).kind == "relay.begun"
         only_new = it.past.events([], 0, 0, True)
         waiting = asyncio.ensure_future(anext(only_new))
-        await asyncio.sleep(0.1)
+        await it.readers(2)
         await it.write("scale.up", "relay.finished")
         assert (await anext(following)).kind == "relay.finished"
         assert (await waiting).kind == "scale.up"
@@ -140,10 +141,29 @@ async def test_one_who_stops_following_is_let_go(nats_url: str) -> None:
                 raise AssertionError("nothing has happened")
 
         following = asyncio.create_task(follow())
-        await asyncio.sleep(0.2)
+        await it.readers()
         following.cancel()
-        done, _ = await asyncio.wait((following,), timeout=3)
+        done, _ = await asyncio.wait((following,), timeout=10)
         assert done
+
+
+async def test_one_who_stops_while_its_reader_is_made_is_let_go(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kept(nats_url) as it:
+        js, begun = it.past._js, asyncio.Event()
+        inner = js.pull_subscribe
+
+        async def deaf(*args: Any, **named: Any) -> Any:
+            with suppress(asyncio.CancelledError):
+                begun.set()
+                await asyncio.Event().wait()
+            return await inner(*args, **named)
+
+        monkeypatch.setattr(js, "pull_subscribe", deaf)
+        following = asyncio.ensure_future(anext(it.past.events([], 0, 0, True)))
+        await begun.wait()
+        following.cancel()
+        await asyncio.wait((following,), timeout=10)
+        assert following.cancelled()
 
 
 async def test_what_cannot_be_read_is_left_out(nats_url: str) -> None:

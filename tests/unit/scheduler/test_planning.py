@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -47,6 +48,7 @@ def test_later_targets_follow_the_end_of_a_running_chain() -> None:
 def test_a_host_that_has_it_is_still_told_and_costs_nobody() -> None:
     arrows = plan(["s0", "s1"], [], ["s1", "s2"])
     assert arrows[0].already_there and arrows[0].sources == ("s0", REMOTE)
+    assert [str(arrow).split(" at ")[0] for arrow in arrows] == ["s1 from its host copy", "s2 from s0"]
     assert arrows[1].upstream == "s0"
 
 
@@ -64,6 +66,7 @@ def test_two_slow_sources_are_striped_over_for_a_fast_target() -> None:
     assert arrow.striped == ("s0", "s1") and arrow.shares == pytest.approx((0.6, 0.4))
     assert arrow.bytes_per_s == pytest.approx(100 * MB)
     assert str(arrow) == "s2 from s0 60 % and s1 40 % at 100 MB/s, ready in 1 s"
+    assert str(replace(arrow, ready_s=0.0127)).endswith("ready in 12.7 ms")
 
 
 def test_a_direction_that_sends_kv_is_spared_while_a_free_one_is_enough() -> None:

@@ -60,6 +60,7 @@ def test_a_copy_on_its_way_is_told_the_sources_it_has() -> None:
     again = relaying.draw(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now + 0.1)
     assert again[0].already_there and again[0].striped == first[1].striped
     assert again[0].sources[-1] == REMOTE and again[0].sources.count(first[1].upstream) == 1
+    assert str(again[0]) == "store-3 by a relay under way already"
 
 
 def slow_relay() -> Scene:
@@ -165,7 +166,18 @@ def test_the_plan_of_a_wake_tells_its_predictions() -> None:
     scene = hosts(2, replicate=False)
     scene.admit(MODEL, "r1")
     (plan,) = [one for one in scene.happenings if one.kind == "plan"]
-    assert "from remote at 500 MB/s, ready in 0.0674 s" in plan.reason
+    assert "from remote at 500 MB/s, ready in 67.4 ms" in plan.reason
+
+
+def test_a_wake_on_a_host_that_has_the_pack_names_no_relay() -> None:
+    scene = hosts(1, replicate=False)
+    scene.hold("store-1", MODEL)
+    scene.report_all()
+    scene.admit(MODEL, "r1")
+    (plan,) = [one for one in scene.happenings if one.kind == "plan"]
+    (scaled,) = [one for one in scene.happenings if one.event == "scale.up"]
+    assert plan.reason == scaled.fields["relay"] == "store-1 from its host copy"
+    assert not [one for one in scene.happenings if one.event.startswith("relay.")]
 
 
 def test_a_store_that_is_lost_takes_its_relays_along() -> None:

@@ -22,22 +22,24 @@ from tests.unit.scheduler.scripted import (
 from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
 from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.scheduler import main
 from torchrelay.transfer.tickets import check, derive_node_key
 
 KEY = bytes.fromhex(CLUSTER_KEY)
 PACK = a_version().pack_id
 
 
-async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(nats_url: str) -> None:
+async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "_TICK_S", 3600.0)  # nothing in it waits for a timer
     async with house(nats_url) as it:
         store, first, second = await it.host(1)
         async with it.scheduler(2) as address, Door(address) as door:
             await cluster(address, lambda view: view.largest_slot_bytes > 0)
             await asyncio.sleep(0.5)  # the settling time of a start, in which nothing is woken
-            begin = time.monotonic()
             await door.admit("r1")
             placement = await door.placement()
-            assert time.monotonic() - begin < 0.25
             (relay,) = store.relays
             assert relay.epoch > 1.6e12 and [source.holder_id for source in relay.sources] == ["remote"]
             assert relay.pack_bytes == a_version().pack_bytes
@@ -250,7 +252,7 @@ async def test_a_newer_scheduler_ends_this_one(nats_url: str) -> None:
     async with house(nats_url) as it:
         _, first, _ = await it.host(1)
         with pytest.raises(BaseExceptionGroup) as caught:
-            async with it.scheduler(2), asyncio.timeout(5):
+            async with it.scheduler(2), asyncio.timeout(20):
                 await asyncio.sleep(1.1)  # its start-up, in which it would go above what it sees
                 first.epoch = int(time.time() * 1000) + 1_000_000
                 await asyncio.Event().wait()

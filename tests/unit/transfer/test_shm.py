@@ -60,7 +60,7 @@ def test_a_peer_that_is_killed_is_noticed_at_once(wire: Wire) -> None:
         assert accepted.receive_into(memoryview(bytearray(1))) == 0
         with pytest.raises(OSError):
             accepted.send([bytes(4 * RING_BYTES)])
-        assert time.monotonic() - begin < 0.1
+        assert time.monotonic() - begin < 1.0
         accepted.close()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchrelay.cli.client import Client
 from torchrelay.cli.problems import Unreachable, refused
+from torchrelay.common.counts import counted
 
 Message = dict[str, str]
 MIN_RATE_SPAN_S = 0.05  # of tokens that arrive closer together the rate says nothing
@@ -107,7 +108,7 @@ class Answer:
         """``first token after 42 ms · 18 tokens · 310 tokens/s · req-...``"""
         parts = [] if self.ttft_s is None else [f"first token after {_shown_s(self.ttft_s)}"]
         if self.num_output_tokens:
-            parts.append(f"{self.num_output_tokens} token{'s' if self.num_output_tokens > 1 else ''}")
+            parts.append(counted(self.num_output_tokens, "token"))
         if self.tokens_per_s is not None:
             parts.append(
                 f"{self.tokens_per_s:.3g} tokens/s" if self.tokens_per_s < 1000 else f"{self.tokens_per_s:.0f} tokens/s"

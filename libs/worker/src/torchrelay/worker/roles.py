@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import grpc
 
+from torchrelay.common.counts import counted
 from torchrelay.common.errors import Conflict, InvalidRequest, Overloaded, TorchrelayError, Unavailable
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2 as pb
@@ -131,7 +132,7 @@ class WorkerRole(ABC):
             outbox.put(attempt.failure(self._absence(start.instance_id)))
             return
         if len(self.attempts) >= self.worker.settings.max_attempts:
-            text = f"this worker runs {len(self.attempts)} attempts already"
+            text = f"this worker runs {counted(len(self.attempts), 'attempt')} already"
             outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
             return
         self.attempts.add(attempt)

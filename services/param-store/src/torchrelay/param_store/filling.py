@@ -92,6 +92,11 @@ class Filling:
     reserved: Future[bool] = field(default_factory=Future)
     offers: Offers = field(default_factory=Offers)  # peers named since it began
 
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has failed, or is being stopped: it brings nothing more."""
+        return self.stop.is_set() or bool(self.record.error)
+
     def run(self) -> None:
         """Never raises: what goes wrong is told by ``reserved``, the record and the slab."""
         self.record.begin_unix_us = _now_us()

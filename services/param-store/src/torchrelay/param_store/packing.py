@@ -56,7 +56,7 @@ class PackingTurn:
     async def taken(self) -> AsyncIterator[None]:
         """Waits for the turn and has it inside the block. Raises ``Overloaded`` when too many wait already."""
         if self._num_waiting >= self._max_waiting:
-            raise Overloaded(f"{self._num_waiting} commits wait to be packed already", retry_after_s=10.0)
+            raise Overloaded(f"as many commits wait to be packed as may: {self._num_waiting}", retry_after_s=10.0)
         self._num_waiting += 1
         try:
             await self._turn.acquire()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
+from torchrelay.common.counts import counted
 from torchrelay.common.errors import Overloaded
 from torchrelay.common.telemetry import get_logger
 from torchrelay.param_store.filling import CopyRecord, Filling, Plan
@@ -69,12 +70,13 @@ class Relays:
         """Sees to it that the pack is filled. The future ends once its range is reserved; True: it was whole already.
 
         Asking again while a filling runs adds the peers named to its alternates, before those it has, and raises the
-        number followed at once, and an urgent one makes it urgent; after one that is being stopped, a new one runs.
+        number followed at once, and an urgent one makes it urgent; after one that has failed or is being stopped, a new
+        one runs.
         Raises ``Overloaded`` when as many run as may.
         """
         with self._lock:
             running = self._fillings.get(pack_id)
-            if running is not None and not running[0].stop.is_set():
+            if running is not None and not running[0].is_ending:
                 peers = (source for source in sources if source is not None)
                 running[0].offers.add(peers, num_striped, transfer_class != TransferClass.IDLE)
                 return running[0].reserved
@@ -84,7 +86,7 @@ class Relays:
                 whole.set_result(True)
                 return whole
             if self._closed or len(self._fillings) >= self._max_relays:
-                raise Overloaded(f"this store fills {len(self._fillings)} packs already")
+                raise Overloaded(f"this store fills {counted(len(self._fillings), 'pack')} already")
             plan = Plan(
                 pack_id,
                 tuple(sources),

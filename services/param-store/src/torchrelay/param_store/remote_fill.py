@@ -8,9 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from blake3 import blake3
 
+from torchrelay.common.counts import counted
 from torchrelay.common.errors import DataCorrupted, Unavailable
 from torchrelay.param_store.remote import RangeReader
 from torchrelay.transfer.buffers import Sink
+
+_MAX_NAMED = 8  # damaged chunks in an error
 
 
 def fill_from_remote(
@@ -66,7 +69,7 @@ def fill_from_remote(
     for done in reads:
         done.result()
     if damaged:
-        where = ", ".join(str(index) for index in sorted(damaged)[:8])
-        raise DataCorrupted(
-            f"{len(damaged)} chunks of pack {pack_id} are damaged in the remote store, among them {where}"
-        )
+        named = sorted(damaged)[:_MAX_NAMED]
+        where = ", ".join(map(str, named)) + (", ..." if len(named) < len(damaged) else "")
+        num = counted(len(damaged), "chunk")
+        raise DataCorrupted(f"pack {pack_id} is damaged in the remote store: {num} ({where})")

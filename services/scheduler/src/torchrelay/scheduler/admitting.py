@@ -10,6 +10,7 @@ from torchrelay.scheduler.core import Admission, AttemptKey, Instance, Model, Ph
 from torchrelay.scheduler.dispatch import Candidate, NoPlace, place
 from torchrelay.scheduler.effects import Answer, Happening, Opened, Placed, RefusalReason, Refused, Waits
 from torchrelay.scheduler.latency import load_left_s, load_s
+from torchrelay.scheduler.namesakes import tenant_of
 from torchrelay.scheduler.prediction import Outcome
 from torchrelay.scheduler.state import State
 from torchrelay.scheduler.tiers import tier_of
@@ -21,7 +22,7 @@ def admit(state: State, admission: Admission, model: Model, current: Placement |
     """Takes an admission in. True when it waits now, for the first time or still: it may be served."""
     key = admission.key
     state.gateways.confirm(admission.gateway_id, key)
-    state.note_model(model)
+    state.note_model(model, now)
     _doubt(state, admission, now)
     if opened := state.books.get(key):
         if current is None:
@@ -34,8 +35,9 @@ def admit(state: State, admission: Admission, model: Model, current: Placement |
         return False
     if state.queues.is_full(model.version_id):
         retry_s = min(max(predicted_wait_s(state, model, now), _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
-        waiting = state.queues.num_waiting(model.version_id)
-        message = f"The queue of {model.name} is full: {waiting} of its requests wait."
+        tenant = tenant_of(model.name)
+        own = sum(tenant_of(each.model) == tenant for each in state.queues.waiting(model.version_id))
+        message = f"The queue of {model.name} is full (your requests in it: {own})."
         refuse(state, admission, RefusalReason.QUEUE_FULL, message, now, retry_s)
         return False
     state.queues.push(admission)
@@ -74,6 +76,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
     state.queues.remove(key)
     attempt = state.books.close(key)
     if attempt is not None:
+        state.namesakes.used(attempt.admission.version_id, attempt.admission.model, now)
         for instance_id in attempt.instance_ids:
             state.fleet.touch(instance_id, now)
     return attempt

@@ -129,6 +129,7 @@ class Happening:
     fields: Mapping[str, str | int | float] = field(default_factory=dict)
     brought: Mapping[str, int] = field(default_factory=dict)  # bytes by source, of a relay that has ended
     namesakes: tuple[str, ...] = ()  # the models it concerns, where more than one share the version
+    of_tenants: Mapping[str, str] = field(default_factory=dict)  # the reason as each of them may know it; see Reason
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from torchrelay.scheduler.core import AttemptKey, Copy, Instance, Placement, Slot
 from torchrelay.scheduler.effects import Happening, Opened
 from torchrelay.scheduler.measured import Measured
+from torchrelay.scheduler.namesakes import tenant_of
 from torchrelay.scheduler.prediction import Outcome
 
 _MAX_PHASES = 64  # per request
@@ -70,7 +71,9 @@ class Explain:
         """Told of each model that it concerns, by its own name: their tenants know nothing of each other."""
         for name in {happening.model, *happening.namesakes}:
             subject = name if happening.subject == happening.model else happening.subject
-            self._note(name, replace(happening, model=name, subject=subject, namesakes=()))
+            reason = happening.of_tenants.get(tenant_of(name), happening.reason)
+            told = replace(happening, model=name, subject=subject, reason=reason, namesakes=(), of_tenants={})
+            self._note(name, told)
 
     def _note(self, model: str, happening: Happening) -> None:
         ring = self._decisions.setdefault(model, deque(maxlen=_MAX_DECISIONS_PER_MODEL))

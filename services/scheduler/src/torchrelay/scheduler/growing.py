@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torchrelay.scheduler import relaying
+from torchrelay.scheduler.books import OpenAttempt
 from torchrelay.scheduler.core import Instance, Model, Phase, Role, Roles
 from torchrelay.scheduler.effects import Hop, LoadOrder, RolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.namesakes import tenant_of
@@ -43,7 +45,7 @@ def situation(state: State, now: float) -> Situation:
             if not state.view.is_suspect(worker_id)
         },
         stores={store.host_id: store for store in state.view.stores.values()},
-        idle_timeouts_s={model.version_id: model.idle_timeout_s for model in models},
+        idle_timeouts_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
     )
 
 
@@ -58,15 +60,27 @@ def _demand(state: State, model: Model, now: float) -> Demand:
     version_id = model.version_id
     instances = [instance for instance in state.fleet.of_version(version_id) if instance.staying]
     loading = [instance.instance_id for instance in instances if instance.phase is Phase.LOADING]
+    cold = state.books.attempts_at(loading)
     return Demand(
         model=model,
         num_waiting=state.queues.num_waiting(version_id),
-        num_cold=len(state.books.attempts_at(loading)),
+        num_cold=len(cold),
         oldest_wait_s=state.queues.oldest_wait_s(version_id, now),
         backlog_s=_backlog_s(state, instances),
         not_before=state.failures.not_before(version_id),
         avoid=state.failures.avoid(version_id, now),
+        of_tenants=_of_tenants(state, version_id, cold),
     )
+
+
+def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> dict[str, tuple[int, int]]:
+    """How many requests of each tenant wait, and are placed on what still loads; nothing where there is one tenant."""
+    tenants = {tenant_of(name) for name in state.namesakes.of(version_id)}
+    if len(tenants) < 2:
+        return {}
+    num_waiting = Counter(tenant_of(admission.model) for admission in state.queues.waiting(version_id))
+    num_cold = Counter(tenant_of(attempt.admission.model) for attempt in cold)
+    return {tenant: (num_waiting[tenant], num_cold[tenant]) for tenant in tenants}
 
 
 def _backlog_s(state: State, instances: Sequence[Instance]) -> float:

@@ -269,5 +269,5 @@ class Policy:
 
 
 def _ready(instance: Instance, took_s: float) -> Reason:
-    layers = f"all {instance.num_layers} layers" if instance.num_layers else "all"
+    layers = f"all {instance.num_layers} layers" if instance.num_layers > 1 else "all"
     return Reason("loaded", f"{layers} loaded in {lasting(took_s)}", {"num_layers": instance.num_layers})

@@ -10,11 +10,15 @@ Figures = Mapping[str, str | int | float]
 
 @dataclass(frozen=True)
 class Reason:
-    """``cause`` is one of the words that ``docs/events.md`` lists; ``figures`` are told beside it in the history."""
+    """``cause`` is one of the words that ``docs/events.md`` lists; ``figures`` are told beside it in the history.
+
+    ``of_tenants``: what each tenant is told in the place of ``text``, where that counts requests of several.
+    """
 
     cause: str = ""
     text: str = ""
     figures: Figures = field(default_factory=dict)
+    of_tenants: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def fields(self) -> dict[str, str | int | float]:

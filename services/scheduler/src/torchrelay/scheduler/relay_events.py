@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torchrelay.common.counts import counted
 from torchrelay.scheduler.core import Copy, Model
 from torchrelay.scheduler.courses import Course, Told, Turn, given_up, joined
 from torchrelay.scheduler.effects import Happening
 from torchrelay.scheduler.planning import Arrow, RunningRelay
+from torchrelay.scheduler.reasons import lasting
 
 EVENTS = "relay."  # what the names of all of them begin with
 Fields = dict[str, str | int | float]
@@ -124,7 +126,7 @@ def mean_bytes_per_s(course: Course) -> float:
 
 def _finished(course: Course) -> str:
     took_s = course.running_s(course.ended_at)
-    moved = f"{_mega(course.num_bytes_brought)} MB in {took_s:.3g} s, {_mega(mean_bytes_per_s(course))} MB/s"
+    moved = f"{_mega(course.num_bytes_brought)} MB in {lasting(took_s)}, {_mega(mean_bytes_per_s(course))} MB/s"
     return f"{_arrow_with_shares(course)}: {moved}{_repairs(course)}"
 
 
@@ -143,12 +145,14 @@ def _part(share: float) -> str:
 
 def _repairs(course: Course) -> str:
     num = course.copy.num_repairs if course.copy else 0
-    return f", {num} repair{'s' if num > 1 else ''}" if num else ""
+    return f", {counted(num, 'repair')}" if num else ""
 
 
 def _failed(course: Course) -> str:
     copy = course.copy
-    progress = f" with {copy.num_chunks_verified} of {copy.num_chunks} chunks" if copy and copy.num_chunks else ""
+    progress = (
+        f" with {copy.num_chunks_verified} of {counted(copy.num_chunks, 'chunk')}" if copy and copy.num_chunks else ""
+    )
     return f"{course.target} ended{progress}: {course.error}{_repairs(course)}"
 
 

@@ -133,9 +133,12 @@ _MISSING = ("role_missing", "role missing")
 
 
 def _wake_reason(demand: Demand, cause: str, why: str, **figures: int) -> Reason:
-    placed = f", {demand.num_cold} placed on what still loads" if demand.num_cold else ""
+    def told(num_waiting: int, num_cold: int) -> str:
+        return f"{why}, {num_waiting} waiting" + (f", {num_cold} placed on what still loads" if num_cold else "")
+
     waiting = {"num_waiting": demand.num_waiting, "num_cold": demand.num_cold}
-    return Reason(cause, f"{why}, {demand.num_waiting} waiting{placed}", waiting | figures)
+    of_tenants = {tenant: told(*numbers) for tenant, numbers in demand.of_tenants.items()}
+    return Reason(cause, told(demand.num_waiting, demand.num_cold), waiting | figures, of_tenants)
 
 
 def _play_both(own: Sequence[Load], workers: Mapping[str, Worker], missing: Roles) -> SetRoles | None:

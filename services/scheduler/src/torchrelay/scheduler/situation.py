@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrelay.scheduler.core import BOTH, Instance, Model, Roles, Store, Worker
 from torchrelay.scheduler.reasons import Reason
@@ -21,6 +21,7 @@ class Demand:
     backlog_s: float = 0.0  # prompts queued at its instances, in seconds of one instance; 0 where no rate is measured
     not_before: float = 0.0  # after a failed load
     avoid: frozenset[str] = frozenset()
+    of_tenants: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # both numbers, where several share it
 
 
 @dataclass(frozen=True)

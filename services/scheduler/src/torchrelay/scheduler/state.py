@@ -69,9 +69,10 @@ class State:
         effects, self.effects = self.effects, Effects()
         return effects
 
-    def note_model(self, model: Model) -> None:
+    def note_model(self, model: Model, now: float) -> None:
         """Remembers the newest settings of a version; bounded, unused ones go first."""
-        self.namesakes.note(model.version_id, model.pack_id, model.name)
+        timeout_s = model.idle_timeout_s or self.rules.idle_timeout_s
+        self.namesakes.note(model.version_id, model.pack_id, model.name, timeout_s, now)
         self.models.pop(model.version_id, None)
         self.models[model.version_id] = model
         if len(self.models) > _MAX_MODELS:
@@ -79,6 +80,10 @@ class State:
             unused = next((version_id for version_id in self.models if version_id not in used), None)
             if unused is not None:
                 del self.models[unused]
+
+    def idle_timeout_s(self, version_id: str, now: float) -> float:
+        """After which an instance of the version goes; whoever uses it has it for at least as long as it asked for."""
+        return self.namesakes.idle_timeout_s(version_id, now) or self.rules.idle_timeout_s
 
     def model_of_pack(self, pack_id: str, pack_bytes: int = 0) -> Model:
         """The model that a pack belongs to; under the beginning of the pack's id while nobody has named it."""
@@ -111,7 +116,8 @@ class State:
         )
         why = reason if isinstance(reason, Reason) else Reason("", reason)
         named = self.namesakes.of(subject.version_id)
-        told = Happening(now, kind, model, name, why.text, event, {**(fields or {}), **why.fields}, namesakes=named)
+        figures = {**(fields or {}), **why.fields}
+        told = Happening(now, kind, model, name, why.text, event, figures, {}, named, why.of_tenants)
         self.effects.happenings.append(told)
 
     def queue_s(self, instance: Instance, latency: LatencyModel) -> float:

@@ -47,7 +47,7 @@ def weight_files(names: list[str]) -> list[str]:
         if number not in shards:
             raise Refused(f"model-{number:05}-of-{count:05}.safetensors", "this shard is missing from the upload")
     if len(shards) != count:
-        raise Refused(found[0][0], f"there are {len(shards)} shards, numbered outside 1 to {count}")
+        raise Refused(found[0][0], f"shards are numbered outside 1 to {count}")
     return [shards[number] for number in sorted(shards)]
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchrelay.scheduler.reasons import lasting
+
 MAX_STRIPED = 4  # sources followed at once
 MAX_ALTERNATES = 4  # besides those and the remote store
 
@@ -24,6 +26,7 @@ class Arrow:
     shares: tuple[float, ...] = (1.0,)
     bytes_per_s: float = 0.0
     ready_s: float = 0.0
+    whole: bool = False  # it is already there, all of it
 
     @property
     def upstream(self) -> str:
@@ -34,11 +37,17 @@ class Arrow:
         return self.sources[: self.num_striped]
 
     def __str__(self) -> str:
-        """For people: ``s3 from s1 60 % and s2 40 %, 480 MB/s, 0.9 s``."""
+        """For people: ``s3 from s1 60 % and s2 40 % at 480 MB/s, ready in 900 ms``."""
+        if self.whole:
+            return f"{self.target} from its host copy"
+        if self.already_there:
+            return f"{self.target} by a relay under way already"
         if len(self.striped) == 1:
             origin = self.upstream
         else:
             parts = zip(self.striped, self.shares, strict=True)
             origin = " and ".join(f"{source} {share * 100:.0f} %" for source, share in parts)
         text = f"{self.target} from {origin}"
-        return f"{text} at {self.bytes_per_s / 1e6:.3g} MB/s, ready in {self.ready_s:.3g} s" if self.ready_s else text
+        return (
+            f"{text} at {self.bytes_per_s / 1e6:.3g} MB/s, ready in {lasting(self.ready_s)}" if self.ready_s else text
+        )

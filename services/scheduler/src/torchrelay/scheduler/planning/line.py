@@ -95,7 +95,9 @@ class Line:
     def arrows(self, already: Sequence[str]) -> tuple[Arrow, ...]:
         """All of them with their alternates; those of stores that need nothing come first."""
         rank = {store: number for number, store in enumerate(self.began)}
-        there = [Arrow(target, self._alternates(target, (), rank), True) for target in already]
+        there = [
+            Arrow(target, self._alternates(target, (), rank), True, whole=target in self.whole) for target in already
+        ]
         drawn = [
             replace(arrow, sources=(*arrow.sources, *self._alternates(arrow.target, arrow.sources, rank)))
             for arrow in self._drawn
