@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select, text, update
+from sqlalchemy import Connection, select, text, update
 from sqlalchemy.exc import IntegrityError, ProgrammingError
 
 from torchrelay.common.errors import Unavailable
@@ -31,6 +32,60 @@ async def test_writes_at_once_lose_nothing(database: Database) -> None:
         assert set((await connection.execute(select(table_versions.c.version))).scalars()) == {41}
 
 
+async def test_a_transaction_in_one_piece_is_committed_whole_or_not_at_all(database: Database) -> None:
+    def raise_version(connection: Connection) -> int:
+        return connection.execute(update(table_versions).values(version=7)).rowcount
+
+    def fail(connection: Connection) -> None:
+        raise_version(connection)
+        _ = 1 // 0
+
+    with pytest.raises(ZeroDivisionError):
+        await database.transact(fail)
+    query = select(table_versions.c.version)
+    assert set(await database.transact(lambda connection: connection.execute(query).scalars().all())) == {1}
+    assert await database.transact(raise_version) == 2
+    async with database.read() as connection:
+        assert set((await connection.execute(query)).scalars()) == {7}
+
+
+async def test_writes_of_both_kinds_at_once_lose_nothing(database: Database) -> None:
+    more = update(table_versions).values(version=table_versions.c.version + 1)
+
+    async def raise_it() -> None:
+        async with database.write() as connection:
+            await connection.execute(more)
+
+    await asyncio.gather(
+        *(raise_it() for _ in range(20)),
+        *(database.transact(lambda connection: connection.execute(more).rowcount) for _ in range(20)),
+    )
+    async with database.read() as connection:
+        assert set((await connection.execute(select(table_versions.c.version))).scalars()) == {41}
+
+
+async def test_a_caller_that_is_cancelled_is_the_writer_until_its_transaction_has_ended(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/x.db")
+    begun, may_end, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def work(_connection: Connection) -> None:
+        begun.set()
+        assert may_end.wait(10)
+        ended.set()
+
+    writing = asyncio.ensure_future(database.transact(work))
+    assert await asyncio.to_thread(begun.wait, 10)
+    writing.cancel()
+    next_one = asyncio.ensure_future(database.transact(lambda _: ended.is_set()))
+    await asyncio.sleep(0.05)
+    assert not writing.done() and not next_one.done()
+    may_end.set()
+    assert await next_one
+    with pytest.raises(asyncio.CancelledError):
+        await writing
+    await database.close()
+
+
 async def test_foreign_keys_hold(database: Database) -> None:
     with pytest.raises(IntegrityError):
         async with database.write() as connection:
@@ -43,6 +98,8 @@ async def test_a_database_that_is_away_is_unavailable_and_a_fault_of_ours_is_not
         with pytest.raises(Unavailable):
             async with away.read() as connection:
                 await connection.execute(text("SELECT 1"))
+        with pytest.raises(Unavailable):
+            await away.transact(lambda connection: connection.execute(text("SELECT 1")).all())
         await away.close()
     with pytest.raises((ProgrammingError, Unavailable)):
         async with database.read() as connection:
@@ -51,11 +108,12 @@ async def test_a_database_that_is_away_is_unavailable_and_a_fault_of_ours_is_not
 
 async def test_sqlite_keeps_what_it_committed(tmp_path: Path) -> None:
     database = Database(f"sqlite:///{tmp_path}/x.db")
+    names = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
     async with database.read() as connection:
-        settings = {
-            name: (await connection.execute(text(f"PRAGMA {name}"))).scalar_one()
-            for name in ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
-        }
+        settings = {name: (await connection.execute(text(f"PRAGMA {name}"))).scalar_one() for name in names}
+    assert settings == await database.transact(
+        lambda connection: {name: connection.exec_driver_sql(f"PRAGMA {name}").scalar_one() for name in names}
+    )
     assert settings == {"journal_mode": "wal", "synchronous": 2, "foreign_keys": 1, "busy_timeout": 5000}
     await database.close()
 

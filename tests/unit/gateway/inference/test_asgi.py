@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.doors import KEY
 from tests.unit.gateway.inference.conftest import PROMPT, World, until
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import Cause, PublishedModel
+from torchrelay.gateway.inference.asgi import Message
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
@@ -54,6 +57,24 @@ async def test_the_official_client_gets_the_same_chat_as_a_stream(world: World) 
     assert chunks[-1].usage == whole.usage
     assert len(chunks) == 1 + 30 + 1 + 1  # role, tokens, end, usage
     assert all(one.object == "chat.completion.chunk" and one.model == "acme/echo" for one in chunks)
+
+
+async def test_tokens_of_a_fast_stream_are_written_together(world: World) -> None:
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 100, "stream": True}
+    asked = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    writes: list[bytes] = []
+
+    async def receive() -> Message:
+        return asked.pop() if asked else await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        writes.append(message.get("body", b""))
+
+    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
+    await world.door.asgi(scope, receive, send)
+    assert len(events_of(b"".join(writes).decode())) == 100 + 1
+    assert len(writes) < 50
 
 
 async def test_one_event_per_token_with_its_id(world: World) -> None:

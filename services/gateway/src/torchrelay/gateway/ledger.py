@@ -16,14 +16,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import bindparam, func, insert, select, update
+from sqlalchemy import Connection, bindparam, func, insert, select, update
 
 from torchrelay.common.errors import NotFound
 from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway.billing import LedgerRow, ledger_rows
 from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Price
 from torchrelay.gateway.group_commit import GroupCommit, Result
-from torchrelay.gateway.sql.database import Database, SqlConnection
+from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
 
 log = get_logger(__name__)
@@ -78,55 +78,53 @@ class Ledger:
         """
         return await self._commits.do(Settlement(request_id, tuple(usages)))
 
-    async def _apply(
-        self, connection: SqlConnection, writes: Sequence[OpenedRequest | Settlement]
-    ) -> dict[int, Result]:
+    def _apply(self, connection: Connection, writes: Sequence[OpenedRequest | Settlement]) -> dict[int, Result]:
         """The results of ``writes``, by their index."""
         opens = {index: write for index, write in enumerate(writes) if isinstance(write, OpenedRequest)}
         if opens:
             rows = [{name: getattr(write, name) for name in OpenedRequest.__slots__} for write in opens.values()]
-            await connection.execute(self._open, rows)
+            connection.execute(self._open, rows)
         settlements = {index: write for index, write in enumerate(writes) if isinstance(write, Settlement)}
-        costs = await self._settle(connection, list(settlements.values())) if settlements else {}
+        costs = self._settle(connection, list(settlements.values())) if settlements else {}
         results: dict[int, Result] = dict.fromkeys(opens, 0)
         for index, settlement in settlements.items():
             cost = costs.get(settlement.request_id)
             results[index] = _unknown(settlement) if cost is None else cost
         return results
 
-    async def _settle(self, connection: SqlConnection, settlements: Sequence[Settlement]) -> dict[str, int]:
+    def _settle(self, connection: Connection, settlements: Sequence[Settlement]) -> dict[str, int]:
         """The cost that stands for each of these requests, by id; those never opened are missing."""
         usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # the first counts
         now = time.time_ns() // 1000
-        won = await connection.execute(_WIN, {"request_ids": list(usages), "now": now})
+        won = connection.execute(_WIN, {"request_ids": list(usages), "now": now})
         costs: dict[str, int] = {}
         charges: Counter[str] = Counter()
         values: list[dict[str, Any]] = []
         for request in [opened_of(row) for row in won]:
-            price = self._prices.get(request.price_id) or await self._price(connection, request.price_id)
+            price = self._prices.get(request.price_id) or self._price(connection, request.price_id)
             rows = ledger_rows(request, usages[request.request_id], price)
             values.extend(_ledger_values(request, row, now) for row in rows)
             costs[request.request_id] = sum(row.cost_nano for row in rows)
             charges[request.tenant_id] += costs[request.request_id]
         if values:
-            await connection.execute(_BILL, values)
+            connection.execute(_BILL, values)
             # In one order everywhere: no two gateways wait for each other.
-            await connection.execute(_CHARGE, [{"tenant": one, "cost": charges[one]} for one in sorted(charges)])
-        return costs | await _standing_costs(connection, usages.keys() - costs.keys())
+            connection.execute(_CHARGE, [{"tenant": one, "cost": charges[one]} for one in sorted(charges)])
+        return costs | _standing_costs(connection, usages.keys() - costs.keys())
 
-    async def _price(self, connection: SqlConnection, price_id: str) -> Price:
-        row = (await connection.execute(select(prices).where(prices.c.price_id == price_id))).one()
+    def _price(self, connection: Connection, price_id: str) -> Price:
+        row = connection.execute(select(prices).where(prices.c.price_id == price_id)).one()
         price = self._prices[price_id] = Price(*row)
         return price
 
 
-async def _standing_costs(connection: SqlConnection, request_ids: Iterable[str]) -> dict[str, int]:
+def _standing_costs(connection: Connection, request_ids: Iterable[str]) -> dict[str, int]:
     """What requests settled before did cost."""
     wanted = list(request_ids)
     if not wanted:
         return {}
     query = select(ledger.c.request_id, func.sum(ledger.c.cost_nano)).where(ledger.c.request_id.in_(wanted))
-    rows = (await connection.execute(query.group_by(ledger.c.request_id))).all()
+    rows = connection.execute(query.group_by(ledger.c.request_id)).all()
     for request_id, _ in rows:
         log.info("settled_before", request_id=request_id)
     return {request_id: int(cost) for request_id, cost in rows}

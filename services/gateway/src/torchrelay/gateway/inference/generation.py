@@ -92,7 +92,12 @@ class Generation:
         tokens, position, num_before = output.token_ids[:], output.first_position, len(progress.tokens)
         if self._num_cached is None and position == progress.num_forced:  # only prefill knows
             self._num_cached = output.num_cached_prompt_tokens
-        cause = _CAUSES.get(output.finish_reason)
+        reason = output.finish_reason
+        cause = _CAUSES.get(reason) if reason else None
+        if position == num_before and not progress.early and num_before + len(tokens) < self._max_tokens:
+            progress.tokens += tokens  # as nearly every token comes
+            progress.finish = cause
+            return Delivery(progress.choice, tuple(tokens), cause) if tokens or cause else None
         if position > num_before:
             if position <= self._max_tokens:
                 progress.early[position] = (tokens, cause)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +16,7 @@ from torchrelay.gateway.inference.core import Ask
 from torchrelay.gateway.inference.store_files import StoreFiles
 from torchrelay.gateway.inference.templates import TemplateRenderer
 from torchrelay.gateway.inference.tokenizer_cache import TokenizerCache
+from torchrelay.gateway.side_threads import side_threads
 
 MAX_CONFIG_BYTES = 4 << 20
 MAX_TEMPLATE_CHARS = 1 << 20
@@ -73,7 +73,7 @@ class Prompts:
         self._tokenizers = tokenizers
         self._templates = templates
         self._formats: OrderedDict[str, ChatFormat] = OrderedDict()
-        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
+        self._encoders = side_threads(ENCODERS, "encode")
 
     async def tokenizer(self, model: PublishedModel) -> Tokenizer:
         """Raises ``TorchrelayError`` when it cannot be had."""
@@ -136,7 +136,8 @@ class Prompts:
 
         def encode() -> tuple[int, ...]:
             try:
-                found = tuple(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+                # A batch of one: only batches come without offsets into the text: a fifth less work.
+                found = tuple(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
             except (KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:  # NOTE: a panic of the library is no Exception

@@ -192,16 +192,18 @@ class RunningRequest:
         if self._failure is not None or self._settling is not None:
             return
         try:
-            self._handle(happening)
+            if isinstance(happening, pb.ChoiceOutput):
+                self._output(happening)
+            else:
+                self._handle(happening)
         except (TorchrelayError, ClientLeft) as failure:
             self._failure = failure  # raised by ``next`` once what was accepted before it is delivered
             self._free()
-        self._bell.ring()
+        if self._is_opened or self._failure is not None:  # else ``next`` has nothing to say yet, whatever was accepted
+            self._bell.ring()
 
     def _handle(self, happening: Happening) -> None:
-        if isinstance(happening, pb.ChoiceOutput):
-            self._output(happening)
-        elif isinstance(happening, scheduler_pb2.Placement):
+        if isinstance(happening, scheduler_pb2.Placement):
             attempt = self._attempts.get(happening.key.attempt)
             if attempt is not None and attempt.placement is None:
                 attempt.place(happening, self._hear)
@@ -229,7 +231,8 @@ class RunningRequest:
         attempt = self._attempts.get(number)
         if attempt is None:
             return
-        if output.finish_reason in FAILED:
+        reason = output.finish_reason
+        if reason and reason in FAILED:
             self._failed(output)
             return
         delivery = self._generation.accept(output)
