@@ -28,12 +28,14 @@ def test_equals_the_reference(
     cap: float | None,
     dtype: torch.dtype,
 ) -> None:
-    """Every length around a block's; one prompt between them, which is computed as the reference has it."""
+    """Every length around a block's; between them a short prompt, and one that is left to the reference."""
     monkeypatch.setattr(attention, "kernels", lambda: built)
+    monkeypatch.setattr(attention, "MOST_PRODUCTS", 1000)
     num_heads, num_kv_heads = heads
     random = np.random.default_rng(0)
     kv = torch.randn(2, 600, num_kv_heads, head_dim).to(dtype)
-    counts = [(1, length) for length in LENGTHS[:4]] + [(5, 20)] + [(1, length) for length in LENGTHS[4:]]
+    singles = [(1, length) for length in LENGTHS]
+    counts = [*singles[:4], (5, 20), (30, 90), (20, 50), *singles[4:]]
     spans, row = [], 0
     for num_rows, num_positions in counts:
         spans.append(Span(row, num_rows, random.permutation(600)[:num_positions].astype(np.int64)))
@@ -41,9 +43,12 @@ def test_equals_the_reference(
     queries = torch.randn(row, num_heads, head_dim).to(dtype)
     scoring = Scoring(head_dim**-0.5, cap)
     backend, reference = CpuAttention(16), GatherAttention(16)
-    found = backend.attend(queries, kv, backend.plan(spans, 40, dtype, CPU), scoring)
-    expected = reference.attend(queries, kv, reference.plan(spans, 40, dtype, CPU), scoring)
-    torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    for window in 40, None:
+        plan = backend.plan(spans, window, dtype, CPU)
+        assert plan.num_rows == row - 30 and len(plan.parts) == 1
+        found = backend.attend(queries, kv, plan, scoring)
+        expected = reference.attend(queries, kv, reference.plan(spans, window, dtype, CPU), scoring)
+        torch.testing.assert_close(found, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
 @pytest.mark.usefixtures("three_threads")

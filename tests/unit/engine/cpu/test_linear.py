@@ -17,7 +17,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("num_out", [1, 3, 4, 67, 200, 1030])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 13, 96])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 19, 96])
 def test_equals_the_definition(
     built: Kernels, num_rows: int, num_out: int, with_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -32,14 +32,17 @@ def test_equals_the_definition(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_is_the_same_in_every_batch(built: Kernels, dtype: torch.dtype) -> None:
-    x, weight = torch.randn(40, 256).to(dtype), torch.randn(130, 256).to(dtype)
+    x, weight = torch.randn(40, 256).to(dtype), torch.randn(1030, 256).to(dtype)
     together = cpu_linear(built, x, weight, None)
     for row in range(40):
         assert torch.equal(cpu_linear(built, x[row : row + 1], weight, None)[0], together[row])
     before = torch.get_num_threads()
-    torch.set_num_threads(3)
-    assert torch.equal(cpu_linear(built, x, weight, None), together)
-    torch.set_num_threads(before)
+    try:
+        for num_threads in (1, 2, 3, 7):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(cpu_linear(built, x, weight, None), together)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

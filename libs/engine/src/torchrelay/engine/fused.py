@@ -6,6 +6,7 @@ Each has a plain counterpart in ``model`` or ``mlp``, which computes where nothi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from torchrelay.engine.cpu.kernels import kernels
 from torchrelay.transfer.model_config import ModelConfig
 
 if TYPE_CHECKING:
-    from torchrelay.engine.cpu.layer import CpuLayer
+    from torchrelay.engine.cpu.layers import CpuLayers
 
 
 class FusedSteps(ABC):
@@ -65,10 +66,12 @@ def steps_for(device: torch.device) -> FusedSteps | None:
     return None
 
 
-def whole_layer_for(device: torch.device, config: ModelConfig, dtype: torch.dtype) -> CpuLayer | None:
-    """What computes a whole layer of a decode step at once, if anything does."""
+def whole_layers_for(
+    device: torch.device, config: ModelConfig, dtype: torch.dtype, kind_of_layer: Sequence[int]
+) -> CpuLayers | None:
+    """What computes whole layers of a decode step at once, if anything does."""
     if device.type == "cpu" and (found := kernels()) is not None:
-        from torchrelay.engine.cpu.layer import CpuLayer
+        from torchrelay.engine.cpu.layers import CpuLayers
 
-        return CpuLayer(found, config, dtype)
+        return CpuLayers(found, config, dtype, kind_of_layer)
     return None

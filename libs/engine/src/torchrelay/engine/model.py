@@ -38,7 +38,7 @@ class Decoder:
         self._backend = backend
         self._kind_of_layer = kind_of_layer
         self._steps = fused.steps_for(kv.device)
-        self._whole = fused.whole_layer_for(kv.device, config, kv.dtype)
+        self._whole = fused.whole_layers_for(kv.device, config, kv.dtype, kind_of_layer)
         self._norm_kind = config.norm_eps, config.architecture.unit_offset_norms
         self._scoring = Scoring(config.query_scale, config.score_cap)
 
@@ -50,13 +50,21 @@ class Decoder:
         # Rounded to the dtype, as transformers has it, and a number: a tensor could not be made within a recorded step.
         return hidden * torch.tensor(self._config.hidden_size**0.5, dtype=hidden.dtype).item()
 
+    def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, int]:
+        """Layers [begin, end) as far as one go computes them, at least the first; gives the one after the last, too.
+
+        [rows, hidden] -> the same; writes the batch's KV. Waits for the first layer's weights.
+        """
+        if self._whole is not None:
+            weights = self._weights.layers(begin, end)
+            hidden, num_done = self._whole.run(begin, weights, self._kv, hidden, batch)
+            if num_done:
+                return hidden, begin + num_done
+        return self.run_layer(begin, hidden, batch), begin + 1
+
     def run_layer(self, layer: int, hidden: Tensor, batch: Batch) -> Tensor:
         """[rows, hidden] -> the same after one layer; writes the batch's KV. Waits for the layer's weights."""
         weights, view = self._weights.layer(layer), batch.views[self._kind_of_layer[layer]]
-        if self._whole is not None:
-            done = self._whole.run(weights, self._kv[layer], hidden, batch, view)
-            if done is not None:
-                return done
         attended = self._attention(weights, self._kv[layer], self._norm(hidden, weights.input_norm), batch, view)
         if weights.attention_out_norm is not None:
             attended = self._norm(attended, weights.attention_out_norm)

@@ -67,14 +67,17 @@ class Runner:
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
         """Layers [begin, end) of a batch, [rows, hidden] to the same; hands over each layer's finished KV blocks.
 
-        What ends meanwhile, or while a layer's weights are waited for, leaves the batch before the next layer.
+        What ends meanwhile, or while a layer's weights are waited for, leaves the batch before the next layers.
         """
-        for layer in range(begin, end):
-            hidden, batch = self._reach(layer + 1, hidden, batch)
+        while begin < end:
+            hidden, batch = self._reach(begin + 1, hidden, batch)
             if not batch.plan:
                 break
-            hidden = self._decoder.run_layer(layer, hidden, batch)
-            self._hand_over(batch.handed_over, layer)
+            # What is handed over leaves while the next layer is computed.
+            until = begin + 1 if batch.handed_over else end
+            hidden, reached = self._decoder.run_layers(begin, until, hidden, batch)
+            self._hand_over(batch.handed_over, begin)
+            begin = reached
         return hidden, batch
 
     def _reach(self, segment: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:

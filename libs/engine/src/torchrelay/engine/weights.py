@@ -25,7 +25,7 @@ from torchrelay.transfer.model_config import ModelConfig
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LayerWeights:
     """One decoder layer; projections are [out, in] as ``linear`` takes them."""
 
@@ -104,6 +104,15 @@ class Weights:
         self._wait(layer + 1)
         found = self._layers[layer]
         assert found is not None, "an open segment is loaded"
+        return found
+
+    def layers(self, begin: int, end: int) -> list[LayerWeights]:
+        """Waits for the first of these layers; gives it and those after it that are there, up to one that is not."""
+        found = [self.layer(begin)]
+        for layer in range(begin + 1, end):
+            if not self.gate.is_open(layer + 1):
+                break
+            found.append(self.layer(layer))
         return found
 
     def final_norm(self) -> Tensor:

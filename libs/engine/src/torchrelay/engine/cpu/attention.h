@@ -16,6 +16,11 @@ INLINE void widen_line(int D, const void *from, long count, long num_vectors, fl
     for (long i = count; i < num_vectors * LANES; i++) numbers[i] = 0.0f;
 }
 
+/* The lines of a head come into the cache: its positions lie too far apart for the hardware to see a stream. */
+INLINE void fetch_line(int D, const void *from, long count) {
+    for (long i = 0; i < count; i += 64 / SIZE(D)) __builtin_prefetch(at(D, from, i));
+}
+
 /* The query heads of one row that share a kv head; a softmax that goes along (Milakov and Gimelshein, 2018). */
 INLINE void attend_heads(int D, const void *queries, const void *keys, const void *values, const int64_t *slots,
                          long num_slots, long stride, long num_heads, long head_dim, float scale, float cap, void *out) {
@@ -30,7 +35,11 @@ INLINE void attend_heads(int D, const void *queries, const void *keys, const voi
     }
     for (long begin = 0; begin < num_slots; begin += POSITIONS, slots += POSITIONS) {
         long count = num_slots - begin < POSITIONS ? num_slots - begin : POSITIONS;
-        for (long p = 0; p < count; p++) widen_line(D, at(D, keys, slots[p] * stride), head_dim, across, 1.0f, lines[p]);
+        for (long p = 0; p < count; p++) {
+            fetch_line(D, at(D, values, slots[p] * stride), head_dim);
+            if (begin + p + POSITIONS < num_slots) fetch_line(D, at(D, keys, slots[p + POSITIONS] * stride), head_dim);
+            widen_line(D, at(D, keys, slots[p] * stride), head_dim, across, 1.0f, lines[p]);
+        }
         for (long h = 0; h < num_heads; h++) {
             for (long first = 0; first < count; first += LANES) {
                 floats products[LANES] = {0};
@@ -74,18 +83,33 @@ INLINE void attend_sized(int D, const void *queries, const void *keys, const voi
     }
 }
 
+/* What a team's threads compute for some rows, a kv head of one row at a time. */
+struct heads {
+    const int64_t *rows;         /* of the queries and of the results */
+    const int64_t *const *slots; /* that each of these rows sees */
+    const int64_t *num_slots;
+    long num_rows, num_heads, num_kv_heads, head_dim;
+    float scale, cap;
+};
+
+INLINE void attend_by_team(int D, const struct heads *h, const void *queries, const void *kv, long plane, void *out) {
+    long group = h->num_heads / h->num_kv_heads, parts = (group + HEADS - 1) / HEADS;
+#pragma omp for schedule(dynamic)
+    for (long each = 0; each < h->num_rows * h->num_kv_heads * parts; each++) {
+        long r = each / parts / h->num_kv_heads, kv_head = each / parts % h->num_kv_heads, head = each % parts * HEADS;
+        long count = group - head < HEADS ? group - head : HEADS, first = kv_head * h->head_dim;
+        long own = (h->rows[r] * h->num_heads + kv_head * group + head) * h->head_dim;
+        attend_sized(D, at(D, queries, own), at(D, kv, first), at(D, kv, plane + first), h->slots[r], h->num_slots[r],
+                     h->num_kv_heads * h->head_dim, count, h->head_dim, h->scale, h->cap, place(D, out, own));
+    }
+}
+
 void torchrelay_attend(int dtype, const void *queries, const void *kv, long plane, const int64_t *rows,
                        const int64_t *const *slots, const int64_t *num_slots, long num_rows, long num_heads,
                        long num_kv_heads, long head_dim, float scale, float cap, void *out) {
-    long group = num_heads / num_kv_heads, parts = (group + HEADS - 1) / HEADS, num_positions = 0;
+    struct heads heads = {rows, slots, num_slots, num_rows, num_heads, num_kv_heads, head_dim, scale, cap};
+    long num_positions = 0;
     for (long r = 0; r < num_rows; r++) num_positions += num_slots[r];
-#pragma omp parallel for schedule(dynamic) if (num_positions * num_kv_heads * head_dim > SMALL)
-    for (long each = 0; each < num_rows * num_kv_heads * parts; each++) {
-        long r = each / parts / num_kv_heads, kv_head = each / parts % num_kv_heads, head = each % parts * HEADS;
-        long count = group - head < HEADS ? group - head : HEADS;
-        long own = (rows[r] * num_heads + kv_head * group + head) * head_dim, first = kv_head * head_dim;
-        BY_DTYPE(dtype, attend_sized(D, at(D, queries, own), at(D, kv, first), at(D, kv, plane + first), slots[r],
-                                     num_slots[r], num_kv_heads * head_dim, count, head_dim, scale, cap,
-                                     place(D, out, own)));
-    }
+#pragma omp parallel if (num_positions * num_kv_heads * head_dim > SMALL)
+    BY_DTYPE(dtype, attend_by_team(D, &heads, queries, kv, plane, out));
 }

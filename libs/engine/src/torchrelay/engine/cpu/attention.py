@@ -1,9 +1,10 @@
-"""Attention of sequences with a row each straight over the pages; prompts as the reference has them."""
+"""Attention straight over the pages, of sequences with a row each and of short prompts; others as the reference has it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,13 +15,18 @@ from torchrelay.engine.attention import AttentionBackend, GatherAttention, Gathe
 from torchrelay.engine.cpu.kernels import DTYPES, Kernels, address, kernels
 
 
+# Of a prompt: more products of rows and positions are quicker where torch computes them.
+MOST_PRODUCTS: Final = 4096
+
+
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """``singles`` have a row each. ``table``: which, where their slots lie in memory, how many these are."""
+    """``table`` has a column for each row computed here: which, where its slots lie in memory, how many these are."""
 
-    singles: Sequence[Span]
-    table: npt.NDArray[np.int64]  # [3, singles]
+    num_rows: int
+    table: npt.NDArray[np.int64]  # [3, rows]
     addresses: tuple[int, int, int]  # of the table's rows
+    slots: Sequence[npt.NDArray[np.int64]]  # what it points into
     parts: Sequence[GatherPart]
 
 
@@ -36,11 +42,17 @@ class CpuAttention(AttentionBackend):
 
     def plan(self, spans: Sequence[Span], window: int | None, dtype: torch.dtype, device: torch.device) -> CpuPlan:
         singles = [seen(span, window) for span in spans if span.num_rows == 1]
-        others = [span for span in spans if span.num_rows > 1]
+        several = [span for span in spans if span.num_rows > 1]
+        short = [span for span in several if span.num_rows * len(span.slots) <= MOST_PRODUCTS]
+        long = [span for span in several if span.num_rows * len(span.slots) > MOST_PRODUCTS]
         numbers = [(span.first_row, span.slots.ctypes.data, len(span.slots)) for span in singles]
-        table = np.asarray(numbers, np.int64).reshape(-1, 3).T.copy()
+        of_singles = np.asarray(numbers, np.int64).reshape(-1, 3)
+        table = np.concatenate([of_singles, *(_each_row(span, window) for span in short)]).T.copy()
         rows, slots, lengths = (row.ctypes.data for row in table)
-        return CpuPlan(singles, table, (rows, slots, lengths), self._gather.plan(others, window, dtype, device))
+        parts = self._gather.plan(long, window, dtype, device)
+        return CpuPlan(
+            table.shape[1], table, (rows, slots, lengths), [span.slots for span in (*singles, *short)], parts
+        )
 
     def attend(self, queries: Tensor, kv: Tensor, plan: CpuPlan, scoring: Scoring) -> Tensor:
         num_rows, num_heads, head_dim = queries.shape
@@ -53,7 +65,7 @@ class CpuAttention(AttentionBackend):
             address(kv),
             kv.stride(0),
             *plan.addresses,
-            len(plan.singles),
+            plan.num_rows,
             num_heads,
             kv.shape[2],
             head_dim,
@@ -62,3 +74,12 @@ class CpuAttention(AttentionBackend):
             address(out),
         )
         return out
+
+
+def _each_row(span: Span, window: int | None) -> npt.NDArray[np.int64]:
+    """Of each of its rows, which sees one position more than the one before, within the window."""
+    number = np.arange(span.num_rows)
+    end = len(span.slots) - span.num_rows + 1 + number
+    begin = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
+    address = span.slots.ctypes.data + begin * span.slots.itemsize
+    return np.stack([span.first_row + number, address, end - begin], axis=1)

@@ -10,13 +10,13 @@
 #include "products.h"
 #include "steps.h"
 
-/* A whole layer of rows that each are the last of their sequence
+/* Whole layers of rows that each are the last of their sequence
  *
- * As one call: between calls Python runs with whatever the weights that streamed by have left in the cache, which made
- * each cost twice what it costs alone.
+ * As one call with one team: between calls Python runs with whatever the weights that streamed by have left in the
+ * cache, or waits for its lock.
  */
 
-/* As layer.py has them; what a model has not is NULL. */
+/* As layers.py has them; what a model has not is NULL. */
 struct layer {
     const void *input_norm, *qkv, *qkv_bias, *qk_norm, *o, *attention_out_norm, *post_norm, *gate_up, *down, *mlp_out_norm;
 };
@@ -27,15 +27,30 @@ struct shape {
     int dtype, unit_offset, is_silu;
 };
 
-struct rows {
-    long count;
+/* The rows as layers of one kind see them. */
+struct view {
     const void *cos, *sin;
-    const int64_t *write_slots, *places;
+    const int64_t *rows;
     const int64_t *const *slots;
     const int64_t *num_slots;
 };
 
-/* The next `count` 16-bit numbers of the scratch memory. */
+struct batch {
+    long num_rows;
+    const int64_t *write_slots;
+    const struct view *views;
+    void *hidden, *kv;
+    long layer_stride, plane; /* of kv, in numbers */
+    floats *wide;
+    char *memory;
+};
+
+/* What is computed on the way. */
+struct steps {
+    void *normed, *given, *sum, *heads, *queries, *attended, *gate_up, *gated;
+};
+
+/* The next `count` 16-bit numbers of the memory. */
 INLINE void *next(char **memory, long count) {
     void *here = *memory;
     *memory += (2 * count + 63) / 64 * 64;
@@ -47,30 +62,75 @@ INLINE void add_row(int D, const void *x, const void *added, long size, void *ou
     for (long i = 0; i < size; i++) put(D, out, i, get(D, x, i) + get(D, added, i));
 }
 
-void torchrelay_layer(const struct layer *w, const struct shape *s, const struct rows *b, const void *hidden, void *kv,
-                      long plane, float *wide, char *memory, void *out) {
-    long all = s->heads + 2 * s->kv_heads, across = s->heads * s->head_dim;
-    void *normed = next(&memory, b->count * s->hidden), *given = next(&memory, b->count * s->hidden);
-    void *sum = next(&memory, b->count * s->hidden), *heads = next(&memory, b->count * all * s->head_dim);
-    void *queries = next(&memory, b->count * across), *attended = next(&memory, b->count * across);
-    void *gate_up = next(&memory, 2 * b->count * s->intermediate), *bent = next(&memory, b->count * s->intermediate);
-#define NORM(x, added, weight, sum, to)                                                                                \
-    torchrelay_norm(s->dtype, x, added, weight, b->count, s->hidden, s->eps, s->unit_offset, sum, to)
-#define LINEAR(x, size, weights, num_out, bias, to)                                                                    \
-    torchrelay_linear(s->dtype, x, b->count, size, weights, num_out, bias, wide, to)
+INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, const struct batch *b,
+                          const struct view *v, const struct steps *t, void *kv, struct taken *const taken[2]) {
+    long all = s->heads + 2 * s->kv_heads, across = s->heads * s->head_dim, own = all * s->head_dim;
+    long in_kv = s->kv_heads * s->head_dim, half = s->head_dim / 2, inner = s->intermediate, hidden = s->hidden;
+    struct heads heads = {v->rows,     v->slots,    v->num_slots, b->num_rows, s->heads,
+                          s->kv_heads, s->head_dim, s->scale,     s->cap};
+#define NORM(x, added, weight, sum, out) norm_row(D, x, added, weight, hidden, s->eps, s->unit_offset, sum, out)
+#define ROW(of, size) place(D, t->of, r * (size))
+#define HIDDEN place(D, b->hidden, r * hidden)
+/* A call for each row, then its results are widened. Each time the same thread has the same rows. */
+#define ROWS_OF(results, size, call)                                                                                   \
+    _Pragma("omp for schedule(static)") for (long first = 0; first < b->num_rows; first += rows_together(b->num_rows)) { \
+        for (long r = first; r < first + rows_together(b->num_rows) && r < b->num_rows; r++) call;                     \
+        widen_group(D, t->results, first, b->num_rows, size, b->wide);                                                 \
+    }
+#define LINEAR(turn, in, num_out, weights, bias, out)                                                                  \
+    linear_by_team(D, b->num_rows, b->wide,                                                                            \
+                   &(struct linear){in, num_out, weights, bias, t->out, taken[turn], taken[1 - turn]});                \
+    _Pragma("omp barrier")
 
-    NORM(hidden, NULL, w->input_norm, NULL, normed);
-    LINEAR(normed, s->hidden, w->qkv, all * s->head_dim, w->qkv_bias, heads);
-    torchrelay_place_heads(s->dtype, heads, w->qk_norm, s->eps, s->unit_offset, b->cos, b->sin, b->write_slots, kv,
-                           plane, queries, b->count, s->heads, s->kv_heads, s->head_dim);
-    torchrelay_attend(s->dtype, queries, kv, plane, b->places, b->slots, b->num_slots, b->count, s->heads, s->kv_heads,
-                      s->head_dim, s->scale, s->cap, attended);
-    LINEAR(attended, across, w->o, s->hidden, NULL, given);
-    if (w->attention_out_norm) NORM(given, NULL, w->attention_out_norm, NULL, given);
-    NORM(hidden, given, w->post_norm, sum, normed);
-    LINEAR(normed, s->hidden, w->gate_up, 2 * s->intermediate, NULL, gate_up);
-    torchrelay_gate(s->dtype, gate_up, b->count, s->intermediate, s->is_silu, bent);
-    LINEAR(bent, s->intermediate, w->down, s->hidden, NULL, given);
-    if (w->mlp_out_norm) NORM(given, NULL, w->mlp_out_norm, NULL, given);
-    BY_DTYPE(s->dtype, add_row(D, sum, given, b->count * s->hidden, out));
+    ROWS_OF(normed, hidden, NORM(HIDDEN, NULL, w->input_norm, NULL, ROW(normed, hidden)))
+    LINEAR(0, hidden, own, w->qkv, w->qkv_bias, heads)
+#pragma omp for
+    for (long r = 0; r < b->num_rows; r++)
+        place_row(D, ROW(heads, own), w->qk_norm, s->eps, s->unit_offset, at(D, v->cos, r * half), at(D, v->sin, r * half),
+                  place(D, kv, b->write_slots[r] * in_kv), place(D, kv, b->plane + b->write_slots[r] * in_kv),
+                  ROW(queries, across), s->heads, s->kv_heads, s->head_dim);
+    attend_by_team(D, &heads, t->queries, kv, b->plane, t->attended);
+    ROWS_OF(attended, across, {})
+    LINEAR(1, across, hidden, w->o, NULL, given)
+    ROWS_OF(normed, hidden, {
+        if (w->attention_out_norm) NORM(ROW(given, hidden), NULL, w->attention_out_norm, NULL, ROW(given, hidden));
+        NORM(HIDDEN, ROW(given, hidden), w->post_norm, ROW(sum, hidden), ROW(normed, hidden));
+    })
+    LINEAR(0, hidden, 2 * inner, w->gate_up, NULL, gate_up)
+    ROWS_OF(gated, inner, gate_row(D, ROW(gate_up, 2 * inner), at(D, ROW(gate_up, 2 * inner), inner), inner, s->is_silu,
+                                   ROW(gated, inner)))
+    LINEAR(1, inner, hidden, w->down, NULL, given)
+#pragma omp for schedule(static)
+    for (long r = 0; r < b->num_rows; r++) {
+        if (w->mlp_out_norm) NORM(ROW(given, hidden), NULL, w->mlp_out_norm, NULL, ROW(given, hidden));
+        add_row(D, ROW(sum, hidden), ROW(given, hidden), hidden, HIDDEN);
+    }
+#undef NORM
+#undef ROW
+#undef HIDDEN
+#undef ROWS_OF
+#undef LINEAR
+}
+
+/* `num_layers` layers from `first` on; `kinds` tells the view of each. */
+void torchrelay_layers(const struct layer *layers, const int64_t *kinds, long first, long num_layers,
+                       const struct shape *s, const struct batch *b) {
+    long all = s->heads + 2 * s->kv_heads, across = s->heads * s->head_dim, most = omp_get_max_threads();
+    char *memory = b->memory;
+    struct steps t = {
+        .normed = next(&memory, b->num_rows * s->hidden),
+        .given = next(&memory, b->num_rows * s->hidden),
+        .sum = next(&memory, b->num_rows * s->hidden),
+        .heads = next(&memory, b->num_rows * all * s->head_dim),
+        .queries = next(&memory, b->num_rows * across),
+        .attended = next(&memory, b->num_rows * across),
+        .gate_up = next(&memory, 2 * b->num_rows * s->intermediate),
+        .gated = next(&memory, b->num_rows * s->intermediate),
+    };
+    struct taken chunks[2][most], *const taken[2] = {chunks[0], chunks[1]};
+    memset(chunks, 0, sizeof chunks);
+#pragma omp parallel
+    for (long layer = first; layer < first + num_layers; layer++)
+        BY_HALF(s->dtype, layer_by_team(D, &layers[layer], s, b, &b->views[kinds[layer]], &t,
+                                        place(D, b->kv, layer * b->layer_stride), taken));
 }

@@ -25,7 +25,7 @@ _ARGUMENTS: Final[dict[str, list[Any]]] = {
     "place_heads": [c_int, c_void_p, c_void_p, c_float, c_int, *[c_void_p] * 4, c_long, c_void_p, *[c_long] * 4],
     "gate": [c_int, c_void_p, c_long, c_long, c_int, c_void_p],
     "attend": [c_int, c_void_p, c_void_p, c_long, *[c_void_p] * 3, *[c_long] * 4, c_float, c_float, c_void_p],
-    "layer": [*[c_void_p] * 5, c_long, *[c_void_p] * 3],
+    "layers": [c_void_p, c_void_p, c_long, c_long, c_void_p, c_void_p],
 }
 
 
@@ -50,7 +50,7 @@ class Level:
 
 _V3: Final = ("avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt")
 _V4: Final = ("avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl")
-LEVELS: Final = (Level("v4", (*_V3, *_V4), 96), Level("v3", _V3, 32))  # the quickest first
+LEVELS: Final = (Level("v4", (*_V3, *_V4), 256), Level("v3", _V3, 48))  # the quickest first
 
 
 class Kernels:
@@ -60,7 +60,7 @@ class Kernels:
         self.level = level
         # NOTE: after torch, whose OpenMP this shares: two teams of threads would spin against each other.
         library = ctypes.CDLL(str(level.file))
-        self.linear, self.norm, self.place_heads, self.gate, self.attend, self.layer = (
+        self.linear, self.norm, self.place_heads, self.gate, self.attend, self.layers = (
             _function(library, name, arguments) for name, arguments in _ARGUMENTS.items()
         )
 

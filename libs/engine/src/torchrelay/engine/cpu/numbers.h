@@ -19,6 +19,13 @@ enum dtype { F32, BF16, F16 };
         else { enum { D = F16 }; call; }                                                                               \
     } while (0)
 
+/* The same for the dtypes of two bytes alone. */
+#define BY_HALF(dtype, call)                                                                                           \
+    do {                                                                                                               \
+        if ((dtype) == BF16) { enum { D = BF16 }; call; }                                                              \
+        else { enum { D = F16 }; call; }                                                                               \
+    } while (0)
+
 /* Less is not worth waking a second thread for. */
 #define SMALL 32768
 

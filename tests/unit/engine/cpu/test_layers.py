@@ -1,0 +1,152 @@
+"""Whole layers in one call give what their steps give, to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.checkpoints import FAMILIES
+from tests.unit.engine.running import Model, group_of, prompt_of, run
+from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.engine import fused
+from torchrelay.engine.core import SamplingParams
+from torchrelay.engine.cpu import attention
+from torchrelay.engine.cpu.kernels import Kernels
+from torchrelay.engine.cpu.layers import CpuLayers
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.linear import PackedMatrix, linear
+from torchrelay.engine.resident import ResidentModel
+
+SAMPLING = SamplingParams(temperature=0, max_tokens=30)
+
+
+class Counted(CpuLayers):
+    """``calls``: how many layers each has computed."""
+
+    def __init__(self, kernels: Kernels, model: ResidentModel) -> None:
+        kinds = model.decoder._kind_of_layer
+        super().__init__(kernels, model.config, model.weights.dtype, kinds)
+        self.calls: list[int] = []
+
+    def run(self, *arguments: object) -> tuple[Tensor, int]:
+        hidden, num_layers = super().run(*arguments)  # type: ignore[arg-type]  # the same as its own
+        self.calls.append(num_layers)
+        return hidden, num_layers
+
+
+def logits_of(instance: Instance, num_groups: int) -> list[Tensor]:
+    """Of every step, with prompts of several lengths that go beyond windows and page ends."""
+    found: list[Tensor] = []
+    logits = instance._model.decoder.logits
+
+    def spy(hidden: Tensor) -> Tensor:
+        found.append(logits(hidden))
+        return found[-1]
+
+    instance._model.decoder.logits = spy  # type: ignore[method-assign]
+    for number in range(num_groups):
+        instance.prefill(group_of(prompt_of(5 + 9 * number, number), f"{number}/0", SAMPLING))
+    run(instance)
+    return found
+
+
+def instances(monkeypatch: pytest.MonkeyPatch, model: Model, built: Kernels) -> tuple[Instance, Instance, Counted]:
+    """One that computes step by step, and one that computes whole layers; both with the same kernels."""
+    for module in ("attention", "fused", "linear", "cpu.attention"):
+        monkeypatch.setattr(f"torchrelay.engine.{module}.kernels", lambda: built)
+    monkeypatch.setattr(fused, "whole_layers_for", lambda *of: None)
+    plain = model.instance(token_budget=40, prefix_cache=False)
+    whole = model.instance(token_budget=40, prefix_cache=False)
+    counted = Counted(built, whole._model)
+    whole._model.decoder._whole = counted
+    return plain, whole, counted
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_equal_their_steps(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, family: str, dtype: str
+) -> None:
+    """All layers are one call, of decode steps and short prompts; long ones and mixtures are left to steps."""
+    monkeypatch.setattr(attention, "MOST_PRODUCTS", 600)
+    plain, whole, counted = instances(monkeypatch, model_of(family, dtype=dtype), built)
+    expected, found = logits_of(plain, 7), logits_of(whole, 7)
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    num_layers = whole.config.num_layers
+    if whole.config.experts is None:
+        assert set(counted.calls) == {0, num_layers}
+        assert counted.calls.count(num_layers) >= 25
+    else:
+        assert set(counted.calls) == {0}
+
+
+def test_fp32_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels) -> None:
+    _, whole, counted = instances(monkeypatch, model_of(), built)
+    assert logits_of(whole, 2)
+    assert set(counted.calls) == {0}
+
+
+def test_more_rows_than_the_kernels_are_quickest_for(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    """Are left to the steps; as many as that are not."""
+    _, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
+    counted._most_rows = 3
+    logits_of(whole, 3)
+    assert any(counted.calls)
+    num_before = sum(map(bool, counted.calls))
+    logits_of(whole, 4)
+    assert sum(map(bool, counted.calls)) - num_before < num_before
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_one_call_takes_so_many_layers_at_most(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, num_layers: int
+) -> None:
+    """Between calls groups are cancelled; of a large model a call would take long."""
+    plain, whole, counted = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built)
+    counted._most_layers = num_layers
+    expected, found = logits_of(plain, 3), logits_of(whole, 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert max(counted.calls) == num_layers < whole.config.num_layers
+
+
+def test_a_call_ends_before_the_first_layer_that_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
+    monkeypatch.setattr(whole._model.weights.gate, "is_open", lambda segment: False)
+    expected, found = logits_of(plain, 3), logits_of(whole, 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert set(counted.calls) == {1}
+
+
+def test_a_layer_in_another_form_is_left_to_the_steps(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    """One replaced by its like is computed with from where it now is."""
+
+    class Elsewhere(PackedMatrix):
+        def __init__(self, matrix: Tensor) -> None:
+            self.matrix = matrix
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return linear(x, self.matrix)
+
+    plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
+    before = logits_of(whole, 3)
+    num_layers = whole.config.num_layers
+    for weights in plain._model.weights, whole._model.weights:
+        first, last = weights.layer(0), weights.layer(num_layers - 1)
+        assert isinstance(first.o, Tensor) and isinstance(last.o, Tensor)
+        weights.replace_layer(0, replace(first, o=2 * first.o))
+        weights.replace_layer(num_layers - 1, replace(last, o=Elsewhere(last.o)))
+    counted.calls.clear()
+    expected, found = logits_of(plain, 3), logits_of(whole, 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not torch.equal(found[0], before[0])
+    assert set(counted.calls) == {0, num_layers - 1}  # the last one
