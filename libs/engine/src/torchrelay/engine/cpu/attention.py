@@ -1,4 +1,4 @@
-"""Attention straight over the pages, of sequences with a row each and of short prompts; others as the reference has it."""
+"""Attention straight over the pages, of sequences with a row each and of short prompts; of others by the reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torchrelay.engine.attention import AttentionBackend, GatherAttention, GatherPart, Scoring, Span, seen
 from torchrelay.engine.cpu.kernels import DTYPES, Kernels, address, kernels
-
 
 # Of a prompt: more products of rows and positions are quicker where torch computes them.
 MOST_PRODUCTS: Final = 4096
