@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.brokers import nats_server, redis_server
 
+# A suite started in a shell's background has SIGINT ignored, and so would have the programs that it interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Read when triton is imported: its kernels run in an interpreter, on any machine. With 0 the same tests use the GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 

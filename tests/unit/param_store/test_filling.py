@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -147,9 +148,13 @@ def test_peers_named_while_it_reads_from_the_remote_store_take_over(
     held = FixedBuffer(pack_id, data, manifest, published=0)
     for index in range(32 - num_held, 32):
         held.publish(index, held.pieces[index])
-    held.fail("its own source is gone")
     offers = Offers()
-    with serving(held) as holder:
+
+    def lose_its_source() -> None:
+        assert eventually(lambda: holder.bytes_sent >= (num_held - 2) * 32768)
+        held.fail("its own source is gone")
+
+    with serving(held) as holder, ThreadPoolExecutor(1) as beside:
         sources = [source_at(holder.address, pack_id)]
 
         def name_peers(num_bytes: int) -> None:
@@ -157,7 +162,9 @@ def test_peers_named_while_it_reads_from_the_remote_store_take_over(
 
         plan = Plan(pack_id, (None,), receiver(), 2)
         again = Filling(plan, arena, remote, CopyRecord(pack_id), name_peers, lambda: None, offers=offers)
+        losing = beside.submit(lose_its_source)
         again.run()
+        losing.result()
     assert again.record.error == ""
     slab = arena.get(pack_id)
     assert slab is not None and slab.complete

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,21 +21,24 @@ from torchrelay.engine.cpu.layers import CpuLayers
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.linear import PackedMatrix, linear
 from torchrelay.engine.resident import ResidentModel
+from torchrelay.engine.weights import LayerWeights
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=30)
 
 
 class Counted(CpuLayers):
-    """``calls``: how many layers each has computed."""
+    """``calls``: how many layers each has computed; ``rows``: of how many rows."""
 
     def __init__(self, kernels: Kernels, model: ResidentModel) -> None:
         kinds = model.decoder._kind_of_layer
         super().__init__(kernels, model.config, model.weights.dtype, kinds)
         self.calls: list[int] = []
+        self.rows: list[int] = []
 
     def run(self, *arguments: object) -> tuple[Tensor, int]:
         hidden, num_layers = super().run(*arguments)  # type: ignore[arg-type]  # the same as its own
         self.calls.append(num_layers)
+        self.rows.append(len(hidden))
         return hidden, num_layers
 
 
@@ -57,6 +62,8 @@ def instances(monkeypatch: pytest.MonkeyPatch, model: Model, built: Kernels) -> 
     """One that computes step by step, and one that computes whole layers; both with the same kernels."""
     for module in ("attention", "fused", "linear", "cpu.attention"):
         monkeypatch.setattr(f"torchrelay.engine.{module}.kernels", lambda: built)
+    # A CPU that has arithmetic of the dtype leaves all but a few rows to torch.
+    monkeypatch.setattr("torchrelay.engine.linear.has_arithmetic", lambda dtype: False)
     monkeypatch.setattr(fused, "whole_layers_for", lambda *of: None)
     plain = model.instance(token_budget=40, prefix_cache=False)
     whole = model.instance(token_budget=40, prefix_cache=False)
@@ -80,14 +87,37 @@ def test_they_equal_their_steps(
     if whole.config.experts is None:
         assert set(counted.calls) == {0, num_layers}
         assert counted.calls.count(num_layers) >= 25
+        assert counted.rows[0] == 40 and counted.calls[0] == num_layers  # a budget of prompts
     else:
         assert set(counted.calls) == {0}
 
 
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_threads_share_the_layers(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, family: str
+) -> None:
+    assert torch.get_num_threads() == 3
+    plain, whole, counted = instances(monkeypatch, model_of(family, dtype="bfloat16"), built)
+    expected, found = logits_of(plain, 9), logits_of(whole, 9)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert whole.config.num_layers in counted.calls
+
+
 def test_fp32_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels) -> None:
+    """Which ask for a layer's weights once more, and not for those of the layers above it."""
     _, whole, counted = instances(monkeypatch, model_of(), built)
+    weights, asked = whole._model.weights, []
+    layer = weights.layer
+
+    def spy(number: int) -> LayerWeights:
+        asked.append(number)
+        return layer(number)
+
+    weights.layer = spy  # type: ignore[method-assign, assignment]
     assert logits_of(whole, 2)
     assert set(counted.calls) == {0}
+    assert len(counted.calls) <= len(asked) <= 2 * len(counted.calls)
 
 
 def test_more_rows_than_the_kernels_are_quickest_for(
@@ -97,22 +127,22 @@ def test_more_rows_than_the_kernels_are_quickest_for(
     _, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
     counted._most_rows = 3
     logits_of(whole, 3)
-    assert any(counted.calls)
-    num_before = sum(map(bool, counted.calls))
     logits_of(whole, 4)
-    assert sum(map(bool, counted.calls)) - num_before < num_before
+    computed = {rows for rows, num_layers in zip(counted.rows, counted.calls, strict=True) if num_layers}
+    assert max(computed) == 3 and 4 in counted.rows
 
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_one_call_takes_so_many_layers_at_most(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, num_layers: int
 ) -> None:
-    """Between calls groups are cancelled; of a large model a call would take long."""
+    """Between calls groups are cancelled; of a large model, or of many rows, a call would take long."""
     plain, whole, counted = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built)
     counted._most_layers = num_layers
     expected, found = logits_of(plain, 3), logits_of(whole, 3)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert max(counted.calls) == num_layers < whole.config.num_layers
+    assert {done for done, rows in zip(counted.calls, counted.rows, strict=True) if rows == 40} == {1}  # 2 * 32 / 40
 
 
 def test_a_call_ends_before_the_first_layer_that_is_not_there(
@@ -150,3 +180,38 @@ def test_a_layer_in_another_form_is_left_to_the_steps(
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert not torch.equal(found[0], before[0])
     assert set(counted.calls) == {0, num_layers - 1}  # the last one
+
+
+def test_what_is_handed_over_leaves_after_each_layer(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
+    blocks: list[dict[int, bytes]] = []
+    for instance in plain, whole:
+        found: dict[int, bytes] = {}
+        group = group_of(prompt_of(20))
+        instance.prefill(group, lambda block, found=found: found.update({block.index: bytes(block.data)}))  # type: ignore[misc]
+        run(instance)
+        assert len(found) == instance.kv_layout(group).num_kv_chunks
+        blocks.append(found)
+    assert blocks[0] == blocks[1]
+    assert counted.calls == [1] * whole.config.num_layers
+
+
+def test_layers_that_are_replaced_meanwhile_stay_until_they_are_computed_with(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    _, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
+    weights, num_layers = whole._model.weights, whole.config.num_layers
+    lived: list[bool] = []
+
+    def layers(*arguments: object) -> None:
+        old = [weakref.ref(weights.layer(layer)) for layer in range(num_layers)]
+        for layer in range(num_layers):
+            weights.replace_layer(layer, replace(weights.layer(layer)))
+        built.layers(*arguments)
+        lived.extend(ref() is not None for ref in old)
+
+    counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
+    logits_of(whole, 1)
+    assert num_layers in counted.calls and all(lived)

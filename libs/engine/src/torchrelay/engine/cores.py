@@ -35,7 +35,7 @@ class CoreShare:
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def settle(self, is_loaded: bool) -> None:
-        """Called on the computing thread before each layer; costs next to nothing while nothing changes."""
+        """Called on the computing thread before each layer, or those of one call; cheap while nothing changes."""
         wanted = self._num_threads
         if self._neighbours is not None:
             wanted = min(wanted, max(1, self._num_cores // self._neighbours.count_computing()))

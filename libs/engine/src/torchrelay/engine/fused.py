@@ -69,7 +69,7 @@ def steps_for(device: torch.device) -> FusedSteps | None:
 def whole_layers_for(
     device: torch.device, config: ModelConfig, dtype: torch.dtype, kind_of_layer: Sequence[int]
 ) -> CpuLayers | None:
-    """What computes whole layers of a decode step at once, if anything does."""
+    """What computes several layers of a batch at once, if anything does."""
     if device.type == "cpu" and (found := kernels()) is not None:
         from torchrelay.engine.cpu.layers import CpuLayers
 

@@ -197,7 +197,7 @@ class Instance:
         self._scheduler.cancel(group_id, choice)
 
     def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
-        """(any thread) The same, by the next layer of a step under way, at once where it waits for one, or before the
+        """(any thread) The same, between two layers of a step under way, at once where it waits for one, or before the
         next step.
         """
         self._interruptions.cancels.put(group_id, choice)

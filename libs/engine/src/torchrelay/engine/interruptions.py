@@ -89,7 +89,7 @@ class Interruptions:
         self._expired: list[str] = []
 
     def settle(self) -> bool:
-        """Called between any two layers of a step, and before the first. Whether anything ended."""
+        """Called before each layer of a step, or those that one call computes. Whether anything ended."""
         ended = False
         for group_id, choice in self.cancels.take():
             ended |= self._scheduler.cancel(group_id, choice)

@@ -7,7 +7,7 @@ road.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -106,14 +106,12 @@ class Weights:
         assert found is not None, "an open segment is loaded"
         return found
 
-    def layers(self, begin: int, end: int) -> list[LayerWeights]:
+    def layers(self, begin: int, end: int) -> Iterator[LayerWeights]:
         """Waits for the first of these layers; gives it and those after it that are there, up to one that is not."""
-        found = [self.layer(begin)]
-        for layer in range(begin + 1, end):
-            if not self.gate.is_open(layer + 1):
-                break
-            found.append(self.layer(layer))
-        return found
+        for layer in range(begin, end):
+            if layer > begin and not self.gate.is_open(layer + 1):
+                return
+            yield self.layer(layer)
 
     def final_norm(self) -> Tensor:
         self._wait(self._config.num_segments - 1)

@@ -194,7 +194,7 @@ class Worker:
     # -- the engine --------------------------------------------------------------------------------------------------
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
-        """Frees the pages of a group, or of one choice, by the next layer of the step under way."""
+        """Frees the pages of a group, or of one choice, between two layers of the step under way."""
         instance = self.engine.instance
         if instance is not None:
             instance.cancel_soon(group_id, choice)

@@ -80,5 +80,5 @@ def _each_row(span: Span, window: int | None) -> npt.NDArray[np.int64]:
     number = np.arange(span.num_rows)
     end = len(span.slots) - span.num_rows + 1 + number
     begin = np.zeros_like(end) if window is None else np.maximum(end - window, 0)
-    address = span.slots.ctypes.data + begin * span.slots.itemsize
-    return np.stack([span.first_row + number, address, end - begin], axis=1)
+    places = span.slots.ctypes.data + begin * span.slots.itemsize
+    return np.stack([span.first_row + number, places, end - begin], axis=1)

@@ -7,8 +7,9 @@ a step of 24 layers took 27.5 ms by its steps, 23.7 a layer at a time, and takes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import Structure, addressof, byref, c_float, c_int, c_int64, c_long, c_void_p
+from itertools import islice
 from typing import Final
 
 import torch
@@ -35,8 +36,10 @@ _WEIGHTS: Final = (
     "down",
     "mlp_out_norm",
 )
-# Of one call: between two of them groups are cancelled, and cores divided anew.
+# Of one call: between two of them groups are cancelled, and cores divided anew. Of more rows, fewer: then it is bound by
+# arithmetic.
 MOST_BYTES: Final = 1 << 30
+_FEW_ROWS: Final = 32
 _PADDING: Final = 8 * 32  # numbers: each of the eight results begins with a line of the cache
 _wide, _memory = Scratch(), Scratch()
 
@@ -97,7 +100,7 @@ class CpuLayers:
         )
 
     def run(
-        self, first: int, weights: Sequence[LayerWeights], kv: Tensor, hidden: Tensor, batch: Batch
+        self, first: int, weights: Iterable[LayerWeights], kv: Tensor, hidden: Tensor, batch: Batch
     ) -> tuple[Tensor, int]:
         """What layers from ``first`` on give, bit for bit as step by step, and how many of them: those before one that
         is not computed here, or as many as one call should take.
@@ -106,8 +109,10 @@ class CpuLayers:
         """
         num_rows = hidden.shape[0]
         applies = num_rows <= self._most_rows and all(_all_here(view, num_rows) for view in batch.views)
-        num_layers = self._learn(first, weights) if applies else 0
-        if not num_layers:
+        most = max(1, self._most_layers * _FEW_ROWS // max(_FEW_ROWS, num_rows))
+        # Held until they are computed with: meanwhile the reorder thread may put others in their place.
+        layers = self._learn(first, islice(weights, most)) if applies else []
+        if not layers:
             return hidden, 0
         views = (_View * len(batch.views))(
             *(_View(address(view.cos), address(view.sin), *view.attention.addresses) for view in batch.views)
@@ -121,18 +126,20 @@ class CpuLayers:
             address(_wide.of(num_rows * self._widest)),
             address(_memory.of((num_rows * self._room + _PADDING) // 2)),
         )
-        self._kernels.layers(self._layers, self._kinds, first, num_layers, byref(self._shape), byref(rows))
-        return hidden, num_layers
+        self._kernels.layers(self._layers, self._kinds, first, len(layers), byref(self._shape), byref(rows))
+        return hidden, len(layers)
 
-    def _learn(self, first: int, weights: Sequence[LayerWeights]) -> int:
-        """Notes where the weights lie; gives how many of these layers one call computes."""
-        for number, layer in enumerate(weights[: self._most_layers]):
-            if self._known[first + number]() is not layer:
+    def _learn(self, first: int, weights: Iterable[LayerWeights]) -> list[LayerWeights]:
+        """Those of these layers that are computed here, up to one that is not; notes where they lie."""
+        found: list[LayerWeights] = []
+        for number, layer in enumerate(weights, first):
+            if self._known[number]() is not layer:
                 if not _is_dense(layer):
-                    return number
-                self._layers[first + number] = _Layer(*(address(getattr(layer, name)) for name in _WEIGHTS))
-                self._known[first + number] = weakref.ref(layer)
-        return min(len(weights), self._most_layers)
+                    break
+                self._layers[number] = _Layer(*(address(getattr(layer, name)) for name in _WEIGHTS))
+                self._known[number] = weakref.ref(layer)
+            found.append(layer)
+        return found
 
 
 def _all_here(view: LayerView, num_rows: int) -> bool:

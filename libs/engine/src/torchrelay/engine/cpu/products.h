@@ -24,12 +24,13 @@
 #define TILE 32          /* sums of a tile, in whole vectors of results */
 
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(2)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
 /* Half of the next numbers: of bf16 those at even places or those at odd ones, each a half of a 32-bit lane. */
 INLINE floats take(int D, const void *from, int half) {
     if (D == F16) return WIDENED((const char *)from + half * 2 * LANES);
-    words pairs = *(const words *)from;
+    words pairs;
+    memcpy(&pairs, from, sizeof pairs); /* they may just have been written as 16-bit numbers */
     return (floats)(half ? pairs & 0xffff0000u : pairs << 16);
 }
 
@@ -99,6 +100,11 @@ INLINE void finish(int D, int rows, int outputs, const floats *sums, const void 
     switch (rows) { ROWS(1, call) ROWS(2, call) ROWS(3, call) ROWS(4, call) }
 #endif
 
+/* How many chunks of a part are taken; alone on its line of the cache. */
+struct taken {
+    long chunks;
+} __attribute__((aligned(64)));
+
 /* One linear layer, as a team computes it. */
 struct linear {
     long size, num_out;
@@ -106,11 +112,6 @@ struct linear {
     void *out;
     struct taken *taken, *next; /* of each part: zero before, and of the team's next layer, to be set to zero */
 };
-
-/* How many chunks of a part are taken; alone on its line of the cache. */
-struct taken {
-    long chunks;
-} __attribute__((aligned(64)));
 
 #define AHEAD 8 /* outputs */
 
