@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from contextlib import suppress
 
 import pytest
@@ -30,6 +31,33 @@ async def test_work_that_swallows_a_cancel_is_told_again() -> None:
     with pytest.raises(asyncio.CancelledError):
         await caller
     assert ended.is_set()
+
+
+async def test_work_is_over_when_the_caller_ends_however_often_it_is_cancelled() -> None:
+    begun, may_end, is_over = asyncio.Event(), asyncio.Event(), False
+    complaints: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, about: complaints.append(about["message"]))
+
+    async def deaf() -> None:
+        nonlocal is_over
+        while not may_end.is_set():
+            with suppress(asyncio.CancelledError):
+                begun.set()
+                await may_end.wait()
+        is_over = True
+        raise ValueError("nobody is left to be told")
+
+    caller = asyncio.create_task(heeding(deaf()))
+    await begun.wait()
+    for _ in range(3):
+        caller.cancel()
+        await asyncio.sleep(0.01)
+    assert not caller.done()
+    may_end.set()
+    await asyncio.wait({caller})
+    assert caller.cancelled() and is_over
+    gc.collect()
+    assert not complaints
 
 
 async def test_results_and_errors_pass() -> None:

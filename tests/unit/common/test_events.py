@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
 import pytest
+from nats.aio.transport import TcpTransport
 
 from tests.support.stalled_broker import stalled_client
 from torchrelay.common import events
@@ -15,3 +17,5 @@ async def test_closing_does_not_wait_for_a_broker_that_reads_nothing(monkeypatch
     async with stalled_client() as client, asyncio.timeout(10):
         await client.close()
         assert client.is_closed
+        writer = cast(TcpTransport, client._transport)._io_writer
+        assert writer is not None and writer.transport.is_closing()  # its socket is given back

@@ -1,9 +1,11 @@
-"""How the gateway sets gRPC up: its fork handlers, which crash children now and then, and its engine."""
+"""How the gateway sets its libraries up: gRPC's fork handlers and engine, and who has threads."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+
+import pytest
 
 _PROGRAM = """
 import asyncio
@@ -33,3 +35,14 @@ def test_children_of_the_event_loop_are_left_alone_by_grpc() -> None:
     assert done.returncode == 0, done.stderr
     assert "fork() handlers" not in done.stderr
     assert "experiment" not in done.stderr.lower()  # gRPC complains of names that it does not know
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not list a process's threads so")
+def test_encoding_starts_no_threads_of_the_librarys() -> None:
+    program = """
+import os, threading, torchrelay.gateway
+from tokenizers import Tokenizer, models
+Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode_batch_fast(["a a"])
+assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -58,6 +58,19 @@ def test_how_many_are_wanted() -> None:
     assert wanted_instances(a_demand(model, 0, backlog_s=7.0), 1, 0, RULES) == 4
 
 
+def test_tenants_of_one_model_read_nothing_that_counts_the_others() -> None:
+    model = a_model(max_instances=5)
+    first, second = a_worker("w-a"), a_worker("w-b")
+    load = Load(an_instance(model, first), 0, 0)
+    demand = a_demand(model, 32, of_tenants={"acme": (30, 0), "birch": (2, 1)})
+    (wake,) = decide(a_situation([demand], [load], [first, second], [a_store("store-1", "host-1")]), RULES)
+    assert isinstance(wake, Wake) and wake.reason.text == "3 per role wanted, 32 waiting"
+    assert wake.reason.of_tenants == {
+        "acme": "growth, 30 waiting",
+        "birch": "growth, 2 waiting, 1 placed on what still loads",
+    }
+
+
 def test_pairs_go_to_one_host_and_near_copies() -> None:
     slots = [
         FreeSlot("a1", "a", BOTH, Tier.REMOTE),

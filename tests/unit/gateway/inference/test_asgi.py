@@ -15,6 +15,7 @@ from tests.unit.gateway.inference.conftest import PROMPT, World, until
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import Cause, PublishedModel
+from torchrelay.gateway.inference import asgi
 from torchrelay.gateway.inference.asgi import Message
 
 
@@ -59,8 +60,9 @@ async def test_the_official_client_gets_the_same_chat_as_a_stream(world: World) 
     assert all(one.object == "chat.completion.chunk" and one.model == "acme/echo" for one in chunks)
 
 
-async def test_tokens_of_a_fast_stream_are_written_together(world: World) -> None:
-    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 100, "stream": True}
+async def written(world: World, num_tokens: int) -> list[bytes]:
+    """Each write of one stream, without a server between."""
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": num_tokens, "stream": True}
     asked = [{"type": "http.request", "body": json.dumps(body).encode()}]
     writes: list[bytes] = []
 
@@ -73,8 +75,20 @@ async def test_tokens_of_a_fast_stream_are_written_together(world: World) -> Non
     headers = [(b"authorization", f"Bearer {KEY}".encode())]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     await world.door.asgi(scope, receive, send)
+    return writes
+
+
+async def test_tokens_of_a_fast_stream_are_written_together(world: World) -> None:
+    writes = await written(world, 100)
     assert len(events_of(b"".join(writes).decode())) == 100 + 1
     assert len(writes) < 50
+
+
+async def test_the_end_of_a_fast_stream_waits_for_no_gap(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asgi, "WRITE_GAP_S", 60.0)
+    async with asyncio.timeout(20):
+        writes = await written(world, 100)
+    assert len(events_of(b"".join(writes).decode())) == 100 + 1
 
 
 async def test_one_event_per_token_with_its_id(world: World) -> None:

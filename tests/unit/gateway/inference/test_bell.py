@@ -40,3 +40,18 @@ async def test_a_cancelled_wait_loses_nothing() -> None:
     bell.ring()
     assert await bell.wait()
     bell.close()
+
+
+async def test_a_rest_hears_no_ring_but_can_be_ended() -> None:
+    bell = Bell(10, 10)
+    await bell.rest(0.01)
+    bell.end_rest()  # nobody rests
+    resting = asyncio.ensure_future(bell.rest(10))
+    await asyncio.sleep(0)
+    bell.ring()
+    await asyncio.sleep(0)
+    assert not resting.done()
+    bell.end_rest()
+    await resting
+    assert await bell.wait()
+    bell.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 _AGAIN_S = 0.1
@@ -27,7 +28,7 @@ async def heeding(work: Coroutine[Any, Any, T]) -> T:
 
     ``asyncio.wait_for``, on which nats-py rests, swallows a cancellation that comes as its future is done (until Python
     3.12): ``work`` would go on, and whoever waits for its end would wait for ever. Here it is a task of its own, told
-    again until it ends; what it returned all the same is dropped.
+    again until it ends; what it returned or raised all the same is dropped.
     """
     task = asyncio.create_task(work)
     try:
@@ -35,5 +36,8 @@ async def heeding(work: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         while not task.done():
             task.cancel()
-            await asyncio.wait({task}, timeout=_AGAIN_S)
+            with suppress(asyncio.CancelledError):  # another one ends the wait no sooner
+                await asyncio.wait({task}, timeout=_AGAIN_S)
+        if not task.cancelled():
+            task.exception()
         raise

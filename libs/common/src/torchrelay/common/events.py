@@ -10,6 +10,7 @@ import time
 
 import nats
 from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
 from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 
@@ -60,11 +61,18 @@ class Subjects:
 class _Client(Client):
     async def close(self) -> None:
         """nats-py would wait for as long as a broker that reads nothing leaves something to be sent."""
+        giving_up = asyncio.get_running_loop().call_later(CLOSE_S, self._give_up)
         try:
-            async with asyncio.timeout(CLOSE_S):
-                await super().close()
-        except TimeoutError:
-            log.warning("nats_closed_unsent", num_bytes=self.pending_data_size)
+            await super().close()
+        finally:
+            giving_up.cancel()
+
+    def _give_up(self) -> None:
+        """Breaks the connection: whoever waits to send goes on."""
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
+        if writer is not None:
+            log.warning("nats_closed_unsent", num_bytes=writer.transport.get_write_buffer_size())
+            writer.transport.abort()
 
 
 async def connect(url: str, name: str) -> Client:

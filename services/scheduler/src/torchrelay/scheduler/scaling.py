@@ -103,7 +103,7 @@ def _start(
     slots = free_slots(demand.model, free.values(), situation.stores, demand.avoid)
     assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
     if assignments:
-        return [Wake(demand.model, assignments, _wake_reason(demand, *(_MISSING if played else _AT_ZERO)))], True
+        return [Wake(demand.model, assignments, _wake_reason(demand, "role_missing" if played else "at_zero"))], True
     if spread := _play_both(_own(demand.model, situation), situation.workers, missing):
         return [spread], True
     return list(make_room(demand, missing, situation, decided, rules)), False
@@ -128,17 +128,16 @@ def _grow(
     return [Wake(demand.model, assignments, reason)] if assignments else []
 
 
-_AT_ZERO = ("at_zero", "at zero")
-_MISSING = ("role_missing", "role missing")
+def _wake_reason(demand: Demand, cause: str, why: str = "", **figures: int) -> Reason:
+    """``why`` may speak of all requests together: tenants that share the model read ``cause`` in its place."""
 
-
-def _wake_reason(demand: Demand, cause: str, why: str, **figures: int) -> Reason:
-    def told(num_waiting: int, num_cold: int) -> str:
+    def told(why: str, num_waiting: int, num_cold: int) -> str:
         return f"{why}, {num_waiting} waiting" + (f", {num_cold} placed on what still loads" if num_cold else "")
 
+    plain = cause.replace("_", " ")
     waiting = {"num_waiting": demand.num_waiting, "num_cold": demand.num_cold}
-    of_tenants = {tenant: told(*numbers) for tenant, numbers in demand.of_tenants.items()}
-    return Reason(cause, told(demand.num_waiting, demand.num_cold), waiting | figures, of_tenants)
+    of_tenants = {tenant: told(plain, *numbers) for tenant, numbers in demand.of_tenants.items()}
+    return Reason(cause, told(why or plain, demand.num_waiting, demand.num_cold), waiting | figures, of_tenants)
 
 
 def _play_both(own: Sequence[Load], workers: Mapping[str, Worker], missing: Roles) -> SetRoles | None:

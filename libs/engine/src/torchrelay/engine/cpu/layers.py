@@ -36,8 +36,8 @@ _WEIGHTS: Final = (
     "down",
     "mlp_out_norm",
 )
-# Of one call: between two of them groups are cancelled, and cores divided anew. Of more rows, fewer: then it is bound by
-# arithmetic.
+# Of one call: between two of them groups are cancelled, and cores divided anew. Of many rows, which are bound by
+# arithmetic, as many fewer.
 MOST_BYTES: Final = 1 << 30
 _FEW_ROWS: Final = 32
 _PADDING: Final = 8 * 32  # numbers: each of the eight results begins with a line of the cache

@@ -31,7 +31,8 @@ Send: TypeAlias = Callable[[Message], Awaitable[None]]
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
 SETTLE_S = 1.0
 # A stream faster than this has the tokens of one gap written together, each still an event of its own: a write costs
-# several times what all the rest of a token does. Streams of up to a hundred tokens a second never wait.
+# several times what all the rest of a token does. Streams of up to a hundred tokens a second never wait, nor does the
+# last token of any.
 WRITE_GAP_S = 0.010
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
@@ -177,7 +178,7 @@ class Exchange:
             last_at, written_at = written_at, loop.time()
             is_fast = len(deliveries) > len(running.texts) or written_at - last_at < WRITE_GAP_S
             if is_fast and not request.is_finished:
-                await asyncio.sleep(WRITE_GAP_S)
+                await request.rest(WRITE_GAP_S)
         await request.settled(SETTLE_S)
         end = events.reply.usage(request.usage) + replies.DONE
         await self._send({"type": "http.response.body", "body": end})

@@ -14,6 +14,7 @@ class Bell:
         self._has_ticked = False
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
+        self._resting: asyncio.Future[None] | None = None
         self._timer = self._loop.call_later(first_tick_s, self._tick)
 
     def ring(self) -> None:
@@ -31,6 +32,20 @@ class Bell:
                 self._waiter = None
         is_rung, self._is_rung, self._has_ticked = self._is_rung, False, False
         return is_rung
+
+    async def rest(self, rest_s: float) -> None:
+        """Waits so long, whatever rings, or until ``end_rest``."""
+        self._resting = self._loop.create_future()
+        timer = self._loop.call_later(rest_s, self.end_rest)
+        try:
+            await self._resting
+        finally:
+            timer.cancel()
+            self._resting = None
+
+    def end_rest(self) -> None:
+        if self._resting is not None and not self._resting.done():
+            self._resting.set_result(None)
 
     def close(self) -> None:
         """Ends the ticks."""

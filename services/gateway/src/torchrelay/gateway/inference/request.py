@@ -161,6 +161,11 @@ class RunningRequest:
             if not await self._bell.wait():
                 return []
 
+    async def rest(self, rest_s: float) -> None:
+        """Waits so long for tokens to come together; no longer than until the last is there, or the request failed."""
+        if self._failure is None and not self._generation.is_finished:
+            await self._bell.rest(rest_s)
+
     async def settled(self, timeout_s: float) -> None:
         """Waits a little for the bill of a finished request, so that who asks for usage next finds it there."""
         self.close()
@@ -199,6 +204,7 @@ class RunningRequest:
         except (TorchrelayError, ClientLeft) as failure:
             self._failure = failure  # raised by ``next`` once what was accepted before it is delivered
             self._free()
+            self._bell.end_rest()
         if self._is_opened or self._failure is not None:  # else ``next`` has nothing to say yet, whatever was accepted
             self._bell.ring()
 
@@ -245,6 +251,8 @@ class RunningRequest:
         if delivery.finish is not None and self._generation.is_over(number):
             del self._attempts[number]
             attempt.end((), is_running=False)
+            if self._generation.is_finished:
+                self._bell.end_rest()
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
             attempt.leave_prefill()
 

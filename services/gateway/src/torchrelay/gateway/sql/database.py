@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection, CursorResult, Engine, Executable, Table, create_engine, event
@@ -125,7 +125,11 @@ class Database:
                 try:
                     return await asyncio.shield(running)
                 except asyncio.CancelledError:
-                    await asyncio.wait({running})  # until then its caller is the one writer
+                    while not running.done():  # until then its caller is the one writer, however often it is cancelled
+                        with suppress(asyncio.CancelledError):
+                            await asyncio.wait({running})
+                    if not running.cancelled():
+                        running.exception()  # nobody is left to be told: it is rolled back
                     raise
 
     async def _transacted(self, work: Callable[[Connection], T]) -> T:
