@@ -1,1 +1,1 @@
-"""A layer's steps as compiled kernels, for CPUs with AVX-512."""
+"""A layer's steps as compiled kernels, for CPUs with AVX2 or AVX-512."""
