@@ -20,6 +20,7 @@ from torchrelay.engine.cpu.kernels import Kernels
 from torchrelay.engine.cpu.layers import CpuLayers
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.linear import PackedMatrix, linear
+from torchrelay.engine.readiness import SegmentGate
 from torchrelay.engine.resident import ResidentModel
 from torchrelay.engine.weights import LayerWeights
 
@@ -145,11 +146,12 @@ def test_one_call_takes_so_many_layers_at_most(
     assert {done for done, rows in zip(counted.calls, counted.rows, strict=True) if rows == 40} == {1}  # 2 * 32 / 40
 
 
-def test_a_call_ends_before_the_first_layer_that_is_not_there(
+def test_while_the_pack_arrives_a_call_is_one_layer(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
+    """Cores are divided between its arrival and the computation before each."""
     plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
-    monkeypatch.setattr(whole._model.weights.gate, "is_open", lambda segment: False)
+    monkeypatch.setattr(SegmentGate, "all_open", False)
     expected, found = logits_of(plain, 3), logits_of(whole, 3)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert set(counted.calls) == {1}

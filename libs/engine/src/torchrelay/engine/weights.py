@@ -107,10 +107,12 @@ class Weights:
         return found
 
     def layers(self, begin: int, end: int) -> Iterator[LayerWeights]:
-        """Waits for the first of these layers; gives it and those after it that are there, up to one that is not."""
-        for layer in range(begin, end):
-            if layer > begin and not self.gate.is_open(layer + 1):
-                return
+        """Waits for the first of these layers; gives it and, once all of the pack is there, those after it.
+
+        While the pack arrives, cores are divided between it and the computation before each layer.
+        """
+        yield self.layer(begin)
+        for layer in range(begin + 1, end if self.gate.all_open else begin):
             yield self.layer(layer)
 
     def final_norm(self) -> Tensor:

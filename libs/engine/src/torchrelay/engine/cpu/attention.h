@@ -1,4 +1,4 @@
-/* Attention of rows that each are the last of their sequence. */
+/* Attention of rows that each see positions of their own: of sequences that are decoded, and of short prompts. */
 #pragma once
 
 #include "products.h" /* vectors */

@@ -10,7 +10,7 @@
 #include "products.h"
 #include "steps.h"
 
-/* Whole layers of rows that each are the last of their sequence
+/* Whole layers of rows that each see positions of their own
  *
  * As one call with one team: between calls Python runs with whatever the weights that streamed by have left in the
  * cache, or waits for its lock.
@@ -71,7 +71,7 @@ INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, c
 #define NORM(x, added, weight, sum, out) norm_row(D, x, added, weight, hidden, s->eps, s->unit_offset, sum, out)
 #define ROW(of, size) place(D, t->of, r * (size))
 #define HIDDEN place(D, b->hidden, r * hidden)
-/* A call for each row, then its results are widened. Each time the same thread has the same rows. */
+/* A call for each row, then its results are widened. */
 #define ROWS_OF(results, size, call)                                                                                   \
     _Pragma("omp for schedule(static)") for (long first = 0; first < b->num_rows; first += rows_together(b->num_rows)) { \
         for (long r = first; r < first + rows_together(b->num_rows) && r < b->num_rows; r++) call;                     \
