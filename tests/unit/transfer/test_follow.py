@@ -263,12 +263,9 @@ def test_stop_ends_it_soon(published: int) -> None:
         stop.set()
 
     with serving(waiting) as holder:
-        sink = empty_pack()
-        timer = threading.Timer(0.2, stop_it)
-        timer.start()
-        assert list(follow(PACK_ID, ALL, [source_at(holder.address, PACK_ID)], sink, receiver(), stop)) == list(
-            range(published)
-        )
+        (timer := threading.Timer(0.2, stop_it)).start()
+        sources = [source_at(holder.address, PACK_ID)]
+        assert list(follow(PACK_ID, ALL, sources, empty_pack(), receiver(), stop)) == [*range(published)]
         assert time.monotonic() - stopped[0] < 1.0
         timer.join()
     with silent_door() as door, pytest.raises(SourceClosed):
