@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from torchrelay.common.errors import NotFound
 from torchrelay.transfer.buffers import MOST_READY
 from torchrelay.transfer.errors import ArenaCorrupted, BufferLost
 from torchrelay.transfer.manifest import Manifest, decode_manifest
+from torchrelay.transfer.pages import map_shared
 from torchrelay.transfer.slab_format import ALIGN_BYTES, SlabFormat, checked_manifest, read_format
 
 
@@ -236,8 +236,7 @@ class MappedSlab:
     """
 
     def __init__(self, arena_path: str | Path, slab_offset: int, slab_bytes: int) -> None:
-        self._mapping = _map_read_only(Path(arena_path), slab_offset, slab_bytes)
-        whole = memoryview(self._mapping)
+        whole = _map_read_only(Path(arena_path), slab_offset, slab_bytes)
         self._format = read_format(whole)
         self._verified = whole[self._format.verified]
         self._encoded = bytes(whole[self._format.manifest])
@@ -268,11 +267,9 @@ class MappedSlab:
             self.data.release()
         with suppress(BufferError):
             self._verified.release()
-        with suppress(BufferError):
-            self._mapping.close()
 
 
-def _map_read_only(path: Path, offset: int, num_bytes: int) -> mmap.mmap:
+def _map_read_only(path: Path, offset: int, num_bytes: int) -> memoryview:
     if offset < 0 or offset % ALIGN_BYTES or num_bytes <= 0:
         raise ArenaCorrupted(f"a slab cannot lie at {offset} with {num_bytes} bytes")
     try:
@@ -282,6 +279,6 @@ def _map_read_only(path: Path, offset: int, num_bytes: int) -> mmap.mmap:
     try:
         if offset + num_bytes > os.fstat(file).st_size:
             raise ArenaCorrupted(f"a slab at {offset} with {num_bytes} bytes is beyond the arena's end")
-        return mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
+        return map_shared(file, num_bytes, offset)
     finally:
         os.close(file)
