@@ -44,6 +44,10 @@ class Batch:
     output_rows: Tensor  # int64: the running choices', and the last of each chunk that ends its context
 
     @property
+    def num_outputs(self) -> int:
+        return self.output_rows.numel()
+
+    @property
     def handed_over(self) -> Sequence[Chunk]:
         return [chunk for chunk in self.plan.chunks if chunk.context.group.on_kv is not None]
 

@@ -6,6 +6,7 @@ row keeps what reaches the highest of its three. Ties at a border all stay.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -26,9 +27,8 @@ def peaks(logits: Tensor) -> tuple[list[bool], list[int]]:
 
     A NaN or an infinity anywhere comes out as the maximum; so does a row of nothing but minus infinity.
     """
-    values, tokens = logits.max(dim=-1)
-    finite, likeliest = torch.stack((values.isfinite().long(), tokens)).tolist()
-    return [bool(each) for each in finite], likeliest
+    values, likeliest = torch.stack([each.double() for each in logits.max(dim=-1)]).tolist()  # one wait for a GPU
+    return [math.isfinite(value) for value in values], [int(token) for token in likeliest]
 
 
 def adjust(logits: Tensor, params: Sequence[SamplingParams], counts: Sequence[Mapping[int, int] | None]) -> Tensor:

@@ -57,12 +57,14 @@ class Runner:
         if self._graphs is not None and (replayed := self._graphs.run(batch)) is not None:
             return plan, replayed
         hidden, batch = self.run_layers(plan.layer, self._num_layers, self._hidden(batch), batch)
-        if len(batch.output_rows):
+        if batch.num_outputs:
             hidden, batch = self._reach(self._num_layers + 1, hidden, batch)
-        if len(batch.output_rows) and plan.layer:  # it began above the embeddings, and the head may be tied to them
+        if batch.num_outputs and plan.layer:  # it began above the embeddings, and the head may be tied to them
             hidden, batch = self._reach(0, hidden, batch)
-        logits = self._decoder.logits(hidden[batch.output_rows]) if len(batch.output_rows) else hidden[:0]
-        return batch.plan, logits
+        if not batch.num_outputs:
+            return batch.plan, hidden[:0]
+        ends = hidden if batch.num_outputs == hidden.shape[0] else hidden[batch.output_rows]
+        return batch.plan, self._decoder.logits(ends)
 
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
         """Layers [begin, end) of a batch, [rows, hidden] to the same; hands over each layer's finished KV blocks.

@@ -7,7 +7,7 @@ road.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 
@@ -106,14 +106,17 @@ class Weights:
         assert found is not None, "an open segment is loaded"
         return found
 
-    def layers(self, begin: int, end: int) -> Iterator[LayerWeights]:
+    def layers(self, begin: int, end: int) -> Sequence[LayerWeights]:
         """Waits for the first of these layers; gives it and, once all of the pack is there, those after it.
 
         While the pack arrives, cores are divided between it and the computation before each layer.
         """
-        yield self.layer(begin)
-        for layer in range(begin + 1, end if self.gate.all_open else begin):
-            yield self.layer(layer)
+        first = self.layer(begin)
+        if not self.gate.all_open:
+            return [first]
+        for segment in [*self._marks]:
+            self._wait(segment)
+        return [layer for layer in self._layers[begin:end] if layer is not None]
 
     def final_norm(self) -> Tensor:
         self._wait(self._config.num_segments - 1)

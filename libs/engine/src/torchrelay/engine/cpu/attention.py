@@ -45,13 +45,14 @@ class CpuAttention(AttentionBackend):
         short = [span for span in several if span.num_rows * len(span.slots) <= MOST_PRODUCTS]
         long = [span for span in several if span.num_rows * len(span.slots) > MOST_PRODUCTS]
         numbers = [(span.first_row, span.slots.ctypes.data, len(span.slots)) for span in singles]
-        of_singles = np.asarray(numbers, np.int64).reshape(-1, 3)
-        table = np.concatenate([of_singles, *(_each_row(span, window) for span in short)]).T.copy()
-        rows, slots, lengths = (row.ctypes.data for row in table)
-        parts = self._gather.plan(long, window, dtype, device)
-        return CpuPlan(
-            table.shape[1], table, (rows, slots, lengths), [span.slots for span in (*singles, *short)], parts
-        )
+        of_rows = np.asarray(numbers, np.int64).reshape(-1, 3)
+        if short:
+            of_rows = np.concatenate([of_rows, *(_each_row(span, window) for span in short)])
+        table = of_rows.T.copy()
+        begin, size = table.ctypes.data, table.nbytes // len(table)
+        addresses = begin, begin + size, begin + 2 * size
+        parts = self._gather.plan(long, window, dtype, device) if long else ()
+        return CpuPlan(len(of_rows), table, addresses, [span.slots for span in (*singles, *short)], parts)
 
     def attend(self, queries: Tensor, kv: Tensor, plan: CpuPlan, scoring: Scoring) -> Tensor:
         num_rows, num_heads, head_dim = queries.shape

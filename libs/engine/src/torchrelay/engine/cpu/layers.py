@@ -7,9 +7,8 @@ a step of 24 layers took 27.5 ms by its steps, 23.7 a layer at a time, and takes
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof, byref, c_float, c_int, c_int64, c_long, c_void_p
-from itertools import islice
 from typing import Final
 
 import torch
@@ -100,19 +99,18 @@ class CpuLayers:
         )
 
     def run(
-        self, first: int, weights: Iterable[LayerWeights], kv: Tensor, hidden: Tensor, batch: Batch
+        self, first: int, weights: Sequence[LayerWeights], kv: Tensor, hidden: Tensor, batch: Batch
     ) -> tuple[Tensor, int]:
         """What layers from ``first`` on give, bit for bit as step by step, and how many of them: those before one that
         is not computed here, or as many as one call should take.
 
-        ``kv`` is that of all layers, [layers, 2, slots, kv_heads, head_dim]; ``hidden`` is [rows, hidden].
+        The caller holds ``weights`` meanwhile: the reorder thread may put others in their place. ``kv`` is that of all layers, [layers, 2, slots, kv_heads, head_dim]; ``hidden`` is [rows, hidden].
         """
         num_rows = hidden.shape[0]
         applies = num_rows <= self._most_rows and all(_all_here(view, num_rows) for view in batch.views)
         most = max(1, self._most_layers * _FEW_ROWS // max(_FEW_ROWS, num_rows))
-        # Held until they are computed with: meanwhile the reorder thread may put others in their place.
-        layers = self._learn(first, islice(weights, most)) if applies else []
-        if not layers:
+        num_layers = self._learn(first, weights[:most]) if applies else 0
+        if not num_layers:
             return hidden, 0
         views = (_View * len(batch.views))(
             *(_View(address(view.cos), address(view.sin), *view.attention.addresses) for view in batch.views)
@@ -126,20 +124,20 @@ class CpuLayers:
             address(_wide.of(num_rows * self._widest)),
             address(_memory.of((num_rows * self._room + _PADDING) // 2)),
         )
-        self._kernels.layers(self._layers, self._kinds, first, len(layers), byref(self._shape), byref(rows))
-        return hidden, len(layers)
+        self._kernels.layers(self._layers, self._kinds, first, num_layers, byref(self._shape), byref(rows))
+        return hidden, num_layers
 
-    def _learn(self, first: int, weights: Iterable[LayerWeights]) -> list[LayerWeights]:
-        """Those of these layers that are computed here, up to one that is not; notes where they lie."""
-        found: list[LayerWeights] = []
+    def _learn(self, first: int, weights: Sequence[LayerWeights]) -> int:
+        """How many of these layers are computed here, up to one that is not; notes where they lie."""
+        if [layer() for layer in self._known[first : first + len(weights)]] == weights:  # as nearly every time
+            return len(weights)
         for number, layer in enumerate(weights, first):
             if self._known[number]() is not layer:
                 if not _is_dense(layer):
-                    break
+                    return number - first
                 self._layers[number] = _Layer(*(address(getattr(layer, name)) for name in _WEIGHTS))
                 self._known[number] = weakref.ref(layer)
-            found.append(layer)
-        return found
+        return len(weights)
 
 
 def _all_here(view: LayerView, num_rows: int) -> bool:

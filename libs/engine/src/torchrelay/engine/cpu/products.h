@@ -47,8 +47,10 @@ INLINE void widen(int D, const void *from, long rows, long size, floats *wide) {
 /* The totals of as many vectors as they have lanes, as the lanes of one. Each round halves their number. */
 INLINE floats totals(floats *each) {
     const words lane = LANE_NUMBERS;
+#pragma GCC unroll 4
     for (int half = LANES / 2; half > 0; half /= 2) {
         words other = (lane & half) * (LANES / half); /* 0 or LANES: from the first vector or the second */
+#pragma GCC unroll 8
         for (int i = 0; i < half; i++)
             each[i] = __builtin_shuffle(each[i], each[i + half], lane + other) +
                       __builtin_shuffle(each[i], each[i + half], (lane ^ half) + other);
