@@ -41,11 +41,7 @@ class Batch:
     token_ids: Tensor  # int64 [rows]
     write_slots: Tensor  # int64 [rows]: where each row's keys and values go
     views: tuple[LayerView, ...]  # of each kind of layer
-    output_rows: Tensor  # int64: the running choices', and the last of each chunk that ends its context
-
-    @property
-    def num_outputs(self) -> int:
-        return self.output_rows.numel()
+    output_rows: Sequence[int]  # the running choices', and the last of each chunk that ends its context
 
     @property
     def handed_over(self) -> Sequence[Chunk]:
@@ -88,5 +84,5 @@ def make_batch(
         token_ids=numbers[0],
         write_slots=numbers[2],
         views=views,
-        output_rows=torch.tensor(output_rows, dtype=torch.int64, device=device),
+        output_rows=output_rows,
     )

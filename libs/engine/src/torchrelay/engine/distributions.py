@@ -27,8 +27,8 @@ def peaks(logits: Tensor) -> tuple[list[bool], list[int]]:
 
     A NaN or an infinity anywhere comes out as the maximum; so does a row of nothing but minus infinity.
     """
-    values, likeliest = torch.stack([each.double() for each in logits.max(dim=-1)]).tolist()  # one wait for a GPU
-    return [math.isfinite(value) for value in values], [int(token) for token in likeliest]
+    values, tokens = logits.max(dim=-1)
+    return [math.isfinite(value) for value in values.tolist()], tokens.tolist()
 
 
 def adjust(logits: Tensor, params: Sequence[SamplingParams], counts: Sequence[Mapping[int, int] | None]) -> Tensor:
