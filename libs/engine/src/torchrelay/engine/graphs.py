@@ -155,8 +155,8 @@ class FixedBatch:
             )
             for kind, view in zip(kinds, like.views, strict=True)
         )
-        rows = torch.arange(size, device=device)
-        self.batch = Batch(Plan((), ()), torch.zeros_like(rows), self._scratch_slots.clone(), views, rows)
+        token_ids = torch.zeros_like(self._scratch_slots)
+        self.batch = Batch(Plan((), ()), token_ids, self._scratch_slots.clone(), views, range(size))
 
     def fill(self, batch: Batch) -> None:
         """Puts a batch of at most so many decoding rows in the place of the last one."""

@@ -45,8 +45,11 @@ class Meters:
         self._prefill_rates: deque[float] = deque(maxlen=_WINDOW)
         meter = metrics.get_meter("torchrelay.worker")
         self._step_s = seconds_histogram(meter, "torchrelay.worker.step", "Duration of an engine step.")
-        self._positions = meter.create_counter(
-            "torchrelay.worker.positions", unit="{position}", description="Positions run through the model, by phase."
+        meter.create_observable_counter(
+            "torchrelay.worker.positions",
+            [self._observe_positions],
+            unit="{position}",
+            description="Positions run through the model, by phase.",
         )
         self._share_meter = ShareMeter()
         meter.create_observable_gauge(
@@ -65,11 +68,8 @@ class Meters:
         self._step_s.record(result.step_s)
         if result.num_positions_prefilled:
             self._prefill_rates.append(result.num_positions_prefilled / result.step_s)
-            self._positions.add(result.num_positions_prefilled, {"phase": "prefill"})
         elif result.num_positions_decoded:
             self._decode_steps_s.append(result.step_s)
-        if result.num_positions_decoded:
-            self._positions.add(result.num_positions_decoded, {"phase": "decode"})
         if seat is not None:
             self._note_profile(result, seat)
 
@@ -99,6 +99,10 @@ class Meters:
     def prefill_tokens_per_s(self) -> float:
         """Median rate of the last steps with prefill; 0 before the first."""
         return median(self._prefill_rates) if self._prefill_rates else 0.0
+
+    def _observe_positions(self, _: CallbackOptions) -> Iterable[Observation]:
+        yield Observation(self.num_positions_prefilled, {"phase": "prefill"})
+        yield Observation(self.num_positions_decoded, {"phase": "decode"})
 
     def _observe_errors(self, _: CallbackOptions) -> Iterable[Observation]:
         model = self.latency(self._seat)

@@ -1,23 +1,22 @@
-"""What the worker says of itself: on NATS ten times a second, and to watchers at every change."""
+"""What the worker says of itself: on NATS again and again, and to watchers at every change."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
 
 import nats.errors
 from nats.aio.client import Client
 
+from torchrelay.common.cadence import Cadence
 from torchrelay.common.cancels import heed
 from torchrelay.common.events import Subjects
-from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.latency_model import LatencyModel, StepCost
 from torchrelay.common.telemetry import get_logger
 from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.worker.shares import NO_SHARES, Shares, bottleneck
 from torchrelay.worker.worker import Worker
 
 log = get_logger(__name__)
-REPORT_EVERY_S = 0.1
 
 
 class Reporter:
@@ -74,25 +73,42 @@ class Reporter:
     async def run(self, nats_client: Client) -> None:
         """Publishes until cancelled; while NATS is away reports are simply missed."""
         subject = Subjects(self._worker.settings.nats_prefix).worker_load(self._worker.settings.worker_id)
+        cadence = Cadence()
         while True:
+            report = self.report().SerializeToString()
             try:
-                await nats_client.publish(subject, self.report().SerializeToString())
+                await nats_client.publish(subject, report)
             except (nats.errors.Error, OSError) as error:
                 log.debug("report_not_published", error=str(error))
             heed()
-            await asyncio.sleep(REPORT_EVERY_S)
+            await asyncio.sleep(cadence.pause_s(report))
 
 
 def _profile_to_wire(shares: Shares) -> reports_pb2.EngineProfile | None:
     """None before the first step."""
     if shares == NO_SHARES:
         return None
-    return reports_pb2.EngineProfile(**asdict(shares), bottleneck=bottleneck(shares))
+    return reports_pb2.EngineProfile(
+        compute=shares.compute,
+        memory=shares.memory,
+        kv_transfer=shares.kv_transfer,
+        io_wait=shares.io_wait,
+        scheduling=shares.scheduling,
+        bottleneck=bottleneck(shares),
+    )
 
 
 def _latency_to_wire(model: LatencyModel) -> reports_pb2.LatencyModel:
     return reports_pb2.LatencyModel(
-        prefill=reports_pb2.StepCost(**asdict(model.prefill)),
-        decode=reports_pb2.StepCost(**asdict(model.decode)),
-        token_budget=model.token_budget,
+        prefill=_cost_to_wire(model.prefill), decode=_cost_to_wire(model.decode), token_budget=model.token_budget
+    )
+
+
+def _cost_to_wire(cost: StepCost) -> reports_pb2.StepCost:
+    return reports_pb2.StepCost(
+        base_s=cost.base_s,
+        per_position_s=cost.per_position_s,
+        per_seen_s=cost.per_seen_s,
+        num_steps=cost.num_steps,
+        error=cost.error,
     )

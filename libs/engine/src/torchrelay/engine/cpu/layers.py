@@ -104,7 +104,8 @@ class CpuLayers:
         """What layers from ``first`` on give, bit for bit as step by step, and how many of them: those before one that
         is not computed here, or as many as one call should take.
 
-        The caller holds ``weights`` meanwhile: the reorder thread may put others in their place. ``kv`` is that of all layers, [layers, 2, slots, kv_heads, head_dim]; ``hidden`` is [rows, hidden].
+        ``kv`` is that of all layers, [layers, 2, slots, kv_heads, head_dim]; ``hidden`` is [rows, hidden]. The caller
+        holds ``weights`` meanwhile: the reorder thread may put others in their place.
         """
         num_rows = hidden.shape[0]
         applies = num_rows <= self._most_rows and all(_all_here(view, num_rows) for view in batch.views)
