@@ -18,9 +18,12 @@ setup: .venv/.installed system ## Make the virtual environment, install the pack
 .venv/.installed: constraints.txt requirements-dev.txt $(addsuffix /pyproject.toml,$(PACKAGES)) $(KERNELS)
 	@$(PYTHON) tools/check_python.py
 	@tools/install_system.sh
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(addprefix -e ./,$(PACKAGES))
+	@echo "setup: making the virtual environment, .venv/"
+	@$(PYTHON) -m venv .venv
+	@echo "setup: installing what Torchrelay is built on; PyTorch is most of it, and takes minutes"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
+	@echo "setup: compiling the engine's kernels, installing Torchrelay's packages"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(addprefix -e ./,$(PACKAGES))
 	@ls libs/engine/src/torchrelay/engine/cpu/_kernels_*.so >/dev/null 2>&1 || echo "setup: the engine's kernels were not built, so it" \
 		"takes about twice as long for a step on a CPU; on x86-64 under Linux install gcc 11 or newer, then: rm $@ && make setup"
 	@touch $@

@@ -14,3 +14,17 @@ def test_a_value_that_an_option_cannot_take_is_told_in_plain_words(run: Run) -> 
         refused = run(*arguments)
         assert refused.exit_code == 2
         assert sentence in " ".join(refused.stderr.replace("│", "").split())
+
+
+def test_an_argument_left_out_is_told_with_what_it_is(run: Run) -> None:
+    for arguments, sentence in (
+        (
+            ("explain",),
+            "Missing argument 'REQUEST_ID'. The id that `chat` shows below an answer (over REST: x-request-id)",
+        ),
+        (("models", "set"), "Missing argument 'NAME'. TENANT/MODEL"),
+        (("tenant", "set"), "Missing argument 'NAME'."),
+    ):
+        refused = run(*arguments)
+        assert refused.exit_code == 2
+        assert sentence in " ".join(refused.stderr.replace("│", "").split())

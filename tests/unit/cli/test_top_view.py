@@ -105,7 +105,7 @@ def test_an_explanation_ends_with_its_request() -> None:
     assert until_end(over, decisions) == decisions[:2]
 
 
-def test_a_narrow_explanation_has_no_bars_and_ids_are_short() -> None:
+def test_a_narrow_explanation_has_no_bars_and_ids_and_sizes_are_short() -> None:
     phases = [
         {
             "name": "first_token",
@@ -120,7 +120,9 @@ def test_a_narrow_explanation_has_no_bars_and_ids_are_short() -> None:
     assert "█" not in narrow and "█" in wide
     for shown in (narrow, wide):
         assert "gateway-y0v00q " in shown and "inst-njqw24 " in shown and "…" not in shown
+    assert "3.62 MB from remote" in wide
     assert short("store-local and req-1") == "store-local and req-1"
+    assert short("needs 1,048,576 bytes of 64 bytes") == "needs 1.05 MB of 64 B"
 
 
 def test_a_cluster_at_zero_says_so() -> None:

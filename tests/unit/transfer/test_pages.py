@@ -47,7 +47,7 @@ def gives_huge_pages(file: int) -> bool:
     os.posix_fallocate(file, 0, PAGE)
     memory = map_shared(file, HUGE_BYTES, writable=True)
     libc = ctypes.CDLL(None)
-    return libc.madvise(ctypes.c_void_p(address_of(memory)), ctypes.c_size_t(HUGE_BYTES), 25) == 0
+    return bool(libc.madvise(ctypes.c_void_p(address_of(memory)), ctypes.c_size_t(HUGE_BYTES), 25) == 0)
 
 
 @pytest.mark.parametrize("offset", [0, PAGE, HUGE_BYTES - PAGE, HUGE_BYTES + 3 * PAGE])

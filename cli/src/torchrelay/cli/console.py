@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
@@ -16,6 +17,7 @@ from torchrelay.cli.problems import Problem
 T = TypeVar("T")
 NARROW = 100  # below so many columns tables leave out what can be spared
 _PIPED_WIDTH = 200  # a pipe has no width: tables must not be cut off at 80 columns
+_BYTES = re.compile(r"\b(\d[\d,]*) bytes\b")
 
 
 def out() -> Console:
@@ -95,6 +97,11 @@ def sized(num_bytes: float) -> str:
 
 
 _NEXT = {"B": "kB", "kB": "MB", "MB": "GB", "GB": "TB"}
+
+
+def with_sizes(text: str) -> str:
+    """A sentence of the platform with its counts of bytes (``3624960 bytes``) as people are shown them all."""
+    return _BYTES.sub(lambda found: sized(int(found[1].replace(",", ""))), text)
 
 
 def show_problem(problem: Problem) -> None:

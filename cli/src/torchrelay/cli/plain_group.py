@@ -1,4 +1,4 @@
-"""The root of all commands: a wrong option is told in a plain sentence."""
+"""The root of all commands: a wrong option, or an argument left out, is told in a plain sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typer.core import TyperGroup
 
 
 class PlainGroup(TyperGroup):
-    """Typer names the option, and lets Pydantic say what is wrong with its value; here that is put in our words."""
+    """Typer names the option, and lets Pydantic say what is wrong with its value; here that is put in our words.
+
+    Of an argument left out it says the name; here its help is added: what it is, and where to find it.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -19,4 +22,6 @@ class PlainGroup(TyperGroup):
                 from torchrelay.common.faults import told
 
                 error.message = told("", faults()[0])
+            elif not error.message:  # one that is missing
+                error.message = getattr(error.param, "help", None) or ""
             raise

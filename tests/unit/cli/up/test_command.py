@@ -1,14 +1,18 @@
-"""What `torchrelay up` refuses before it starts anything."""
+"""What `torchrelay up` hears, and what it refuses before it starts anything."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.cli.conftest import Run
+from torchrelay.cli.home import Home
 from torchrelay.cli.problems import Problem
+from torchrelay.cli.up import running
 from torchrelay.cli.up.command import check_device
+from torchrelay.cli.up.options import UpOptions
 
 
 @pytest.mark.parametrize(
@@ -25,6 +29,53 @@ def test_a_wrong_option_is_named(run: Run, tmp_path: Path, option: str, value: s
     refused = run("up", "--home", str(tmp_path / "home"), option, value)
     assert refused.exit_code == 2
     assert f"Invalid value for '{option}'" in refused.stderr
+    assert not (tmp_path / "home").exists()
+
+
+VARIABLES = {
+    "TORCHRELAY_HOST": "0.0.0.0",
+    "TORCHRELAY_HTTP_PORT": "18080",
+    "TORCHRELAY_GRPC_PORT": "17301",
+    "TORCHRELAY_REMOTE_URL": "s3://bucket/packs",
+    "TORCHRELAY_IDLE_TIMEOUT_S": "5.5",
+    "TORCHRELAY_THREADS": "3",
+    "TORCHRELAY_DEVICE": "auto",
+    "TORCHRELAY_LOG_LEVEL": "WARNING",
+}
+
+
+def test_variables_are_heard_and_an_option_counts_before_its_variable(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[UpOptions] = []
+
+    async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
+        told.append(options)
+
+    monkeypatch.setattr(running, "run_up", run_up)
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    home = ("--home", str(tmp_path / "home"))
+    assert run("up", *home).exit_code == 0
+    assert run("up", *home, "--http-port", "8081", "--device", "cpu", "--log-level", "debug").exit_code == 0
+    heard = UpOptions(
+        host="0.0.0.0",
+        http_port=18080,
+        grpc_port=17301,
+        remote="s3://bucket/packs",
+        idle_timeout_s=5.5,
+        threads=3,
+        device="auto",
+        log_level="warning",
+    )
+    assert told == [heard, replace(heard, http_port=8081, device="cpu", log_level="debug")]
+
+
+def test_a_wrong_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_HTTP_PORT", "many")
+    refused = run("up", "--home", str(tmp_path / "home"))
+    assert refused.exit_code == 2
+    assert "TORCHRELAY_HTTP_PORT" in refused.stderr
     assert not (tmp_path / "home").exists()
 
 

@@ -240,10 +240,13 @@ async def test_other_refusals_have_their_status(world: World) -> None:
     assert (await post("/v1/completions", json=good, headers={"authorization": "Bearer no"})).status_code == 401
     missing = await post("/v1/completions", json={**good, "model": "other/echo"})
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
-    assert (await world.http.get("/v1/completions")).status_code == 405
+    got = await world.http.get("/v1/completions")
+    assert (got.status_code, got.json()["error"]["code"]) == (405, "method_not_allowed")
     assert (await post("/v1/nothing", json=good)).status_code == 404
     large = await post("/v1/completions", content=b" " * (world.door._settings.max_body_bytes + 1))
-    assert large.status_code == 400
+    error = large.json()["error"]
+    assert (large.status_code, error["type"], error["code"]) == (413, "invalid_request_error", "invalid_request")
+    assert large.headers["x-request-id"] and f"{world.door._settings.max_body_bytes:,}" in error["message"]
     world.doors.refusal = RateLimited("too many requests", retry_after_s=7)
     limited = await post("/v1/completions", json=good)
     assert (limited.status_code, limited.headers["retry-after"]) == (429, "7")

@@ -35,8 +35,17 @@ async def test_usage_with_its_cost(billed: Door) -> None:
     assert (await billed.acme.get("/v1/usage?model=glossary&key=key-1")).json()["data"] == [expected]
     assert (await billed.acme.get("/v1/usage?model=other")).json()["total"]["requests"] == 0
     assert (await billed.acme.get("/v1/usage?to=2026-01-01")).json()["total"]["requests"] == 0
+    assert (await billed.admin.get("/v1/usage?model=glossary&tenant=acme")).json()["data"] == [expected]
+    assert (await billed.admin.get("/v1/usage?model=acme/glossary")).json()["data"] == [expected]
     async with await billed.client_of("zoo") as zoo:
         assert (await zoo.get("/v1/usage")).json()["total"]["requests"] == 0
+
+
+async def test_a_model_of_no_tenant_is_refused_not_found_empty(billed: Door) -> None:
+    refused = await billed.admin.get("/v1/usage?model=glossary")
+    error = refused.json()["error"]
+    assert (refused.status_code, error["param"], error["code"]) == (400, "model", "invalid_request")
+    assert "TENANT/NAME" in error["message"]
 
 
 async def test_a_bill_of_this_month(billed: Door) -> None:

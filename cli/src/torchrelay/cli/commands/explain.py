@@ -20,6 +20,7 @@ from torchrelay.cli.problems import Problem
 EXAMPLE = """Example:  torchrelay explain req-8x2kq0v3m1c9d7fzabcd
 
 Or:       torchrelay explain acme/glossary   (local platform)"""
+SUBJECT = "The id that `chat` shows below an answer (over REST: x-request-id); or a model's name: its latest decisions."
 BAR_CELLS = 40
 REST_CELLS = 80  # what the columns beside the bar want
 LAST_PHASE = "decode"  # its gateway sends it when the request is over
@@ -31,7 +32,7 @@ _ID = re.compile(r"\b((?:[a-z]+-)+[0-9a-z]{6})[0-9a-z]{14}\b")
 def explain(
     subject: Annotated[
         str,
-        typer.Argument(metavar="REQUEST_ID", help="As `chat` shows it; or a model's name for its latest decisions."),
+        typer.Argument(metavar="REQUEST_ID", help=SUBJECT),
     ],
     home: HomeOption = None,
     url: UrlOption = None,
@@ -146,8 +147,8 @@ def timeline(phases: Sequence[Phase], bar_cells: int = BAR_CELLS) -> Columns:
 
 
 def short(text: str) -> str:
-    """Ids of twenty random letters by their first six, as in ``inst-njqw24``."""
-    return _ID.sub(r"\1", text)
+    """For people: ids of twenty random letters by their first six, as in ``inst-njqw24``, and bytes as sizes."""
+    return console.with_sizes(_ID.sub(r"\1", text))
 
 
 def bar(begin_us: int, took_us: int, span_us: int, cells: int = BAR_CELLS) -> Text:

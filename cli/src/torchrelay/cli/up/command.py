@@ -34,12 +34,23 @@ def check_device(device: str) -> str:
 def up(
     home: HomeOption = None,
     host: Annotated[
-        str, typer.Option(help="Address of the tenants' door; 0.0.0.0: all. The rest stays on loopback.")
+        str,
+        typer.Option(
+            envvar="TORCHRELAY_HOST", help="Address of the tenants' door; 0.0.0.0: all. The rest stays on loopback."
+        ),
     ] = "127.0.0.1",
     http_port: Annotated[
-        int, typer.Option(min=0, max=65535, help="REST port; 0: the last one of this home, else 8080, else any.")
+        int,
+        typer.Option(
+            envvar="TORCHRELAY_HTTP_PORT",
+            min=0,
+            max=65535,
+            help="REST port; 0: the last one of this home, else 8080, else any.",
+        ),
     ] = 0,
-    grpc_port: Annotated[int, typer.Option(min=0, max=65535, help="gRPC port; 0: any free one.")] = 0,
+    grpc_port: Annotated[
+        int, typer.Option(envvar="TORCHRELAY_GRPC_PORT", min=0, max=65535, help="gRPC port; 0: any free one.")
+    ] = 0,
     prefill_workers: Annotated[int, typer.Option(min=0, help="Workers for prompts.")] = 1,
     decode_workers: Annotated[int, typer.Option(min=0, help="Workers for the tokens after the first.")] = 1,
     both_workers: Annotated[int, typer.Option(min=0, help="Workers that play both roles.")] = 0,
@@ -53,12 +64,23 @@ def up(
     arena_mb: Annotated[int, typer.Option(min=0, help="Memory for parameters, in MiB; 0: what can be spared.")] = 0,
     kv_pool_mb: Annotated[int, typer.Option(min=0, help="KV memory per worker, in MiB; 0: the default.")] = 0,
     idle_timeout_s: Annotated[
-        float, typer.Option(min=0, help="Idle seconds until a model goes to zero; 0: default.")
+        float,
+        typer.Option(
+            envvar="TORCHRELAY_IDLE_TIMEOUT_S", min=0, help="Idle seconds until a model goes to zero; 0: default."
+        ),
     ] = 0,
-    threads: Annotated[int, typer.Option(min=0, help="Compute threads per worker; 0: one per core.")] = 0,
-    device: Annotated[str, typer.Option(help="cpu, cuda:N, or auto: a GPU if any.", callback=check_device)] = "cpu",
+    threads: Annotated[
+        int, typer.Option(envvar="TORCHRELAY_THREADS", min=0, help="Compute threads per worker; 0: one per core.")
+    ] = 0,
+    device: Annotated[
+        str,
+        typer.Option(envvar="TORCHRELAY_DEVICE", help="cpu, cuda:N, or auto: a GPU if any.", callback=check_device),
+    ] = "cpu",
     tls: Annotated[bool, typer.Option("--tls", help="TLS between the services, with certificates made here.")] = False,
-    log_level: Annotated[LogLevel, typer.Option(help="What the services log.")] = LogLevel.info,
+    log_level: Annotated[
+        LogLevel,
+        typer.Option(envvar="TORCHRELAY_LOG_LEVEL", case_sensitive=False, help="What the services log."),
+    ] = LogLevel.info,
     quiet: Annotated[bool, typer.Option("--quiet", help="Do not say what to do next.")] = False,
 ) -> None:
     """Start the platform on this machine; Ctrl-C stops it.

@@ -9,7 +9,9 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
-from torchrelay.gateway.openai_error import body
+from starlette.exceptions import HTTPException
+
+from torchrelay.gateway.openai_error import body, too_large
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -39,7 +41,7 @@ class Front:
             await self._rest(scope, self._bounded(receive), send)
 
     def _bounded(self, receive: Receive) -> Receive:
-        """A body without a declared length ends, for the application, where it grows too long."""
+        """A body without a declared length is refused where it grows too long, by the application's own handlers."""
         num_received = 0
 
         async def bounded() -> Message:
@@ -47,7 +49,7 @@ class Front:
             message = await receive()
             num_received += len(message.get("body", b""))
             if num_received > self._max_body_bytes:
-                return {"type": "http.request", "body": b"", "more_body": False}
+                raise HTTPException(413, too_large(self._max_body_bytes))
             return message
 
         return bounded
@@ -61,7 +63,7 @@ def _declared_bytes(scope: Scope) -> int:
 
 
 async def _refuse(send: Send, max_body_bytes: int) -> None:
-    said = json.dumps(body(413, f"the body is larger than {max_body_bytes} bytes", code="invalid_request")).encode()
+    said = json.dumps(body(413, too_large(max_body_bytes), code="invalid_request")).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(said)).encode())]
     await send({"type": "http.response.start", "status": 413, "headers": [*headers, (b"connection", b"close")]})
     await send({"type": "http.response.body", "body": said})

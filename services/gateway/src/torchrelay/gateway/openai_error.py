@@ -8,7 +8,8 @@ from typing import TypedDict
 from torchrelay.common.errors import Overloaded, TorchrelayError, Unauthenticated
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_TYPES |= {405: "invalid_request_error", 409: "conflict_error", 422: "invalid_request_error", 429: "rate_limit_error"}
+_TYPES |= {405: "invalid_request_error", 409: "conflict_error", 413: "invalid_request_error"}
+_TYPES |= {422: "invalid_request_error", 429: "rate_limit_error"}
 
 
 class ErrorObject(TypedDict):
@@ -30,6 +31,11 @@ def error_body(error: TorchrelayError) -> ErrorBody:
 def body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorBody:
     """The JSON body of an error that is no ``TorchrelayError`` (an unknown path, a wrong method)."""
     return {"error": {"message": message, "type": _TYPES.get(status, "api_error"), "param": param, "code": code}}
+
+
+def too_large(max_bytes: int) -> str:
+    """What a 413 says, on every path."""
+    return f"the body is larger than {max_bytes:,} bytes"
 
 
 def error_headers(error: TorchrelayError) -> dict[str, str]:

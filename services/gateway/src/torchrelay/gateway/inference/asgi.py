@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from torchrelay.common.errors import InvalidRequest, TorchrelayError
+from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway import openai_error
@@ -38,6 +38,10 @@ _JSON = (b"content-type", b"application/json")
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
+class BodyTooLarge(Exception):
+    """More bytes than a body may have."""
+
+
 class TokenPaths:
     """The ASGI application."""
 
@@ -52,9 +56,10 @@ class TokenPaths:
         exchange = Exchange(receive, send, new_id("req"))
         is_chat = PATHS.get(scope["path"])
         if is_chat is None:
-            await exchange.refuse(404, openai_error.body(404, f"there is no path {scope['path']}"))
+            await exchange.refuse(404, openai_error.body(404, f"there is no {scope['path']}", code="not_found"))
         elif scope["method"] != "POST":
-            body = openai_error.body(405, f"{scope['method']} is not for {scope['path']}: use POST")
+            said = f"{scope['path']} does not take {scope['method']}: use POST"
+            body = openai_error.body(405, said, code="method_not_allowed")
             await exchange.refuse(405, body, [(b"allow", b"POST")])
         else:
             await self._serve(exchange, is_chat, dict(scope["headers"]).get(b"authorization"))
@@ -71,6 +76,9 @@ class TokenPaths:
                 await exchange.answer(running, form, is_stream)
         except ClientLeft:
             return
+        except BodyTooLarge:
+            said = openai_error.too_large(self._max_body_bytes)
+            await exchange.refuse(413, openai_error.body(413, said, code="invalid_request"))
         except TorchrelayError as error:
             await exchange.fail(error)
         except Exception:  # the border of the process: whoever asked gets an answer, the operator gets the traceback
@@ -99,7 +107,7 @@ class Exchange:
         self.request_id = request_id
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """Raises ``InvalidRequest`` for too much of it, ``ClientLeft`` when it does not come to its end."""
+        """Raises ``BodyTooLarge`` for too much of it, ``ClientLeft`` when it does not come to its end."""
         parts: list[bytes] = []
         num_bytes, has_more = 0, True
         while has_more:
@@ -109,7 +117,7 @@ class Exchange:
             parts.append(message.get("body", b""))
             num_bytes += len(parts[-1])
             if num_bytes > max_bytes:
-                raise InvalidRequest(f"the body is larger than {max_bytes} bytes")
+                raise BodyTooLarge
             has_more = message.get("more_body", False)
         return b"".join(parts)
 

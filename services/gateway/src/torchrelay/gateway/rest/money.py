@@ -47,6 +47,10 @@ async def usage(
     is_of_all = caller.is_admin and tenant is None
     tenant_id = None if is_of_all else (await tenant_of(services, caller, tenant)).tenant_id
     if model is not None and "/" not in model:
+        if is_of_all:
+            raise InvalidRequest(
+                "models are named per tenant: write TENANT/NAME, or name the tenant too", field="model"
+            )
         model = f"{tenant or caller.tenant}/{model}"
     wanted = UsageFilter(
         tenant_id=tenant_id,
