@@ -22,7 +22,7 @@ def test_decode_forwards_only_its_own_positions_and_the_kv_bytes_match_the_shape
     before = {report.worker_id: report for report in platform.await_zero().workers}
     answer = complete(platform, tenant.key, model, PROMPT, max_tokens=NUM_TOKENS, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == NUM_TOKENS
-    for view in platform.views():  # each worker reports ten times a second, on its own
+    for view in platform.views():  # each worker reports by itself, a tenth of a second after a change
         after = {report.worker_id: report for report in view.workers}
         decoded = after["decode-0"].num_positions_decoded - before["decode-0"].num_positions_decoded
         prefilled = after["prefill-0"].num_positions_prefilled - before["prefill-0"].num_positions_prefilled

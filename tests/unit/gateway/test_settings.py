@@ -23,6 +23,6 @@ def test_a_wrong_setting_is_named(wrong: dict[str, object], said: str) -> None:
 
 def test_the_ports_of_a_hand_started_platform_fit() -> None:
     settings = GatewaySettings()
-    assert (settings.store_address, settings.scheduler_address) == ("127.0.0.1:7103", "127.0.0.1:7401")
+    assert (settings.store_address, settings.scheduler_address) == ("127.0.0.1:7103", "127.0.0.1:7101")
     for url in ("sqlite:///ledger.db", "postgresql://a:b@host/name", "postgresql+asyncpg://host/name"):
         assert GatewaySettings(database_url=url).database_url == url

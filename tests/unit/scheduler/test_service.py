@@ -23,6 +23,7 @@ from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
 from torchrelay.common.rpc import error_from_rpc
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.scheduler import main
+from torchrelay.scheduler.rules import Rules
 from torchrelay.transfer.tickets import check, derive_node_key
 
 KEY = bytes.fromhex(CLUSTER_KEY)
@@ -37,7 +38,7 @@ async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(
         store, first, second = await it.host(1)
         async with it.scheduler(2) as address, Door(address) as door:
             await cluster(address, lambda view: view.largest_slot_bytes > 0)
-            await asyncio.sleep(0.5)  # the settling time of a start, in which nothing is woken
+            await asyncio.sleep(Rules().settle_s)  # the settling time of a start, in which nothing is woken
             await door.admit("r1")
             placement = await door.placement()
             (relay,) = store.relays
@@ -58,7 +59,7 @@ async def test_three_hosts_are_woken_by_a_chain_with_tickets(nats_url: str) -> N
         hosts = [await it.host(number) for number in (1, 2, 3)]
         async with it.scheduler(6, requests_per_instance=1) as address, Door(address) as door:
             await cluster(address, lambda view: len(view.stores) == 3)
-            await asyncio.sleep(0.5)
+            await asyncio.sleep(Rules().settle_s)
             for number in range(3):
                 await door.admit(f"r{number}")
             for _ in range(3):

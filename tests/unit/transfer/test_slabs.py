@@ -16,6 +16,7 @@ import pytest
 
 from tests.unit.transfer.relay_parts import Interrupted, make_pack
 from torchrelay.common.errors import NotFound
+from torchrelay.engine.weights import as_tensor
 from torchrelay.transfer.arena import Arena
 from torchrelay.transfer.errors import ArenaCorrupted, BufferLost
 from torchrelay.transfer.slab_table import TABLE_BYTES
@@ -140,14 +141,18 @@ def test_a_mapping_outlives_its_pack_and_its_tensors_outlive_its_close(slab: Sla
         put(slab, index)
     view = mapped(slab)
     assert view.data == DATA
-    array = np.frombuffer(view.data, dtype=np.uint8)
+    array, tensor = np.frombuffer(view.data, dtype=np.uint8), as_tensor(view.data)
     assert not array.flags.writeable
     with pytest.raises(TypeError):
         view.data[0] = 1
     view.close()
     view.close()
     assert array[17] == DATA[17]
-    del array, view
+    del array
+    gc.collect()
+    view.close()
+    assert bytes(tensor.tolist()) == DATA
+    del tensor, view
     gc.collect()
 
 

@@ -62,6 +62,13 @@ def test_the_exported_shares_sum_to_the_time_of_the_steps(reader: InMemoryMetric
     assert found["acme/tiny", "prefill", "prefill+decode", "scheduling"] == pytest.approx(0.002)
 
 
+def test_positions_are_counted_by_phase(reader: InMemoryMetricReader) -> None:
+    meters = Meters()
+    for step in (a_step(64, 0), a_step(), a_step(32, 2)):
+        meters.note(step, SEAT)
+    assert points(reader, "torchrelay.worker.positions") == {("prefill",): 96, ("decode",): 3}
+
+
 def test_the_error_of_the_model_is_a_metric(reader: InMemoryMetricReader) -> None:
     meters = Meters()
     assert points(reader, "torchrelay.worker.latency.error") == {}

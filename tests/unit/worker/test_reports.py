@@ -13,6 +13,8 @@ from torchrelay.worker.reports import Reporter
 class Saying(Reporter):
     """Of a worker that needs no engine."""
 
+    activity: tuple[int, ...] = ()
+
     def report(self) -> reports_pb2.WorkerReport:
         return reports_pb2.WorkerReport(worker_id="w")
 

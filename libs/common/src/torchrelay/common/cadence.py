@@ -1,23 +1,26 @@
-"""How often something is said: ten times a second while it changes, twice while it stays the same.
+"""How often a process reports: ten times a second while something goes on in it, else twice.
 
-A platform that nobody calls should cost next to nothing; what changes at once is told by streams.
+A platform that nobody calls should cost next to nothing.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-CHANGING_S: Final = 0.1
+LOOK_EVERY_S: Final = 0.1
 STILL_S: Final = 0.5
 
 
 class Cadence:
-    """Of one speaker."""
+    """Of one process, which looks every ``LOOK_EVERY_S`` whether there is something to report."""
 
     def __init__(self) -> None:
-        self._said: object = None
+        self._reported: object = None
+        self._reported_at_s = float("-inf")
 
-    def pause_s(self, said: object) -> float:
-        """How long to be silent after this."""
-        is_new, self._said = said != self._said, said
-        return CHANGING_S if is_new else STILL_S
+    def is_due(self, activity: object, now_s: float) -> bool:
+        """Whether to report: the activity is not what it was at the last report, or that was long ago."""
+        if activity == self._reported and now_s - self._reported_at_s < STILL_S:
+            return False
+        self._reported, self._reported_at_s = activity, now_s
+        return True

@@ -41,7 +41,8 @@ class Batch:
     token_ids: Tensor  # int64 [rows]
     write_slots: Tensor  # int64 [rows]: where each row's keys and values go
     views: tuple[LayerView, ...]  # of each kind of layer
-    output_rows: Sequence[int]  # the running choices', and the last of each chunk that ends its context
+    num_outputs: int  # rows that give logits: the running choices', and the last of each chunk that ends its context
+    output_rows: Tensor | None = None  # int64: which they are; None where all rows do
 
     @property
     def handed_over(self) -> Sequence[Chunk]:
@@ -84,5 +85,8 @@ def make_batch(
         token_ids=numbers[0],
         write_slots=numbers[2],
         views=views,
-        output_rows=output_rows,
+        num_outputs=len(output_rows),
+        output_rows=torch.tensor(output_rows, dtype=torch.int64, device=device)
+        if len(output_rows) < len(token_ids)
+        else None,
     )

@@ -156,7 +156,7 @@ class FixedBatch:
             for kind, view in zip(kinds, like.views, strict=True)
         )
         token_ids = torch.zeros_like(self._scratch_slots)
-        self.batch = Batch(Plan((), ()), token_ids, self._scratch_slots.clone(), views, range(size))
+        self.batch = Batch(Plan((), ()), token_ids, self._scratch_slots.clone(), views, size)
 
     def fill(self, batch: Batch) -> None:
         """Puts a batch of at most so many decoding rows in the place of the last one."""

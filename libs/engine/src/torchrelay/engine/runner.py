@@ -57,13 +57,13 @@ class Runner:
         if self._graphs is not None and (replayed := self._graphs.run(batch)) is not None:
             return plan, replayed
         hidden, batch = self.run_layers(plan.layer, self._num_layers, self._hidden(batch), batch)
-        if batch.output_rows:
+        if batch.num_outputs:
             hidden, batch = self._reach(self._num_layers + 1, hidden, batch)
-        if batch.output_rows and plan.layer:  # it began above the embeddings, and the head may be tied to them
+        if batch.num_outputs and plan.layer:  # it began above the embeddings, and the head may be tied to them
             hidden, batch = self._reach(0, hidden, batch)
-        if not batch.output_rows:
+        if not batch.num_outputs:
             return batch.plan, hidden[:0]
-        ends = hidden if len(batch.output_rows) == hidden.shape[0] else hidden[list(batch.output_rows)]
+        ends = hidden if batch.output_rows is None else hidden[batch.output_rows]
         return batch.plan, self._decoder.logits(ends)
 
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, Batch]:
@@ -219,4 +219,4 @@ def _hidden_of(context: Context) -> Tensor:
 def _nothing(batch: Batch, plan: Plan) -> Batch:
     """A batch that everything has left."""
     empty = batch.token_ids[:0]
-    return Batch(plan, empty, empty, batch.views, ())
+    return Batch(plan, empty, empty, batch.views, 0)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import nats.errors
 from nats.aio.client import Client
 
-from torchrelay.common.cadence import Cadence
+from torchrelay.common.cadence import LOOK_EVERY_S, Cadence
 from torchrelay.common.cancels import heed
 from torchrelay.common.events import Subjects
 from torchrelay.common.latency_model import LatencyModel, StepCost
@@ -60,6 +61,18 @@ class Reporter:
             queued_prefill_s=sum(map(latency.prefill_s, queued)) if latency and latency.prefill.known else 0.0,
         )
 
+    @property
+    def activity(self) -> tuple[int, ...]:
+        """Differs from what it was when something has gone on in the worker. Changes of its slot are streamed."""
+        worker, meters = self._worker, self._worker.meters
+        return (
+            meters.num_positions_prefilled,
+            meters.num_positions_decoded,
+            meters.kv_bytes_received,
+            worker.holder.bytes_sent,
+            *(len(role.attempts) for role in worker.roles),
+        )
+
     def _num_attempts(self, number: types_pb2.Role.ValueType) -> int:
         role = self._worker.role(number)
         return len(role.attempts) if role else 0
@@ -75,13 +88,13 @@ class Reporter:
         subject = Subjects(self._worker.settings.nats_prefix).worker_load(self._worker.settings.worker_id)
         cadence = Cadence()
         while True:
-            report = self.report().SerializeToString()
-            try:
-                await nats_client.publish(subject, report)
-            except (nats.errors.Error, OSError) as error:
-                log.debug("report_not_published", error=str(error))
-            heed()
-            await asyncio.sleep(cadence.pause_s(report))
+            if cadence.is_due(self.activity, time.monotonic()):
+                try:
+                    await nats_client.publish(subject, self.report().SerializeToString())
+                except (nats.errors.Error, OSError) as error:
+                    log.debug("report_not_published", error=str(error))
+                heed()
+            await asyncio.sleep(LOOK_EVERY_S)
 
 
 def _profile_to_wire(shares: Shares) -> reports_pb2.EngineProfile | None:

@@ -20,7 +20,7 @@ class GatewaySettings(ServiceSettings):
         description="sqlite:///path (one gateway only) or postgresql://user:password@host/name.",
     )
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey; empty: no rate limits or budgets.")
-    scheduler_address: str = Field("127.0.0.1:7401", description="host:port of the scheduler's gRPC server.")
+    scheduler_address: str = Field("127.0.0.1:7101", description="host:port of the scheduler's gRPC server.")
     store_address: str = Field("127.0.0.1:7103", description="host:port of the param-store that uploads go to.")
     admin_key: str = Field("", description="The admin key (tra-...); empty: nobody is admin.")
     key_pepper: str = Field(

@@ -8,11 +8,10 @@ import time
 
 import nats.errors
 
-from torchrelay.common.cadence import Cadence
+from torchrelay.common.cadence import LOOK_EVERY_S, Cadence
 from torchrelay.common.cancels import heed
 from torchrelay.common.events import Subjects, connect
 from torchrelay.common.telemetry import get_logger
-from torchrelay.control.v1.reports_pb2 import StoreReport
 from torchrelay.param_store.disk_cache import DiskCache
 from torchrelay.param_store.disk_keeping import keep
 from torchrelay.param_store.filling import REMOTE
@@ -22,7 +21,6 @@ from torchrelay.transfer.slabs import Slab
 
 log = get_logger(__name__)
 EXPIRE_EVERY_S = 60.0
-NOTABLE_BYTES = 1 << 20
 _LOOK_PAUSE_S = 0.2
 
 
@@ -34,23 +32,15 @@ async def publish_reports(store: Store) -> None:
     cadence = Cadence()
     try:
         while True:
-            report = store.report()
-            try:
-                await client.publish(subject, report.SerializeToString())
-            except (nats.errors.Error, OSError) as error:
-                log.debug("report_not_published", error=str(error))
-            heed()
-            await asyncio.sleep(cadence.pause_s(_told(report)))
+            if cadence.is_due(store.activity, time.monotonic()):
+                try:
+                    await client.publish(subject, store.report().SerializeToString())
+                except (nats.errors.Error, OSError) as error:
+                    log.debug("report_not_published", error=str(error))
+                heed()
+            await asyncio.sleep(LOOK_EVERY_S)
     finally:
         await client.close()
-
-
-def _told(report: StoreReport) -> tuple[bytes, int, int]:
-    """What makes a report differ from the one before: not the few bytes that every link always carries."""
-    rest, link = StoreReport(), report.link
-    rest.CopyFrom(report)
-    rest.ClearField("link")
-    return rest.SerializeToString(), link.bytes_sent // NOTABLE_BYTES, link.bytes_received // NOTABLE_BYTES
 
 
 async def expire_uploads(store: Store) -> None:

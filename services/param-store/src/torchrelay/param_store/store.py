@@ -109,6 +109,17 @@ class Store:
         if self._background.ident is not None:
             self._background.join()
 
+    @property
+    def activity(self) -> tuple[int, ...]:
+        """Differs from what it was when something has gone on here."""
+        return (
+            self.holder.bytes_sent,
+            self.relays.num_bytes_received,
+            self.arena.faulted_bytes,
+            self.arena.free_bytes,
+            self.uploads.num_open,
+        )
+
     def report(self) -> reports_pb2.StoreReport:
         """The store's state as the scheduler hears of it."""
         guarded = self.arena.guard.ranks

@@ -31,7 +31,7 @@ class Rules:
     stale_s: float = 3.0  # silence after which a worker or store counts as lost
     fence_s: float = 2.0  # late reports of a process known to be dead are ignored this long
     gateway_grace_s: float = 10.0  # how long a gateway whose stream broke may take to come back
-    settle_s: float = 0.5  # after a start: reports of instances that already run come in; no wake before
+    settle_s: float = 1.0  # after a start: reports of instances that already run come in; no wake before
 
     # Copies in RAM
     replicate: bool = True

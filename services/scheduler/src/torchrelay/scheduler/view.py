@@ -1,8 +1,8 @@
 """The cluster as its workers and stores report it.
 
-Reports come on two roads: the broker (load, ten a second) and a Watch stream to each peer (at once, at every change).
-They may overtake each other, so while a worker's stream is open its slot is taken from the stream alone, where order
-is kept.
+Reports come on two roads: the broker (load; at a change within a tenth of a second, else two a second) and a Watch
+stream to each peer (slots and copies, at once). They may overtake each other, so while a worker's stream is open its
+slot is taken from the stream alone, where order is kept.
 """
 
 from __future__ import annotations

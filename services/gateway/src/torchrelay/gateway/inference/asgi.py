@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.telemetry import get_logger
 from torchrelay.gateway import openai_error
@@ -38,8 +38,8 @@ _JSON = (b"content-type", b"application/json")
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
-class BodyTooLarge(Exception):
-    """More bytes than a body may have."""
+class BodyTooLarge(InvalidRequest):
+    """More bytes than a body may have: a 413."""
 
 
 class TokenPaths:
@@ -76,9 +76,8 @@ class TokenPaths:
                 await exchange.answer(running, form, is_stream)
         except ClientLeft:
             return
-        except BodyTooLarge:
-            said = openai_error.too_large(self._max_body_bytes)
-            await exchange.refuse(413, openai_error.body(413, said, code="invalid_request"))
+        except BodyTooLarge as error:
+            await exchange.refuse(413, openai_error.body(413, error.message, code="invalid_request"))
         except TorchrelayError as error:
             await exchange.fail(error)
         except Exception:  # the border of the process: whoever asked gets an answer, the operator gets the traceback
@@ -117,7 +116,7 @@ class Exchange:
             parts.append(message.get("body", b""))
             num_bytes += len(parts[-1])
             if num_bytes > max_bytes:
-                raise BodyTooLarge
+                raise BodyTooLarge(openai_error.too_large(max_bytes))
             has_more = message.get("more_body", False)
         return b"".join(parts)
 

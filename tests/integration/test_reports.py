@@ -1,0 +1,23 @@
+"""What is said of a worker and a store where nothing goes on: the same again and again, so it is said less often."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.integration.roles_scene import running_worker
+from tests.unit.param_store.stores import running_store
+from torchrelay.engine.core import StepResult
+from torchrelay.worker.reports import Reporter
+
+
+async def test_a_worker_is_active_for_what_it_computes_and_says_the_same_while_it_is_idle(
+    tmp_path: Path, nats_url: str
+) -> None:
+    async with running_store(tmp_path) as store, running_worker(nats_url, store) as one:
+        reporter = Reporter(one.worker, "127.0.0.1:1")
+        idle, first, second = reporter.activity, reporter.report(), reporter.report()
+        assert first.worker_id and first.SerializeToString() == second.SerializeToString()
+        assert reporter.activity == idle
+        one.worker.meters.note(StepResult((), (), 0, 1, 0.01))
+        assert reporter.activity != idle
+        assert reporter.report() != first
