@@ -16,9 +16,10 @@ from torchrelay.gateway.core import (
     Shape,
     Version,
 )
+from torchrelay.gateway.keys import ADMIN
 
 PRINCIPAL = Principal(tenant_id="t-1", tenant="acme", key_id="k-1")
-KEY = "tr-test"
+KEY, ADMIN_KEY = "tr-test", "tr-admin"
 
 
 def published_model(
@@ -64,6 +65,8 @@ class MemoryDoors:
         self.may_open.set()
 
     async def authenticate(self, authorization: str | None) -> Principal:
+        if authorization == f"Bearer {ADMIN_KEY}":
+            return ADMIN
         if authorization != f"Bearer {KEY}":
             raise Unauthenticated("unknown key")
         return PRINCIPAL

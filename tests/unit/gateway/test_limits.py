@@ -12,9 +12,8 @@ from sqlalchemy import update
 
 from tests.support.brokers import free_port
 from tests.unit.gateway.conftest import Parts
-from torchrelay.common.errors import PermissionDenied, QuotaExceeded, RateLimited
+from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.gateway.core import Price, Principal, PublishedModel, Shape, Version
-from torchrelay.gateway.keys import ADMIN
 from torchrelay.gateway.limits import Limits
 from torchrelay.gateway.sql.tables import balances
 
@@ -46,11 +45,6 @@ async def test_without_limits_nothing_is_asked(parts: Parts, principal: Principa
     assert reservation.reserved_nano == 0
     await limits.release(reservation, 5)
     assert limits._scripts is None
-
-
-async def test_the_admin_key_has_no_tenant_to_bill(limits: Limits) -> None:
-    with pytest.raises(PermissionDenied):
-        await limits.admit(ADMIN, MODEL, 1, 1)
 
 
 async def test_a_key_makes_so_many_requests_a_minute(limits: Limits, principal: Principal) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.support.doors import KEY
+from tests.support.doors import ADMIN_KEY, KEY
 from tests.unit.gateway.inference.conftest import PROMPT, World, until
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import scheduler_pb2
@@ -238,6 +238,11 @@ async def test_other_refusals_have_their_status(world: World) -> None:
     good = {"model": "echo", "prompt": "hi"}
     assert (await post("/v1/completions", content=b"{nonsense")).status_code == 400
     assert (await post("/v1/completions", json=good, headers={"authorization": "Bearer no"})).status_code == 401
+    for model in ("echo", "acme/echo"):  # whoever holds the admin key shall not look for a model that is there
+        refused = await post(
+            "/v1/completions", json={**good, "model": model}, headers={"authorization": f"Bearer {ADMIN_KEY}"}
+        )
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
     missing = await post("/v1/completions", json={**good, "model": "other/echo"})
     assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
     got = await world.http.get("/v1/completions")

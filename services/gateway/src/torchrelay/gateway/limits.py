@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy import select
 
-from torchrelay.common.errors import PermissionDenied, QuotaExceeded, RateLimited
+from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.bills import dollars
 from torchrelay.gateway.core import Principal, PublishedModel, Reservation
@@ -55,11 +55,8 @@ class Limits:
     ) -> Reservation:
         """Takes one request from the key's bucket, and the largest possible cost from the tenant's budget.
 
-        ``max_output_tokens`` is of all choices together. Raises ``RateLimited`` or ``QuotaExceeded``, and
-        ``PermissionDenied`` for the admin key, which has no tenant to bill.
+        ``max_output_tokens`` is of all choices together. Raises ``RateLimited`` or ``QuotaExceeded``.
         """
-        if principal.is_admin:
-            raise PermissionDenied("the admin key cannot call models: make a key of a tenant (torchrelay key create)")
         if principal.requests_per_minute is None and principal.budget_nano is None:
             return Reservation("", principal.tenant_id, 0)
         cost = cost_nano(model.price, num_prompt_tokens, 0, max_output_tokens)

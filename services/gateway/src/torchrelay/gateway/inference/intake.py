@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
-from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
+from torchrelay.common.errors import PermissionDenied, QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.telemetry import span_of
 from torchrelay.gateway.core import Cause, Principal
 from torchrelay.gateway.doors import CatalogueDoor, LimitsDoor
@@ -117,6 +117,8 @@ class Intake:
     async def _start(
         self, principal: Principal, ask: Ask, request_id: str, arrived_unix_us: int, deadline_unix_us: int
     ) -> Running:
+        if principal.is_admin:  # it has no tenant, whose models a short name could mean and who would be billed
+            raise PermissionDenied("the admin key cannot call models: make a key of a tenant (torchrelay key create)")
         model = await self._catalogue.resolve(principal, ask.model)
         prompt = await self._prompts.token_ids(model, ask)
         sampling = sampling_of(ask, model, len(prompt), self._bounds)
