@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import gc
 import os
 import re
@@ -41,14 +39,6 @@ def mapped_bytes(address: int, kind: str) -> int:
             found = re.search(rf"^{kind}: +(\d+) kB", mapping, re.MULTILINE)
             return int(found.group(1)) << 10 if found else 0
     return 0
-
-
-def gives_huge_pages(file: int) -> bool:
-    """Whether this kernel makes one of a page in use, asked without what is tested."""
-    os.posix_fallocate(file, 0, PAGE)
-    memory = map_shared(file, HUGE_BYTES, writable=True)
-    libc = ctypes.CDLL(None)
-    return bool(libc.madvise(ctypes.c_void_p(address_of(memory)), ctypes.c_size_t(HUGE_BYTES), 25) == 0)
 
 
 @pytest.mark.parametrize("offset", [0, PAGE, HUGE_BYTES - PAGE, HUGE_BYTES + 3 * PAGE])
@@ -95,38 +85,9 @@ def test_what_cannot_be_mapped_says_so_and_leaves_nothing(file: int) -> None:
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, SIZE), (PAGE, SIZE), (HUGE_BYTES, 2 * HUGE_BYTES), (PAGE, 7 * PAGE)])
-def test_pages_are_given_zeroed_and_huge_where_the_kernel_gives_such(file: int, begin: int, end: int) -> None:
-    expected = gives_huge_pages(file)
-    os.ftruncate(file, 0)
-    os.ftruncate(file, SIZE)
+def test_pages_are_given_zeroed(file: int, begin: int, end: int) -> None:
     memory = map_shared(file, SIZE, writable=True)
     fault_in(file, memory, begin, end - begin)
     assert os.fstat(file).st_blocks * 512 == end - begin
-    first = -(-begin // HUGE_BYTES)
-    num_whole = max(0, end // HUGE_BYTES - first)
-    huge_bytes = mapped_bytes(address_of(memory), "ShmemPmdMapped")
-    assert (huge_bytes > 0) == (expected and num_whole > 0)
-    assert huge_bytes <= num_whole * HUGE_BYTES  # fewer, where memory is in pieces
     assert mapped_bytes(address_of(memory), "Rss") == end - begin
     assert not any(memory[begin:end])
-
-
-def test_a_file_system_that_is_full_keeps_nothing_of_what_failed(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = map_shared(file, SIZE, writable=True)
-    fault_in(file, memory, 0, PAGE)
-    memory[0] = 7
-    give = os.posix_fallocate
-
-    def almost_full(of: int, begin: int, num_bytes: int) -> None:
-        if begin + num_bytes > 2 * HUGE_BYTES + PAGE:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        give(of, begin, num_bytes)
-
-    monkeypatch.setattr("os.posix_fallocate", almost_full)
-    with pytest.raises(OSError, match="No space left"):
-        fault_in(file, memory, PAGE, SIZE - PAGE)
-    assert os.fstat(file).st_blocks * 512 == PAGE
-    monkeypatch.setattr("os.posix_fallocate", give)
-    fault_in(file, memory, PAGE, SIZE - PAGE)
-    assert memory[0] == 7
-    assert not any(memory[PAGE:])

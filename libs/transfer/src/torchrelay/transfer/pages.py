@@ -1,8 +1,8 @@
 """Memory that processes share through a file: mapped so that it can be huge pages, and faulted in ahead of time.
 
-Of pages of 4 KB there are so many in a model that looking up where they lie takes a few percent of reading it. Linux
-gives files in memory huge pages by default only where an administrator says so, but since 6.1 to whoever asks for
-them one by one. All calls leave the interpreter's lock to others.
+Linux gives files in memory huge pages where an administrator says so (``shmem_enabled``). To ask for them one by one
+(MADV_COLLAPSE) made a step 2 % faster, but while an arena grew so the workers beside it stood still for seconds.
+All calls leave the interpreter's lock to others.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrelay.transfer.manifest import PAGE_BYTES
 HUGE_BYTES: Final = 2 << 20
 # Linux's; not in the mmap module.
 _PROT_NONE, _MAP_FIXED = 0, 0x10
-_MADV_REMOVE, _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 9, 23, 25
+_MADV_POPULATE_WRITE = 23
 _FAILED: Final = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -52,25 +52,12 @@ def fault_in(file: int, memory: memoryview, begin: int, num_bytes: int) -> None:
 
     On a virtual machine the first touch of a page costs about 2 s per GB; memory that was touched once is quick for
     ever after. ``memory`` is the whole file. The range must never have been written. Raises ``OSError`` (ENOSPC) when
-    the file system has no room, and gives back what it got: without that, the first touch would kill the process by
-    SIGBUS.
+    the file system has no room: without that, the first touch would kill the process by SIGBUS.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory, begin))
-    try:
-        _give_pages(file, address, begin, num_bytes)
-    except OSError:
-        _libc.madvise(address, num_bytes, _MADV_REMOVE)  # what it has got of them
-        raise
+    os.posix_fallocate(file, begin, num_bytes)
     if _libc.madvise(address, num_bytes, _MADV_POPULATE_WRITE) != 0:  # before Linux 5.14: touch each page
         memory[begin : begin + num_bytes : PAGE_BYTES] = bytes(-(-num_bytes // PAGE_BYTES))
-
-
-def _give_pages(file: int, address: int, begin: int, num_bytes: int) -> None:
-    for huge in range(-(-begin // HUGE_BYTES) * HUGE_BYTES, begin + num_bytes - HUGE_BYTES + 1, HUGE_BYTES):
-        os.posix_fallocate(file, huge, PAGE_BYTES)  # for a page in use to be made a huge one
-        if _libc.madvise(address + huge - begin, HUGE_BYTES, _MADV_COLLAPSE) != 0:
-            break  # an older kernel, or memory in pieces
-    os.posix_fallocate(file, begin, num_bytes)
 
 
 def _map(address: int | None, num_bytes: int, prot: int, flags: int, file: int, offset: int) -> int:
