@@ -15,9 +15,9 @@ async def test_a_worker_is_active_for_what_it_computes_and_says_the_same_while_i
 ) -> None:
     async with running_store(tmp_path) as store, running_worker(nats_url, store) as one:
         reporter = Reporter(one.worker, "127.0.0.1:1")
-        idle, first, second = reporter.activity, reporter.report(), reporter.report()
+        idle, first, second = reporter.activity(), reporter.report(), reporter.report()
         assert first.worker_id and first.SerializeToString() == second.SerializeToString()
-        assert reporter.activity == idle
+        assert reporter.activity() == idle
         one.worker.meters.note(StepResult((), (), 0, 1, 0.01))
-        assert reporter.activity != idle
+        assert reporter.activity() != idle
         assert reporter.report() != first

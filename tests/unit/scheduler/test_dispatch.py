@@ -139,7 +139,9 @@ def test_why_there_is_no_place() -> None:
     alone = place(admission, MODEL, [a_candidate("p", PREFILL)], Handovers(), RULES)
     assert alone == NoPlace("no instance plays decode")
     full = place(admission, MODEL, [a_candidate("b", BOTH, free=5)], Handovers(), RULES)
-    assert isinstance(full, NoPlace) and str(admission.kv_bytes(MODEL)) in full.reason and "5 are" in full.reason
+    assert (
+        isinstance(full, NoPlace) and f"{admission.kv_bytes(MODEL):,} bytes" in full.reason and "5 are" in full.reason
+    )
     crowded = place(
         admission, MODEL, [a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance)], Handovers(), RULES
     )

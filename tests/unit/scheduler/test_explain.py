@@ -36,7 +36,7 @@ def test_a_cold_request_shows_the_load_of_its_instances() -> None:
     assert found is not None
     phases, decisions = found
     assert [phase.name for phase in phases] == ["queue", "plan", "relay", "map", "first_token"]
-    assert phases[2].where == "store-1" and phases[2].detail == "1000 bytes from store-9, first chunk after 10.0 ms"
+    assert phases[2].where == "store-1" and phases[2].detail == "1 kB from store-9, first chunk after 10.0 ms"
     assert [one.kind for one in decisions] == ["place"] and "250 ms" in decisions[0].reason
 
 

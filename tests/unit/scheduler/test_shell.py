@@ -12,11 +12,13 @@ from pydantic import ValidationError
 from torchrelay.common.errors import Overloaded, StaleEpoch
 from torchrelay.common.events import Subjects, connect, ensure_streams
 from torchrelay.common.ids import new_id
+from torchrelay.common.reporting import LOOK_EVERY_S, STILL_S
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 from torchrelay.scheduler.effects import Happening
 from torchrelay.scheduler.epoch import STARTUP_S, Epoch
 from torchrelay.scheduler.history import History
 from torchrelay.scheduler.peers import is_refused
+from torchrelay.scheduler.rules import Rules
 from torchrelay.scheduler.settings import SchedulerSettings
 from torchrelay.scheduler.streams import AdmitStreams
 
@@ -30,6 +32,13 @@ def test_the_epoch_rises_at_the_start_and_yields_later() -> None:
     with pytest.raises(StaleEpoch):
         epoch.seen(2_000_002, now=1000.1 + STARTUP_S)
     assert epoch.refused(2000.0)
+
+
+def test_two_reports_of_what_stays_the_same_come_while_a_new_scheduler_settles() -> None:
+    late_s = STILL_S + LOOK_EVERY_S
+    assert Rules().settle_s > 1.5 * late_s
+    assert 1.5 * late_s < STARTUP_S
+    assert Rules().stale_s > 4 * late_s
 
 
 async def test_a_slow_gateway_loses_its_stream_and_nothing_else_grows() -> None:

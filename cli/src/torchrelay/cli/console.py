@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
@@ -17,7 +16,6 @@ from torchrelay.cli.problems import Problem
 T = TypeVar("T")
 NARROW = 100  # below so many columns tables leave out what can be spared
 _PIPED_WIDTH = 200  # a pipe has no width: tables must not be cut off at 80 columns
-_BYTES = re.compile(r"\b(\d[\d,]*) bytes\b")
 
 
 def out() -> Console:
@@ -85,23 +83,6 @@ def print_json(value: Any) -> None:
 def printable(text: str) -> str:
     """Text from elsewhere without the control characters by which it could take over a terminal."""
     return "".join(character for character in text if character in "\n\t" or character.isprintable())
-
-
-def sized(num_bytes: float) -> str:
-    """``1.5 GB``: three significant figures, decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}" if num_bytes < 999.5 else f"1 {_NEXT[unit]}"
-        num_bytes /= 1000
-    return f"{num_bytes:.4g} TB"
-
-
-_NEXT = {"B": "kB", "kB": "MB", "MB": "GB", "GB": "TB"}
-
-
-def with_sizes(text: str) -> str:
-    """A sentence of the platform with its counts of bytes (``3624960 bytes``) as people are shown them all."""
-    return _BYTES.sub(lambda found: sized(int(found[1].replace(",", ""))), text)
 
 
 def show_problem(problem: Problem) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 from rich.text import Text
 
 from torchrelay.cli.commands.explain import short
-from torchrelay.cli.console import printable, sized
+from torchrelay.cli.console import printable
 from torchrelay.cli.relay_view import lasting
+from torchrelay.common.sizes import sized
 from torchrelay.control.v1.scheduler_pb2 import Event
 
 _KIND_CELLS = 17  # the longest are instance.released and scale.copy_failed

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 from rich.table import Table
 from rich.text import Text
 
-from torchrelay.cli import console
 from torchrelay.cli.console import Columns
 from torchrelay.cli.relay_view import progress
+from torchrelay.common.sizes import sized
 from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import ClusterView, InstanceView, VersionView
 
@@ -74,7 +74,7 @@ def copies_table(view: ClusterView, packs: Packs, is_small: bool = False) -> Tab
                 copy.pack_id[:12],
                 Text(packs.named(copy.pack_id)),
                 store.store_id,
-                console.sized(copy.pack_bytes),
+                sized(copy.pack_bytes),
                 f"{copy.num_chunks_verified}/{copy.num_chunks}",
                 str(copy.num_pins),
                 _copy_state(copy),

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from torchrelay.cli.console import Columns, printable, sized
+from torchrelay.cli.console import Columns, printable
+from torchrelay.common.sizes import sized
 from torchrelay.control.v1.scheduler_pb2 import Feed, RelayView
 
 _BAR_CELLS, _SMALL_BAR_CELLS = 16, 6

@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchrelay.cli import console
 from torchrelay.cli.console import NARROW, Columns, Fitted
 from torchrelay.cli.packs_view import STATE_STYLES, Packs, copies_table, models_table, roles_shown
 from torchrelay.cli.relay_view import relays_shown
+from torchrelay.common.sizes import sized
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 
 RATE_WINDOW_S = 2.0
@@ -149,14 +149,14 @@ def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_sma
         made.add_line(
             store.store_id,
             store.host_id,
-            console.sized(sum(copy.pack_bytes for copy in store.copies)),
-            console.sized(store.arena_bytes),
-            console.sized(store.arena_target_bytes),
+            sized(sum(copy.pack_bytes for copy in store.copies)),
+            sized(store.arena_bytes),
+            sized(store.arena_target_bytes),
             str(len(store.copies)),
             _rate(rates.get(f"{node}.in"), is_bytes=True),
             _rate(rates.get(f"{node}.out"), is_bytes=True),
-            console.sized(store.bytes_received),
-            console.sized(store.bytes_sent),
+            sized(store.bytes_received),
+            sized(store.bytes_sent),
             str(store.num_running_uploads),
         )
     return made
@@ -169,4 +169,4 @@ def _part(free: int, total: int) -> str:
 def _rate(per_s: float | None, is_bytes: bool = False) -> str:
     if per_s is None:
         return ""
-    return console.sized(per_s) if is_bytes else f"{per_s:,.0f}"
+    return sized(per_s) if is_bytes else f"{per_s:,.0f}"

@@ -147,8 +147,8 @@ def timeline(phases: Sequence[Phase], bar_cells: int = BAR_CELLS) -> Columns:
 
 
 def short(text: str) -> str:
-    """For people: ids of twenty random letters by their first six, as in ``inst-njqw24``, and bytes as sizes."""
-    return console.with_sizes(_ID.sub(r"\1", text))
+    """For people: ids of twenty random letters by their first six, as in ``inst-njqw24``."""
+    return _ID.sub(r"\1", text)
 
 
 def bar(begin_us: int, took_us: int, span_us: int, cells: int = BAR_CELLS) -> Text:

@@ -13,6 +13,7 @@ from torchrelay.cli import console
 from torchrelay.cli.access import HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.console import NARROW, Columns, Fitted
 from torchrelay.cli.problems import Problem
+from torchrelay.common.sizes import sized
 
 EXAMPLE = "Example:  torchrelay models\n\nSleep sooner:  torchrelay models set glossary --idle-timeout-s 30"
 app = typer.Typer(invoke_without_command=True)
@@ -59,7 +60,7 @@ def _table(models: list[dict[str, Any]], is_small: bool) -> Columns:
             model["version"][:12],
             model["architecture"],
             model["dtype"],
-            console.sized(model["size_bytes"]),
+            sized(model["size_bytes"]),
             f"{model['context_length']:,}",
             *_scaling(model),
             datetime.fromtimestamp(model["created"]).strftime("%Y-%m-%d" if is_small else "%Y-%m-%d %H:%M"),

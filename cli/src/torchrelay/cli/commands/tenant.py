@@ -13,6 +13,7 @@ from torchrelay.cli import console
 from torchrelay.cli.access import AdminKeyOption, HomeOption, JsonOption, UrlOption, admin_access
 from torchrelay.cli.client import Client
 from torchrelay.cli.problems import Problem, Refused
+from torchrelay.common.sizes import sized
 
 NANO = 1_000_000_000
 app = typer.Typer(no_args_is_help=True, help="Make, change and list tenants (admin).")
@@ -119,6 +120,6 @@ def _shown(one: dict[str, Any]) -> tuple[str, str]:
 
     quota, budget = one["storage_quota_bytes"], one["budget_nano"]
     return (
-        "no limit" if quota is None else console.sized(quota),
+        "no limit" if quota is None else sized(quota),
         "no limit" if budget is None else dollars(budget),
     )

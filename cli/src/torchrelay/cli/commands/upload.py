@@ -24,6 +24,7 @@ from torchrelay.cli.access import Access, HomeOption, KeyOption, UrlOption, tena
 from torchrelay.cli.model_check import check_folder, check_name
 from torchrelay.cli.problems import Problem, Refused
 from torchrelay.cli.uploading import UploadMemory
+from torchrelay.common.sizes import sized
 
 EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
 _STAGES = {"hash": "Hashing", "upload": "Uploading", "validate": "Checking", "pack": "Packing", "publish": "Publishing"}
@@ -82,7 +83,7 @@ def upload(
     check_folder(folder)
     before = _version_before(access, full_name)
     model = _run(access, folder, full_name, chosen)
-    facts = f"{model['architecture']}, {model['dtype']}, {console.sized(model['size_bytes'])}"
+    facts = f"{model['architecture']}, {model['dtype']}, {sized(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
     console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")
     console.err().print(f"[dim]talk to it: torchrelay chat {model['id']}[/]")

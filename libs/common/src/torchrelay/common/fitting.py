@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations, product
 
-_TRUST = 0.02  # of the first guess, in measurements
+_TRUST = 0.005  # of the first guess, in measurements
 _ERROR_STEPS = 64  # over which the published error is a mean
 _LEAST_USUAL = 0.02
 _ROBUST = 2.0  # times the usual error

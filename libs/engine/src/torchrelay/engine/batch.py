@@ -80,13 +80,12 @@ def make_batch(
         LayerView(*kind.rope.angles(numbers[1], dtype), backend.plan(spans, kind.window, dtype, device))
         for kind in kinds
     )
+    is_every_row = len(output_rows) == len(token_ids)
     return Batch(
         plan=plan,
         token_ids=numbers[0],
         write_slots=numbers[2],
         views=views,
         num_outputs=len(output_rows),
-        output_rows=torch.tensor(output_rows, dtype=torch.int64, device=device)
-        if len(output_rows) < len(token_ids)
-        else None,
+        output_rows=None if is_every_row else torch.tensor(output_rows, dtype=torch.int64, device=device),
     )

@@ -172,9 +172,8 @@ def as_tensor(data: memoryview) -> Tensor:
     """The buffer as uint8, not copied. Nobody writes to it: torch has no read-only tensors, and warns."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-        return torch.frombuffer(
-            data[:], dtype=torch.uint8
-        )  # a view of its own: torch does not keep one from being released
+        # A view of its own: torch does not keep one from being released.
+        return torch.frombuffer(data[:], dtype=torch.uint8)
 
 
 def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:

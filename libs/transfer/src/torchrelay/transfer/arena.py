@@ -11,6 +11,7 @@ first use.
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
 import threading
 from pathlib import Path
@@ -21,7 +22,7 @@ from torchrelay.transfer.arena_file import is_at, open_locked
 from torchrelay.transfer.errors import ArenaCorrupted, ArenaFull, ProtocolViolation, UnknownBuffer
 from torchrelay.transfer.guards import Guard
 from torchrelay.transfer.manifest import pack_id_of
-from torchrelay.transfer.pages import fault_in, map_shared
+from torchrelay.transfer.pages import fault_in
 from torchrelay.transfer.ranges import Room, UsedRange, find_room
 from torchrelay.transfer.slab_format import ALIGN_BYTES, SlabFormat, checked_manifest, page_aligned
 from torchrelay.transfer.slab_table import MAX_SLABS, TABLE_BYTES, SlabTable, TableEntry, check_ranges
@@ -37,10 +38,11 @@ log = get_logger(__name__)
 class Arena:
     """Make one with ``create``. All methods may be called from any thread."""
 
-    def __init__(self, path: Path, file: int, memory: memoryview) -> None:
+    def __init__(self, path: Path, file: int, mapping: mmap.mmap) -> None:
         self.path = path
         self._file = file
-        self._memory = memory
+        self._mapping = mapping
+        self._memory = memoryview(mapping)
         self._table = SlabTable(self._memory)
         self._entries: dict[str, TableEntry] = {}
         self._slabs: dict[str, Slab] = {}
@@ -66,7 +68,7 @@ class Arena:
         try:
             os.ftruncate(file, capacity_bytes)
             os.posix_fallocate(file, 0, TABLE_BYTES)
-            arena = cls(path, file, map_shared(file, capacity_bytes, writable=True))
+            arena = cls(path, file, mmap.mmap(file, capacity_bytes))
         except OSError as error:
             os.close(file)
             raise ArenaFull(f"the arena {path} cannot be made: {error.strerror}") from error
@@ -108,9 +110,9 @@ class Arena:
             while (begin := self.faulted_bytes) < target:
                 if self._growth_ended:
                     raise ArenaFull(f"the arena stays at {begin} bytes: it is to be closed")
-                step = min(GROW_SLICE_BYTES - begin % GROW_SLICE_BYTES, target - begin)
+                step = min(GROW_SLICE_BYTES, target - begin)
                 try:
-                    fault_in(self._file, self._memory, begin, step)
+                    fault_in(self._file, self._mapping, begin, step)
                 except OSError as error:
                     raise ArenaFull(f"the arena cannot grow beyond {begin} bytes: {error.strerror}") from error
                 self._table.faulted_bytes = begin + step

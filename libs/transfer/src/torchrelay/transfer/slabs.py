@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -17,7 +18,6 @@ from torchrelay.common.errors import NotFound
 from torchrelay.transfer.buffers import MOST_READY
 from torchrelay.transfer.errors import ArenaCorrupted, BufferLost
 from torchrelay.transfer.manifest import Manifest, decode_manifest
-from torchrelay.transfer.pages import map_shared
 from torchrelay.transfer.slab_format import ALIGN_BYTES, SlabFormat, checked_manifest, read_format
 
 
@@ -236,7 +236,8 @@ class MappedSlab:
     """
 
     def __init__(self, arena_path: str | Path, slab_offset: int, slab_bytes: int) -> None:
-        whole = _map_read_only(Path(arena_path), slab_offset, slab_bytes)
+        self._mapping = _map_read_only(Path(arena_path), slab_offset, slab_bytes)
+        whole = memoryview(self._mapping)
         self._format = read_format(whole)
         self._verified = whole[self._format.verified]
         self._encoded = bytes(whole[self._format.manifest])
@@ -267,9 +268,11 @@ class MappedSlab:
             self.data.release()
         with suppress(BufferError):
             self._verified.release()
+        with suppress(BufferError):
+            self._mapping.close()
 
 
-def _map_read_only(path: Path, offset: int, num_bytes: int) -> memoryview:
+def _map_read_only(path: Path, offset: int, num_bytes: int) -> mmap.mmap:
     if offset < 0 or offset % ALIGN_BYTES or num_bytes <= 0:
         raise ArenaCorrupted(f"a slab cannot lie at {offset} with {num_bytes} bytes")
     try:
@@ -279,6 +282,6 @@ def _map_read_only(path: Path, offset: int, num_bytes: int) -> memoryview:
     try:
         if offset + num_bytes > os.fstat(file).st_size:
             raise ArenaCorrupted(f"a slab at {offset} with {num_bytes} bytes is beyond the arena's end")
-        return map_shared(file, num_bytes, offset)
+        return mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
     finally:
         os.close(file)

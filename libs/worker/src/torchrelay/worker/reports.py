@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
+from dataclasses import asdict
 
-import nats.errors
 from nats.aio.client import Client
 
-from torchrelay.common.cadence import LOOK_EVERY_S, Cadence
-from torchrelay.common.cancels import heed
 from torchrelay.common.events import Subjects
-from torchrelay.common.latency_model import LatencyModel, StepCost
-from torchrelay.common.telemetry import get_logger
+from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.reporting import publish_reports
 from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.worker.shares import NO_SHARES, Shares, bottleneck
 from torchrelay.worker.worker import Worker
-
-log = get_logger(__name__)
 
 
 class Reporter:
@@ -61,7 +55,6 @@ class Reporter:
             queued_prefill_s=sum(map(latency.prefill_s, queued)) if latency and latency.prefill.known else 0.0,
         )
 
-    @property
     def activity(self) -> tuple[int, ...]:
         """Differs from what it was when something has gone on in the worker. Changes of its slot are streamed."""
         worker, meters = self._worker, self._worker.meters
@@ -84,44 +77,21 @@ class Reporter:
         return [attempt.start.num_prompt_tokens for attempt in waiting]
 
     async def run(self, nats_client: Client) -> None:
-        """Publishes until cancelled; while NATS is away reports are simply missed."""
+        """Publishes until cancelled."""
         subject = Subjects(self._worker.settings.nats_prefix).worker_load(self._worker.settings.worker_id)
-        cadence = Cadence()
-        while True:
-            if cadence.is_due(self.activity, time.monotonic()):
-                try:
-                    await nats_client.publish(subject, self.report().SerializeToString())
-                except (nats.errors.Error, OSError) as error:
-                    log.debug("report_not_published", error=str(error))
-                heed()
-            await asyncio.sleep(LOOK_EVERY_S)
+        await publish_reports(nats_client, subject, self.activity, self.report)
 
 
 def _profile_to_wire(shares: Shares) -> reports_pb2.EngineProfile | None:
     """None before the first step."""
     if shares == NO_SHARES:
         return None
-    return reports_pb2.EngineProfile(
-        compute=shares.compute,
-        memory=shares.memory,
-        kv_transfer=shares.kv_transfer,
-        io_wait=shares.io_wait,
-        scheduling=shares.scheduling,
-        bottleneck=bottleneck(shares),
-    )
+    return reports_pb2.EngineProfile(**asdict(shares), bottleneck=bottleneck(shares))
 
 
 def _latency_to_wire(model: LatencyModel) -> reports_pb2.LatencyModel:
     return reports_pb2.LatencyModel(
-        prefill=_cost_to_wire(model.prefill), decode=_cost_to_wire(model.decode), token_budget=model.token_budget
-    )
-
-
-def _cost_to_wire(cost: StepCost) -> reports_pb2.StepCost:
-    return reports_pb2.StepCost(
-        base_s=cost.base_s,
-        per_position_s=cost.per_position_s,
-        per_seen_s=cost.per_seen_s,
-        num_steps=cost.num_steps,
-        error=cost.error,
+        prefill=reports_pb2.StepCost(**asdict(model.prefill)),
+        decode=reports_pb2.StepCost(**asdict(model.decode)),
+        token_budget=model.token_budget,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torchrelay.engine.profile import StepProfile
 
@@ -61,12 +61,7 @@ def bottleneck(shares: Shares) -> str:
 
     The largest share beside the computing itself, as soon as it is 30% of the time; else "compute".
     """
-    beside = {
-        "memory": shares.memory,
-        "kv_transfer": shares.kv_transfer,
-        "io_wait": shares.io_wait,
-        "scheduling": shares.scheduling,
-    }
+    beside = {name: share for name, share in asdict(shares).items() if name != "compute"}
     largest = max(beside, key=beside.__getitem__)
     if beside[largest] >= _NOTABLE:
         return largest

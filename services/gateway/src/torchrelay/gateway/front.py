@@ -5,10 +5,10 @@ Bodies of everything else are bounded here, file uploads excepted: those are str
 
 from __future__ import annotations
 
-import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, TypeAlias
 
+import msgspec
 from starlette.exceptions import HTTPException
 
 from torchrelay.gateway.openai_error import body, too_large
@@ -63,7 +63,7 @@ def _declared_bytes(scope: Scope) -> int:
 
 
 async def _refuse(send: Send, max_body_bytes: int) -> None:
-    said = json.dumps(body(413, too_large(max_body_bytes), code="invalid_request")).encode()
+    said = msgspec.json.encode(body(413, too_large(max_body_bytes), code="invalid_request"))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(said)).encode())]
     await send({"type": "http.response.start", "status": 413, "headers": [*headers, (b"connection", b"close")]})
     await send({"type": "http.response.body", "body": said})

@@ -35,7 +35,7 @@ def body(status: int, message: str, *, param: str | None = None, code: str | Non
 
 def too_large(max_bytes: int) -> str:
     """What a 413 says, on every path."""
-    return f"the body is larger than {max_bytes:,} bytes"
+    return f"the body is larger than {max_bytes:,} bytes (the gateway's setting max_body_bytes); send less at once"
 
 
 def error_headers(error: TorchrelayError) -> dict[str, str]:

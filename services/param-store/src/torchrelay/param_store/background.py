@@ -6,10 +6,7 @@ import asyncio
 import threading
 import time
 
-import nats.errors
-
-from torchrelay.common.cadence import LOOK_EVERY_S, Cadence
-from torchrelay.common.cancels import heed
+from torchrelay.common import reporting
 from torchrelay.common.events import Subjects, connect
 from torchrelay.common.telemetry import get_logger
 from torchrelay.param_store.disk_cache import DiskCache
@@ -29,16 +26,8 @@ async def publish_reports(store: Store) -> None:
     settings = store.settings
     subject = Subjects(settings.nats_prefix).store_load(settings.store_id)
     client = await connect(settings.nats_url, settings.store_id)
-    cadence = Cadence()
     try:
-        while True:
-            if cadence.is_due(store.activity, time.monotonic()):
-                try:
-                    await client.publish(subject, store.report().SerializeToString())
-                except (nats.errors.Error, OSError) as error:
-                    log.debug("report_not_published", error=str(error))
-                heed()
-            await asyncio.sleep(LOOK_EVERY_S)
+        await reporting.publish_reports(client, subject, store.activity, store.report)
     finally:
         await client.close()
 

@@ -109,7 +109,6 @@ class Store:
         if self._background.ident is not None:
             self._background.join()
 
-    @property
     def activity(self) -> tuple[int, ...]:
         """Differs from what it was when something has gone on here."""
         return (

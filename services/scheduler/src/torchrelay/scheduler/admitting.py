@@ -120,10 +120,11 @@ def refuse_if_impossible(state: State, admission: Admission, now: float) -> None
 def _impossible(state: State, model: Model, admission: Admission) -> str:
     available = state.largest_slot_bytes
     if model.pack_bytes > available:
-        return f"The weights of {admission.model} take {model.pack_bytes} bytes; the largest slot holds {available}."
+        weights = f"The weights of {admission.model} take {model.pack_bytes:,} bytes"
+        return f"{weights}; the largest slot holds {available:,}."
     needed, pool = admission.kv_bytes(model), state.largest_kv_pool_bytes
     if needed > pool:
-        return f"The request needs {needed} bytes of KV to its last token; the largest pool has {pool}."
+        return f"The request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}."
     return ""
 
 

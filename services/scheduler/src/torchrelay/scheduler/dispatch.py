@@ -64,7 +64,7 @@ def place(
     ]
     if not fitting:
         most = max(decode.kv_unreserved_bytes for decode in decodes)
-        return NoPlace(f"needs {kv_bytes} bytes of KV, at most {most} are unreserved on any decode instance")
+        return NoPlace(f"needs {kv_bytes:,} bytes of KV, at most {most:,} are unreserved on any decode instance")
     firsts = {prefill.instance.instance_id: _first_token(admission, prefill) for prefill in prefills}
     nexts = {decode.instance.instance_id: _next_tokens(admission, decode, rules) for decode in fitting}
     prompt_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token

@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from torchrelay.common.sizes import sized
 from torchrelay.scheduler.core import AttemptKey, Copy, Instance, Placement, Slot
 from torchrelay.scheduler.effects import Happening, Opened
 from torchrelay.scheduler.measured import Measured
@@ -182,5 +183,5 @@ def _relay_phase(copy: Copy, store_id: str, times: _InstanceTimes) -> Measured |
         at = times.accepted_us or times.created_us
         return Measured("relay", at, at, store_id, "host copy present, nothing to transfer")
     first_ms = max(copy.relay_first_us - copy.relay_begin_us, 0) / 1e3
-    detail = f"{copy.pack_bytes} bytes from {copy.source or 'unknown'}, first chunk after {first_ms:.1f} ms"
+    detail = f"{sized(copy.pack_bytes)} from {copy.source or 'unknown'}, first chunk after {first_ms:.1f} ms"
     return Measured("relay", copy.relay_begin_us, copy.relay_end_us, store_id, detail)
