@@ -24,10 +24,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.cold_start import WORKERS, Model, publish, renew_workers
-from bench.engine_checks import PROMPT_TOKENS, Measured, Sample, apart_checks, memory_checks, model_checks, prefix_check
-from bench.engine_door import Burst, Door, prompts_of
+from bench.engine_checks import Measured, apart_checks, memory_checks, model_checks, prefix_check
+from bench.engine_door import PROMPT_TOKENS, Burst, Door, Sample, prompts_of
+from bench.engine_limit import limit_check, rounds_of
 from bench.engine_memory import await_settled, worker_memory
-from bench.engine_models import BenchModel, make_models, read_bytes_per_s
+from bench.engine_models import BenchModel, make_models
 from bench.engine_peers import generate_batch_tok_s, load_transformers, vllm_server
 from bench.report import Check, finish, progress
 from tests.support.platform import Platform, running_platform
@@ -44,16 +45,16 @@ COMMON = ("--arena-mb", "1280", "--idle-timeout-s", "600", "--kv-pool-mb", "256"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How much: layers of the mid model, tokens out, requests per connection, and reads of as much as its weights."""
+    """How much: layers of the mid model, tokens out, requests per connection, and rounds beside the memory's limit."""
 
     mid_layers: int
     output_tokens: int
     waves: int
-    num_reads: int
+    rounds: int
 
 
-FULL = Form(mid_layers=24, output_tokens=32, waves=3, num_reads=8)
-QUICK = Form(mid_layers=8, output_tokens=16, waves=1, num_reads=4)
+FULL = Form(mid_layers=24, output_tokens=32, waves=3, rounds=5)
+QUICK = Form(mid_layers=8, output_tokens=16, waves=1, rounds=2)
 
 
 def sweep(door: Door, model: BenchModel, form: Form) -> dict[int, Sample]:
@@ -129,9 +130,9 @@ def ours(root: Path, subjects: list[Subject], form: Form) -> Measured:
             door = subject.settle(platform, ["worker-0"])
             samples[subject.model.name] = sweep(door, subject.model, form)
         mid = subjects[-1].model
-        rate = read_bytes_per_s(mid.step_bytes, form.num_reads)
+        rounds = rounds_of(door, mid, form.rounds, form.waves, form.output_tokens)
         first_ms, again_ms = prefix_ttft_ms(door, mid)
-    return Measured(samples, rate, again_ms / first_ms, first_ms)
+    return Measured(samples, rounds, again_ms / first_ms, first_ms)
 
 
 def theirs(root: Path, command: str, models: list[BenchModel], form: Form) -> dict[str, dict[int, Sample]]:
@@ -174,7 +175,7 @@ def measure(root: Path, form: Form, peer: str) -> list[Check]:
     mine = ours(root, subjects, form)
     peers = theirs(root, peer, models, form) if peer else {}
     checks = [check for model in models for check in model_checks(model, mine, peers)]
-    checks.append(prefix_check(mine))
+    checks += [limit_check(mid.model, mine.rounds), prefix_check(mine)]
     for model, tok_s in zip(models, batched, strict=True):
         against = f"transformers, {BATCHED} at once"
         checks.append(Check(f"{model.name}_generate_batch_tok_s", tok_s, "tok/s", None, against))

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench.engine_checks import PROMPT_TOKENS, Sample
 from bench.engine_models import NUM_BYTES_ALONE, BenchModel
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 LOAD_S: Final = 600.0
+PROMPT_TOKENS: Final = 64
 _random = random.Random(0)
 
 
@@ -26,6 +26,18 @@ class Burst:
     prompts: list[list[int]]
     concurrency: int
     output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Output tokens per second at one concurrency, and the medians of what a user sees."""
+
+    tok_s: float
+    ttft_ms: float
+    tbt_ms: float
+
+    def __str__(self) -> str:
+        return f"{self.tok_s:.1f} tok/s, TTFT {self.ttft_ms:.0f} ms, TBT {self.tbt_ms:.1f} ms"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -103,16 +102,3 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-
-
-def read_bytes_per_s(num_bytes: int, num_rounds: int = 8) -> float:
-    """How fast all cores read memory: the quickest of several sums over as many bytes as a step's weights."""
-    memory = torch.ones(num_bytes // 4096 * 512, dtype=torch.int64)
-    matrix, vector = torch.ones(num_bytes // 4096, 1024), torch.ones(1024)
-    best_s = float("inf")
-    for _ in range(num_rounds):
-        for read, operands in ((torch.sum, (memory,)), (torch.mv, (matrix, vector))):
-            begin_s = time.perf_counter()
-            read(*operands)
-            best_s = min(best_s, time.perf_counter() - begin_s)
-    return matrix.numel() * matrix.element_size() / best_s

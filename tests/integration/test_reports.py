@@ -6,11 +6,15 @@ from pathlib import Path
 
 from tests.integration.roles_scene import running_worker
 from tests.unit.param_store.stores import running_store
+from torchrelay.control.v1.generation_pb2 import AttemptStart
+from torchrelay.control.v1.types_pb2 import ROLE_PREFILL, AttemptKey
 from torchrelay.engine.core import StepResult
+from torchrelay.worker.attempts import Attempt
+from torchrelay.worker.outbox import Outbox
 from torchrelay.worker.reports import Reporter
 
 
-async def test_a_worker_is_active_for_what_it_computes_and_says_the_same_while_it_is_idle(
+async def test_a_worker_is_active_for_requests_that_come_and_go_and_says_the_same_while_it_is_idle(
     tmp_path: Path, nats_url: str
 ) -> None:
     async with running_store(tmp_path) as store, running_worker(nats_url, store) as one:
@@ -18,6 +22,15 @@ async def test_a_worker_is_active_for_what_it_computes_and_says_the_same_while_i
         idle, first, second = reporter.activity(), reporter.report(), reporter.report()
         assert first.worker_id and first.SerializeToString() == second.SerializeToString()
         assert reporter.activity() == idle
+        attempt = Attempt(AttemptStart(key=AttemptKey(request_id="r", attempt=1), num_prompt_tokens=9), Outbox("g"), {})
+        role = one.worker.role(ROLE_PREFILL)
+        assert role is not None
+        role.attempts.add(attempt)
+        began = reporter.activity()
         one.worker.meters.note(StepResult((), (), 0, 1, 0.01))
-        assert reporter.activity() != idle
+        assert reporter.activity() == began != idle
         assert reporter.report() != first
+        role.attempts.note_prefilled([attempt.group_id])
+        assert reporter.activity() not in (began, idle)
+        role.forget(attempt)
+        assert reporter.activity() == idle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,17 @@ def test_who_computes_is_counted_until_it_rests(tmp_path: Path) -> None:
     assert second.count_computing() == 2
     first.rest()
     assert second.count_computing() == 1
+
+
+def test_whoever_begins_or_rests_tells_those_that_compute(tmp_path: Path) -> None:
+    mine, theirs = (Neighbours(tmp_path / "cores") for _ in range(2))
+    number = ctypes.c_int64.from_address(mine.changes_address)
+    seen = []
+    for act in (mine.count_computing, theirs.count_computing, theirs.count_computing, theirs.rest, theirs.rest):
+        mine.count_computing()
+        act()
+        seen.append(number.value != mine.num_changes_seen)
+    assert seen == [False, True, False, True, False], "what one does oneself is known, and only changes count"
 
 
 def test_who_says_nothing_is_forgotten(tmp_path: Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import cycle
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,13 +16,15 @@ from torch import Tensor
 from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.running import Model, group_of, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
-from torchrelay.engine import fused
+from torchrelay.engine import fused, runner
 from torchrelay.engine.core import SamplingParams
+from torchrelay.engine.cores import CoreShare
 from torchrelay.engine.cpu import attention
 from torchrelay.engine.cpu.kernels import Kernels
 from torchrelay.engine.cpu.layers import CpuLayers
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.linear import PackedMatrix, linear
+from torchrelay.engine.neighbours import Neighbours
 from torchrelay.engine.readiness import SegmentGate
 from torchrelay.engine.resident import ResidentModel
 from torchrelay.engine.weights import LayerWeights
@@ -30,9 +35,9 @@ SAMPLING = SamplingParams(temperature=0, max_tokens=30)
 class Counted(CpuLayers):
     """``calls``: how many layers each has computed; ``rows``: of how many rows."""
 
-    def __init__(self, kernels: Kernels, model: ResidentModel) -> None:
+    def __init__(self, kernels: Kernels, model: ResidentModel, neighbours: Neighbours | None = None) -> None:
         kinds = model.decoder._kind_of_layer
-        super().__init__(kernels, model.config, model.weights.dtype, kinds)
+        super().__init__(kernels, model.config, model.weights.dtype, kinds, neighbours)
         self.calls: list[int] = []
         self.rows: list[int] = []
 
@@ -157,6 +162,30 @@ def test_while_the_pack_arrives_a_call_is_one_layer(
     assert set(counted.calls) == {1}
 
 
+@pytest.mark.usefixtures("three_threads")
+def test_a_call_ends_after_the_layer_in_which_a_neighbour_begins_or_rests(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, tmp_path: Path
+) -> None:
+    """The cores are then divided anew, and another call computes the rest; what comes out is the same."""
+    plain, whole, _ = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built)
+    mine, theirs = (Neighbours(tmp_path / "cores") for _ in range(2))
+    whole._cores = CoreShare(mine)
+    counted = whole._model.decoder._whole = Counted(built, whole._model, mine)
+    turns: Iterator[Callable[[], object]] = cycle([theirs.count_computing, lambda: None, theirs.rest, lambda: None])
+
+    def layers(*arguments: object) -> int:
+        next(turns)()  # after this process counted
+        num_done: int = built.layers(*arguments)
+        return num_done
+
+    counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
+    expected, found = logits_of(plain, 5), logits_of(whole, 5)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    num_layers = whole.config.num_layers
+    calls = [num_done for num_done in counted.calls if num_done]
+    assert calls == [1, num_layers - 1] * (len(calls) // 2) and len(calls) > 20
+
+
 def test_a_layer_in_another_form_is_left_to_the_steps(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
@@ -184,11 +213,13 @@ def test_a_layer_in_another_form_is_left_to_the_steps(
     assert set(counted.calls) == {0, num_layers - 1}  # the last one
 
 
-def test_what_is_handed_over_leaves_after_each_layer(
-    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+@pytest.mark.parametrize(("layers_at_once", "calls"), [(0, [1, 1, 1]), (1, [1, 1, 1]), (2, [2, 1]), (9, [3])])
+def test_what_is_handed_over_leaves_after_so_many_layers(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, layers_at_once: int, calls: list[int]
 ) -> None:
     plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
     blocks: list[dict[int, bytes]] = []
+    monkeypatch.setattr(runner, "HANDED_OVER_BYTES", layers_at_once * 20 * whole._runner._token_bytes)
     for instance in plain, whole:
         found: dict[int, bytes] = {}
         group = group_of(prompt_of(20))
@@ -197,7 +228,7 @@ def test_what_is_handed_over_leaves_after_each_layer(
         assert len(found) == instance.kv_layout(group).num_kv_chunks
         blocks.append(found)
     assert blocks[0] == blocks[1]
-    assert counted.calls == [1] * whole.config.num_layers
+    assert counted.calls == calls
 
 
 def test_layers_that_are_replaced_meanwhile_stay_until_they_are_computed_with(
@@ -207,12 +238,13 @@ def test_layers_that_are_replaced_meanwhile_stay_until_they_are_computed_with(
     weights, num_layers = whole._model.weights, whole.config.num_layers
     lived: list[bool] = []
 
-    def layers(*arguments: object) -> None:
+    def layers(*arguments: object) -> int:
         old = [weakref.ref(weights.layer(layer)) for layer in range(num_layers)]
         for layer in range(num_layers):
             weights.replace_layer(layer, replace(weights.layer(layer)))
-        built.layers(*arguments)
+        num_done: int = built.layers(*arguments)
         lived.extend(ref() is not None for ref in old)
+        return num_done
 
     counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
     logits_of(whole, 1)

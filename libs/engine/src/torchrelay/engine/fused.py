@@ -17,6 +17,7 @@ from torchrelay.transfer.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from torchrelay.engine.cpu.layers import CpuLayers
+    from torchrelay.engine.neighbours import Neighbours
 
 
 class FusedSteps(ABC):
@@ -67,11 +68,15 @@ def steps_for(device: torch.device) -> FusedSteps | None:
 
 
 def whole_layers_for(
-    device: torch.device, config: ModelConfig, dtype: torch.dtype, kind_of_layer: Sequence[int]
+    device: torch.device,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    kind_of_layer: Sequence[int],
+    neighbours: Neighbours | None,
 ) -> CpuLayers | None:
     """What computes several layers of a batch at once, if anything does."""
     if device.type == "cpu" and (found := kernels()) is not None:
         from torchrelay.engine.cpu.layers import CpuLayers
 
-        return CpuLayers(found, config, dtype, kind_of_layer)
+        return CpuLayers(found, config, dtype, kind_of_layer, neighbours)
     return None

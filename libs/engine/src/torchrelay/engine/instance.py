@@ -62,7 +62,9 @@ class Instance:
         ``on_segment`` is called, on whichever thread, as a segment comes into use or none will come any more: there may
         be work now. ``neighbours``: whom it shares the cores of a CPU with.
         """
-        model = ResidentModel(manifest, data, pool, page_tokens, attention, capturer, cpu_reorder, on_segment)
+        model = ResidentModel(
+            manifest, data, pool, page_tokens, attention, capturer, cpu_reorder, on_segment, neighbours
+        )
         self._model, self._pages = model, model.pages
         self.config, self.kv_shape = model.config, model.kv_shape
         self._layouts = Layouts(self.kv_shape, self.config.hidden_size, kv_block_tokens)

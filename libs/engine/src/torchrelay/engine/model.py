@@ -16,6 +16,7 @@ from torchrelay.engine.attention import AttentionBackend, Scoring
 from torchrelay.engine.batch import Batch, LayerView
 from torchrelay.engine.linear import linear
 from torchrelay.engine.mlp import feed_forward
+from torchrelay.engine.neighbours import Neighbours
 from torchrelay.engine.rope import rotate
 from torchrelay.engine.weights import LayerWeights, Weights
 from torchrelay.transfer.model_config import ModelConfig
@@ -31,6 +32,7 @@ class Decoder:
         kv: Tensor,
         backend: AttentionBackend,
         kind_of_layer: Sequence[int],
+        neighbours: Neighbours | None = None,
     ) -> None:
         self._config = config
         self._weights = weights
@@ -38,7 +40,7 @@ class Decoder:
         self._backend = backend
         self._kind_of_layer = kind_of_layer
         self._steps = fused.steps_for(kv.device)
-        self._whole = fused.whole_layers_for(kv.device, config, kv.dtype, kind_of_layer)
+        self._whole = fused.whole_layers_for(kv.device, config, kv.dtype, kind_of_layer, neighbours)
         self._norm_kind = config.norm_eps, config.architecture.unit_offset_norms
         self._scoring = Scoring(config.query_scale, config.score_cap)
 

@@ -2,7 +2,7 @@
 
 Two teams of threads on the same cores wait for each other's time slices at every barrier, of which a step has a
 hundred: two workers on two cores gave a quarter to a half of the tokens of one. So each takes its part while the other
-computes.
+computes; a number that changes whenever one begins or rests calls those back that compute for long.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ FRESH_S: Final = 1.0
 
 
 class Neighbours:
-    """One process's place in the file: its pid, and until when others are to count it."""
+    """One process's place in the file: its pid, and until when others are to count it.
+
+    At ``changes_address`` lies an int64 that is no more ``num_changes_seen`` once somebody has begun or rested since
+    this process last counted. Two at the same moment may change it once: it says that, not how often.
+    """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic, num_places: int = NUM_PLACES) -> None:
         """Takes a place that nobody has, or whose process is gone. Raises ``OSError`` when there is none."""
@@ -31,16 +35,18 @@ class Neighbours:
         with path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             try:
-                file.truncate(16 * num_places)
-                memory = mmap.mmap(file.fileno(), 16 * num_places)
+                file.truncate(16 * num_places + 8)
+                memory = mmap.mmap(file.fileno(), 16 * num_places + 8)
                 pids = np.frombuffer(memory, np.int64, num_places)
                 self._until_s = np.frombuffer(memory, np.float64, num_places, offset=8 * num_places)
+                self._changes = np.frombuffer(memory, np.int64, 1, offset=16 * num_places)
                 free = [place for place, pid in enumerate(pids.tolist()) if not _is_running(pid)]
                 if not free:
                     raise OSError(f"{path} has no place left: {num_places} processes compute on this host")
                 # Of a boot before this one, whose clock had gone further: they would count for as long as that had run.
                 self._until_s[self._until_s > clock() + FRESH_S] = 0.0
                 self._place = free[0]
+                self.changes_address, self.num_changes_seen = int(self._changes.ctypes.data), int(self._changes[0])
                 self._until_s[self._place] = 0.0
                 pids[self._place] = os.getpid()
             finally:
@@ -49,12 +55,17 @@ class Neighbours:
     def count_computing(self) -> int:
         """This process computes from now on; how many do, with it."""
         now_s = self._clock()
+        if self._until_s[self._place] <= now_s:
+            self._changes[0] += 1
+        self.num_changes_seen = int(self._changes[0])
         self._until_s[self._place] = now_s + FRESH_S
         return int(np.count_nonzero(self._until_s > now_s))
 
     def rest(self) -> None:
         """It computes no more."""
-        self._until_s[self._place] = 0.0
+        if self._until_s[self._place]:
+            self._until_s[self._place] = 0.0
+            self._changes[0] += 1
 
 
 def _is_running(pid: int) -> bool:

@@ -10,6 +10,7 @@ from torchrelay.engine.batch import Batch, layer_kinds, make_batch
 from torchrelay.engine.graphs import Capturer, DecodeGraphs, ScratchSpace, capturer_for
 from torchrelay.engine.handover import KvShape
 from torchrelay.engine.model import Decoder
+from torchrelay.engine.neighbours import Neighbours
 from torchrelay.engine.pool import KvPool
 from torchrelay.engine.profile import Share
 from torchrelay.engine.reorder import Reorderer, give_back
@@ -32,6 +33,7 @@ class ResidentModel:
         capturer: Capturer | None,
         cpu_reorder: bool,
         on_segment: Callable[[], None] | None,
+        neighbours: Neighbours | None,
     ) -> None:
         self.config = read_config(manifest.config)
         self.kv_shape = KvShape.of(self.config, manifest.dtype)
@@ -42,7 +44,7 @@ class ResidentModel:
         self.pages = pool.cut(self.kv_shape, self.weights.dtype, page_tokens, has_scratch=capturer is not None)
         self.backend = attention_backend(attention or default_backend(pool.device), page_tokens)
         self._kinds, kind_of_layer = layer_kinds(self.config, pool.device)
-        self.decoder = Decoder(self.config, self.weights, self.pages.kv, self.backend, kind_of_layer)
+        self.decoder = Decoder(self.config, self.weights, self.pages.kv, self.backend, kind_of_layer, neighbours)
         self.graphs = self._graphs(capturer)
         reorders = cpu_reorder and pool.device.type == "cpu"
         self.reorderer = Reorderer(self.weights, self.config.num_layers) if reorders else None

@@ -56,13 +56,16 @@ class Reporter:
         )
 
     def activity(self) -> tuple[int, ...]:
-        """Differs from what it was when something has gone on in the worker. Changes of its slot are streamed."""
-        worker, meters = self._worker, self._worker.meters
+        """Differs from what it was when something has gone on that the scheduler places by.
+
+        What decoding alone moves, positions and times of steps, can wait for the next report that comes anyhow; changes
+        of the slot are streamed.
+        """
+        worker = self._worker
         return (
-            meters.num_positions_prefilled,
-            meters.num_positions_decoded,
-            meters.kv_bytes_received,
+            worker.meters.kv_bytes_received,
             worker.holder.bytes_sent,
+            len(self._queued_prompts()),
             *(len(role.attempts) for role in worker.roles),
         )
 

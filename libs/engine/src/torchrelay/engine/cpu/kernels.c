@@ -43,6 +43,8 @@ struct batch {
     long layer_stride, plane; /* of kv, in numbers */
     floats *wide;
     char *memory;
+    const int64_t *changes; /* NULL, or what others change when the cores are to be divided anew */
+    int64_t num_changes_seen;
 };
 
 /* What is computed on the way. */
@@ -112,8 +114,9 @@ INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, c
 #undef LINEAR
 }
 
-/* `num_layers` layers from `first` on; `kinds` tells the view of each. */
-void torchrelay_layers(const struct layer *layers, const int64_t *kinds, long first, long num_layers,
+/* `num_layers` layers from `first` on, or, where something changes meanwhile, as many as are computed by then; how many.
+ * `kinds` tells the view of each. */
+long torchrelay_layers(const struct layer *layers, const int64_t *kinds, long first, long num_layers,
                        const struct shape *s, const struct batch *b) {
     long all = s->heads + 2 * s->kv_heads, across = s->heads * s->head_dim, most = omp_get_max_threads();
     char *memory = b->memory;
@@ -130,7 +133,13 @@ void torchrelay_layers(const struct layer *layers, const int64_t *kinds, long fi
     struct taken chunks[2][most], *const taken[2] = {chunks[0], chunks[1]};
     memset(chunks, 0, sizeof chunks);
 #pragma omp parallel
-    for (long layer = first; layer < first + num_layers; layer++)
+    for (long layer = first; layer < first + __atomic_load_n(&num_layers, __ATOMIC_RELAXED); layer++) {
+        /* The others look at it again after this layer's barriers. */
+#pragma omp master
+        if (b->changes && __atomic_load_n(b->changes, __ATOMIC_RELAXED) != b->num_changes_seen)
+            __atomic_store_n(&num_layers, layer - first + 1, __ATOMIC_RELAXED);
         BY_HALF(s->dtype, layer_by_team(D, &layers[layer], s, b, &b->views[kinds[layer]], &t,
                                         place(D, b->kv, layer * b->layer_stride), taken));
+    }
+    return num_layers;
 }

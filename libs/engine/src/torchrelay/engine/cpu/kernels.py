@@ -54,7 +54,7 @@ LEVELS: Final = (Level("v4", (*_V3, *_V4), 256), Level("v3", _V3, 48))  # the qu
 
 
 class Kernels:
-    """The functions of one library; none of them returns anything."""
+    """The functions of one library. ``layers`` returns how many it has computed, the others nothing."""
 
     def __init__(self, level: Level) -> None:
         self.level = level
@@ -85,5 +85,5 @@ def address(tensor: Tensor | None) -> int | None:
 
 def _function(library: ctypes.CDLL, name: str, arguments: list[Any]) -> Any:
     function = getattr(library, f"torchrelay_{name}")
-    function.argtypes, function.restype = arguments, None
+    function.argtypes, function.restype = arguments, c_long if name == "layers" else None
     return function

@@ -19,6 +19,7 @@ from torchrelay.engine.cpu.attention import CpuPlan
 from torchrelay.engine.cpu.kernels import DTYPES, Kernels, address
 from torchrelay.engine.cpu.linear import takes
 from torchrelay.engine.linear import most_rows
+from torchrelay.engine.neighbours import Neighbours
 from torchrelay.engine.scratch import Scratch
 from torchrelay.engine.weights import LayerWeights
 from torchrelay.transfer.model_config import ModelConfig
@@ -35,8 +36,7 @@ _WEIGHTS: Final = (
     "down",
     "mlp_out_norm",
 )
-# Of one call: between two of them groups are cancelled, and cores divided anew. Of many rows, which are bound by
-# arithmetic, as many fewer.
+# Of one call: between two of them groups are cancelled. Of many rows, which are bound by arithmetic, as many fewer.
 MOST_BYTES: Final = 1 << 30
 _FEW_ROWS: Final = 32
 _PADDING: Final = 8 * 32  # numbers: each of the eight results begins with a line of the cache
@@ -64,15 +64,23 @@ class _Batch(Structure):
         ("num_rows", c_long),
         *((name, c_void_p) for name in ("write_slots", "views", "hidden", "kv")),
         *((name, c_long) for name in ("layer_stride", "plane")),
-        *((name, c_void_p) for name in ("wide", "memory")),
+        *((name, c_void_p) for name in ("wide", "memory", "changes")),
+        ("num_changes_seen", c_int64),
     ]
 
 
 class CpuLayers:
     """The layers of one dense model whose weights have 16 bits."""
 
-    def __init__(self, kernels: Kernels, config: ModelConfig, dtype: torch.dtype, kind_of_layer: Sequence[int]) -> None:
-        self._kernels = kernels
+    def __init__(
+        self,
+        kernels: Kernels,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        kind_of_layer: Sequence[int],
+        neighbours: Neighbours | None,
+    ) -> None:
+        self._kernels, self._neighbours = kernels, neighbours
         self._most_rows = most_rows(kernels.level, dtype)
         across = config.num_heads * config.head_dim
         in_kv = config.num_kv_heads * config.head_dim
@@ -102,7 +110,7 @@ class CpuLayers:
         self, first: int, weights: Sequence[LayerWeights], kv: Tensor, hidden: Tensor, batch: Batch
     ) -> tuple[Tensor, int]:
         """What layers from ``first`` on give, bit for bit as step by step, and how many of them: those before one that
-        is not computed here, or as many as one call should take.
+        is not computed here, as many as one call should take, or those before the cores are to be divided anew.
 
         ``kv`` is that of all layers, [layers, 2, slots, kv_heads, head_dim]; ``hidden`` is [rows, hidden]. The caller
         holds ``weights`` meanwhile: the reorder thread may put others in their place.
@@ -124,9 +132,10 @@ class CpuLayers:
             *kv.stride()[:2],
             address(_wide.of(num_rows * self._widest)),
             address(_memory.of((num_rows * self._room + _PADDING) // 2)),
+            *(self._neighbours.changes_address, self._neighbours.num_changes_seen) if self._neighbours else (None, 0),
         )
-        self._kernels.layers(self._layers, self._kinds, first, num_layers, byref(self._shape), byref(rows))
-        return hidden, num_layers
+        done = self._kernels.layers(self._layers, self._kinds, first, num_layers, byref(self._shape), byref(rows))
+        return hidden, done
 
     def _learn(self, first: int, weights: Sequence[LayerWeights]) -> int:
         """How many of these layers are computed here, up to one that is not; notes where they lie."""
