@@ -55,10 +55,11 @@ class Neighbours:
     def count_computing(self) -> int:
         """This process computes from now on; how many do, with it."""
         now_s = self._clock()
-        if self._until_s[self._place] <= now_s:
+        begins = self._until_s[self._place] <= now_s
+        self._until_s[self._place] = now_s + FRESH_S  # before it is said: whoever hears of it counts it
+        if begins:
             self._changes[0] += 1
-        self.num_changes_seen = int(self._changes[0])
-        self._until_s[self._place] = now_s + FRESH_S
+        self.num_changes_seen = int(self._changes[0])  # before counting: what comes later calls back
         return int(np.count_nonzero(self._until_s > now_s))
 
     def rest(self) -> None:

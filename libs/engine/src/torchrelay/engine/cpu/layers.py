@@ -125,6 +125,7 @@ class CpuLayers:
             *(_View(address(view.cos), address(view.sin), *view.attention.addresses) for view in batch.views)
         )
         hidden = hidden.clone(memory_format=torch.contiguous_format)
+        neighbours = self._neighbours
         rows = _Batch(
             num_rows,
             address(batch.write_slots),
@@ -132,7 +133,8 @@ class CpuLayers:
             *kv.stride()[:2],
             address(_wide.of(num_rows * self._widest)),
             address(_memory.of((num_rows * self._room + _PADDING) // 2)),
-            *(self._neighbours.changes_address, self._neighbours.num_changes_seen) if self._neighbours else (None, 0),
+            neighbours.changes_address if neighbours else None,
+            neighbours.num_changes_seen if neighbours else 0,
         )
         done = self._kernels.layers(self._layers, self._kinds, first, num_layers, byref(self._shape), byref(rows))
         return hidden, done
