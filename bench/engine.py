@@ -54,15 +54,15 @@ class Form:
 
 
 FULL = Form(mid_layers=24, output_tokens=32, waves=3, rounds=5)
-QUICK = Form(mid_layers=8, output_tokens=16, waves=1, rounds=2)
+QUICK = Form(mid_layers=8, output_tokens=16, waves=1, rounds=1)
 
 
-def sweep(door: Door, model: BenchModel, form: Form) -> dict[int, Sample]:
-    """One sample per concurrency, after one request that nobody counts."""
+def sweep(door: Door, model: BenchModel, form: Form, workers: Sequence[int] = ()) -> dict[int, Sample]:
+    """One sample per concurrency, after one request that nobody counts; with the CPU time of these processes."""
     bursts = [Burst(prompts_of(model, 1), 1, form.output_tokens)]
     for concurrency in CONCURRENCIES:
         prompts = prompts_of(model, max(2, concurrency) * form.waves)
-        bursts.append(Burst(prompts, concurrency, form.output_tokens))
+        bursts.append(Burst(prompts, concurrency, form.output_tokens, workers))
     _, *samples = door.load(bursts)
     for concurrency, sample in zip(CONCURRENCIES, samples, strict=True):
         progress(f"{door.model} at {concurrency}: {sample}")
@@ -118,7 +118,7 @@ def shared(platform: Platform, subject: Subject, form: Form) -> tuple[int, int]:
 def apart(platform: Platform, subject: Subject, form: Form) -> tuple[dict[int, Sample], int]:
     """Prefill and decode on workers of their own: figures, and the decode worker's private bytes."""
     door = subject.settle(platform, WORKERS)
-    samples = sweep(door, subject.model, form)
+    samples = sweep(door, subject.model, form, [platform.pid(worker) for worker in WORKERS])
     return samples, worker_memory(platform.pid("decode-0"), ARENA).private
 
 
@@ -128,7 +128,7 @@ def ours(root: Path, subjects: list[Subject], form: Form) -> Measured:
     with platform_of(root, BOTH, reorder=True) as platform:
         for subject in subjects:
             door = subject.settle(platform, ["worker-0"])
-            samples[subject.model.name] = sweep(door, subject.model, form)
+            samples[subject.model.name] = sweep(door, subject.model, form, [platform.pid("worker-0")])
         mid = subjects[-1].model
         rounds = rounds_of(door, mid, form.rounds, form.waves, form.output_tokens)
         first_ms, again_ms = prefix_ttft_ms(door, mid)

@@ -21,23 +21,29 @@ _random = random.Random(0)
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests: their prompts, how many of them at once, and how many tokens each asks for."""
+    """Requests: their prompts, how many of them at once, how many tokens each asks for, and whose CPU time counts."""
 
     prompts: list[list[int]]
     concurrency: int
     output_tokens: int
+    workers: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Output tokens per second at one concurrency, and the medians of what a user sees."""
+    """Output tokens per second at one concurrency, medians of what a user sees, and what a token costs each worker."""
 
     tok_s: float
     ttft_ms: float
     tbt_ms: float
+    cpu_ms: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.tok_s:.1f} tok/s, TTFT {self.ttft_ms:.0f} ms, TBT {self.tbt_ms:.1f} ms"
+
+    @property
+    def cpu(self) -> str:
+        return " + ".join(f"{each:.1f}" for each in self.cpu_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +70,8 @@ class Door:
             num_tokens = found["output_tokens"]
             if num_tokens != len(burst.prompts) * burst.output_tokens or found["num_errors"]:
                 raise RuntimeError(f"{num_tokens} tokens came for {len(burst.prompts)} requests: {found}")
-            samples.append(Sample(num_tokens / found["seconds"], found["ttft_p50_ms"], found["tbt_p50_ms"]))
+            cpu_ms = tuple(seconds / num_tokens * 1000 for seconds in found["cpu_s"])
+            samples.append(Sample(num_tokens / found["seconds"], found["ttft_p50_ms"], found["tbt_p50_ms"], cpu_ms))
         return samples
 
     def _job(self, burst: Burst) -> dict[str, Any]:
@@ -78,6 +85,7 @@ class Door:
             "bodies": [{**body, "prompt": prompt} for prompt in burst.prompts],
             "num_requests": len(burst.prompts),
             "concurrency": burst.concurrency,
+            "workers": list(burst.workers),
         }
 
 

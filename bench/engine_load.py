@@ -3,8 +3,8 @@
     python -m bench.engine_load < jobs.json
 
 Runs a list of the same jobs, one after the other, and prints the list of the same figures; in each stand also
-`ttft_p50_ms`, from a request to its first event, and `tbt_p50_ms`, between two events. Events that arrive together
-share the time since the last one.
+`ttft_p50_ms`, from a request to its first event, and `tbt_p50_ms`, between two events, and `cpu_s`, the CPU time
+meanwhile of each process in the job's `workers`. Events that arrive together share the time since the last one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import uvloop
 
+from bench.processes import cpu_s
 from bench.stream_load import EVENT, Connection, Totals, figures, requests_of
 
 
@@ -57,7 +58,7 @@ class TimedConnection(Connection):
 async def run(job: dict[str, Any]) -> dict[str, Any]:
     totals, times, requests = Totals(), Times(), requests_of(job)
     loop = asyncio.get_running_loop()
-    begin_s = time.perf_counter()
+    before, begin_s = [cpu_s(pid) for pid in job["workers"]], time.perf_counter()
     made = [
         loop.create_connection(lambda: TimedConnection(requests, totals, times), job["host"], job["port"])
         for _ in range(job["concurrency"])
@@ -65,6 +66,7 @@ async def run(job: dict[str, Any]) -> dict[str, Any]:
     await asyncio.gather(*(connection.closed for _, connection in await asyncio.gather(*made)))
     return {
         **figures(totals, time.perf_counter() - begin_s),
+        "cpu_s": [cpu_s(pid) - earlier for pid, earlier in zip(job["workers"], before, strict=True)],
         "ttft_p50_ms": statistics.median(times.first_s or [0.0]) * 1000,
         "tbt_p50_ms": statistics.median(times.between_s or [0.0]) * 1000,
     }
