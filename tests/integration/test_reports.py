@@ -34,3 +34,21 @@ async def test_a_worker_is_active_for_requests_that_come_and_go_and_says_the_sam
         assert reporter.activity() not in (began, idle)
         role.forget(attempt)
         assert reporter.activity() == idle
+
+
+async def test_a_worker_is_active_while_one_prompt_follows_another(tmp_path: Path, nats_url: str) -> None:
+    """As many as before, but what is said to wait has been computed, and the scheduler adds what came since."""
+    async with running_store(tmp_path) as store, running_worker(nats_url, store) as one:
+        reporter, role = Reporter(one.worker, "127.0.0.1:1"), one.worker.role(ROLE_PREFILL)
+        assert role is not None
+        first, second = (
+            Attempt(AttemptStart(key=AttemptKey(request_id=name, attempt=1), num_prompt_tokens=9), Outbox("g"), {})
+            for name in ("first", "second")
+        )
+        role.attempts.add(first)
+        before = reporter.activity()
+        one.worker.meters.note(StepResult((), (first.group_id,), 9, 0, 0.01))
+        role.forget(first)
+        role.attempts.add(second)
+        assert reporter.activity() != before
+        role.forget(second)

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,13 +38,37 @@ def test_who_computes_is_counted_until_it_rests(tmp_path: Path) -> None:
 
 def test_whoever_begins_or_rests_tells_those_that_compute(tmp_path: Path) -> None:
     mine, theirs = (Neighbours(tmp_path / "cores") for _ in range(2))
-    number = ctypes.c_int64.from_address(mine.changes_address)
+    number = ctypes.c_int64.from_address(mine.change_address)
     seen = []
     for act in (mine.count_computing, theirs.count_computing, theirs.count_computing, theirs.rest, theirs.rest):
         mine.count_computing()
         act()
-        seen.append(number.value != mine.num_changes_seen)
+        seen.append(number.value != mine.change_seen)
     assert seen == [False, True, False, True, False], "what one does oneself is known, and only changes count"
+
+
+def test_what_is_said_at_the_same_moment_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is interrupted while it tells that it begins: another begins, is counted, and rests meanwhile."""
+    mine, theirs, slow = (Neighbours(tmp_path / "cores") for _ in range(3))
+    number = ctypes.c_int64.from_address(mine.change_address)
+
+    class Slow:
+        def __init__(self, change: Any) -> None:
+            self._change = change
+
+        def __getitem__(self, index: int) -> int:
+            return int(self._change[index])
+
+        def __setitem__(self, index: int, value: int) -> None:
+            theirs.count_computing()
+            mine.count_computing()
+            theirs.rest()
+            self._change[index] = value
+
+    mine.count_computing()
+    monkeypatch.setattr(slow, "_change", Slow(slow._change))
+    slow.count_computing()
+    assert number.value != mine.change_seen, "mine is to count anew: theirs rests"
 
 
 def test_who_says_nothing_is_forgotten(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torchrelay.cli.relay_view import relays_shown
 from torchrelay.common.sizes import sized
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 
-RATE_WINDOW_S = 2.0
+RATE_WINDOW_S = 5.0  # a worker that only decodes reports twice a second
 Counters = Mapping[str, float]  # "<node>.<counter>" -> value since the node's start
 Rates = Mapping[str, float]  # the same names -> per second
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import cycle
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,68 +11,15 @@ import torch
 from torch import Tensor
 
 from tests.support.checkpoints import FAMILIES
-from tests.unit.engine.running import Model, group_of, prompt_of, run
+from tests.unit.engine.cpu.whole import Counted, instances, logits_of
+from tests.unit.engine.running import group_of, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
-from torchrelay.engine import fused, runner
-from torchrelay.engine.core import SamplingParams
-from torchrelay.engine.cores import CoreShare
+from torchrelay.engine import runner
 from torchrelay.engine.cpu import attention
 from torchrelay.engine.cpu.kernels import Kernels
-from torchrelay.engine.cpu.layers import CpuLayers
-from torchrelay.engine.instance import Instance
 from torchrelay.engine.linear import PackedMatrix, linear
-from torchrelay.engine.neighbours import Neighbours
 from torchrelay.engine.readiness import SegmentGate
-from torchrelay.engine.resident import ResidentModel
 from torchrelay.engine.weights import LayerWeights
-
-SAMPLING = SamplingParams(temperature=0, max_tokens=30)
-
-
-class Counted(CpuLayers):
-    """``calls``: how many layers each has computed; ``rows``: of how many rows."""
-
-    def __init__(self, kernels: Kernels, model: ResidentModel, neighbours: Neighbours | None = None) -> None:
-        kinds = model.decoder._kind_of_layer
-        super().__init__(kernels, model.config, model.weights.dtype, kinds, neighbours)
-        self.calls: list[int] = []
-        self.rows: list[int] = []
-
-    def run(self, *arguments: object) -> tuple[Tensor, int]:
-        hidden, num_layers = super().run(*arguments)  # type: ignore[arg-type]  # the same as its own
-        self.calls.append(num_layers)
-        self.rows.append(len(hidden))
-        return hidden, num_layers
-
-
-def logits_of(instance: Instance, num_groups: int) -> list[Tensor]:
-    """Of every step, with prompts of several lengths that go beyond windows and page ends."""
-    found: list[Tensor] = []
-    logits = instance._model.decoder.logits
-
-    def spy(hidden: Tensor) -> Tensor:
-        found.append(logits(hidden))
-        return found[-1]
-
-    instance._model.decoder.logits = spy  # type: ignore[method-assign]
-    for number in range(num_groups):
-        instance.prefill(group_of(prompt_of(5 + 9 * number, number), f"{number}/0", SAMPLING))
-    run(instance)
-    return found
-
-
-def instances(monkeypatch: pytest.MonkeyPatch, model: Model, built: Kernels) -> tuple[Instance, Instance, Counted]:
-    """One that computes step by step, and one that computes whole layers; both with the same kernels."""
-    for module in ("attention", "fused", "linear", "cpu.attention"):
-        monkeypatch.setattr(f"torchrelay.engine.{module}.kernels", lambda: built)
-    # A CPU that has arithmetic of the dtype leaves all but a few rows to torch.
-    monkeypatch.setattr("torchrelay.engine.linear.has_arithmetic", lambda dtype: False)
-    monkeypatch.setattr(fused, "whole_layers_for", lambda *of: None)
-    plain = model.instance(token_budget=40, prefix_cache=False)
-    whole = model.instance(token_budget=40, prefix_cache=False)
-    counted = Counted(built, whole._model)
-    whole._model.decoder._whole = counted
-    return plain, whole, counted
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -162,30 +106,6 @@ def test_while_the_pack_arrives_a_call_is_one_layer(
     assert set(counted.calls) == {1}
 
 
-@pytest.mark.usefixtures("three_threads")
-def test_a_call_ends_after_the_layer_in_which_a_neighbour_begins_or_rests(
-    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, tmp_path: Path
-) -> None:
-    """The cores are then divided anew, and another call computes the rest; what comes out is the same."""
-    plain, whole, _ = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built)
-    mine, theirs = (Neighbours(tmp_path / "cores") for _ in range(2))
-    whole._cores = CoreShare(mine)
-    counted = whole._model.decoder._whole = Counted(built, whole._model, mine)
-    turns: Iterator[Callable[[], object]] = cycle([theirs.count_computing, lambda: None, theirs.rest, lambda: None])
-
-    def layers(*arguments: object) -> int:
-        next(turns)()  # after this process counted
-        num_done: int = built.layers(*arguments)
-        return num_done
-
-    counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
-    expected, found = logits_of(plain, 5), logits_of(whole, 5)
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    num_layers = whole.config.num_layers
-    calls = [num_done for num_done in counted.calls if num_done]
-    assert calls == [1, num_layers - 1] * (len(calls) // 2) and len(calls) > 20
-
-
 def test_a_layer_in_another_form_is_left_to_the_steps(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
@@ -229,6 +149,21 @@ def test_what_is_handed_over_leaves_after_so_many_layers(
         blocks.append(found)
     assert blocks[0] == blocks[1]
     assert counted.calls == calls
+
+
+def test_what_was_cached_leaves_with_the_first_chunk_and_counts(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    model = model_of(dtype="bfloat16")
+    instances(monkeypatch, model, built)  # for the kernels that it sets
+    whole = model.instance(page_tokens=16)
+    whole._model.decoder._whole = counted = Counted(built, whole._model)
+    monkeypatch.setattr(runner, "HANDED_OVER_BYTES", 40 * whole._runner._token_bytes)
+    for number in range(2):
+        whole.prefill(group_of(prompt_of(40), f"{number}/0"), lambda block: None)
+        run(whole)
+    assert counted.rows == [40] * 3 + [8] * 3
+    assert counted.calls == [1] * 6
 
 
 def test_layers_that_are_replaced_meanwhile_stay_until_they_are_computed_with(

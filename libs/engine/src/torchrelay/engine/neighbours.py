@@ -25,8 +25,8 @@ FRESH_S: Final = 1.0
 class Neighbours:
     """One process's place in the file: its pid, and until when others are to count it.
 
-    At ``changes_address`` lies an int64 that is no more ``num_changes_seen`` once somebody has begun or rested since
-    this process last counted. Two at the same moment may change it once: it says that, not how often.
+    At ``change_address`` lies an int64, when somebody last began or rested: it is no more ``change_seen`` once somebody
+    has since this process last counted.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic, num_places: int = NUM_PLACES) -> None:
@@ -39,14 +39,14 @@ class Neighbours:
                 memory = mmap.mmap(file.fileno(), 16 * num_places + 8)
                 pids = np.frombuffer(memory, np.int64, num_places)
                 self._until_s = np.frombuffer(memory, np.float64, num_places, offset=8 * num_places)
-                self._changes = np.frombuffer(memory, np.int64, 1, offset=16 * num_places)
+                self._change = np.frombuffer(memory, np.int64, 1, offset=16 * num_places)
                 free = [place for place, pid in enumerate(pids.tolist()) if not _is_running(pid)]
                 if not free:
                     raise OSError(f"{path} has no place left: {num_places} processes compute on this host")
                 # Of a boot before this one, whose clock had gone further: they would count for as long as that had run.
                 self._until_s[self._until_s > clock() + FRESH_S] = 0.0
                 self._place = free[0]
-                self.changes_address, self.num_changes_seen = int(self._changes.ctypes.data), int(self._changes[0])
+                self.change_address, self.change_seen = int(self._change.ctypes.data), int(self._change[0])
                 self._until_s[self._place] = 0.0
                 pids[self._place] = os.getpid()
             finally:
@@ -58,15 +58,18 @@ class Neighbours:
         begins = self._until_s[self._place] <= now_s
         self._until_s[self._place] = now_s + FRESH_S  # before it is said: whoever hears of it counts it
         if begins:
-            self._changes[0] += 1
-        self.num_changes_seen = int(self._changes[0])  # before counting: what comes later calls back
+            self._tell()
+        self.change_seen = int(self._change[0])  # before counting: what comes later calls back
         return int(np.count_nonzero(self._until_s > now_s))
 
     def rest(self) -> None:
         """It computes no more."""
         if self._until_s[self._place]:
             self._until_s[self._place] = 0.0
-            self._changes[0] += 1
+            self._tell()
+
+    def _tell(self) -> None:
+        self._change[0] = time.monotonic_ns()  # no count: of two who add at the same moment one would be lost
 
 
 def _is_running(pid: int) -> bool:

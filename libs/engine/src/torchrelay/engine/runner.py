@@ -143,7 +143,7 @@ class Runner:
 
     def _layers_at_once(self, handed_over: Sequence[Chunk]) -> int:
         """How many layers are computed before their KV leaves, which it then does while the next are computed."""
-        layer_bytes = sum(chunk.num_tokens for chunk in handed_over) * self._token_bytes
+        layer_bytes = sum(chunk.end - chunk.new_from for chunk in handed_over) * self._token_bytes
         return max(1, HANDED_OVER_BYTES // layer_bytes) if layer_bytes else self._num_layers
 
     def _hand_over(self, chunks: Sequence[Chunk], layers: Sequence[int]) -> None:

@@ -58,11 +58,13 @@ class Reporter:
     def activity(self) -> tuple[int, ...]:
         """Differs from what it was when something has gone on that the scheduler places by.
 
-        What decoding alone moves, positions and times of steps, can wait for the next report that comes anyhow; changes
-        of the slot are streamed.
+        Positions prefilled are part of it: where one prompt is done and another comes, there are as many as before, but
+        the scheduler takes what it placed since the last report to be waiting still. What decoding alone moves, its
+        positions and times of steps, can wait for the next report that comes anyhow; changes of the slot are streamed.
         """
         worker = self._worker
         return (
+            worker.meters.num_positions_prefilled,
             worker.meters.kv_bytes_received,
             worker.holder.bytes_sent,
             len(self._queued_prompts()),

@@ -43,8 +43,8 @@ struct batch {
     long layer_stride, plane; /* of kv, in numbers */
     floats *wide;
     char *memory;
-    const int64_t *changes; /* NULL, or what others change when the cores are to be divided anew */
-    int64_t num_changes_seen;
+    const int64_t *change; /* NULL, or what others change when the cores are to be divided anew */
+    int64_t change_seen;
 };
 
 /* What is computed on the way. */
@@ -136,7 +136,7 @@ long torchrelay_layers(const struct layer *layers, const int64_t *kinds, long fi
     for (long layer = first; layer < first + __atomic_load_n(&num_layers, __ATOMIC_RELAXED); layer++) {
         /* The others look at it again after this layer's barriers. */
 #pragma omp master
-        if (b->changes && __atomic_load_n(b->changes, __ATOMIC_RELAXED) != b->num_changes_seen)
+        if (b->change && __atomic_load_n(b->change, __ATOMIC_RELAXED) != b->change_seen)
             __atomic_store_n(&num_layers, layer - first + 1, __ATOMIC_RELAXED);
         BY_HALF(s->dtype, layer_by_team(D, &layers[layer], s, b, &b->views[kinds[layer]], &t,
                                         place(D, b->kv, layer * b->layer_stride), taken));

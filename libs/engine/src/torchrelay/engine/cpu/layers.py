@@ -64,8 +64,8 @@ class _Batch(Structure):
         ("num_rows", c_long),
         *((name, c_void_p) for name in ("write_slots", "views", "hidden", "kv")),
         *((name, c_long) for name in ("layer_stride", "plane")),
-        *((name, c_void_p) for name in ("wide", "memory", "changes")),
-        ("num_changes_seen", c_int64),
+        *((name, c_void_p) for name in ("wide", "memory", "change")),
+        ("change_seen", c_int64),
     ]
 
 
@@ -133,8 +133,8 @@ class CpuLayers:
             *kv.stride()[:2],
             address(_wide.of(num_rows * self._widest)),
             address(_memory.of((num_rows * self._room + _PADDING) // 2)),
-            neighbours.changes_address if neighbours else None,
-            neighbours.num_changes_seen if neighbours else 0,
+            neighbours.change_address if neighbours else None,
+            neighbours.change_seen if neighbours else 0,
         )
         done = self._kernels.layers(self._layers, self._kinds, first, num_layers, byref(self._shape), byref(rows))
         return hidden, done
