@@ -76,6 +76,13 @@ def test_the_first_key_makes_its_tenant_and_is_kept(run: Run, home: Home, door: 
     assert home.saved_key() is None
 
 
+def test_a_key_that_the_shell_has_counts_before_the_one_that_is_saved(
+    door: Door, home: Home, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHRELAY_API_KEY", "sk-of-an-earlier-home")
+    assert "unset TORCHRELAY_API_KEY" in run("key", "create", "--tenant", "acme").stderr
+
+
 def test_a_tenant_that_exists_is_no_reason_to_try_again(run: Run, home: Home) -> None:
     assert run("tenant", "create", "acme").exit_code == 0
     problem = run("tenant", "create", "acme").exception

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrelay.engine.cores import CoreShare, one_core
+from torchrelay.engine.cores import ONE_CORE_BYTES, CoreShare, one_core
 from torchrelay.engine.neighbours import Neighbours
 
 
@@ -23,7 +23,7 @@ def three_threads() -> Iterator[None]:
 
 @pytest.mark.usefixtures("three_threads")
 def test_one_core_is_left_until_the_weights_are_there() -> None:
-    share = CoreShare()
+    share = CoreShare(ONE_CORE_BYTES)
     counts = []
     for is_loaded in (False, False, True):
         share.settle(is_loaded)
@@ -38,7 +38,7 @@ def test_one_core_is_left_until_the_weights_are_there() -> None:
 def test_cores_are_divided_while_others_compute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(6), raising=False)
     mine, theirs = (Neighbours(tmp_path / "cores") for _ in range(2))
-    share = CoreShare(mine)
+    share = CoreShare(ONE_CORE_BYTES, mine)
     counts = []
     for act in (share.rest, theirs.count_computing, Neighbours(tmp_path / "cores").count_computing, theirs.rest):
         act()
@@ -57,9 +57,19 @@ def test_small_work_takes_one_core_and_gives_the_others_back() -> None:
     assert torch.get_num_threads() == 3
 
 
+@pytest.mark.usefixtures("three_threads")
+def test_a_small_model_gets_one_core_and_leaves_the_others_to_the_next() -> None:
+    share = CoreShare(ONE_CORE_BYTES - 1)
+    for is_loaded in (False, True):
+        share.settle(is_loaded)
+        assert torch.get_num_threads() == 1
+    share.restore()
+    assert torch.get_num_threads() == 3
+
+
 def test_the_only_core_is_kept() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    CoreShare().settle(is_loaded=False)
+    CoreShare(ONE_CORE_BYTES).settle(is_loaded=False)
     assert torch.get_num_threads() == 1
     torch.set_num_threads(before)

@@ -14,7 +14,7 @@ import torch
 
 from tests.unit.engine.cpu.whole import Counted, instances, logits_of
 from tests.unit.engine.test_exactness import ModelOf
-from torchrelay.engine.cores import CoreShare
+from torchrelay.engine.cores import ONE_CORE_BYTES, CoreShare
 from torchrelay.engine.cpu.kernels import Kernels
 from torchrelay.engine.neighbours import Neighbours
 
@@ -26,7 +26,7 @@ def test_a_call_ends_after_the_layer_in_which_a_neighbour_begins_or_rests(
     """The cores are then divided anew, and another call computes the rest; what comes out is the same."""
     plain, whole, _ = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built)
     mine, theirs = (Neighbours(tmp_path / "cores") for _ in range(2))
-    whole._cores = CoreShare(mine)
+    whole._cores = CoreShare(ONE_CORE_BYTES, mine)
     counted = whole._model.decoder._whole = Counted(built, whole._model, mine)
     turns: Iterator[Callable[[], object]] = cycle([theirs.count_computing, lambda: None, theirs.rest, lambda: None])
 
@@ -50,7 +50,7 @@ def test_threads_that_are_called_back_in_the_midst_of_a_call_end_it_together(
     """Beside a neighbour that begins or rests while each is under way."""
     plain, whole, _ = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built)
     mine, theirs = (Neighbours(tmp_path / "cores") for _ in range(2))
-    whole._cores = CoreShare(mine)
+    whole._cores = CoreShare(ONE_CORE_BYTES, mine)
     counted = whole._model.decoder._whole = Counted(built, whole._model, mine)
     calls: SimpleQueue[bool] = SimpleQueue()
 

@@ -6,7 +6,7 @@ import pytest
 from torch import Tensor
 
 from tests.unit.engine.running import Model, group_of, prompt_of, run
-from torchrelay.engine import fused
+from torchrelay.engine import cores, fused
 from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.cpu.kernels import Kernels
 from torchrelay.engine.cpu.layers import CpuLayers
@@ -54,6 +54,7 @@ def instances(monkeypatch: pytest.MonkeyPatch, model: Model, built: Kernels) -> 
     """One that computes step by step, and one that computes whole layers; both with the same kernels."""
     for module in ("attention", "fused", "linear", "cpu.attention"):
         monkeypatch.setattr(f"torchrelay.engine.{module}.kernels", lambda: built)
+    monkeypatch.setattr(cores, "ONE_CORE_BYTES", 0)
     # A CPU that has arithmetic of the dtype leaves all but a few rows to torch.
     monkeypatch.setattr("torchrelay.engine.linear.has_arithmetic", lambda dtype: False)
     monkeypatch.setattr(fused, "whole_layers_for", lambda *of: None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -77,7 +78,9 @@ def _keep(access: Access, made: dict[str, Any], save: bool) -> None:
         return
     is_first = access.home.saved_key() is None
     access.home.save_key(made["key"])
-    if is_first:
+    if os.environ.get("TORCHRELAY_API_KEY", made["key"]) != made["key"]:
+        console.err().print("saved as this home's key; TORCHRELAY_API_KEY counts before it: unset TORCHRELAY_API_KEY")
+    elif is_first:
         console.err().print("[dim]saved for the other commands here; next: torchrelay upload DIR[/]")
     else:
         console.err().print("saved as this home's key; the earlier one stays valid")

@@ -71,7 +71,7 @@ class Instance:
         prefixes = PrefixCache(self._pages.allocator, page_tokens, prefix_cache)
         self._scheduler = BatchScheduler(self._pages, prefixes, token_budget, self.config.max_context_tokens)
         self._interruptions = Interruptions(self._scheduler, clock)
-        self._cores = CoreShare(neighbours)
+        self._cores = CoreShare(manifest.num_bytes, neighbours)
         self._runner = Runner(
             model.decoder,
             self._pages,
