@@ -13,10 +13,30 @@ import pytest
 import torch
 
 from tests.unit.engine.cpu.whole import Counted, instances, logits_of
+from tests.unit.engine.running import Model
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.cores import ONE_CORE_BYTES, CoreShare
 from torchrelay.engine.cpu.kernels import Kernels
+from torchrelay.engine.instance import Instance
 from torchrelay.engine.neighbours import Neighbours
+
+
+def beside(
+    monkeypatch: pytest.MonkeyPatch, model: Model, built: Kernels, cores: Path, at_call: Callable[[Neighbours], object]
+) -> tuple[Instance, Instance, Counted]:
+    """As ``instances``; the one of whole layers has a neighbour, with which something is done at each of its calls."""
+    plain, whole, _ = instances(monkeypatch, model, built)
+    mine, theirs = (Neighbours(cores) for _ in range(2))
+
+    def layers(*arguments: object) -> int:
+        at_call(theirs)  # after this process counted
+        num_done: int = built.layers(*arguments)
+        return num_done
+
+    whole._cores = CoreShare(ONE_CORE_BYTES, mine)
+    counted = whole._model.decoder._whole = Counted(built, whole._model, mine)
+    counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
+    return plain, whole, counted
 
 
 @pytest.mark.usefixtures("three_threads")
@@ -24,18 +44,11 @@ def test_a_call_ends_after_the_layer_in_which_a_neighbour_begins_or_rests(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, tmp_path: Path
 ) -> None:
     """The cores are then divided anew, and another call computes the rest; what comes out is the same."""
-    plain, whole, _ = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built)
-    mine, theirs = (Neighbours(tmp_path / "cores") for _ in range(2))
-    whole._cores = CoreShare(ONE_CORE_BYTES, mine)
-    counted = whole._model.decoder._whole = Counted(built, whole._model, mine)
-    turns: Iterator[Callable[[], object]] = cycle([theirs.count_computing, lambda: None, theirs.rest, lambda: None])
-
-    def layers(*arguments: object) -> int:
-        next(turns)()  # after this process counted
-        num_done: int = built.layers(*arguments)
-        return num_done
-
-    counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
+    acts: Iterator[Callable[[Neighbours], object]] = cycle(
+        [Neighbours.count_computing, lambda _: None, Neighbours.rest, lambda _: None]
+    )
+    model = model_of("gemma3", dtype="bfloat16")
+    plain, whole, counted = beside(monkeypatch, model, built, tmp_path / "cores", lambda theirs: next(acts)(theirs))
     expected, found = logits_of(plain, 5), logits_of(whole, 5)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     num_layers = whole.config.num_layers
@@ -48,23 +61,15 @@ def test_threads_that_are_called_back_in_the_midst_of_a_call_end_it_together(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, tmp_path: Path
 ) -> None:
     """Beside a neighbour that begins or rests while each is under way."""
-    plain, whole, _ = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built)
-    mine, theirs = (Neighbours(tmp_path / "cores") for _ in range(2))
-    whole._cores = CoreShare(ONE_CORE_BYTES, mine)
-    counted = whole._model.decoder._whole = Counted(built, whole._model, mine)
-    calls: SimpleQueue[bool] = SimpleQueue()
-
-    def layers(*arguments: object) -> int:
-        calls.put(True)
-        num_done: int = built.layers(*arguments)
-        return num_done
+    calls: SimpleQueue[Neighbours | None] = SimpleQueue()
+    model = model_of("gemma3", dtype="bfloat16")
+    plain, whole, counted = beside(monkeypatch, model, built, tmp_path / "cores", calls.put)
 
     def toggle() -> None:
-        acts = cycle([theirs.count_computing, theirs.rest])
-        while calls.get():
-            next(acts)()
+        acts = cycle([Neighbours.count_computing, Neighbours.rest])
+        while (theirs := calls.get()) is not None:
+            next(acts)(theirs)
 
-    counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
     expected, toggling = logits_of(plain, 5), Thread(target=toggle)
     toggling.start()
     try:
@@ -74,6 +79,6 @@ def test_threads_that_are_called_back_in_the_midst_of_a_call_end_it_together(
             if 2 in counted.calls:
                 break
     finally:
-        calls.put(False)
+        calls.put(None)
         toggling.join()
     assert whole.config.num_layers == 3 and 2 in counted.calls
