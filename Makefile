@@ -2,9 +2,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PACKAGES := proto libs/common libs/transfer libs/engine libs/worker services/gateway services/scheduler \
+PACKAGES := proto libs/common libs/modelspec libs/transfer libs/engine libs/worker services/gateway services/scheduler \
 	services/param-store services/prefill services/decode cli
-KERNELS := libs/engine/setup.py $(wildcard libs/engine/src/torchrelay/engine/cpu/*.[ch])
+KERNELS := libs/engine/setup.py $(wildcard libs/engine/src/torchrelay/engine/kernels/cpu/*.[ch])
 SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
 .DEFAULT_GOAL := help
 
@@ -24,7 +24,7 @@ setup: .venv/.installed system ## Make the virtual environment, install the pack
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -r requirements-dev.txt
 	@echo "setup: compiling the engine's kernels, installing Torchrelay's packages"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt $(addprefix -e ./,$(PACKAGES))
-	@ls libs/engine/src/torchrelay/engine/cpu/_kernels_*.so >/dev/null 2>&1 || echo "setup: the engine's kernels were not built, so it" \
+	@ls libs/engine/src/torchrelay/engine/kernels/cpu/_kernels_*.so >/dev/null 2>&1 || echo "setup: the engine's kernels were not built, so it" \
 		"takes about twice as long for a step on a CPU; on x86-64 under Linux install gcc 11 or newer, then: rm $@ && make setup"
 	@touch $@
 
@@ -59,4 +59,4 @@ stubs: .venv/.installed ## Make the gRPC stubs anew after a change in proto/
 	tools/generate_stubs.sh
 
 clean: ## Remove the virtual environment, caches and what was compiled
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis libs/engine/build libs/engine/src/torchrelay/engine/cpu/*.so
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis libs/engine/build libs/engine/src/torchrelay/engine/kernels/cpu/*.so

@@ -24,13 +24,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.cold_start import WORKERS, Model, publish, renew_workers
-from bench.engine_checks import Measured, apart_checks, memory_checks, model_checks, prefix_check
-from bench.engine_door import PROMPT_TOKENS, Burst, Door, Sample, prompts_of
-from bench.engine_limit import limit_check, rounds_of
-from bench.engine_memory import await_settled, worker_memory
-from bench.engine_models import BenchModel, make_models
-from bench.engine_peers import generate_batch_tok_s, load_transformers, vllm_server
 from bench.report import Check, finish, progress
+from bench.serving.checks import Measured, apart_checks, memory_checks, model_checks, prefix_check
+from bench.serving.client import PROMPT_TOKENS, Burst, LoadClient, Sample, prompts_of
+from bench.serving.memory_bound import limit_check, rounds_of
+from bench.serving.models import BenchModel, make_models
+from bench.serving.peers import generate_batch_tok_s, load_transformers, vllm_server
+from bench.serving.worker_memory import await_settled, worker_memory
 from tests.support.platform import Platform, running_platform
 
 CONCURRENCIES = (1, 8, 32)
@@ -57,7 +57,7 @@ FULL = Form(mid_layers=24, output_tokens=32, waves=3, rounds=5)
 QUICK = Form(mid_layers=8, output_tokens=16, waves=1, rounds=1)
 
 
-def sweep(door: Door, model: BenchModel, form: Form, workers: Sequence[int] = ()) -> dict[int, Sample]:
+def sweep(door: LoadClient, model: BenchModel, form: Form, workers: Sequence[int] = ()) -> dict[int, Sample]:
     """One sample per concurrency, after one request that nobody counts; with the CPU time of these processes."""
     bursts = [Burst(prompts_of(model, 1), 1, form.output_tokens)]
     for concurrency in CONCURRENCIES:
@@ -69,7 +69,7 @@ def sweep(door: Door, model: BenchModel, form: Form, workers: Sequence[int] = ()
     return dict(zip(CONCURRENCIES, samples, strict=True))
 
 
-def prefix_ttft_ms(door: Door, model: BenchModel) -> tuple[float, float]:
+def prefix_ttft_ms(door: LoadClient, model: BenchModel) -> tuple[float, float]:
     """Of a long prompt, and of the same again."""
     burst = Burst(prompts_of(model, 1, LONG_PROMPT_TOKENS), 1, 2)
     first, second = door.load([burst, burst])
@@ -83,10 +83,10 @@ class Subject:
     model: BenchModel
     published: Model
 
-    def door(self, platform: Platform) -> Door:
-        return Door(int(platform.http.rpartition(":")[2]), self.published.name, self.published.key)
+    def door(self, platform: Platform) -> LoadClient:
+        return LoadClient(int(platform.http.rpartition(":")[2]), self.published.name, self.published.key)
 
-    def settle(self, platform: Platform, workers: Sequence[str]) -> Door:
+    def settle(self, platform: Platform, workers: Sequence[str]) -> LoadClient:
         """Wakes it, until its weights are where they will be."""
         door = self.door(platform)
         door.load([Burst(prompts_of(self.model, 1), 1, 2)])
@@ -108,21 +108,21 @@ def set_reorder(root: Path, reorder: bool) -> None:
     (root / SETTINGS).write_text(f"cpu_reorder = {str(reorder).lower()}\n")
 
 
-def shared(platform: Platform, subject: Subject, form: Form) -> tuple[int, int]:
+def measure_shared(platform: Platform, subject: Subject, form: Form) -> tuple[int, int]:
     """The larger of two workers' private bytes, and what both hold of the arena (PSS)."""
     subject.door(platform).load([Burst(prompts_of(subject.model, BATCHED), BATCHED, form.output_tokens)])
     found = [worker_memory(platform.pid(worker), ARENA) for worker in WORKERS]
     return max(each.private for each in found), sum(each.arena_share for each in found)
 
 
-def apart(platform: Platform, subject: Subject, form: Form) -> tuple[dict[int, Sample], int]:
+def measure_apart(platform: Platform, subject: Subject, form: Form) -> tuple[dict[int, Sample], int]:
     """Prefill and decode on workers of their own: figures, and the decode worker's private bytes."""
     door = subject.settle(platform, WORKERS)
     samples = sweep(door, subject.model, form, [platform.pid(worker) for worker in WORKERS])
     return samples, worker_memory(platform.pid("decode-0"), ARENA).private
 
 
-def ours(root: Path, subjects: list[Subject], form: Form) -> Measured:
+def measure_torchrelay(root: Path, subjects: list[Subject], form: Form) -> Measured:
     """All that one worker in both roles is measured for."""
     samples = {}
     with platform_of(root, BOTH, reorder=True) as platform:
@@ -135,12 +135,12 @@ def ours(root: Path, subjects: list[Subject], form: Form) -> Measured:
     return Measured(samples, rounds, again_ms / first_ms, first_ms)
 
 
-def theirs(root: Path, command: str, models: list[BenchModel], form: Form) -> dict[str, dict[int, Sample]]:
+def measure_peer(root: Path, command: str, models: list[BenchModel], form: Form) -> dict[str, dict[int, Sample]]:
     samples = {}
     for model in models:
         progress(f"starting vLLM on {model.name}")
         with vllm_server(command, model.folder, root / "vllm.log") as port:
-            samples[model.name] = sweep(Door(port, "peer"), model, form)
+            samples[model.name] = sweep(LoadClient(port, "peer"), model, form)
     return samples
 
 
@@ -167,13 +167,13 @@ def measure(root: Path, form: Form, peer: str) -> list[Check]:
             models, key = making.result(), platform.tenant("bench")
             subjects = [Subject(model, publish(platform, model.folder, key, model.name)) for model in models]
             mid, hf = subjects[-1], loading.result()
-            private_off, arena_pss = shared(platform, mid, form)
+            private_off, arena_pss = measure_shared(platform, mid, form)
             set_reorder(root, True)
             renew_workers(platform)
-            split, private_on = apart(platform, mid, form)
+            split, private_on = measure_apart(platform, mid, form)
     batched = [generate_batch_tok_s(hf, each.folder, prompts_of(each, BATCHED), form.output_tokens) for each in models]
-    mine = ours(root, subjects, form)
-    peers = theirs(root, peer, models, form) if peer else {}
+    mine = measure_torchrelay(root, subjects, form)
+    peers = measure_peer(root, peer, models, form) if peer else {}
     checks = [check for model in models for check in model_checks(model, mine, peers)]
     checks += [limit_check(mid.model, mine.rounds), prefix_check(mine)]
     for model, tok_s in zip(models, batched, strict=True):

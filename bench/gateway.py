@@ -28,16 +28,16 @@ import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.echo_model import PROMPT_WORDS, VOCAB_SIZE, EchoVocabulary
 from bench.processes import cpu_s
 from bench.report import Check, finish, progress
+from bench.streaming.echo_model import PROMPT_WORDS, VOCAB_SIZE, EchoVocabulary
 from tests.support.brokers import free_port, nats_server, redis_server, running
-from torchrelay.gateway.catalogue import Catalogue, Scaling
-from torchrelay.gateway.core import Shape, Version
-from torchrelay.gateway.freshness import TableVersions
-from torchrelay.gateway.prices import Prices
+from torchrelay.gateway.auth.tenants import Tenants
+from torchrelay.gateway.billing.prices import Prices
+from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
+from torchrelay.gateway.core import ModelShape, Version
 from torchrelay.gateway.sql.database import Database
-from torchrelay.gateway.tenants import Tenants
+from torchrelay.gateway.sql.table_versions import TableVersions
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS = 64
@@ -68,7 +68,7 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class GatewayUnderTest:
     """A server under load: its process, its port, and what it is asked."""
 
     pid: int
@@ -88,7 +88,7 @@ class Door:
             "concurrency": CONCURRENCY,
         }
         begin = cpu_s(self.pid)
-        command = [sys.executable, "-m", "bench.stream_load"]
+        command = [sys.executable, "-m", "bench.streaming.load"]
         encoded = json.dumps(job).encode()
         done = subprocess.run(command, cwd=ROOT, input=encoded, stdout=subprocess.PIPE, check=True, timeout=LOAD_S)
         used = cpu_s(self.pid) - begin
@@ -117,7 +117,7 @@ def child(module: str, *args: str) -> Iterator[subprocess.Popen[str]]:
             process.wait()
 
 
-def said_by(process: subprocess.Popen[str]) -> Any:
+def read_json_line(process: subprocess.Popen[str]) -> Any:
     """The next JSON line of a child."""
     assert process.stdout is not None
     if line := process.stdout.readline():
@@ -129,7 +129,7 @@ def set_step(echo: subprocess.Popen[str], step_s: float) -> None:
     assert echo.stdin is not None
     echo.stdin.write(f"{step_s}\n")
     echo.stdin.flush()
-    said_by(echo)
+    read_json_line(echo)
 
 
 @contextmanager
@@ -163,24 +163,24 @@ def tenant_key(port: int) -> str:
 
 
 async def publish(home: Path, tokenizer_digest: str) -> None:
-    """Puts the model into the catalogue: there is no store that could pack it."""
+    """Puts the model into the catalog: there is no store that could pack it."""
     database = Database(f"sqlite:///{home}/ledger.db")
-    freshness = TableVersions(database, 0.5)
-    catalogue = Catalogue(database, freshness, Prices(database, freshness))
+    table_versions = TableVersions(database, 0.5)
+    catalog = Catalog(database, table_versions, Prices(database, table_versions))
     version = Version(
         version_id="v-echo",
         pack_id="0" * 64,
         pack_bytes=1 << 30,
         architecture="LlamaForCausalLM",
         dtype="BF16",
-        shape=Shape(24, 8, 64, 2, 4096, VOCAB_SIZE),
+        shape=ModelShape(24, 8, 64, 2, 4096, VOCAB_SIZE),
         routing_block_tokens=64,
         stored_bytes=1 << 30,
         file_digests={"tokenizer.json": tokenizer_digest},
     )
     tenant = await Tenants(database).by_name("bench")
     async with database.write() as connection:
-        await catalogue.publish_in(connection, tenant.tenant_id, "echo", version, Scaling())
+        await catalog.publish_in(connection, tenant.tenant_id, "echo", version, ScalingSettings())
     await database.close()
 
 
@@ -190,7 +190,7 @@ def bodies_of(vocabulary: EchoVocabulary) -> list[dict[str, Any]]:
     return [{**settings, **usage, "prompt": prompt} for prompt in vocabulary.prompts(NUM_PROMPTS)]
 
 
-def check_text(door: Door, vocabulary: EchoVocabulary) -> int:
+def check_text(door: GatewayUnderTest, vocabulary: EchoVocabulary) -> int:
     """One answer, read in full: its pieces are the text of its tokens. Returns the number of prompt tokens."""
     body = {**door.bodies[0], "return_token_ids": True}
     headers = {"Authorization": f"Bearer {door.key}"}
@@ -208,8 +208,8 @@ def check_text(door: Door, vocabulary: EchoVocabulary) -> int:
 def bare_sample(num_requests: int) -> Sample:
     """The same load on uvicorn with an application that only sends events."""
     with child("bare_server", str(TOKENS)) as process:
-        port = int(said_by(process))
-        door = Door(process.pid, port, "none", [{"prompt": "x" * PROMPT_WORDS * 6}])
+        port = int(read_json_line(process))
+        door = GatewayUnderTest(process.pid, port, "none", [{"prompt": "x" * PROMPT_WORDS * 6}])
         door.load(CONCURRENCY, ends=0)
         return door.load(num_requests, ends=0)
 
@@ -221,22 +221,22 @@ def main() -> None:
     progress("making the vocabulary")
     vocabulary = EchoVocabulary.make()
     with tempfile.TemporaryDirectory(prefix="torchrelay-bench-") as folder, child("echo_server") as echo:
-        home, addresses = Path(folder), said_by(echo)
+        home, addresses = Path(folder), read_json_line(echo)
         with running_gateway(home, addresses) as (pid, port):
             key = tenant_key(port)
             asyncio.run(publish(home, addresses["tokenizer_digest"]))
-            door = Door(pid, port, key, bodies_of(vocabulary))
+            door = GatewayUnderTest(pid, port, key, bodies_of(vocabulary))
             check_text(door, vocabulary)
             measure(door, echo, repeats, num_requests)
 
 
-def sample(door: Door, name: str, num_requests: int) -> Sample:
+def sample(door: GatewayUnderTest, name: str, num_requests: int) -> Sample:
     taken = door.load(num_requests)
     progress(f"{name}: {taken.us_per_token:.1f} us per token, {taken.num_requests / taken.seconds:.0f} requests/s")
     return taken
 
 
-def measure(door: Door, echo: subprocess.Popen[str], repeats: int, num_requests: int) -> None:
+def measure(door: GatewayUnderTest, echo: subprocess.Popen[str], repeats: int, num_requests: int) -> None:
     door.load(4 * CONCURRENCY)  # caches, streams and code are warm
     fast = [sample(door, "as fast as it goes", num_requests) for _ in range(repeats)]
     set_step(echo, STEP_S)

@@ -28,7 +28,7 @@ from bench.report import Check, finish, progress
 if TYPE_CHECKING:
     import torch
 
-    from bench.gpu_packs import Pack
+    from bench.device.packs import Pack
     from torchrelay.engine.instance import Instance
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,7 +54,7 @@ class Sizes:
 
 
 def sizes_of(quick: bool, rehearsal: bool) -> Sizes:
-    from bench.gpu_packs import LLAMA_8B
+    from bench.device.packs import LLAMA_8B
 
     if rehearsal:
         tiny = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -101,9 +101,9 @@ class Bench:
         self.part("transformers", {}, self.peer)
 
     def engine(self, with_profile: bool) -> None:
-        from bench import gpu_engine
-        from bench.gpu_packs import random_pack
-        from torchrelay.engine.pool import KvPool
+        from bench.device import engine
+        from bench.device.packs import random_pack
+        from torchrelay.engine.kv.pool import KvPool
 
         pack = random_pack(self.sizes.config, "BF16", self.device)
         self.part("arena to device", {"arena_to_device_over_pinned": 0.9}, lambda: self.copies(pack))
@@ -112,58 +112,58 @@ class Bench:
         num_positions = max(self.sizes.batches) * (self.sizes.num_prompt_tokens + self.sizes.num_steps + 64)
         num_positions = max(num_positions, 2 * self.sizes.num_prefill_tokens)
         pool = KvPool(num_positions * token_bytes, str(self.device))
-        instance, load_s = gpu_engine.load_s(pack, pool)
+        instance, load_s = engine.load_s(pack, pool)
         self.add("load_to_first_token_s", load_s, "s", None, "all segments in the arena; kernels compiled within it")
         self.part("prefill", {"prefill_over_matmul": 0.5}, lambda: self.prefill(instance, pack))
         self.part("decode", {"decode_b1_over_hbm": 0.75}, lambda: self.decode(instance, pack, token_bytes))
         if with_profile and not self.rehearsal:
-            print(gpu_engine.profile_table(instance, 1, self.sizes.num_prompt_tokens))
+            print(engine.profile_table(instance, 1, self.sizes.num_prompt_tokens))
         instance.close()
 
     def exactness(self) -> None:
-        from bench import gpu_engine
+        from bench.device import engine
 
         sizes = self.sizes
         num_tokens = 3 if self.rehearsal else 24
-        by_triton, by_gather, total = gpu_engine.mismatches(sizes.families, sizes.lengths, num_tokens, self.device)
+        by_triton, by_gather, total = engine.mismatches(sizes.families, sizes.lengths, num_tokens, self.device)
         against = f"of {total} greedy continuations, transformers on the CPU"
         self.add("triton_mismatches", by_triton, "prompts", 0.0, against, at_least=False)
         self.add("gather_mismatches", by_gather, "prompts", 0.0, against, at_least=False)
 
     def copies(self, pack: Pack) -> None:
-        from bench import gpu_limits
+        from bench.device import limits
 
-        pinned = gpu_limits.pinned_bytes_per_s(self.device, self.sizes.limit_bytes)
+        pinned = limits.pinned_bytes_per_s(self.device, self.sizes.limit_bytes)
         self.add("pinned_copy_gb_s", pinned / GB, "GB/s")
-        staged, _ = gpu_limits.staged_bytes_per_s(pack, self.device)
+        staged, _ = limits.staged_bytes_per_s(pack, self.device)
         self.add("arena_to_device_gb_s", staged / GB, "GB/s")
         self.add("arena_to_device_over_pinned", staged / pinned, "", 0.9, "one copy from pinned memory")
         if self.device.type == "cuda":
-            direct, pinning = gpu_limits.staged_bytes_per_s(pack, self.device, registered=True)
+            direct, pinning = limits.staged_bytes_per_s(pack, self.device, registered=True)
             self.add("registered_over_pinned", direct / pinned, "", None, "an arena that was pinned before")
             self.add("register_gb_s", pinning / GB, "GB/s", None, "pinning it where it lies")
 
     def prefill(self, instance: Instance, pack: Pack) -> None:
         import torch
 
-        from bench import gpu_engine, gpu_limits
+        from bench.device import engine, limits
 
         num_tokens = self.sizes.num_prefill_tokens
-        elapsed = gpu_engine.prefill_s(instance, num_tokens)
-        limit = gpu_limits.product_flops_per_s(self.device, self.sizes.matrix, torch.bfloat16)
+        elapsed = engine.prefill_s(instance, num_tokens)
+        limit = limits.product_flops_per_s(self.device, self.sizes.matrix, torch.bfloat16)
         rate = prefill_flops(self.sizes.config, pack.num_bytes, num_tokens) / elapsed
         self.add("matmul_tflop_s", limit / 1e12, "Tflop/s", None, f"{self.sizes.matrix} square, bf16")
         self.add("prefill_tok_s", num_tokens / elapsed, "tok/s", None, f"a prompt of {num_tokens}")
         self.add("prefill_over_matmul", rate / limit, "", 0.5, "the matrix rate")
 
     def decode(self, instance: Instance, pack: Pack, token_bytes: int) -> None:
-        from bench import gpu_engine, gpu_limits
+        from bench.device import engine, limits
 
-        read = gpu_limits.read_bytes_per_s(self.device, self.sizes.limit_bytes)
+        read = limits.read_bytes_per_s(self.device, self.sizes.limit_bytes)
         self.add("hbm_read_gb_s", read / GB, "GB/s")
         sizes = self.sizes
         for batch in sizes.batches:
-            step_s = gpu_engine.decode_step_s(instance, batch, sizes.num_prompt_tokens, sizes.num_steps)
+            step_s = engine.decode_step_s(instance, batch, sizes.num_prompt_tokens, sizes.num_steps)
             num_positions = batch * (sizes.num_prompt_tokens + sizes.num_steps // 2)
             num_bytes = pack.num_bytes - pack.segment_bytes(0) + num_positions * token_bytes
             against = f"{num_bytes / GB:.1f} GB a step, contexts of {sizes.num_prompt_tokens}"
@@ -174,7 +174,7 @@ class Bench:
     def peer(self) -> None:
         import torch
 
-        from bench.gpu_transformers import Peer
+        from bench.device.transformers_peer import Peer
 
         sizes = self.sizes
         peer = Peer(sizes.config, torch.bfloat16, self.device)
@@ -215,11 +215,11 @@ def main() -> None:
     import transformers
     import triton
 
-    from torchrelay.engine import fused
-    from torchrelay.engine.triton_fused import TritonSteps
+    from torchrelay.engine.kernels import fused_ops
+    from torchrelay.engine.kernels.triton.ops import TritonOps
 
     if rehearsal:
-        fused.steps_for = lambda device: TritonSteps()  # the steps that a GPU would compute
+        fused_ops.fused_ops_for = lambda device: TritonOps()  # the steps that a GPU would compute
     elif not torch.cuda.is_available():
         parser.error("torch finds no NVIDIA GPU here; --cpu-rehearsal goes through the bench without one")
     device = torch.device("cpu" if rehearsal else "cuda:0")

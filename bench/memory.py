@@ -28,7 +28,7 @@ from bench.processes import MB, children, is_forking, memory_bytes
 from bench.random_checkpoint import LlamaShape, write_checkpoint
 from bench.report import Check, finish, progress
 from tests.support.platform import Platform, running_platform
-from tests.support.vocabulary import large_tokenizer
+from tests.support.sample_tokenizers import large_tokenizer
 
 VOCAB_SIZE = 128_000
 SAMPLE_S = 0.02

@@ -22,9 +22,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.planner_networks import Network, random_network
-from bench.planner_play import MEASURED_WITHIN, NUM_CHUNKS, Outcome, feeds_of, planned, played
-from bench.planner_rivals import Feeds, binomial, nominal_chain, star
+from bench.planning.baselines import Feeds, binomial, nominal_chain, star
+from bench.planning.networks import Network, random_network
+from bench.planning.outcome import MEASURED_WITHIN, NUM_CHUNKS, Outcome, feeds_of, planned, simulate
 from bench.report import Check, finish, progress
 from torchrelay.scheduler.planning import Node, plan
 
@@ -46,10 +46,10 @@ class Row:
 
 def row(seed: int) -> Row:
     network = random_network(seed)
-    arrows = planned(network, PACK_BYTES, seed)
-    outcomes = {"plan": played(network, feeds_of(arrows), PACK_BYTES)}
-    outcomes |= {name: played(network, rival(network), PACK_BYTES) for name, rival in RIVALS.items()}
-    return Row(network.bound_s(PACK_BYTES), max(arrow.ready_s for arrow in arrows), outcomes)
+    edges = planned(network, PACK_BYTES, seed)
+    outcomes = {"plan": simulate(network, feeds_of(edges), PACK_BYTES)}
+    outcomes |= {name: simulate(network, rival(network), PACK_BYTES) for name, rival in RIVALS.items()}
+    return Row(network.bound_s(PACK_BYTES), max(edge.ready_s for edge in edges), outcomes)
 
 
 def rows(num_networks: int) -> list[Row]:

@@ -20,13 +20,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.relay_chain import measure_chain, measure_embeddings, measure_gloo, measure_star
-from bench.relay_faults import measure_kill, measure_silent, measure_slow, measure_striping
-from bench.relay_figures import Ledger
-from bench.relay_kv import BUFFER_BYTES, measure_kv
-from bench.relay_lab import RATE_MBIT, TARGETS, RelayLab, relay_lab
-from bench.relay_loopback import measure_loopback
-from bench.relay_replay import measure_replays
+from bench.data_plane.chain import measure_chain, measure_embeddings, measure_gloo, measure_star
+from bench.data_plane.faults import measure_kill, measure_silent, measure_slow, measure_striping
+from bench.data_plane.figures import FigureTable
+from bench.data_plane.kv import BUFFER_BYTES, measure_kv
+from bench.data_plane.lab import RATE_MBIT, TARGETS, RelayLab, relay_lab
+from bench.data_plane.loopback import measure_loopback
+from bench.data_plane.replay import measure_replays
 from bench.report import finish
 
 
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer samples and smaller packs, under 50 s")
     effort = QUICK if parser.parse_args().quick else FULL
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever ends it leaves no host behind
-    ledger = Ledger()
+    ledger = FigureTable()
     with ledger.case("loopback_over_iperf3", "two_hops_over_iperf3", "rss_mb"):
         measure_loopback(ledger, effort.loopback_mb, effort.num_loopback_samples)
     with ledger.rest(), relay_lab() as relays:
@@ -66,7 +66,7 @@ def main() -> None:
     finish("relay", conditions(effort), ledger.checks())
 
 
-def measure_in_lab(relays: RelayLab, ledger: Ledger, effort: Effort) -> None:
+def measure_in_lab(relays: RelayLab, ledger: FigureTable, effort: Effort) -> None:
     small = effort.small_pack_mb
     pack = relays.pack(effort.pack_mb)
     undisturbed_s = float("nan")
@@ -95,7 +95,7 @@ def measure_in_lab(relays: RelayLab, ledger: Ledger, effort: Effort) -> None:
 
 
 @contextmanager
-def case(relays: RelayLab, ledger: Ledger, *names: str) -> Iterator[None]:
+def case(relays: RelayLab, ledger: FigureTable, *names: str) -> Iterator[None]:
     """One case of the lab; after one that failed the next begins with fresh stores."""
     with ledger.case(*names):
         try:

@@ -10,7 +10,7 @@ import secrets
 import sys
 from pathlib import Path
 
-from torchrelay.transfer.tickets import derive_node_key
+from torchrelay.transfer.protocol.tickets import derive_node_key
 
 NODES = {"STORE_NODE_KEY": "store-1", "PREFILL_NODE_KEY": "prefill-1", "DECODE_NODE_KEY": "decode-1"}
 

@@ -17,9 +17,9 @@ from openai.types.chat import ChatCompletionStreamOptionsParam, ChatCompletionUs
 from rich.console import Console
 from rich.table import Table
 
-from torchrelay.cli.chatting import MIN_RATE_SPAN_S
-from torchrelay.cli.client import Client
-from torchrelay.cli.cluster import watch
+from torchrelay.cli.api.chat_stream import MIN_RATE_SPAN_S
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.scheduler_client import watch
 from torchrelay.cli.commands.explain import explanation
 from torchrelay.cli.home import Home
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
@@ -117,13 +117,13 @@ def wait_for_zero(scheduler: str) -> float:
     raise SystemExit("the scheduler ended its view before the model went to zero")
 
 
-def show_timeline(client: Client, request_id: str, title: str) -> None:
+def show_timeline(client: GatewayClient, request_id: str, title: str) -> None:
     phases = client.call("GET", f"/v1/requests/{request_id}/explain")["phases"]
     console.print(f"\n  [bold]{title}[/bold]")
     console.print(explanation(phases, ()))
 
 
-def show_bill(client: Client) -> None:
+def show_bill(client: GatewayClient) -> None:
     bill = client.call("GET", "/v1/bill")
     table = Table("model", "prompt tokens", "output tokens", "requests", "cost", title=f"Bill of {bill['tenant']}")
     for line in bill["lines"]:
@@ -138,17 +138,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="torchrelay-demo-") as folder:
         home = Home(Path(folder))
         step("1. Start the platform: redis, nats, and five services")
-        with platform(home) as endpoints, Client(endpoints["http"], home.admin_key()) as admin:
+        with platform(home) as endpoints, GatewayClient(endpoints["http"], home.admin_key()) as admin:
             step("2. Make a tenant and a key")
             tenant = admin.call("POST", "/v1/tenants", json={"name": "acme"})
             key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "demo"})["key"]
             console.print(f"  tenant {tenant['name']}, key {key[:12]}...")
-            with Client(endpoints["http"], key) as client:
+            with GatewayClient(endpoints["http"], key) as client:
                 talk(client, endpoints, key)
             step("9. Stop everything")
 
 
-def talk(client: Client, endpoints: dict[str, str], key: str) -> None:
+def talk(client: GatewayClient, endpoints: dict[str, str], key: str) -> None:
     step("3. Upload the glossary model")
     model = client.upload(MODEL_FOLDER, "glossary", {"idle_timeout_s": IDLE_S}, lambda *_: None)["id"]
     console.print(f"  published {model}")

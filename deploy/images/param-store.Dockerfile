@@ -5,11 +5,12 @@ WORKDIR /src
 COPY constraints.txt ./
 COPY proto ./proto
 COPY libs/common ./libs/common
+COPY libs/modelspec ./libs/modelspec
 COPY libs/transfer ./libs/transfer
 COPY services/param-store ./services/param-store
 RUN python -m venv /opt/torchrelay \
     && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt hatchling \
-    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto ./libs/common ./libs/transfer ./services/param-store
+    && /opt/torchrelay/bin/pip install --no-cache-dir -c constraints.txt --no-build-isolation ./proto ./libs/common ./libs/modelspec ./libs/transfer ./services/param-store
 
 FROM python:3.11.10-slim-bookworm
 RUN useradd --system --uid 10001 --create-home torchrelay && install -d -o torchrelay /data

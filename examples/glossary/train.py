@@ -16,22 +16,22 @@ import torch
 from examples.glossary.decoder import Decoder, DecoderConfig
 from examples.glossary.evaluate import ask_all
 from examples.glossary.folder import write_folder
-from examples.glossary.phrasing import Phrasebook
+from examples.glossary.questions import QuestionGenerator
 from examples.glossary.terms import FOLDER, load_glossary, load_held_out, load_words
-from examples.glossary.training import BatchSource, Plan, Progress, train
+from examples.glossary.trainer import BatchSource, TrainingPlan, TrainingProgress, train
 from examples.glossary.vocabulary import fold, train_tokenizer
 
 VOCAB_SIZE = 1280
 TOKENIZER_QUESTIONS = 4000
 
 
-def build(out: Path, plan: Plan, seed: int, threads: int) -> None:
+def build(out: Path, plan: TrainingPlan, seed: int, threads: int) -> None:
     """Trains tokenizer and model from nothing and writes them to ``out``."""
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)
     glossary, words = load_glossary(), load_words()
-    samples = Phrasebook(glossary, words, seed + 1)
+    samples = QuestionGenerator(glossary, words, seed + 1)
     texts = [
         text
         for turn in (samples.turn() for _ in range(TOKENIZER_QUESTIONS))
@@ -41,13 +41,18 @@ def build(out: Path, plan: Plan, seed: int, threads: int) -> None:
     decoder = Decoder(DecoderConfig(vocab_size=tokenizer.get_vocab_size()))
     num_weights = sum(weight.numel() for weight in decoder.parameters())
     print(f"{len(glossary.terms)} terms, {tokenizer.get_vocab_size()} tokens, {num_weights:,} weights")
-    train(decoder, BatchSource(Phrasebook(glossary, words, seed), tokenizer, plan), plan, lambda now: _show(now, plan))
+    train(
+        decoder,
+        BatchSource(QuestionGenerator(glossary, words, seed), tokenizer, plan),
+        plan,
+        lambda now: _show(now, plan),
+    )
     write_folder(out, decoder, tokenizer)
     answers = ask_all(decoder, tokenizer, glossary, load_held_out())
     print(f"written to {out}; {sum(answer.right for answer in answers)} of {len(answers)} held-out questions are right")
 
 
-def _show(now: Progress, plan: Plan) -> None:
+def _show(now: TrainingProgress, plan: TrainingPlan) -> None:
     if now.step % 25 and now.step != plan.steps:
         return
     left_s = now.elapsed_s / now.step * (plan.steps - now.step)
@@ -61,12 +66,12 @@ def _show(now: Progress, plan: Plan) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the glossary model (a few minutes on two CPU cores).")
     parser.add_argument("--out", type=Path, default=FOLDER / "model", help="the folder to write (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=Plan().steps, help="training steps (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=TrainingPlan().steps, help="training steps (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=7, help="of weights and questions (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     arguments = parser.parse_args()
     begin_s = time.monotonic()
-    build(arguments.out, Plan(steps=arguments.steps), arguments.seed, arguments.threads)
+    build(arguments.out, TrainingPlan(steps=arguments.steps), arguments.seed, arguments.threads)
     print(f"took {time.monotonic() - begin_s:.0f} s")
 
 

@@ -13,9 +13,9 @@ FLAGS = ["-std=gnu11", "-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math
 setup(
     ext_modules=[
         Extension(
-            f"torchrelay.engine.cpu._kernels_{level}",
-            ["src/torchrelay/engine/cpu/kernels.c"],
-            depends=[str(header) for header in Path("src/torchrelay/engine/cpu").glob("*.h")],
+            f"torchrelay.engine.kernels.cpu._kernels_{level}",
+            ["src/torchrelay/engine/kernels/cpu/kernels.c"],
+            depends=[str(header) for header in Path("src/torchrelay/engine/kernels/cpu").glob("*.h")],
             extra_compile_args=[*FLAGS, f"-march=x86-64-{level}"],
             extra_link_args=["-fopenmp"],
             libraries=["m"],

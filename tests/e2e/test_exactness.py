@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.e2e.conftest import Tenant
-from tests.support.calls import complete, stream
 from tests.support.checkpoints import reference_model
+from tests.support.completions import complete, stream
 from tests.support.platform import Platform
 
 pytestmark = pytest.mark.e2e

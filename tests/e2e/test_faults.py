@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import SMALL, Tenant
-from tests.support.calls import complete, headers, stream
+from tests.support.completions import complete, headers, stream
 from tests.support.platform import Platform, running_platform
 from torchrelay.control.v1.param_store_pb2 import WatchCopiesRequest
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub

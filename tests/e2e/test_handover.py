@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.e2e.conftest import Tenant
-from tests.support.calls import complete, stream
+from tests.support.completions import complete, stream
 from tests.support.platform import Platform
 
 pytestmark = pytest.mark.e2e
@@ -58,4 +58,4 @@ def test_one_trace_crosses_all_services(platform: Platform, tenant: Tenant) -> N
     trace = [span for span in spans if span["trace_id"] == roots[0]["trace_id"]]
     services = {span["service"] for span in trace}
     assert services >= {"gateway", "scheduler", "worker"}
-    assert {"prefill", "decode"} <= {span["name"] for span in trace}
+    assert {"prefill.run", "decode.run"} <= {span["name"] for span in trace}

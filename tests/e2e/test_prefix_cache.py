@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.e2e.conftest import Tenant
-from tests.support.calls import complete
+from tests.support.completions import complete
 from tests.support.platform import Platform
 
 pytestmark = pytest.mark.e2e

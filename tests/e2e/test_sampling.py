@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.e2e.conftest import Tenant
-from tests.support.calls import complete, headers
 from tests.support.checkpoints import reference_model
+from tests.support.completions import complete, headers
 from tests.support.platform import Platform
 
 pytestmark = pytest.mark.e2e

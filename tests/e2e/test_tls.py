@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from tests.e2e.conftest import SMALL, Tenant
-from tests.support.calls import headers
+from tests.support.completions import headers
 from tests.support.platform import SCRIPTS, Platform, running_platform
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 

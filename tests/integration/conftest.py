@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
-from tests.unit.engine.running import Model
-from tests.unit.param_store.stores import publish, running_store
+from tests.unit.engine.harness import Model
+from tests.unit.param_store.running_store import publish, running_store
 from torchrelay.control.v1 import param_store_pb2
 
 

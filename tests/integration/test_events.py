@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.integration.test_replication import three_stores
-from tests.unit.scheduler.scripted import CLUSTER_KEY, Door, cluster
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, Door, cluster
 from torchrelay.cli.main import app
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2

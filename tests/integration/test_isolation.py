@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrelay.transfer.tickets import derive_node_key
+from torchrelay.transfer.protocol.tickets import derive_node_key
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVICES = ("gateway", "scheduler", "param_store", "prefill", "decode")

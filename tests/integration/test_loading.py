@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.integration.roles_scene import DECODE, PREFILL, RunningWorker, Scene, running_worker, until
-from tests.unit.engine.running import Model, prompt_of
-from tests.unit.param_store.stores import CLUSTER_KEY, peer, running_store
+from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, RunningWorker, running_test_worker, until
+from tests.unit.engine.harness import Model, prompt_of
+from tests.unit.param_store.running_store import CLUSTER_KEY, peer, running_store
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.transfer.buffers import MemoryBuffer
-from torchrelay.transfer.holder import HolderServer
 from torchrelay.transfer.manifest import pack_id_of
-from torchrelay.transfer.tickets import derive_node_key
-from torchrelay.worker.slot import DRAINING, LOADING
+from torchrelay.transfer.protocol.tickets import derive_node_key
+from torchrelay.transfer.serve.holder import HolderServer
+from torchrelay.worker.slot.slot import DRAINING, LOADING
 
 PROMPT = prompt_of(70)
 
@@ -45,25 +45,25 @@ class GatedPack(MemoryBuffer):
 
 
 @asynccontextmanager
-async def loading(folder: Path, model: Model, nats_url: str) -> AsyncIterator[tuple[Scene, GatedPack]]:
+async def loading(folder: Path, model: Model, nats_url: str) -> AsyncIterator[tuple[RolesTestbed, GatedPack]]:
     """One worker of both roles in the middle of a load, with one request waiting inside the engine for a layer."""
     pack = GatedPack(model)
     pack.let(0)
     holder = HolderServer("peer", derive_node_key(CLUSTER_KEY, "peer"), {pack.buffer_id: pack}.get, "127.0.0.1")
     holder.start()
     try:
-        async with running_store(folder) as store, running_worker(nats_url, store) as worker:
+        async with running_store(folder) as store, running_test_worker(nats_url, store) as worker:
             await store.relay(pack.buffer_id, peer("peer", holder.address, pack.buffer_id, store))
             version = types_pb2.ModelVersion(model="acme/gated", pack_id=pack.buffer_id)
             await worker.load(version, [PREFILL, DECODE])
-            scene = Scene(worker, worker, version)
+            scene = RolesTestbed(worker, worker, version)
             scene.streams = await scene.connect()
             yield scene, pack
     finally:
         await asyncio.to_thread(holder.close)
 
 
-async def started(scene: Scene, worker: RunningWorker) -> bool:
+async def started(scene: RolesTestbed, worker: RunningWorker) -> bool:
     hosted = worker.worker.slot.hosted
     assert hosted is not None
     await hosted.settled.wait()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.roles_scene import running_scene
+from tests.integration.roles_testbed import running_testbed
 from tests.support.checkpoints import make_overflowing_checkpoint
-from tests.unit.engine.running import Model, group_of, prompt_of, run
-from tests.unit.param_store.stores import publish, running_store
+from tests.unit.engine.harness import Model, group_of, prompt_of, run
+from tests.unit.param_store.running_store import publish, running_store
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.engine.core import Finish, SamplingParams
 
@@ -27,7 +27,7 @@ async def test_an_attempt_whose_logits_overflow_ends_with_the_cause(tmp_path: Pa
     prompts = [*at_once, *later, *never]
     async with running_store(tmp_path / "store") as store:
         described = await publish(store, model.folder)
-    async with running_scene(tmp_path, tmp_path / "store" / "remote", described, nats_url, apart=apart) as scene:
+    async with running_testbed(tmp_path, tmp_path / "store" / "remote", described, nats_url, apart=apart) as scene:
         requests = [await scene.send(scene.request(prompt)) for prompt in prompts]
         for request, prompt in zip(requests, prompts, strict=True):
             tokens, finish = known[prompt]

@@ -16,15 +16,15 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler.scripted import CLUSTER_KEY, Door, cluster, eventually
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, Door, cluster, eventually
 from torchrelay.common.ids import new_id
-from torchrelay.common.rpc import open_channel
+from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.scheduler.main import serving
 from torchrelay.scheduler.settings import SchedulerSettings
-from torchrelay.transfer.tickets import derive_node_key
+from torchrelay.transfer.protocol.tickets import derive_node_key
 
 PROGRAM = Path(sys.executable).with_name("torchrelay-param-store")
 DOMAINS = {"store-a": "rack-1", "store-b": "rack-1", "store-c": "rack-2"}

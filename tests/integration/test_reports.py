@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.integration.roles_scene import running_worker
-from tests.unit.param_store.stores import running_store
+from tests.integration.roles_testbed import running_test_worker
+from tests.unit.param_store.running_store import running_store
 from torchrelay.control.v1.generation_pb2 import AttemptStart
 from torchrelay.control.v1.types_pb2 import ROLE_PREFILL, AttemptKey
 from torchrelay.engine.core import StepResult
-from torchrelay.worker.attempts import Attempt
-from torchrelay.worker.outbox import Outbox
-from torchrelay.worker.reports import Reporter
+from torchrelay.worker.attempts.attempt import Attempt
+from torchrelay.worker.attempts.outbox import Outbox
+from torchrelay.worker.reporter import Reporter
 
 
 async def test_a_worker_is_active_for_requests_that_come_and_go_and_says_the_same_while_it_is_idle(
     tmp_path: Path, nats_url: str
 ) -> None:
-    async with running_store(tmp_path) as store, running_worker(nats_url, store) as one:
+    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
         reporter = Reporter(one.worker, "127.0.0.1:1")
         idle, first, second = reporter.activity(), reporter.report(), reporter.report()
         assert first.worker_id and first.SerializeToString() == second.SerializeToString()
@@ -27,10 +27,10 @@ async def test_a_worker_is_active_for_requests_that_come_and_go_and_says_the_sam
         assert role is not None
         role.attempts.add(attempt)
         began = reporter.activity()
-        one.worker.meters.note(StepResult((), (), 0, 1, 0.01))
+        one.worker.step_metrics.record_step(StepResult((), (), 0, 1, 0.01))
         assert reporter.activity() == began != idle
         assert reporter.report() != first
-        role.attempts.note_prefilled([attempt.group_id])
+        role.attempts.mark_prefilled([attempt.group_id])
         assert reporter.activity() not in (began, idle)
         role.forget(attempt)
         assert reporter.activity() == idle
@@ -38,7 +38,7 @@ async def test_a_worker_is_active_for_requests_that_come_and_go_and_says_the_sam
 
 async def test_a_worker_is_active_while_one_prompt_follows_another(tmp_path: Path, nats_url: str) -> None:
     """As many as before, but what is said to wait has been computed, and the scheduler adds what came since."""
-    async with running_store(tmp_path) as store, running_worker(nats_url, store) as one:
+    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
         reporter, role = Reporter(one.worker, "127.0.0.1:1"), one.worker.role(ROLE_PREFILL)
         assert role is not None
         first, second = (
@@ -47,7 +47,7 @@ async def test_a_worker_is_active_while_one_prompt_follows_another(tmp_path: Pat
         )
         role.attempts.add(first)
         before = reporter.activity()
-        one.worker.meters.note(StepResult((), (first.group_id,), 9, 0, 0.01))
+        one.worker.step_metrics.record_step(StepResult((), (first.group_id,), 9, 0, 0.01))
         role.forget(first)
         role.attempts.add(second)
         assert reporter.activity() != before

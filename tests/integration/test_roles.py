@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from tests.integration.roles_scene import Scene, running_scene, until
-from tests.unit.engine.running import Model, prompt_of
+from tests.integration.roles_testbed import RolesTestbed, running_testbed, until
+from tests.unit.engine.harness import Model, prompt_of
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2
-from torchrelay.transfer.shm import ShmConnection
-from torchrelay.worker.roles import WorkerRole
+from torchrelay.transfer.transport.shm import ShmConnection
+from torchrelay.worker.role import WorkerRole
 
-Make = Callable[..., AbstractAsyncContextManager[Scene]]
+Make = Callable[..., AbstractAsyncContextManager[RolesTestbed]]
 PROMPT = prompt_of(70)
 
 
 @pytest.fixture
 def scene_of(tmp_path: Path, published: tuple[Path, param_store_pb2.VersionDescription], nats_url: str) -> Make:
-    return partial(running_scene, tmp_path, *published, nats_url)
+    return partial(running_testbed, tmp_path, *published, nats_url)
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
@@ -85,7 +85,7 @@ async def test_a_choice_that_ends_with_its_first_token_is_never_decoded(
             await request.finished()
             assert (request.tokens(), request.finish()) == ([first], finish)
         await scene.assert_idle()
-        assert scene.decode.worker.meters.num_positions_decoded == 0
+        assert scene.decode.worker.step_metrics.num_positions_decoded == 0
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
@@ -154,7 +154,7 @@ async def test_a_cancel_at_any_moment_leaves_all_pages_free(scene_of: Make, mode
 async def test_a_cancel_right_behind_the_start_leaves_nothing(
     scene_of: Make, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
-    monkeypatch.setattr("torchrelay.worker.roles.EXPECT_S", 1.0)
+    monkeypatch.setattr("torchrelay.worker.role.START_TIMEOUT_S", 1.0)
     async with scene_of(apart=apart) as scene:
         prefill, decode = scene.streams
         for order in (0, 1, 2):
@@ -200,7 +200,7 @@ async def test_a_decode_worker_that_refuses_is_not_called_lost(scene_of: Make) -
 async def test_a_prefill_worker_that_leaves_is_reported_by_the_decode_worker(scene_of: Make) -> None:
     async with scene_of() as scene:
         request = await scene.send(scene.request(prompt_of(400), max_tokens=20))
-        await until(lambda: bool(scene.decode.worker.roles[1]._incoming))  # type: ignore[attr-defined]
+        await until(lambda: bool(scene.decode.worker.roles[1]._kv_receivers))  # type: ignore[attr-defined]
         await scene.prefill.unload()
         await request.finished()
         assert request.error().code in (pb.RunError.CODE_PREFILL_LOST, pb.RunError.CODE_WRONG_INSTANCE)
@@ -260,13 +260,13 @@ async def test_an_unexpected_error_in_one_start_fails_that_attempt_alone(
 
 
 async def test_shutting_down_does_not_wait_for_what_still_runs(scene_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrelay.worker.roles.EXPECT_S", 60.0)
+    monkeypatch.setattr("torchrelay.worker.role.START_TIMEOUT_S", 60.0)
     async with scene_of(decode_pool_bytes=1 << 20) as scene:
         for salt in range(8):
             await scene.send(scene.request(prompt_of(60, salt), max_tokens=400))
         orphan = scene.request(PROMPT)  # its decode worker never hears of it, and lets the offer wait
         await scene.streams[0].send(scene.for_prefill(orphan))
-        await until(lambda: bool(scene.decode.worker.roles[1]._expected))
+        await until(lambda: bool(scene.decode.worker.roles[1]._awaited_starts))
         begin_s = time.monotonic()
     assert time.monotonic() - begin_s < 30
 

@@ -12,8 +12,8 @@ The picture, for each host:
                      <--- tbf: incoming -----         +-- bridge0
 """
 
-from .host import Host
-from .iproute import LabError
-from .network import Lab
+from tests.lab.host import Host
+from tests.lab.iproute import LabError
+from tests.lab.network import Lab
 
 __all__ = ["Host", "Lab", "LabError"]

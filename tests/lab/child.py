@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .host import Host
+from tests.lab.host import Host
 
 _START_S = 120.0
 _STOP_S = 20.0

@@ -15,11 +15,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from torchrelay.transfer.tickets import derive_node_key
-
-from .child import Child
-from .host import Host
-from .network import Lab
+from tests.lab.child import Child
+from tests.lab.host import Host
+from tests.lab.network import Lab
+from torchrelay.transfer.protocol.tickets import derive_node_key
 
 TARGETS = ("h1", "h2", "h3")
 HOSTS = ("control", "source", *TARGETS)
@@ -97,7 +96,7 @@ class Cluster:
     def _doorway(self) -> Child:
         places = {**self.store_addresses, "scheduler": self.scheduler_address}
         joined = [f"{self._socket(name)}={address}" for name, address in places.items()]
-        command = ["python", str(Path(__file__).with_name("doorway.py")), *joined]
+        command = ["python", str(Path(__file__).with_name("unix_proxy.py")), *joined]
         return Child("doorway", self.control, command, self._folder)
 
     # What runs where

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from .iproute import LabError, batch, ip
-from .namespace import entered
-from .shaping import shape
+from tests.lab.iproute import LabError, batch, ip
+from tests.lab.namespace import entered
+from tests.lab.shaping import shape
 
 DEVICE = "eth0"
 # States of a bridge's port. NOTE: a change of the device, such as another MTU, enables a disabled port again; so does

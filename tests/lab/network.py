@@ -11,9 +11,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-from .host import DEVICE, Host
-from .iproute import LabError, batch, ip, require_machine
-from .keeper import Keeper
+from tests.lab.host import DEVICE, Host
+from tests.lab.iproute import LabError, batch, ip, require_machine
+from tests.lab.reaper import Reaper
 
 _BRIDGE = "bridge0"
 _NETWORK = "10.77.0"
@@ -53,9 +53,9 @@ class Lab:
 
     def __enter__(self) -> Self:
         require_machine()
-        keeper = Keeper(self.namespaces)
+        reaper = Reaper(self.namespaces)
         with ExitStack() as closing:
-            closing.callback(self._close, keeper)
+            closing.callback(self._close, reaper)
             self._build()
             self._closing = closing.pop_all()
         return self
@@ -93,11 +93,11 @@ class Lab:
             if other is not host:
                 yield f"neighbour add {other.address} lladdr {_mac(other)} dev {DEVICE} nud permanent"
 
-    def _close(self, keeper: Keeper) -> None:
+    def _close(self, reaper: Reaper) -> None:
         for host in self:
             host.kill_all()
         try:
-            complaint = keeper.close()
+            complaint = reaper.close()
         finally:
             for host in self:
                 host.reap()

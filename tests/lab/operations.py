@@ -13,14 +13,13 @@ from typing import TypeVar
 import grpc
 import httpx
 
-from torchrelay.cli.client import Client
+from tests.lab.cluster import TARGETS, Cluster
+from torchrelay.cli.api.client import GatewayClient
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.control.v1.reports_pb2 import PackCopy, SlotState
 from torchrelay.control.v1.scheduler_pb2 import ClusterView
-from torchrelay.transfer.tickets import TicketOffice
-
-from .cluster import TARGETS, Cluster
+from torchrelay.transfer.protocol.tickets import TicketIssuer
 
 _WAIT_S = 90.0
 _REMOTE = "remote"
@@ -43,14 +42,14 @@ class Operator:
     """
 
     def __init__(self, cluster: Cluster) -> None:
-        self._cluster, self._tickets = cluster, TicketOffice(cluster.cluster_key)
-        with cluster.control.inside(), Client(cluster.http, cluster.admin_key) as admin:
+        self._cluster, self._tickets = cluster, TicketIssuer(cluster.cluster_key)
+        with cluster.control.inside(), GatewayClient(cluster.http, cluster.admin_key) as admin:
             admin.call("POST", "/v1/tenants", json={"name": "acme"})
             self._key: str = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "lab"})["key"]
 
     def publish(self, folder: Path) -> Published:
         """Uploads a checkpoint through the gateway; its pack then lies in the remote store of ``source``."""
-        with self._cluster.control.inside(), Client(self._cluster.http, self._key) as client:
+        with self._cluster.control.inside(), GatewayClient(self._cluster.http, self._key) as client:
             model = client.upload(folder, folder.name, {}, lambda *_: None)
         with self._store("source") as store:
             version = store.Describe(pb.DescribeRequest(version_id=model["version"]), timeout=_WAIT_S).version

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from .iproute import tc
+from tests.lab.iproute import tc
 
 # A veth hands over packets of up to 64 KiB whole, and a bucket smaller than one would cut them into frames, which costs
 # CPU. One of a few milliseconds keeps the link busy while the kernel's timers are late; a larger one would let more

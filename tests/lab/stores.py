@@ -22,15 +22,14 @@ from typing import Any, Self
 
 import grpc
 
+from tests.lab.child import Child
+from tests.lab.host import Host
+from tests.lab.network import Lab
+from tests.lab.raw_pack import RawPack
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, types_pb2
 from torchrelay.control.v1.reports_pb2 import PackCopy, StoreReport
-from torchrelay.transfer.tickets import Ticket, TicketOffice, derive_node_key
-
-from .child import Child
-from .host import Host
-from .network import Lab
-from .raw_pack import RawPack
+from torchrelay.transfer.protocol.tickets import Ticket, TicketIssuer, derive_node_key
 
 REMOTE = "remote"
 WAIT_S = 30.0
@@ -46,7 +45,7 @@ class Stores:
         self.control, self.places, self.remote = next(iter(lab)), dict(places), folder / REMOTE
         self.remote.mkdir()
         self.cluster_key = secrets.token_bytes(32)
-        self.office = TicketOffice(self.cluster_key)
+        self.office = TicketIssuer(self.cluster_key)
         self._folder, self._settings = folder, {"ARENA_BYTES": str(arena_bytes), **settings}
         # Every namespace has all ports to itself, but several stores may share one.
         self._grpc_ports = {name: _FIRST_PORT + 2 * index for index, name in enumerate(self.places)}
@@ -225,7 +224,7 @@ class Stores:
         joined = [
             f"{self._folder / name}.sock={host.address}:{self._grpc_ports[name]}" for name, host in self.places.items()
         ]
-        command = ["python", str(Path(__file__).with_name("doorway.py")), *joined]
+        command = ["python", str(Path(__file__).with_name("unix_proxy.py")), *joined]
         return Child("doorway", self.control, command, self._folder)
 
 

@@ -12,9 +12,9 @@ import torch
 
 from tests.lab import Lab
 from tests.lab.cluster import HOSTS, TARGETS, Cluster
-from tests.lab.damage import damaged_chunks, flip
-from tests.lab.keeper import pids_in
+from tests.lab.corruption import corrupt_chunk, corrupt_chunks
 from tests.lab.operations import Operator, Published, copies_of, copies_once_served_everywhere
+from tests.lab.reaper import pids_in
 from tests.support.checkpoints import greedy_reference, make_checkpoint, reference_model
 from torchrelay.control.v1.reports_pb2 import PackCopy
 from torchrelay.control.v1.scheduler_pb2 import ClusterView
@@ -87,7 +87,7 @@ def test_bytes_damaged_at_rest_come_anew_from_another_host(scene: Scene) -> None
     operator.keep_copies_on(["source", "h1"], pack_id)
     place = operator.place_of("h1", pack_id)
     store.kill()
-    flip(place, _DAMAGED_CHUNK)
+    corrupt_chunk(place, _DAMAGED_CHUNK)
     store.start()
     store.await_ready()
     num_chunks, num_verified = operator.until(lambda view: rechecked(view, "h1", pack_id))
@@ -95,7 +95,7 @@ def test_bytes_damaged_at_rest_come_anew_from_another_host(scene: Scene) -> None
 
     copies = scene.wake_all()
     assert copies["h1"].source.startswith("store-")
-    assert damaged_chunks(place) == []
+    assert corrupt_chunks(place) == []
     operator.await_zero()
 
 
@@ -104,15 +104,15 @@ def test_a_holders_damaged_bytes_reach_nobody(scene: Scene) -> None:
     operator, pack_id = scene.operator, scene.model.pack_id
     operator.keep_copies_on(["source", "h1"], pack_id)
     place = operator.place_of("source", pack_id)
-    flip(place, _DAMAGED_CHUNK)
+    corrupt_chunk(place, _DAMAGED_CHUNK)
     try:
         scene.wake_all()
-        assert damaged_chunks(place) == [_DAMAGED_CHUNK]
+        assert corrupt_chunks(place) == [_DAMAGED_CHUNK]
     finally:
-        flip(place, _DAMAGED_CHUNK)
+        corrupt_chunk(place, _DAMAGED_CHUNK)
     operator.await_zero()
     for host in ("h2", "h3"):
-        assert damaged_chunks(operator.place_of(host, pack_id)) == []
+        assert corrupt_chunks(operator.place_of(host, pack_id)) == []
 
 
 def rechecked(view: ClusterView, host: str, pack_id: str) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.lab import Lab
 from tests.lab.cluster import HOSTS, Cluster
-from tests.lab.keeper import pids_in
+from tests.lab.reaper import pids_in
 
 pytestmark = pytest.mark.lab
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab import Lab, LabError
-from tests.lab.keeper import pids_in
+from tests.lab.reaper import pids_in
 
 pytestmark = pytest.mark.lab
 
@@ -99,7 +99,7 @@ def test_a_killed_owner_leaves_nothing() -> None:
             namespaces += output.readline().split()
         namespaces.remove("ready")
         owner.kill()
-        assert output.read() == ""  # the lab's processes and its keeper hold it open until they have ended
+        assert output.read() == ""  # the lab's processes and its reaper hold it open until they have ended
     assert remaining(namespaces) == []
 
 

@@ -12,14 +12,14 @@ import grpc
 import pytest
 
 from tests.lab import Lab
-from tests.lab.damage import damaged_chunks, flip
+from tests.lab.corruption import corrupt_chunk, corrupt_chunks
 from tests.lab.raw_pack import RawPack, publish
 from tests.lab.stores import Stores
+from torchrelay.transfer.arena.slab import MappedSlab
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder, WrongReceiver
-from torchrelay.transfer.follow import Receiver, SourceAddress, fetch_head
+from torchrelay.transfer.fetch.follow import Receiver, SourceAddress, fetch_head
 from torchrelay.transfer.manifest import pack_id_of
-from torchrelay.transfer.slabs import MappedSlab
-from torchrelay.transfer.tickets import Ticket, derive_node_key
+from torchrelay.transfer.protocol.tickets import Ticket, derive_node_key
 
 pytestmark = pytest.mark.lab
 
@@ -152,12 +152,12 @@ def test_flipped_bytes_in_one_holders_memory_come_from_another(scene: Scene) -> 
     with scene.stores.held("h1", scene.pack) as hold:
         place = next(hold)
     for chunk in _DAMAGED:
-        flip(place, chunk)
+        corrupt_chunk(place, chunk)
     scene.begin("h2", ["h1", _SOURCE])
     scene.assert_right_bytes(["h2"])
     refused = [line["reason"] for line in scene.stores.children["h2"].said("source_failed")]
     assert f"chunk {_DAMAGED[0]} does not match its digest" in refused
-    assert damaged_chunks(place) == list(_DAMAGED)
+    assert corrupt_chunks(place) == list(_DAMAGED)
 
 
 class TestTickets:

@@ -11,9 +11,9 @@ from typing import Any
 
 from blake3 import blake3
 
-from torchrelay.transfer.layout import tensors_by_segment
+from torchrelay.modelspec.config import read_config
+from torchrelay.modelspec.tensor_order import tensors_by_segment
 from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, Segment, TensorEntry, chunk_bytes_for
-from torchrelay.transfer.model_config import read_config
 
 _ALIGN_BYTES = 64
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrelay.cli.client import Client
-from torchrelay.cli.cluster import tls_of, watch
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.scheduler_client import local_tls, watch
 from torchrelay.cli.home import Home
 from torchrelay.control.v1 import scheduler_pb2
 
@@ -35,8 +35,8 @@ class Platform:
     def http(self) -> str:
         return self.endpoints["http"]
 
-    def admin(self) -> Client:
-        return Client(self.http, self.home.admin_key())
+    def admin(self) -> GatewayClient:
+        return GatewayClient(self.http, self.home.admin_key())
 
     def tenant(self, name: str, **settings: Any) -> str:
         """Makes a tenant and returns a key of it."""
@@ -47,7 +47,7 @@ class Platform:
 
     def upload(self, key: str, folder: Path, name: str, **settings: Any) -> str:
         """Publishes a model folder and returns the model's full name."""
-        with Client(self.http, key) as client:
+        with GatewayClient(self.http, key) as client:
             model: str = client.upload(folder, name, settings, lambda *_: None)["id"]
             return model
 
@@ -76,7 +76,7 @@ class Platform:
 
     def views(self) -> Iterator[scheduler_pb2.ClusterView]:
         """The scheduler's view, at once and after every change."""
-        return watch(self.endpoints["scheduler"], tls_of(self.endpoints))
+        return watch(self.endpoints["scheduler"], local_tls(self.endpoints))
 
     def await_zero(self, timeout_s: float = 60) -> scheduler_pb2.ClusterView:
         """Until no worker holds a model."""

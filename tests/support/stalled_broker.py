@@ -9,7 +9,7 @@ from typing import Any
 
 from nats.aio.client import Client
 
-from torchrelay.common.events import connect
+from torchrelay.common.net.nats_client import connect
 
 INFO = b'INFO {"server_id":"stalled","version":"2.9.0","max_payload":1048576,"proto":1,"headers":true}\r\n'
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from tests.unit.cli.door import ADMIN_KEY, Door, open_door
+from tests.unit.cli.fake_gateway import ADMIN_KEY, FakeGateway, running_gateway
 from torchrelay.cli.home import Home
 from torchrelay.cli.main import app
 
@@ -27,13 +27,13 @@ CONFIG = {
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    with open_door() as door:
+def door() -> Iterator[FakeGateway]:
+    with running_gateway() as door:
         yield door
 
 
 @pytest.fixture
-def home(tmp_path: Path, door: Door, monkeypatch: pytest.MonkeyPatch) -> Home:
+def home(tmp_path: Path, door: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> Home:
     """The home of a platform that runs (this process), with the door as its gateway."""
     for name in ("TORCHRELAY_API_URL", "TORCHRELAY_API_KEY"):
         monkeypatch.delenv(name, raising=False)

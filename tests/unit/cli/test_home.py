@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.cli.problems import Problem
 
 
 def test_keys_are_made_once_and_are_private(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_rest_port_is_remembered(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
     assert home.last_http_port() == 0
-    home.note_http_port(8123)
+    home.save_http_port(8123)
     assert home.last_http_port() == 8123
     (home.run / "http.port").write_text("99999")
     assert home.last_http_port() == 0
@@ -54,7 +54,7 @@ def test_the_rest_port_is_remembered(tmp_path: Path) -> None:
 def test_one_owner_at_a_time(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
-    with home.owned(), pytest.raises(Problem, match="already runs"), home.owned():
+    with home.owned(), pytest.raises(CliError, match="already runs"), home.owned():
         pass
     with home.owned():
         pass
@@ -63,12 +63,12 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
 def test_a_home_without_a_running_platform_has_no_endpoints(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
-    with pytest.raises(Problem, match="no platform runs") as caught:
+    with pytest.raises(CliError, match="no platform runs") as caught:
         home.endpoints()
-    assert "torchrelay up" in caught.value.mend
+    assert "torchrelay up" in caught.value.hint
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     home.endpoints_file.write_text(json.dumps({"http": "x", "pid": int(ended.stdout)}))
-    with pytest.raises(Problem, match="no platform runs"):
+    with pytest.raises(CliError, match="no platform runs"):
         home.endpoints()
     with home.owned():
         assert not home.endpoints_file.exists()
@@ -76,5 +76,5 @@ def test_a_home_without_a_running_platform_has_no_endpoints(tmp_path: Path) -> N
 
 def test_a_place_that_cannot_be_a_home(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(Problem, match="cannot be used as home"):
+    with pytest.raises(CliError, match="cannot be used as home"):
         Home(tmp_path / "file" / "home").make()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.common.latency_model import LatencyFit, LatencyModel, StepCost, StepWork, seen_by
+from torchrelay.common.latency_model import LatencyFit, LatencyModel, StepCost, StepWork, attended_positions
 
 PREFILL = StepCost(0.01, 1e-4, 2e-8, num_steps=1)
 DECODE = StepCost(0.008, 5e-4, 1e-6, num_steps=1)
@@ -16,9 +16,9 @@ BUDGET = 512
 
 
 def test_seen_counts_every_position_up_to_its_own() -> None:
-    assert seen_by(0, 3) == 1 + 2 + 3
-    assert seen_by(3, 5) == 4 + 5
-    assert seen_by(7, 7) == 0
+    assert attended_positions(0, 3) == 1 + 2 + 3
+    assert attended_positions(3, 5) == 4 + 5
+    assert attended_positions(7, 7) == 0
 
 
 def learned(seed: int = 1) -> LatencyModel:
@@ -28,10 +28,12 @@ def learned(seed: int = 1) -> LatencyModel:
         begin, size, batch = rng.randint(0, 2000), rng.randint(1, BUDGET), rng.randint(1, 32)
         seen = batch * rng.randint(10, 2000)
         prefills, decodes = rng.choice([(True, False), (False, True), (True, True)])
-        work = StepWork(size * prefills, seen_by(begin, begin + size) * prefills, batch * decodes, seen * decodes)
+        work = StepWork(
+            size * prefills, attended_positions(begin, begin + size) * prefills, batch * decodes, seen * decodes
+        )
         step_s = DECODE.step_s(batch, seen)
         if prefills:
-            step_s = PREFILL.step_s(size, work.num_prefill_seen) + decodes * DECODE.extra_s(batch, seen)
+            step_s = PREFILL.step_s(size, work.num_prefill_attended) + decodes * DECODE.marginal_s(batch, seen)
         fit.observe(work, step_s * rng.uniform(0.97, 1.03))
     return fit.model
 
@@ -47,15 +49,15 @@ def test_both_lines_are_learned_though_steps_mix_them() -> None:
 
 def test_a_long_prompt_pays_the_base_of_each_step_and_for_its_context() -> None:
     model = LatencyModel(PREFILL, DECODE, BUDGET)
-    assert model.prefill_s(1024) == pytest.approx(2 * 0.01 + 1024e-4 + seen_by(0, 1024) * 2e-8)
-    assert model.prefill_s(1024, 960) == pytest.approx(0.01 + 64e-4 + seen_by(960, 1024) * 2e-8)
+    assert model.prefill_s(1024) == pytest.approx(2 * 0.01 + 1024e-4 + attended_positions(0, 1024) * 2e-8)
+    assert model.prefill_s(1024, 960) == pytest.approx(0.01 + 64e-4 + attended_positions(960, 1024) * 2e-8)
 
 
 def test_short_prompts_of_a_line_share_steps() -> None:
     model = LatencyModel(PREFILL, DECODE, BUDGET)
-    assert model.line_s(16 * 32) == pytest.approx(0.01 + 512e-4)
-    assert model.line_s(1024, seen_by(0, 1024)) == pytest.approx(model.prefill_s(1024))
-    assert model.line_s(0) == 0
+    assert model.queued_s(16 * 32) == pytest.approx(0.01 + 512e-4)
+    assert model.queued_s(1024, attended_positions(0, 1024)) == pytest.approx(model.prefill_s(1024))
+    assert model.queued_s(0) == 0
 
 
 def test_a_prompt_that_is_cached_whole_still_costs_a_position() -> None:
@@ -66,7 +68,7 @@ def test_a_prompt_that_is_cached_whole_still_costs_a_position() -> None:
 def test_choices_that_decode_beside_slow_the_prompt_down() -> None:
     model = LatencyModel(PREFILL, DECODE, BUDGET)
     assert model.prefill_s(512, 0, 16, 16_000) == pytest.approx(
-        2 * (0.01 + DECODE.extra_s(16, 16_000)) + 512e-4 + seen_by(0, 512) * 2e-8
+        2 * (0.01 + DECODE.marginal_s(16, 16_000)) + 512e-4 + attended_positions(0, 512) * 2e-8
     )
 
 
@@ -75,9 +77,9 @@ def test_nothing_is_known_at_first_and_mixed_steps_wait_for_pure_ones() -> None:
     assert not fit.model.prefill.known and not fit.model.decode.known
     fit.observe(StepWork(100, 5050, 4, 400), 0.05)
     fit.observe(StepWork(), 0.05)
-    fit.observe(StepWork(num_decoding=1, num_decode_seen=10), 0.0)
+    fit.observe(StepWork(num_decoding=1, num_decode_attended=10), 0.0)
     assert not fit.model.prefill.known and not fit.model.decode.known
-    fit.observe(StepWork(num_decoding=1, num_decode_seen=10), 0.01)
+    fit.observe(StepWork(num_decoding=1, num_decode_attended=10), 0.01)
     fit.observe(StepWork(100, 5050, 4, 400), 0.05)
     assert fit.model.prefill.num_steps == fit.model.decode.num_steps == 1
 

@@ -12,8 +12,8 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.certificates import DAY, Authority
-from torchrelay.common import probe
-from torchrelay.common.rpc import RpcServer, open_channel
+from torchrelay.common.net import health_check
+from torchrelay.common.net.rpc import RpcServer, open_channel
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 
 
@@ -75,7 +75,7 @@ async def test_the_health_check_comes_as_a_peer_and_knows_the_plain_door(
 ) -> None:
     async def said_of(at: str) -> str:
         monkeypatch.setattr("sys.argv", ["torchrelay-health", at])
-        await asyncio.to_thread(probe.main)
+        await asyncio.to_thread(health_check.main)
         return capsys.readouterr().out
 
     door = RpcServer("127.0.0.1")

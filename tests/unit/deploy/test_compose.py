@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from torchrelay.common.settings import ServiceSettings
+from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.scheduler.settings import SchedulerSettings
@@ -62,7 +62,7 @@ def test_every_variable_is_a_setting_and_the_settings_are_valid(
     fields = {f"TORCHRELAY_{field.upper()}" for field in SETTINGS[name].model_fields}
     assert set(SERVICES[name]["environment"]) <= fields
     settings = settings_of(name, secrets, monkeypatch)
-    assert settings.host == "0.0.0.0" and settings.reach_host == name
+    assert settings.host == "0.0.0.0" and settings.advertised_host == name
 
 
 @pytest.mark.parametrize("name", SETTINGS)

@@ -12,16 +12,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.unit.engine.running import Model, assert_idle, group_of, prompt_of
+from tests.unit.engine.harness import Model, assert_idle, group_of, prompt_of
 from torchrelay.common.errors import Conflict
+from torchrelay.engine.batching.prefix_cache import PrefixCache
+from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.sequences import DecodeSequence, GroupState, SequenceGroup
 from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken, SamplingParams
-from torchrelay.engine.handover import KvBlock, KvShape
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.passing import Passed
-from torchrelay.engine.pool import KvPool
-from torchrelay.engine.prefixes import PrefixCache
-from torchrelay.engine.scheduling import BatchScheduler
-from torchrelay.engine.sequences import Decoding, Group, Place
+from torchrelay.engine.kv.layout import KvBlock, KvShape
+from torchrelay.engine.kv.pool import KvPool
+from torchrelay.engine.kv.prefill_layout import PrefillExport
 
 ModelOf = Callable[..., Model]
 NUM_CANCELS = 10_000
@@ -36,7 +36,7 @@ def random_group(chance: random.Random, number: int) -> GroupSpec:
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens)
     forced = [(7,) * chance.randrange(min(3, num_tokens)) for _ in range(chance.choice([1, 1, 2, 4]))]
     group = group_of(prompt_of(length, chance.randrange(2)), f"{number}/0", sampling, forced)
-    return replace(group, salt=chance.choice(TENANTS), weight=chance.choice([1.0, 2.0]))
+    return replace(group, tenant_id=chance.choice(TENANTS), weight=chance.choice([1.0, 2.0]))
 
 
 class Mill:
@@ -45,9 +45,9 @@ class Mill:
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
         shape = KvShape(1, 1, 2, 4)
-        self.pages = KvPool(64 * 4 * shape.bytes_per_token).cut(shape, torch.float32, page_tokens=4)
+        self.pages = KvPool(64 * 4 * shape.bytes_per_token).partition(shape, torch.float32, page_tokens=4)
         self.scheduler = BatchScheduler(self.pages, PrefixCache(self.pages.allocator, 4), 40, CONTEXT)
-        self.groups: list[Group] = []
+        self.groups: list[SequenceGroup] = []
         self.num_made = self.num_cancelled = 0
 
     def add(self) -> None:
@@ -55,14 +55,14 @@ class Mill:
         spec = random_group(self.chance, self.num_made)
         way = self.chance.random()
         if way < 0.2:
-            group = Group.of(replace(spec, prompt=()))
+            group = SequenceGroup.of(replace(spec, prompt=()))
             try:
                 self.scheduler.receive(group)
             except KvPoolFull:
                 return
         else:
             on_kv = (lambda block: None) if way < 0.35 else None
-            group = Group.of(spec, on_kv, until=1 if way > 0.85 else None)
+            group = SequenceGroup.of(spec, on_kv, until=1 if way > 0.85 else None)
             self.scheduler.submit(group)
         self.groups.append(group)
 
@@ -77,12 +77,12 @@ class Mill:
         for group in self.scheduler.by_layer[:1]:
             self.start(group, len(group.contexts))
 
-    def start(self, group: Group, count: int) -> None:
+    def start(self, group: SequenceGroup, count: int) -> None:
         for context in group.contexts[:count]:
             goes_on = context.num_forced + 1 < group.spec.sampling.max_tokens and group.on_kv is None
             self.scheduler.start(context, dict.fromkeys(context.choices, 7) if goes_on else {})
 
-    def token(self, decoding: Decoding) -> NewToken:
+    def token(self, decoding: DecodeSequence) -> NewToken:
         finish = decoding.spec.sampling.finish_of(7, decoding.next_position)
         return NewToken(decoding.spec.group_id, decoding.choice, decoding.next_position, 7, finish)
 
@@ -91,10 +91,10 @@ class Mill:
         way = self.chance.random()
         if way < 0.1:
             try:
-                self.scheduler.set_back(group.spec.group_id)
+                self.scheduler.preempt(group.spec.group_id)
             except Conflict:
-                assert group.place is Place.RECEIVING or not group.spec.prompt or group.num_pages
-        elif way < 0.3 and group.place is Place.RECEIVING:
+                assert group.state is GroupState.RECEIVING or not group.spec.prompt or group.num_pages
+        elif way < 0.3 and group.state is GroupState.RECEIVING:
             self.start(group, len(group.contexts))
         else:
             choice = self.chance.choice([None, *(each.choice for each in group.spec.choices)])
@@ -112,9 +112,9 @@ def test_ten_thousand_cancels_of_the_scheduler(seed: int) -> None:
             mill.step()
         mill.disturb()
         mill.scheduler.check_integrity()
-        places |= {group.place for group in mill.groups}
-        mill.groups = [group for group in mill.groups if group.place is not Place.GONE]
-    assert places == set(Place)
+        places |= {group.state for group in mill.groups}
+        mill.groups = [group for group in mill.groups if group.state is not GroupState.GONE]
+    assert places == set(GroupState)
     for group in mill.groups:
         mill.scheduler.cancel(group.spec.group_id)
     mill.scheduler.check_integrity()
@@ -147,31 +147,33 @@ class Storm:
     def move(self) -> None:
         """Passes some prompt to the other instance; what was passed on may be cancelled half way."""
         source, target = self.chance.sample(self.instances, 2)
-        groups = [each for each in source._scheduler._groups.values() if each.can_be_passed_on and each.layer]
+        groups = [each for each in source._scheduler._groups.values() if each.can_be_exported and each.layer]
         if not groups:
             return
         group = self.chance.choice(groups)
-        passed = source.pass_on(group.spec.group_id)
+        exported = source.export_prefill(group.spec.group_id)
         try:
-            taking = target.take(passed.spec, passed.layout, group.on_kv, self.chance.choice([None, 3]))
+            prefill_import = target.import_prefill(
+                exported.spec, exported.layout, group.on_kv, self.chance.choice([None, 3])
+            )
         except KvPoolFull:
             return
-        self._fill(target, taking.write, passed)
-        if taking.num_missing and self.chance.random() < 0.5:
-            taking.drop()
-        elif not taking.num_missing:
-            taking.start()
-            self.num_taken += bool(passed.chunks)
+        self._fill(target, prefill_import.write, exported)
+        if prefill_import.num_missing and self.chance.random() < 0.5:
+            prefill_import.drop()
+        elif not prefill_import.num_missing:
+            prefill_import.start()
+            self.num_taken += bool(exported.chunks)
         else:
-            target.cancel(passed.spec.group_id)
-            taking.start()
+            target.cancel(exported.spec.group_id)
+            prefill_import.start()
 
-    def _fill(self, target: Instance, write: Callable[[int, memoryview], None], passed: Passed) -> None:
-        stops = self.chance.randrange(len(passed.chunks) + 1) if self.chance.random() < 0.5 else len(passed.chunks)
-        for index, data in enumerate(passed.chunks[:stops]):
+    def _fill(self, target: Instance, write: Callable[[int, memoryview], None], exported: PrefillExport) -> None:
+        stops = self.chance.randrange(len(exported.chunks) + 1) if self.chance.random() < 0.5 else len(exported.chunks)
+        for index, data in enumerate(exported.chunks[:stops]):
             write(index, data)
             if self.chance.random() < 0.05:
-                target.cancel(passed.spec.group_id)
+                target.cancel(exported.spec.group_id)
 
     def disturb(self) -> None:
         instance, name = self.chance.choice(self.instances), self.chance.choice(self.names[-20:])

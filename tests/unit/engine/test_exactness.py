@@ -8,7 +8,7 @@ from statistics import median
 import pytest
 
 from tests.support.checkpoints import FAMILIES
-from tests.unit.engine.running import (
+from tests.unit.engine.harness import (
     GREEDY,
     Model,
     assert_idle,

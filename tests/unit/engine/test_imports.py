@@ -22,7 +22,7 @@ sys.meta_path.insert(0, Blocker())
 import torch
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.pool import KvPool
+from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.warm_up import zeros_manifest
 
 manifest = zeros_manifest("F32")

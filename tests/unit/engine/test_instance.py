@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from tests.unit.engine.running import GREEDY, assert_idle, group_of, outputs, prompt_of, run
+from tests.unit.engine.harness import GREEDY, assert_idle, group_of, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.common.errors import Conflict, ContextLengthExceeded, DataCorrupted, InvalidRequest
 from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, KvPoolFull, SamplingParams
-from torchrelay.engine.handover import KvBlock, KvLayout
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.pool import KvPool
+from torchrelay.engine.kv.layout import KvBlock, KvLayout
+from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.warm_up import warm_up
 
 PROMPT = prompt_of(20)
@@ -157,21 +157,21 @@ def test_adoption_reserves_and_every_way_out_frees(model_of: ModelOf) -> None:
     instance = small(model_of, 4)
     group = blind(group_of(PROMPT))
     layout = instance.kv_layout(group)
-    adoption = instance.adopt(group, layout)
+    kv_import = instance.import_kv(group, layout)
     assert instance.num_free_pages == 1
     with pytest.raises(KvPoolFull):
-        instance.adopt(replace(group, group_id="s/0"), layout)
+        instance.import_kv(replace(group, group_id="s/0"), layout)
     with pytest.raises(Conflict, match="3 KV chunks of r/0 are missing"):
-        adoption.start({0: 1})
+        kv_import.start({0: 1})
     assert not instance.has_work()
-    adoption.drop()
-    adoption.drop()
+    kv_import.drop()
+    kv_import.drop()
     assert_idle(instance)
-    adoption = instance.adopt(group, layout)
+    kv_import = instance.import_kv(group, layout)
     instance.cancel("r/0")
     assert_idle(instance)
-    adoption.write(0, bytes(layout.chunk_bytes(0)))  # a chunk that was under way
-    adoption.start({0: 1})
+    kv_import.write(0, bytes(layout.chunk_bytes(0)))  # a chunk that was under way
+    kv_import.start({0: 1})
     assert_idle(instance)
 
 
@@ -179,12 +179,12 @@ def test_a_late_chunk_of_a_cancelled_adoption_harms_nobody(model_of: ModelOf) ->
     model = model_of()
     instance = small(model_of, 3)
     group = blind(group_of(PROMPT, "gone/0"))
-    adoption = instance.adopt(group, instance.kv_layout(group))
+    kv_import = instance.import_kv(group, instance.kv_layout(group))
     instance.cancel("gone/0")
     instance.prefill(group_of(PROMPT))  # takes the very pages that came free
     steps = [instance.step()]
-    for index in range(adoption.layout.num_kv_chunks):
-        adoption.write(index, b"\xff" * adoption.layout.chunk_bytes(index))
+    for index in range(kv_import.layout.num_kv_chunks):
+        kv_import.write(index, b"\xff" * kv_import.layout.chunk_bytes(index))
     assert outputs([*steps, *run(instance)])["r/0", 0] == model.expected(PROMPT)
 
 
@@ -199,16 +199,16 @@ def test_adoption_that_does_not_fit_is_refused(model_of: ModelOf) -> None:
     ]
     for layout in wrong:
         with pytest.raises(InvalidRequest):
-            instance.adopt(group, layout)
-    adoption = instance.adopt(group, right)
+            instance.import_kv(group, layout)
+    kv_import = instance.import_kv(group, right)
     with pytest.raises(DataCorrupted):
-        adoption.write(0, bytes(8))
+        kv_import.write(0, bytes(8))
     for index in range(right.num_kv_chunks):
-        adoption.write(index, bytes(right.chunk_bytes(index)))
-    assert adoption.num_missing == 0
+        kv_import.write(index, bytes(right.chunk_bytes(index)))
+    assert kv_import.num_missing == 0
     with pytest.raises(InvalidRequest):
-        adoption.start({0: 320})
-    adoption.drop()
+        kv_import.start({0: 320})
+    kv_import.drop()
     assert_idle(instance)
 
 
@@ -216,10 +216,10 @@ def test_first_tokens_that_end_their_choice_never_decode(model_of: ModelOf) -> N
     instance = model_of().instance()
     sampling = replace(GREEDY, stop_token_ids=frozenset({9}))
     group = GroupSpec("r/0", (), 20, sampling, tuple(ChoiceSpec(choice) for choice in range(4)))
-    adoption = instance.adopt(group, instance.kv_layout(group))
-    for index in range(adoption.layout.num_kv_chunks):
-        adoption.write(index, bytes(adoption.layout.chunk_bytes(index)))
-    adoption.start({0: 9, 1: 5, 3: 6})  # choice 2 was cancelled on the way
+    kv_import = instance.import_kv(group, instance.kv_layout(group))
+    for index in range(kv_import.layout.num_kv_chunks):
+        kv_import.write(index, bytes(kv_import.layout.chunk_bytes(index)))
+    kv_import.start({0: 9, 1: 5, 3: 6})  # choice 2 was cancelled on the way
     instance.check_integrity()
     assert {choice for _, choice in outputs(run(instance))} == {1, 3}
     assert_idle(instance)
@@ -232,9 +232,9 @@ def test_adoptions_queue_behind_groups_that_wait(model_of: ModelOf) -> None:
     instance.step()
     small_group = GroupSpec("c/0", (), 4, replace(GREEDY, max_tokens=4), (ChoiceSpec(0),))
     with pytest.raises(KvPoolFull, match="1 groups wait"):
-        instance.adopt(small_group, instance.kv_layout(small_group))
+        instance.import_kv(small_group, instance.kv_layout(small_group))
     run(instance)
-    instance.adopt(small_group, instance.kv_layout(small_group)).drop()
+    instance.import_kv(small_group, instance.kv_layout(small_group)).drop()
     assert_idle(instance)
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.engine.running import Model, assert_idle, group_of, prompt_of
+from tests.unit.engine.harness import Model, assert_idle, group_of, prompt_of
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.engine.adoption import Adoption
 from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken, SamplingParams
-from torchrelay.engine.handover import KvBlock
 from torchrelay.engine.instance import Instance
+from torchrelay.engine.kv.kv_import import KvImport
+from torchrelay.engine.kv.layout import KvBlock
 
 NUM_MOVES = 150
 
@@ -29,7 +29,7 @@ class Chaos:
         )
         self.model = model
         self.groups: dict[str, GroupSpec] = {}
-        self.adoptions: list[Adoption] = []
+        self.kv_imports: list[KvImport] = []
         self.cancelled: set[tuple[str, int]] = set()
         self.tokens: list[NewToken] = []
 
@@ -52,30 +52,30 @@ class Chaos:
 
         self.instance.prefill(group, take if hands_over else None)
 
-    def adopt(self) -> None:
+    def import_kv(self) -> None:
         group = replace(self.group(), prompt=())
         self.cancelled |= {(group.group_id, choice.choice) for choice in group.choices}  # has no first token here
         try:
-            self.adoptions.append(self.instance.adopt(group, self.instance.kv_layout(group)))
+            self.kv_imports.append(self.instance.import_kv(group, self.instance.kv_layout(group)))
         except KvPoolFull:
             del self.groups[group.group_id]
             self.groups[f"{group.group_id}-refused"] = group
 
     def settle(self) -> None:
         """An adoption is filled and starts, or is dropped halfway."""
-        if not self.adoptions:
+        if not self.kv_imports:
             return
-        adoption = self.adoptions.pop(self.random.randrange(len(self.adoptions)))
-        indices = list(range(adoption.layout.num_kv_chunks))
+        kv_import = self.kv_imports.pop(self.random.randrange(len(self.kv_imports)))
+        indices = list(range(kv_import.layout.num_kv_chunks))
         self.random.shuffle(indices)
         complete = self.random.random() < 0.6
         for index in indices if complete else indices[: len(indices) // 2]:
-            adoption.write(index, bytes(adoption.layout.chunk_bytes(index)))
+            kv_import.write(index, bytes(kv_import.layout.chunk_bytes(index)))
         if complete:
-            chosen = [choice.choice for choice in adoption.group.choices if self.random.random() < 0.8]
-            adoption.start(dict.fromkeys(chosen, 3))
+            chosen = [choice.choice for choice in kv_import.group.choices if self.random.random() < 0.8]
+            kv_import.start(dict.fromkeys(chosen, 3))
         else:
-            adoption.drop()
+            kv_import.drop()
 
     def cancel(self) -> None:
         if not self.groups:
@@ -90,7 +90,7 @@ class Chaos:
         self.tokens += self.instance.step().tokens
 
     def move(self) -> None:
-        moves = [self.prefill, self.adopt, self.settle, self.cancel, *[self.step] * 6]
+        moves = [self.prefill, self.import_kv, self.settle, self.cancel, *[self.step] * 6]
         self.random.choice(moves)()
         self.instance.check_integrity()
 
@@ -100,7 +100,7 @@ def test_pages_never_leak_and_what_is_left_alone_ends(model_of: ModelOf, seed: i
     chaos = Chaos(model_of(), seed)
     for _ in range(NUM_MOVES):
         chaos.move()
-    while chaos.adoptions:
+    while chaos.kv_imports:
         chaos.settle()
     while chaos.instance.has_work():
         chaos.step()

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.checkpoints import make_checkpoint, reference_model
-from tests.unit.engine.running import Model, last_logits
-from torchrelay.engine import reorder
-from torchrelay.engine.reorder import OneDnnMatrix
+from tests.unit.engine.harness import Model, last_logits
+from torchrelay.engine.weights import reorderer
+from torchrelay.engine.weights.reorderer import OneDnnMatrix
 
 TEXT = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
@@ -50,8 +50,8 @@ def test_bf16_perplexity_is_that_of_transformers(
     trained: Model, tokens: list[int], monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """With the weights in the arena, and with reordered copies."""
-    monkeypatch.setattr(reorder, "SETTLE_S", 0.0)
-    monkeypatch.setattr(reorder, "has_arithmetic", lambda dtype: True)
+    monkeypatch.setattr(reorderer, "REORDER_DELAY_S", 0.0)
+    monkeypatch.setattr(reorderer, "has_arithmetic", lambda dtype: True)
     instance = trained.instance(cpu_reorder=kind != "arena")
     if instance._model.reorderer is not None:
         instance._model.reorderer.join()

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.engine.running import Model, group_of, hand_over, prompt_of, run
-from torchrelay.common.latency_model import StepWork, seen_by
-from torchrelay.engine import profile, stepping
+from tests.unit.engine.harness import Model, group_of, hand_over, prompt_of, run
+from torchrelay.common.latency_model import StepWork, attended_positions
+from torchrelay.engine import profile
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, LoadFailed, SamplingParams
-from torchrelay.engine.profile import Share, StepProfile
+from torchrelay.engine.execution import stepper
+from torchrelay.engine.profile import Activity, StepProfile
 
 
 @pytest.fixture
@@ -27,17 +28,17 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> None:
         return float(next(numbers))
 
     monkeypatch.setattr(profile, "perf_counter", look)
-    monkeypatch.setattr(stepping, "time", SimpleNamespace(perf_counter=look))
+    monkeypatch.setattr(stepper, "time", SimpleNamespace(perf_counter=look))
 
 
 def test_time_counts_for_one_share_at_a_moment() -> None:
     profile.take()
-    profile.enter(Share.COMPUTE)
+    profile.enter(Activity.COMPUTE)
     sleep(0.002)
-    before = profile.enter(Share.MEMORY)
+    before = profile.enter(Activity.MEMORY)
     sleep(0.004)
-    assert before is Share.COMPUTE
-    assert profile.enter(before) is Share.MEMORY
+    assert before is Activity.COMPUTE
+    assert profile.enter(before) is Activity.MEMORY
     found = profile.take()
     assert found.compute_s >= 0.002 and found.memory_s >= 0.004
     assert found.kv_transfer_s == found.io_wait_s == found.scheduling_s == 0
@@ -47,7 +48,7 @@ def test_time_counts_for_one_share_at_a_moment() -> None:
 
 def test_each_thread_has_its_own() -> None:
     profile.take()
-    thread = threading.Thread(target=lambda: profile.enter(Share.IO_WAIT))
+    thread = threading.Thread(target=lambda: profile.enter(Activity.IO_WAIT))
     thread.start()
     thread.join()
     assert profile.take() == StepProfile()
@@ -64,16 +65,19 @@ def test_shares_add_up_to_the_step(model_of: Callable[..., Model]) -> None:
         assert step.profile.compute_s > 0 and step.profile.scheduling_s > 0
         assert step.profile.io_wait_s == step.profile.kv_transfer_s == 0
     assert steps[0].profile.memory_s == 0, "short contexts are not worth the time it takes to tell the time"
-    assert max(steps, key=lambda step: step.work.num_decode_seen).profile.memory_s > 0
+    assert max(steps, key=lambda step: step.work.num_decode_attended).profile.memory_s > 0
 
 
 def test_a_step_says_how_much_it_computed(model_of: Callable[..., Model]) -> None:
     instance = model_of().instance(token_budget=32)
     instance.prefill(group_of(prompt_of(40), sampling=SamplingParams(temperature=0, max_tokens=3)))
     first, second, third, last = [step.work for step in run(instance)]
-    assert first == StepWork(32, seen_by(0, 32))
-    assert second == StepWork(8, seen_by(32, 40))
-    assert (third, last) == (StepWork(num_decoding=1, num_decode_seen=41), StepWork(num_decoding=1, num_decode_seen=42))
+    assert first == StepWork(32, attended_positions(0, 32))
+    assert second == StepWork(8, attended_positions(32, 40))
+    assert (third, last) == (
+        StepWork(num_decoding=1, num_decode_attended=41),
+        StepWork(num_decoding=1, num_decode_attended=42),
+    )
 
 
 def test_waiting_for_weights_is_io_wait(model_of: Callable[..., Model]) -> None:

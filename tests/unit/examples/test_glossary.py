@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 from examples.glossary.decoder import Decoder, DecoderConfig, load_decoder
 from examples.glossary.evaluate import LEAST_RIGHT, answer_question, ask_all
 from examples.glossary.folder import write_folder
-from examples.glossary.frames import FRAMES, TWO_WORD_FRAMES
-from examples.glossary.phrasing import Phrasebook
+from examples.glossary.questions import QuestionGenerator
+from examples.glossary.templates import FRAMES, TWO_WORD_FRAMES
 from examples.glossary.terms import FOLDER, Glossary, HeldOut, load_glossary, load_held_out, load_words
-from examples.glossary.training import BatchSource, Plan, Progress, train
+from examples.glossary.trainer import BatchSource, TrainingPlan, TrainingProgress, train
 from examples.glossary.vocabulary import Turn, encode_conversation, encode_prompt, end_id, train_tokenizer
-from torchrelay.transfer.model_config import read_config
+from torchrelay.modelspec.config import read_config
 
 MODEL = FOLDER / "model"
 
@@ -87,7 +87,7 @@ def test_held_out_questions_are_not_in_the_training_set(glossary: Glossary, held
     assert len({asked.term for asked in held_out}) == len(held_out)
     written = {bare(question) for term in glossary.terms for question in term.questions}
     written |= {bare(question) for talk in glossary.small_talk for question in talk.questions}
-    phrasebook = Phrasebook(glossary, load_words(), seed=7)
+    phrasebook = QuestionGenerator(glossary, load_words(), seed=7)
     made = {bare(phrasebook.turn().question) for _ in range(20_000)}
     assert not {bare(asked.question) for asked in held_out} & (written | made)
 
@@ -140,15 +140,15 @@ def test_the_template_gives_the_prompt_that_was_trained(tokenizer: Tokenizer) ->
 
 def test_training_is_reproducible(glossary: Glossary, tmp_path: Path) -> None:
     """The same seed gives the same bytes, and a few steps already lower the loss."""
-    plan = Plan(steps=4, batch_tokens=256, row_tokens=(128,), warmup_steps=1)
+    plan = TrainingPlan(steps=4, batch_tokens=256, row_tokens=(128,), warmup_steps=1)
     losses: list[float] = []
 
-    def report(now: Progress) -> None:
+    def report(now: TrainingProgress) -> None:
         losses.append(now.loss)
 
     def once(folder: Path) -> bytes:
         torch.manual_seed(3)
-        phrasebook = Phrasebook(glossary, load_words(), seed=3)
+        phrasebook = QuestionGenerator(glossary, load_words(), seed=3)
         turns = [phrasebook.turn() for _ in range(200)]
         tokenizer = train_tokenizer((f"{turn.question}\n{turn.answer}" for turn in turns), 400)
         decoder = Decoder(DecoderConfig(tokenizer.get_vocab_size(), 32, 64, 2, 2, 1))

@@ -11,16 +11,16 @@ from pathlib import Path
 import asyncpg
 import pytest
 
-from tests.unit.gateway.postgres import postgres_server
-from torchrelay.gateway.catalogue import Catalogue
+from tests.unit.gateway.postgres_server import postgres_server
+from torchrelay.gateway.auth.api_keys import ApiKeys
+from torchrelay.gateway.auth.tenants import Tenant, Tenants
+from torchrelay.gateway.billing.ledger import Ledger
+from torchrelay.gateway.billing.prices import Prices
+from torchrelay.gateway.catalog.catalog import Catalog
 from torchrelay.gateway.core import OpenedRequest
-from torchrelay.gateway.freshness import TableVersions
-from torchrelay.gateway.keys import Keys
-from torchrelay.gateway.ledger import Ledger
-from torchrelay.gateway.prices import Prices
 from torchrelay.gateway.sql.database import Database
-from torchrelay.gateway.sql.migrate import ensure_schema
-from torchrelay.gateway.tenants import Tenant, Tenants
+from torchrelay.gateway.sql.schema import ensure_schema
+from torchrelay.gateway.sql.table_versions import TableVersions
 
 PEPPER = b"p" * 32
 DATABASES = ["sqlite", "postgresql"]
@@ -76,14 +76,14 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 
 
 @dataclass(frozen=True)
-class Parts:
+class AccountingRig:
     """A gateway's money side on a fresh database, with one tenant."""
 
     database: Database
-    freshness: TableVersions
-    keys: Keys
+    table_versions: TableVersions
+    keys: ApiKeys
     prices: Prices
-    catalogue: Catalogue
+    catalog: Catalog
     ledger: Ledger
     tenants: Tenants
     acme: Tenant
@@ -106,17 +106,17 @@ class Parts:
 
 
 @pytest.fixture
-async def parts(database: Database) -> AsyncIterator[Parts]:
-    freshness = TableVersions(database, confirm_s=0.5)
-    prices = Prices(database, freshness)
-    tenants = Tenants(database, freshness)
+async def parts(database: Database) -> AsyncIterator[AccountingRig]:
+    table_versions = TableVersions(database, confirm_s=0.5)
+    prices = Prices(database, table_versions)
+    tenants = Tenants(database, table_versions)
     async with Ledger(database) as ledger:
-        yield Parts(
+        yield AccountingRig(
             database=database,
-            freshness=freshness,
-            keys=Keys(database, freshness, PEPPER, admin_key="tra-test"),
+            table_versions=table_versions,
+            keys=ApiKeys(database, table_versions, PEPPER, admin_key="tra-test"),
             prices=prices,
-            catalogue=Catalogue(database, freshness, prices),
+            catalog=Catalog(database, table_versions, prices),
             ledger=ledger,
             tenants=tenants,
             acme=await tenants.create("acme"),

@@ -12,7 +12,7 @@ import asyncio
 import torchrelay.gateway.main
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from torchrelay.common.rpc import RpcServer, open_channel
+from torchrelay.common.net.rpc import RpcServer, open_channel
 
 async def main():
     server = RpcServer("127.0.0.1", 0)

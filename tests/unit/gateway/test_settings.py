@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from torchrelay.common.settings import complaints
+from torchrelay.common.process.settings import setting_errors
 from torchrelay.gateway.settings import GatewaySettings
 
 
@@ -18,7 +18,7 @@ from torchrelay.gateway.settings import GatewaySettings
 def test_a_wrong_setting_is_named(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         GatewaySettings(**wrong)  # type: ignore[arg-type]
-    assert said in complaints(caught.value)[0]
+    assert said in setting_errors(caught.value)[0]
 
 
 def test_the_ports_of_a_hand_started_platform_fit() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.object_server import FaultyProxy, faulty_proxy, make_bucket, s3_server
-from tests.unit.param_store.folders import LARGER, write_folder
-from tests.unit.param_store.stores import publish, running_store
+from tests.support.s3_server import FaultyProxy, faulty_proxy, make_bucket, s3_server
+from tests.unit.param_store.model_folders import LARGER, write_folder
+from tests.unit.param_store.running_store import publish, running_store
 from torchrelay.common.ids import new_id
 from torchrelay.control.v1 import param_store_pb2 as pb
 

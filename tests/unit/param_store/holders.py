@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from tests.unit.param_store.stores import CLUSTER_KEY, RunningStore
+from tests.unit.param_store.running_store import CLUSTER_KEY, RunningStore
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.transfer.arena.slab import MappedSlab
 from torchrelay.transfer.buffers import MemoryBuffer
-from torchrelay.transfer.holder import HolderServer
 from torchrelay.transfer.manifest import decode_manifest
-from torchrelay.transfer.slabs import MappedSlab
-from torchrelay.transfer.tickets import derive_node_key
+from torchrelay.transfer.protocol.tickets import derive_node_key
+from torchrelay.transfer.serve.holder import HolderServer
 
 
 @asynccontextmanager

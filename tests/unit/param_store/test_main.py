@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 
 from tests.unit.param_store.holders import bytes_in
-from tests.unit.param_store.stores import CLUSTER_KEY, REMOTE, is_complete, running_store
-from torchrelay.common.events import Subjects, connect
+from tests.unit.param_store.running_store import CLUSTER_KEY, REMOTE, is_complete, running_store
 from torchrelay.common.ids import new_id
-from torchrelay.common.rpc import open_channel
-from torchrelay.common.settings import load_settings
+from torchrelay.common.net.nats_client import Subjects, connect
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
-from torchrelay.param_store.background import publish_reports
+from torchrelay.param_store.background_tasks import publish_reports
 from torchrelay.param_store.settings import StoreSettings
-from torchrelay.transfer.arena import Arena
-from torchrelay.transfer.tickets import derive_node_key
+from torchrelay.transfer.arena.arena import Arena
+from torchrelay.transfer.protocol.tickets import derive_node_key
 
 
 async def test_reports_are_published_on_nats(tmp_path: Path, nats_url: str) -> None:

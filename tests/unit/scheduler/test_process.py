@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.scheduler.scripted import CLUSTER_KEY, Door, cluster, house
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, Door, cluster, house
 from torchrelay.control.v1 import scheduler_pb2
 
 MAX_RSS_MB = 100
@@ -73,4 +73,4 @@ def test_it_imports_no_torch_and_no_other_service() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     modules = set(done.stdout.split())
     assert not modules & {*FOREIGN, *(f"torchrelay.{name}" for name in OTHERS)}
-    assert "torchrelay.scheduler.policy" in modules
+    assert "torchrelay.scheduler.policy.policy" in modules

@@ -8,8 +8,8 @@ import time
 import pytest
 from blake3 import blake3
 
-from tests.unit.transfer.relay_parts import Interrupted
-from torchrelay.transfer.buffers import BufferLost, Leased, MemoryBuffer
+from tests.unit.transfer.loopback_holders import Interrupted
+from torchrelay.transfer.buffers import BufferLost, LeasedBuffer, MemoryBuffer
 
 
 def test_chunks_are_ready_once_published() -> None:
@@ -24,7 +24,7 @@ def test_chunks_are_ready_once_published() -> None:
     assert not buffer.wait(1, 0.0)
     assert bytes(buffer.chunk(2)) == b"hello"
     assert buffer.digest(2) == blake3(b"hello").digest()
-    assert not isinstance(buffer, Leased)
+    assert not isinstance(buffer, LeasedBuffer)
 
 
 def test_bytes_of_another_length_are_refused() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.transfer.relay_parts import make_pack
+from tests.unit.transfer.loopback_holders import make_pack
 from torchrelay.transfer.manifest import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrelay.cli.problems import Problem
+from torchrelay.cli.errors import CliError
 
 DEFAULT_HOME = Path(".torchrelay")
 
@@ -60,7 +60,7 @@ class Home:
             return 0
         return port if 0 < port < 65536 else 0
 
-    def note_http_port(self, port: int) -> None:
+    def save_http_port(self, port: int) -> None:
         self._http_port_file.write_text(f"{port}\n")
 
     def make(self) -> None:
@@ -70,7 +70,7 @@ class Home:
             for folder in (self.run, self.logs, self.path / "store", self.path / "remote"):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise Problem(
+            raise CliError(
                 f"{self.path} cannot be used as home: {error.strerror}", "choose another with --home"
             ) from error
 
@@ -83,7 +83,7 @@ class Home:
             except BlockingIOError:
                 pid = self.running_pid()
                 who = f" (process {pid})" if pid is not None else ""
-                raise Problem(
+                raise CliError(
                     f"a platform already runs at {self.path}{who}", "stop it, or choose another --home"
                 ) from None
             self.endpoints_file.unlink(missing_ok=True)  # left behind by a killed `up`
@@ -120,7 +120,7 @@ class Home:
     def endpoints(self) -> dict[str, str]:
         """The addresses of the running install. Raises ``Problem`` when none runs here."""
         if self.running_pid() is None:
-            raise Problem(
+            raise CliError(
                 f"no platform runs at {self.path}",
                 "start one with `torchrelay up`, name its folder with --home, or name a gateway with --url and --key",
             )

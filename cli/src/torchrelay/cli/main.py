@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from torchrelay.cli import console
+from torchrelay.cli.command_group import CommandGroup
 from torchrelay.cli.commands import chat, events, explain, key, models, tenant, top, upload, usage
-from torchrelay.cli.plain_group import PlainGroup
-from torchrelay.cli.problems import Problem
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.command import EXAMPLE as UP_EXAMPLE
 from torchrelay.cli.up.command import up
+from torchrelay.cli.views import console
 
 SUMMARY = "Serve many models; hold accelerators only while they are called."
 EPILOG = """First steps: leave `torchrelay up` running, and in a second terminal:
@@ -28,7 +28,7 @@ EPILOG = """First steps: leave `torchrelay up` running, and in a second terminal
 PLATFORM, USE, MONEY = "The platform", "Models", "Tenants and money"
 
 app = typer.Typer(
-    cls=PlainGroup,
+    cls=CommandGroup,
     no_args_is_help=True,
     invoke_without_command=True,
     add_completion=True,
@@ -72,8 +72,8 @@ def main() -> None:
             app()
         finally:
             sys.stdout.flush()
-    except Problem as problem:
-        console.show_problem(problem)
+    except CliError as problem:
+        console.print_error(problem)
         sys.exit(1)
     except BrokenPipeError:
         _discard_output()
@@ -81,7 +81,7 @@ def main() -> None:
     except OSError as error:
         _discard_output()
         where = error.filename or "reading or writing failed"
-        console.show_problem(Problem(f"{where}: {error.strerror or error}"))
+        console.print_error(CliError(f"{where}: {error.strerror or error}"))
         sys.exit(1)
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from torchrelay.cli.cluster import tls_of
+from torchrelay.cli.api.scheduler_client import local_tls
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.cli.problems import Problem
-from torchrelay.cli.up.certificates import CA_LIFE, LIFE, RENEW_BEFORE, ensure_certificates
+from torchrelay.cli.up.certificates import CA_LIFE, CERT_LIFE, RENEW_BEFORE, ensure_certificates
 from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.plan import StackPlan
 from torchrelay.cli.up.ports import Ports
-from torchrelay.cli.up.stack import StackPlan
 from torchrelay.cli.up.tls import tls_of_install
 from torchrelay.common.tls import Tls, TlsFiles
 
@@ -56,15 +56,15 @@ def test_they_are_renewed_before_their_end_and_never_outlive_their_ca(home: Home
     files = ensure_certificates(folder)
     ca, cert, _ = contents(files)
     begin = datetime.now(UTC)
-    ensure_certificates(folder, begin + LIFE - RENEW_BEFORE - DAY)
+    ensure_certificates(folder, begin + CERT_LIFE - RENEW_BEFORE - DAY)
     assert contents(files)[:2] == (ca, cert)
-    ensure_certificates(folder, begin + LIFE - RENEW_BEFORE + DAY)
+    ensure_certificates(folder, begin + CERT_LIFE - RENEW_BEFORE + DAY)
     assert contents(files)[0] == ca
     assert contents(files)[1] != cert
-    late = begin + CA_LIFE - LIFE + DAY
+    late = begin + CA_LIFE - CERT_LIFE + DAY
     ensure_certificates(folder, late)
     assert contents(files)[0] != ca
-    assert late + LIFE - DAY < end_of(files.cert) < end_of(files.ca)
+    assert late + CERT_LIFE - DAY < end_of(files.cert) < end_of(files.ca)
 
 
 @pytest.mark.parametrize("name", ["ca.crt", "node.crt", "node.key"])
@@ -91,7 +91,7 @@ def test_an_install_speaks_plainly_unless_asked(home: Home) -> None:
 def test_named_files_are_used(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = ensure_certificates(tmp_path / "mine")
     monkeypatch.setenv("TORCHRELAY_TLS_CA_FILE", str(mine.ca))
-    with pytest.raises(Problem, match="set TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE"):
+    with pytest.raises(CliError, match="set TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE"):
         tls_of_install(home, UpOptions(tls=True))
     monkeypatch.setenv("TORCHRELAY_TLS_CERT_FILE", str(mine.cert))
     monkeypatch.setenv("TORCHRELAY_TLS_KEY_FILE", str(mine.key))
@@ -100,17 +100,17 @@ def test_named_files_are_used(home: Home, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_folder_that_cannot_be_written_is_a_problem(home: Home) -> None:
     (home.path / "tls").write_text("in the way")
-    with pytest.raises(Problem, match="tls cannot be written"):
+    with pytest.raises(CliError, match="tls cannot be written"):
         tls_of_install(home, UpOptions(tls=True))
 
 
 def test_commands_show_themselves_as_the_endpoints_say(home: Home) -> None:
     files = ensure_certificates(home.path / "tls")
-    assert tls_of({"scheduler": "127.0.0.1:1"}) is None
-    assert tls_of({"scheduler": "127.0.0.1:1", **files.as_settings()}) is not None
+    assert local_tls({"scheduler": "127.0.0.1:1"}) is None
+    assert local_tls({"scheduler": "127.0.0.1:1", **files.as_settings()}) is not None
     files.key.unlink()
-    with pytest.raises(Problem, match="cannot be read"):
-        tls_of(files.as_settings())
+    with pytest.raises(CliError, match="cannot be read"):
+        local_tls(files.as_settings())
 
 
 def test_every_service_is_told_and_the_door_is_asked_plainly(home: Home) -> None:

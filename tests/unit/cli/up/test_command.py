@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.conftest import Run
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.cli.problems import Problem
-from torchrelay.cli.up import running
 from torchrelay.cli.up.command import check_device
 from torchrelay.cli.up.options import UpOptions
 
@@ -52,7 +51,7 @@ def test_variables_are_heard_and_an_option_counts_before_its_variable(
     async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
         told.append(options)
 
-    monkeypatch.setattr(running, "run_up", run_up)
+    monkeypatch.setattr(run, "run_up", run_up)
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     home = ("--home", str(tmp_path / "home"))
@@ -86,5 +85,5 @@ def test_devices() -> None:
 @pytest.mark.parametrize("host", ["203.0.113.7", "a..b"])
 def test_an_address_that_is_not_ours_is_a_sentence(run: Run, tmp_path: Path, host: str) -> None:
     problem = run("up", "--home", str(tmp_path), "--host", host).exception
-    assert isinstance(problem, Problem)
+    assert isinstance(problem, CliError)
     assert problem.message == f"this machine cannot listen on {host}"

@@ -8,7 +8,7 @@ from contextlib import closing
 
 import pytest
 
-from torchrelay.cli.problems import Problem
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.ports import Ports
 
 
@@ -27,10 +27,10 @@ def test_a_taken_port_is_a_problem() -> None:
         listening.listen()
         port = listening.getsockname()[1]
         assert ports.free(preferred=[port]) != port
-        with pytest.raises(Problem, match=f"port {port} of 127.0.0.1 is taken"):
+        with pytest.raises(CliError, match=f"port {port} of 127.0.0.1 is taken"):
             ports.exactly("127.0.0.1", port)
 
 
 def test_an_address_of_another_machine() -> None:
-    with closing(Ports()) as ports, pytest.raises(Problem, match="cannot listen on"):
+    with closing(Ports()) as ports, pytest.raises(CliError, match="cannot listen on"):
         ports.free("192.0.2.1")

@@ -11,12 +11,12 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrelay.cli import console
-from torchrelay.cli.access import HomeOption, KeyOption, UrlOption, tenant_access
-from torchrelay.cli.chatting import Answer, ChatEvent, Message, stream_chat
-from torchrelay.cli.client import Client
-from torchrelay.cli.problems import Problem
-from torchrelay.cli.wrapping import WordWrap
+from torchrelay.cli.api.access import HomeOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.api.chat_stream import Answer, ChatEvent, Message, stream_chat
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.views import console
+from torchrelay.cli.views.word_wrap import WordWrap
 
 EXAMPLE = """Example:  torchrelay chat acme/glossary "What is a cold start?"
 
@@ -40,7 +40,7 @@ def chat(
     shows the time to the first token, the rate, and the request id that `torchrelay explain` takes.
     """
     access = tenant_access(home, url, key)
-    access.needs_tenant("chat")
+    access.require_tenant("chat")
     options = {"max_tokens": max_tokens, "temperature": temperature}
     with access.client() as client:
         talk = Conversation(client, model, system, {name: one for name, one in options.items() if one is not None})
@@ -59,16 +59,16 @@ def _piped_question() -> str:
     try:
         question = sys.stdin.buffer.read().decode().strip()
     except UnicodeDecodeError as error:
-        raise Problem("standard input is no UTF-8 text", "pipe a text file into it") from error
+        raise CliError("standard input is no UTF-8 text", "pipe a text file into it") from error
     if not question:
-        raise Problem("there is no question on standard input", 'ask: torchrelay chat MODEL "..."')
+        raise CliError("there is no question on standard input", 'ask: torchrelay chat MODEL "..."')
     return question
 
 
 class Conversation:
     """The messages so far, and how answers are shown."""
 
-    def __init__(self, client: Client, model: str, system: str | None, options: dict[str, Any]) -> None:
+    def __init__(self, client: GatewayClient, model: str, system: str | None, options: dict[str, Any]) -> None:
         self._client, self._model, self._options = client, model, options
         self._opening: list[Message] = [{"role": "system", "content": system}] if system else []
         self._messages = list(self._opening)
@@ -137,8 +137,8 @@ def converse(talk: Conversation) -> None:
         elif line:
             try:
                 talk.ask(line)
-            except Problem as problem:
-                console.show_problem(problem)
+            except CliError as problem:
+                console.print_error(problem)
 
 
 def _line_editing() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrelay.cli.access import HomeOption
+from torchrelay.cli.api.access import HomeOption
 
 if TYPE_CHECKING:
     from torchrelay.common.tls import Tls
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 EXAMPLE = "Example:  torchrelay events --kind relay --follow\n\nOr:       torchrelay events --since 2h --json"
 RETRY_S = 1.0
-GONE_S = 6.0  # a scheduler that is started again answers within this time
+RESTART_TIMEOUT_S = 6.0  # a scheduler that is started again answers within this time
 
 
-class Kind(enum.StrEnum):
+class EventKind(enum.StrEnum):
     """The histories there are."""
 
     RELAY = "relay"
@@ -33,7 +33,7 @@ class Kind(enum.StrEnum):
 
 def events(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as things happen; Ctrl-C leaves.")] = False,
-    kind: Annotated[list[Kind] | None, typer.Option(help="Only these; may be given more than once.")] = None,
+    kind: Annotated[list[EventKind] | None, typer.Option(help="Only these; may be given more than once.")] = None,
     since: Annotated[str, typer.Option(help="From how long ago: 30s, 10m, 2h, 7d.", metavar="AGO")] = "10m",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     scheduler: Annotated[
@@ -42,28 +42,28 @@ def events(
     home: HomeOption = None,
 ) -> None:
     """Show what the platform did and why: relays, instances, scaling, models. It is kept for 30 days."""
-    from torchrelay.cli import events_view
-    from torchrelay.cli.cluster import tls_of, tls_of_environment
+    from torchrelay.cli.api.scheduler_client import environment_tls, local_tls
     from torchrelay.cli.home import Home
+    from torchrelay.cli.views import event_lines
 
     try:
-        from_unix_us = int((datetime.now() - events_view.ago(since)).timestamp() * 1e6)
+        from_unix_us = int((datetime.now() - event_lines.parse_duration(since)).timestamp() * 1e6)
     except (ValueError, OverflowError) as error:
         raise typer.BadParameter(str(error), param_hint="--since") from error
     local = Home.at(home)
     address = scheduler or local.endpoints()["scheduler"]
-    tls = tls_of_environment() if scheduler else tls_of(local.endpoints())
-    source = Source(address, tls, [str(one) for one in kind or ()], max(from_unix_us, 1))
+    tls = environment_tls() if scheduler else local_tls(local.endpoints())
+    source = EventTail(address, tls, [str(one) for one in kind or ()], max(from_unix_us, 1))
     with contextlib.suppress(KeyboardInterrupt):
-        found = source.followed(lambda: scheduler is not None or local.running_pid() is not None)
+        found = source.tail(lambda: scheduler is not None or local.running_pid() is not None)
         _print(found if follow else source.once(), as_json)
 
 
 def _print(found: Iterator[Event], as_json: bool) -> None:
-    from torchrelay.cli import console
-    from torchrelay.cli.events_view import Lines, json_line
+    from torchrelay.cli.views import console
+    from torchrelay.cli.views.event_lines import EventLines, json_line
 
-    lines, out = Lines(), console.out()
+    lines, out = EventLines(), console.out()
     for event in found:
         if as_json:
             print(json_line(event), flush=True)
@@ -71,7 +71,7 @@ def _print(found: Iterator[Event], as_json: bool) -> None:
             out.print(lines.line(event, datetime.now()), soft_wrap=True)
 
 
-class Source:
+class EventTail:
     """A scheduler's history, from a time on; what was shown is not shown again after a break."""
 
     def __init__(self, address: str, tls: Tls | None, kinds: Sequence[str], from_unix_us: int) -> None:
@@ -81,16 +81,16 @@ class Source:
 
     def once(self, follow: bool = False) -> Iterator[Event]:
         """What there is; with ``follow``, until the connection breaks. Raises ``Problem``."""
-        from torchrelay.cli.cluster import events
+        from torchrelay.cli.api.scheduler_client import events
 
         kinds, begin = self._kinds, self._from_unix_us
         for event in events(self._address, kinds, begin, self._last_sequence, follow, self._tls):
             self._last_sequence = event.sequence
             yield event
 
-    def followed(self, may_return: Callable[[], bool]) -> Iterator[Event]:
+    def tail(self, may_return: Callable[[], bool]) -> Iterator[Event]:
         """Until interrupted. Raises ``Unreachable`` when the scheduler is away for long, or cannot return."""
-        from torchrelay.cli.problems import Unreachable
+        from torchrelay.cli.errors import Unreachable
 
         was_there, lost_s = False, 0.0
         while True:
@@ -103,6 +103,6 @@ class Source:
                 if not was_there:
                     raise
             lost_s = lost_s or time.monotonic()
-            if not may_return() or time.monotonic() - lost_s >= GONE_S:
+            if not may_return() or time.monotonic() - lost_s >= RESTART_TIMEOUT_S:
                 raise Unreachable(f"the scheduler at {self._address} answers no more", "is the platform up?")
             time.sleep(RETRY_S)  # it may be starting again

@@ -12,17 +12,17 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from torchrelay.cli import console
-from torchrelay.cli.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
-from torchrelay.cli.console import NARROW, Columns, Fitted
-from torchrelay.cli.problems import Problem
+from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.views import console
+from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
 
 EXAMPLE = """Example:  torchrelay explain req-8x2kq0v3m1c9d7fzabcd
 
 Or:       torchrelay explain acme/glossary   (local platform)"""
 SUBJECT = "The id that `chat` shows below an answer (over REST: x-request-id); or a model's name: its latest decisions."
 BAR_CELLS = 40
-REST_CELLS = 80  # what the columns beside the bar want
+COLUMNS_CELLS = 80  # what the columns beside the bar want
 LAST_PHASE = "decode"  # its gateway sends it when the request is over
 Phase = Mapping[str, Any]
 Decision = Mapping[str, Any]
@@ -46,7 +46,7 @@ def explain(
     access = tenant_access(home, url, key)
     is_request = subject.startswith("req-")
     if not is_request:
-        subject = _model_named(access, subject)
+        subject = _full_model_name(access, subject)
     if access.home is not None:
         found = _from_scheduler(access.home.endpoints(), subject, is_request)
     else:
@@ -62,12 +62,12 @@ def explain(
     console.out().print(explanation(found["phases"], found["decisions"]))
 
 
-def _model_named(access: Access, name: str) -> str:
+def _full_model_name(access: Access, name: str) -> str:
     """The model's full name. Raises ``Problem`` when there is none, or when its platform is elsewhere."""
     with access.client() as client:
         full_name: str = client.call("GET", f"/v1/models/{quote(name)}")["id"]
     if access.home is None:
-        raise Problem(
+        raise CliError(
             "a model's decisions are shown where its platform runs",
             "ask about a request: torchrelay explain REQUEST_ID",
         )
@@ -86,10 +86,10 @@ def _from_scheduler(endpoints: Mapping[str, str], subject: str, is_request: bool
     """On the local platform the scheduler itself is asked: it knows requests without tokens, and models."""
     from google.protobuf.json_format import MessageToDict
 
-    from torchrelay.cli import cluster
+    from torchrelay.cli.api import scheduler_client
 
     named = {"request_id": subject} if is_request else {"model": subject}
-    reply = cluster.explain(endpoints["scheduler"], **named, tls=cluster.tls_of(endpoints))
+    reply = scheduler_client.explain(endpoints["scheduler"], **named, tls=scheduler_client.local_tls(endpoints))
     said = MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return {
         "phases": [_with_ints(phase, "begin_unix_us", "end_unix_us") for phase in said["phases"]],
@@ -102,30 +102,32 @@ def _with_ints(said: dict[str, Any], *names: str) -> dict[str, Any]:
     return {**said, **{name: int(said[name]) for name in names}}
 
 
-def explanation(phases: Sequence[Phase], decisions: Sequence[Decision]) -> Fitted:
+def explanation(phases: Sequence[Phase], decisions: Sequence[Decision]) -> WidthAware:
     """A bar per phase on one time line, then the decisions; on a narrow terminal without bars."""
 
     def draw(width: int) -> Group:
-        parts = [timeline(phases, min(BAR_CELLS, width - REST_CELLS) if width >= NARROW else 0)] if phases else []
-        return Group(*parts, *([reasons(decisions)] if decisions else []))
+        parts = (
+            [timeline(phases, min(BAR_CELLS, width - COLUMNS_CELLS) if width >= NARROW_CELLS else 0)] if phases else []
+        )
+        return Group(*parts, *([decisions_table(decisions)] if decisions else []))
 
-    return Fitted(draw)
+    return WidthAware(draw)
 
 
-def reasons(decisions: Sequence[Decision]) -> Columns:
+def decisions_table(decisions: Sequence[Decision]) -> ResultTable:
     """What was decided, about what, and why."""
-    made = Columns("at", "decision", "of", "because", whole=("at", "decision", "of"), is_narrow=True)
+    made = ResultTable("at", "decision", "of", "because", whole=("at", "decision", "of"), is_narrow=True)
     for one in decisions:
         at = datetime.fromtimestamp(one["at_unix_us"] / 1e6).strftime("%H:%M:%S.%f")[:-3]
-        made.add_line(at, one["kind"], Text(short(one["subject"])), Text(short(one["reason"])))
+        made.add_line(at, one["kind"], Text(shorten_ids(one["subject"])), Text(shorten_ids(one["reason"])))
     return made
 
 
-def timeline(phases: Sequence[Phase], bar_cells: int = BAR_CELLS) -> Columns:
+def timeline(phases: Sequence[Phase], bar_cells: int = BAR_CELLS) -> ResultTable:
     """Begin and length of each phase in ms, and a bar of ``bar_cells`` (0: none)."""
     origin = min(phase["begin_unix_us"] for phase in phases)
     span_us = max(max(phase["end_unix_us"], phase["begin_unix_us"]) for phase in phases) - origin
-    made = Columns(
+    made = ResultTable(
         *("phase", "begins", "takes", "", "where", "detail"),
         right=("begins", "takes"),
         whole=("phase", "", "where"),
@@ -140,13 +142,13 @@ def timeline(phases: Sequence[Phase], bar_cells: int = BAR_CELLS) -> Columns:
             f"{begin_us / 1000:,.1f} ms",
             "running" if is_open else f"{took_us / 1000:,.1f} ms",
             bar(begin_us, span_us - begin_us if is_open else took_us, span_us, bar_cells or BAR_CELLS),
-            Text(short(phase["where"])),
-            Text(short(phase["detail"]), style="dim"),
+            Text(shorten_ids(phase["where"])),
+            Text(shorten_ids(phase["detail"]), style="dim"),
         )
     return made
 
 
-def short(text: str) -> str:
+def shorten_ids(text: str) -> str:
     """For people: ids of twenty random letters by their first six, as in ``inst-njqw24``."""
     return _ID.sub(r"\1", text)
 

@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrelay.cli import console
-from torchrelay.cli.access import (
+from torchrelay.cli.api.access import (
     Access,
     AdminKeyOption,
     HomeOption,
@@ -19,8 +18,9 @@ from torchrelay.cli.access import (
     admin_access,
     tenant_access,
 )
-from torchrelay.cli.client import Client
-from torchrelay.cli.problems import Problem, Refused
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.errors import ApiError, CliError
+from torchrelay.cli.views import console
 
 app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
 
@@ -48,7 +48,7 @@ def create(
     """
     access = admin_access(home, url, key) if tenant else tenant_access(home, url, key)
     if tenant is None and access.is_admin:
-        raise Problem("the admin key must say whose key this will be", "name the tenant: --tenant NAME")
+        raise CliError("the admin key must say whose key this will be", "name the tenant: --tenant NAME")
     wanted = {"tenant": tenant, "name": name, "requests_per_minute": requests_per_minute}
     body = {field: value for field, value in wanted.items() if value}
     with access.client() as client:
@@ -58,12 +58,12 @@ def create(
     _keep(access, made, save)
 
 
-def _create(client: Client, body: dict[str, Any]) -> dict[str, Any]:
+def _create(client: GatewayClient, body: dict[str, Any]) -> dict[str, Any]:
     """The new key; an unknown tenant is made on the way."""
     made: dict[str, Any]
     try:
         made = client.call("POST", "/v1/keys", json=body)
-    except Refused as refused:
+    except ApiError as refused:
         if refused.status != 404 or "tenant" not in body:
             raise
         client.call("POST", "/v1/tenants", json={"name": body["tenant"]})

@@ -9,11 +9,11 @@ from urllib.parse import quote
 
 import typer
 
-from torchrelay.cli import console
-from torchrelay.cli.access import HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
-from torchrelay.cli.console import NARROW, Columns, Fitted
-from torchrelay.cli.problems import Problem
-from torchrelay.common.sizes import sized
+from torchrelay.cli.api.access import HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.views import console
+from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
+from torchrelay.common.sizes import format_bytes
 
 EXAMPLE = "Example:  torchrelay models\n\nSleep sooner:  torchrelay models set glossary --idle-timeout-s 30"
 app = typer.Typer(invoke_without_command=True)
@@ -44,23 +44,23 @@ def models(
         console.out().print(models_table(listed["data"]))
 
 
-def models_table(models: list[dict[str, Any]]) -> Fitted:
+def models_table(models: list[dict[str, Any]]) -> WidthAware:
     """A line per model; a narrow terminal gets what is asked for most."""
-    return Fitted(lambda width: _table(models, is_small=width < NARROW))
+    return WidthAware(lambda width: _table(models, is_small=width < NARROW_CELLS))
 
 
-def _table(models: list[dict[str, Any]], is_small: bool) -> Columns:
+def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
     numbers = ("size", "context", "idle s", "max")
     columns = ("model", "version", "architecture", "dtype", *numbers, "published")
     spared = ("version", "architecture", "dtype") if is_small else ()
-    made = Columns(*columns, right=numbers, whole=("model", "published"), without=spared, is_narrow=True)
+    made = ResultTable(*columns, right=numbers, whole=("model", "published"), without=spared, is_narrow=True)
     for model in models:
         made.add_line(
             model["id"],
             model["version"][:12],
             model["architecture"],
             model["dtype"],
-            sized(model["size_bytes"]),
+            format_bytes(model["size_bytes"]),
             f"{model['context_length']:,}",
             *_scaling(model),
             datetime.fromtimestamp(model["created"]).strftime("%Y-%m-%d" if is_small else "%Y-%m-%d %H:%M"),
@@ -97,7 +97,7 @@ def set_model(
     settings = {"idle_timeout_s": idle_timeout_s, "max_instances": max_instances}
     wanted = {field: value for field, value in settings.items() if value is not None}
     if not wanted:
-        raise Problem("there is nothing to set", "give --idle-timeout-s or --max-instances")
+        raise CliError("there is nothing to set", "give --idle-timeout-s or --max-instances")
     with tenant_access(home, url, key).client() as client:
         model = client.call("PATCH", f"/v1/models/{quote(name)}", json=wanted)
     idle_s, most = _scaling(model)
@@ -113,10 +113,10 @@ def delete(
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Take a model out of the catalogue; running requests end well, new ones are refused. The bill stays."""
+    """Take a model out of the catalog; running requests end well, new ones are refused. The bill stays."""
     if not yes:
         if not sys.stdin.isatty():
-            raise Problem(f"nobody is there to be asked whether to delete {name}", "give --yes to delete it unasked")
+            raise CliError(f"nobody is there to be asked whether to delete {name}", "give --yes to delete it unasked")
         if not typer.confirm(f"delete {name}?", err=True):
             raise typer.Exit(1)
     with tenant_access(home, url, key).client() as client:

@@ -9,11 +9,11 @@ from urllib.parse import quote
 
 import typer
 
-from torchrelay.cli import console
-from torchrelay.cli.access import AdminKeyOption, HomeOption, JsonOption, UrlOption, admin_access
-from torchrelay.cli.client import Client
-from torchrelay.cli.problems import Problem, Refused
-from torchrelay.common.sizes import sized
+from torchrelay.cli.api.access import AdminKeyOption, HomeOption, JsonOption, UrlOption, admin_access
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.errors import ApiError, CliError
+from torchrelay.cli.views import console
+from torchrelay.common.sizes import format_bytes
 
 NANO = 1_000_000_000
 app = typer.Typer(no_args_is_help=True, help="Make, change and list tenants (admin).")
@@ -76,21 +76,21 @@ def set_tenant(
     """Change a tenant's limits; a budget counts all it ever spent, and a changed one holds for the next request."""
     wanted = _limits(storage_quota_gb, budget)
     if not wanted:
-        raise Problem("there is nothing to set", "give --budget or --storage-quota-gb")
+        raise CliError("there is nothing to set", "give --budget or --storage-quota-gb")
     with admin_access(home, url, key).client() as client:
         one = client.call("PATCH", f"/v1/tenants/{quote(name)}", json=wanted)
     quota, most = _shown(one)
     console.out().print(f"[bold]{one['name']}[/]: storage quota {quota}, budget {most}")
 
 
-def _create(client: Client, body: dict[str, Any]) -> dict[str, Any]:
+def _create(client: GatewayClient, body: dict[str, Any]) -> dict[str, Any]:
     """The new tenant. Raises ``Problem``, for a taken name with what that tenant can be given."""
     try:
         made: dict[str, Any] = client.call("POST", "/v1/tenants", json=body)
-    except Refused as refused:
+    except ApiError as refused:
         if refused.status != 409:
             raise
-        raise Problem(refused.message, f"give it a key: torchrelay key create --tenant {body['name']}") from None
+        raise CliError(refused.message, f"give it a key: torchrelay key create --tenant {body['name']}") from None
     return made
 
 
@@ -116,10 +116,10 @@ def list_tenants(
 
 def _shown(one: dict[str, Any]) -> tuple[str, str]:
     """Storage quota and budget."""
-    from torchrelay.gateway.bills import dollars  # imports gRPC: not for `torchrelay --help`
+    from torchrelay.gateway.billing.bills import dollars  # imports gRPC: not for `torchrelay --help`
 
     quota, budget = one["storage_quota_bytes"], one["budget_nano"]
     return (
-        "no limit" if quota is None else sized(quota),
+        "no limit" if quota is None else format_bytes(quota),
         "no limit" if budget is None else dollars(budget),
     )

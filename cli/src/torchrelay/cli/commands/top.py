@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrelay.cli.access import HomeOption
+from torchrelay.cli.api.access import HomeOption
 
 if TYPE_CHECKING:
     from torchrelay.common.tls import Tls
 
 EXAMPLE = "Example:  torchrelay top\n\nOnce:     torchrelay top --once\n\nScripts:  torchrelay top --json"
 RETRY_S = 1.0
-GONE_S = 6.0  # a scheduler that is started again answers within this time
+RESTART_TIMEOUT_S = 6.0  # a scheduler that is started again answers within this time
 REFRESH_PER_S = 4
 
 
@@ -30,12 +30,12 @@ def top(
     home: HomeOption = None,
 ) -> None:
     """Watch relays, workers, copies of packs, instances and demand as they change; Ctrl-C leaves."""
-    from torchrelay.cli.cluster import tls_of, tls_of_environment
+    from torchrelay.cli.api.scheduler_client import environment_tls, local_tls
     from torchrelay.cli.home import Home
 
     local = Home.at(home)
     address = scheduler or local.endpoints()["scheduler"]
-    tls = tls_of_environment() if scheduler else tls_of(local.endpoints())
+    tls = environment_tls() if scheduler else local_tls(local.endpoints())
     if once or as_json or not sys.stdout.isatty():
         _print_once(address, tls, as_json)
     else:
@@ -46,9 +46,9 @@ def top(
 def _print_once(address: str, tls: Tls | None, as_json: bool) -> None:
     from google.protobuf.json_format import MessageToDict
 
-    from torchrelay.cli import console
-    from torchrelay.cli.cluster import watch
-    from torchrelay.cli.top_view import cluster_screen
+    from torchrelay.cli.api.scheduler_client import watch
+    from torchrelay.cli.views import console
+    from torchrelay.cli.views.cluster import cluster_screen
 
     for view in watch(address, tls):
         if as_json:
@@ -63,12 +63,12 @@ def follow(address: str, may_return: Callable[[], bool], tls: Tls | None = None)
     """Draws until interrupted. Raises ``Unreachable`` when the scheduler is away for long, or cannot return."""
     from rich.live import Live
 
-    from torchrelay.cli import console
-    from torchrelay.cli.cluster import watch
-    from torchrelay.cli.problems import Unreachable
-    from torchrelay.cli.top_view import Screen
+    from torchrelay.cli.api.scheduler_client import watch
+    from torchrelay.cli.errors import Unreachable
+    from torchrelay.cli.views import console
+    from torchrelay.cli.views.cluster import LiveScreen
 
-    screen = Screen(address, time.monotonic)
+    screen = LiveScreen(address, time.monotonic)
     is_seen, lost_s = False, 0.0
     live = Live(get_renderable=screen.render, console=console.out(), screen=True, refresh_per_second=REFRESH_PER_S)
     with live:
@@ -84,6 +84,6 @@ def follow(address: str, may_return: Callable[[], bool], tls: Tls | None = None)
             lost_s = lost_s or time.monotonic()
             if not may_return():
                 raise Unreachable("the platform has stopped", "start it again: torchrelay up")
-            if time.monotonic() - lost_s >= GONE_S:
+            if time.monotonic() - lost_s >= RESTART_TIMEOUT_S:
                 raise Unreachable(f"the scheduler at {address} answers no more", "is the platform up? torchrelay up")
             time.sleep(RETRY_S)  # it may be starting again

@@ -19,12 +19,12 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from torchrelay.cli import console
-from torchrelay.cli.access import Access, HomeOption, KeyOption, UrlOption, tenant_access
-from torchrelay.cli.model_check import check_folder, check_name
-from torchrelay.cli.problems import Problem, Refused
-from torchrelay.cli.uploading import UploadMemory
-from torchrelay.common.sizes import sized
+from torchrelay.cli.api.access import Access, HomeOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.api.model_check import check_folder, check_name
+from torchrelay.cli.api.upload import UploadJournal
+from torchrelay.cli.errors import ApiError, CliError
+from torchrelay.cli.views import console
+from torchrelay.common.sizes import format_bytes
 
 EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
 _STAGES = {"hash": "Hashing", "upload": "Uploading", "validate": "Checking", "pack": "Packing", "publish": "Publishing"}
@@ -48,7 +48,7 @@ class StageBars:
         self._progress.update(self._bars[stage], completed=done, total=max(total, 1))
 
 
-class Rate(TransferSpeedColumn):
+class RateColumn(TransferSpeedColumn):
     """Bytes per second; nothing while it is not known."""
 
     def render(self, task: Task) -> Text:
@@ -83,7 +83,7 @@ def upload(
     check_folder(folder)
     before = _version_before(access, full_name)
     model = _run(access, folder, full_name, chosen)
-    facts = f"{model['architecture']}, {model['dtype']}, {sized(model['size_bytes'])}"
+    facts = f"{model['architecture']}, {model['dtype']}, {format_bytes(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
     console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")
     console.err().print(f"[dim]talk to it: torchrelay chat {model['id']}[/]")
@@ -95,14 +95,14 @@ def _version_before(access: Access, name: str) -> str | None:
     with access.client() as client:
         if slash and access.is_admin:
             if tenant not in [one["name"] for one in client.call("GET", "/v1/tenants")["data"]]:
-                raise Problem(f"there is no tenant {tenant!r}", f"make it: torchrelay tenant create {tenant}")
+                raise CliError(f"there is no tenant {tenant!r}", f"make it: torchrelay tenant create {tenant}")
         elif slash:
             own = client.call("GET", "/v1/keys")["data"][0]["tenant"]  # the key that asks is among them
             if tenant != own:
-                raise Problem(f"this key is of {own}, not of {tenant}", f"give --name {own}/..., or a key of {tenant}")
+                raise CliError(f"this key is of {own}, not of {tenant}", f"give --name {own}/..., or a key of {tenant}")
         try:
             version: str = client.call("GET", f"/v1/models/{name}")["version"]
-        except Refused as refused:
+        except ApiError as refused:
             if refused.status != 404:
                 raise
             return None
@@ -115,20 +115,20 @@ def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> d
         BarColumn(),
         TaskProgressColumn(),
         DownloadColumn(),
-        Rate(),
+        RateColumn(),
         TimeRemainingColumn(elapsed_when_finished=True),
     )
     try:
         with Progress(*columns, console=console.err()) as progress, access.client() as client:
-            return client.upload(folder, name, settings, StageBars(progress), UploadMemory.of_user())
+            return client.upload(folder, name, settings, StageBars(progress), UploadJournal.of_user())
     except KeyboardInterrupt:
-        raise Problem("interrupted", "run the same command again: it goes on where it stopped") from None
+        raise CliError("interrupted", "run the same command again: it goes on where it stopped") from None
 
 
 def _model_name(access: Access, folder: Path, name: str | None) -> str:
     chosen = name or folder.resolve().name.lower()
     if access.is_admin and "/" not in chosen:
-        raise Problem(
+        raise CliError(
             "the admin key does not say whose model this is",
             f"make a tenant's key first: torchrelay key create --tenant NAME; or give --name TENANT/{chosen}",
         )

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from torchrelay.cli import console
-from torchrelay.cli.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
-from torchrelay.cli.problems import Problem
+from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.views import console
 
 USAGE_EXAMPLE = "Example:  torchrelay usage --by day --from 2026-11-01"
 BILL_EXAMPLE = "Example:  torchrelay bill --month 2026-11"
@@ -75,7 +75,7 @@ def bill(
     """Show the bill of a month: a line per model and price, each rounded once."""
     access = _access(home, url, key, tenant)
     if access.is_admin and not tenant:
-        raise Problem("the admin key must say whose bill", "name the tenant: --tenant NAME")
+        raise CliError("the admin key must say whose bill", "name the tenant: --tenant NAME")
     wanted = {"period": month or datetime.now(UTC).strftime("%Y-%m"), "tenant": tenant}
     with access.client() as client:
         found = client.call("GET", "/v1/bill", params=_given(wanted))

@@ -21,9 +21,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from torchrelay.common.tls import CLUSTER_NAME, Tls, TlsFiles, TlsUnusable
 
 CA_LIFE = timedelta(days=3650)
-LIFE = timedelta(days=730)
+CERT_LIFE = timedelta(days=730)
 RENEW_BEFORE = timedelta(days=365)  # an `up` may run this long before its certificate ends
-CLOCKS_DIFFER = timedelta(hours=1)
+MAX_CLOCK_SKEW = timedelta(hours=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ def ensure_certificates(folder: Path, now: datetime | None = None) -> TlsFiles:
     now = now or datetime.now(UTC)
     folder.mkdir(mode=0o700, exist_ok=True)
     files = TlsFiles(folder / "ca.crt", folder / "node.crt", folder / "node.key")
-    if _are_good(files, now):
+    if _are_valid(files, now):
         return files
     ca_key_file = folder / "ca.key"
     ca = _load(files.ca, ca_key_file)
-    if ca is None or ca.ends_within(LIFE, now):  # no certificate outlives its CA
+    if ca is None or ca.ends_within(CERT_LIFE, now):  # no certificate outlives its CA
         ca = make_ca(now, now + CA_LIFE)
         _write(ca, files.ca, ca_key_file)
-    _write(issue(ca, now, now + LIFE), files.cert, files.key)
+    _write(issue(ca, now, now + CERT_LIFE), files.cert, files.key)
     return files
 
 
@@ -86,7 +86,7 @@ def issue(ca: Identity, now: datetime, end: datetime, dns_name: str = CLUSTER_NA
     return Identity(cert, key)
 
 
-def _are_good(files: TlsFiles, now: datetime) -> bool:
+def _are_valid(files: TlsFiles, now: datetime) -> bool:
     node = _load(files.cert, files.key)
     if node is None or node.ends_within(RENEW_BEFORE, now):
         return False
@@ -136,7 +136,7 @@ def _builder(
         .issuer_name(issuer)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - CLOCKS_DIFFER)
+        .not_valid_before(now - MAX_CLOCK_SKEW)
         .not_valid_after(end)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     )

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from torchrelay.cli.access import HomeOption
+from torchrelay.cli.api.access import HomeOption
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.options import UpOptions
 
 EXAMPLE = "Example:  torchrelay up --home /srv/torchrelay --http-port 8080"
@@ -90,7 +90,7 @@ def up(
     kept in the home folder and are there at the next start.
     """
     if prefill_workers + both_workers < 1 or decode_workers + both_workers < 1:
-        raise Problem(
+        raise CliError(
             "no worker for prompts, or none for tokens",
             "give --prefill-workers and --decode-workers, or --both-workers",
         )
@@ -110,6 +110,6 @@ def up(
         log_level=log_level.value,
         tls=tls,
     )
-    from torchrelay.cli.up.running import run_up  # imports gRPC: not for `torchrelay --help`
+    from torchrelay.cli.up.run import run_up  # imports gRPC: not for `torchrelay --help`
 
     asyncio.run(run_up(Home.at(home), options, is_quiet=quiet))

@@ -6,7 +6,7 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from torchrelay.cli.problems import Problem
+from torchrelay.cli.errors import CliError
 
 PREFERRED_HTTP_PORT = 8080
 
@@ -29,12 +29,12 @@ class Ports:
         for _ in range(100):
             if found := self._take(host, 0):
                 return found
-        raise Problem(f"this machine cannot listen on {host}", "give one of its own addresses with --host")
+        raise CliError(f"this machine cannot listen on {host}", "give one of its own addresses with --host")
 
     def exactly(self, host: str, port: int) -> int:
         """``port`` itself. Raises ``Problem`` when it is taken."""
         if not self._take(host, port):
-            raise Problem(f"port {port} of {host} is taken", "choose another, or 0 for any free one")
+            raise CliError(f"port {port} of {host} is taken", "choose another, or 0 for any free one")
         return port
 
     def _take(self, host: str, port: int) -> int | None:

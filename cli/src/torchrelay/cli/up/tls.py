@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.cli.problems import Problem
 from torchrelay.cli.up.options import UpOptions
-from torchrelay.common.settings import ServiceSettings, complaints
+from torchrelay.common.process.settings import ServiceSettings, setting_errors
 from torchrelay.common.tls import TlsFiles
 
 
@@ -19,7 +19,9 @@ def tls_of_install(home: Home, options: UpOptions) -> TlsFiles | None:
     try:
         named = ServiceSettings().tls_files
     except ValidationError as error:
-        raise Problem(complaints(error)[0], "mend the TORCHRELAY_ variables of this shell, or unset them") from error
+        raise CliError(
+            setting_errors(error)[0], "mend the TORCHRELAY_ variables of this shell, or unset them"
+        ) from error
     if named is not None or not options.tls:
         return named
     from torchrelay.cli.up.certificates import ensure_certificates  # imports cryptography: only who needs it pays
@@ -27,4 +29,4 @@ def tls_of_install(home: Home, options: UpOptions) -> TlsFiles | None:
     try:
         return ensure_certificates(home.path / "tls")
     except OSError as error:
-        raise Problem(f"{home.path / 'tls'} cannot be written: {error.strerror}", "mend its rights") from error
+        raise CliError(f"{home.path / 'tls'} cannot be written: {error.strerror}", "mend its rights") from error

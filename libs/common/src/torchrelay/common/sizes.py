@@ -5,7 +5,7 @@ from __future__ import annotations
 _NEXT = {"B": "kB", "kB": "MB", "MB": "GB", "GB": "TB"}
 
 
-def sized(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """``1.5 GB``: three significant figures, decimal units."""
     for unit in ("B", "kB", "MB", "GB"):
         if num_bytes < 1000:

@@ -12,7 +12,7 @@ from typing import Final
 
 from torchrelay.common.errors import Overloaded, Unavailable
 from torchrelay.common.latency_model import NO_WORK, StepWork
-from torchrelay.engine.profile import NO_TIME, StepProfile
+from torchrelay.engine.profile import EMPTY_PROFILE, StepProfile
 
 
 class KvPoolFull(Overloaded):
@@ -80,7 +80,7 @@ class GroupSpec:
     num_prompt_tokens: int
     sampling: SamplingParams
     choices: tuple[ChoiceSpec, ...]
-    salt: str = ""  # the tenant: whose prompts it may share computed prefixes with, and whose turn it takes
+    tenant_id: str = ""  # the tenant: whose prompts it may share computed prefixes with, and whose turn it takes
     weight: float = 1.0  # the tenant's part where tenants compete
     deadline_s: float | None = None  # by the instance's clock; what runs or waits then ends without a token
 
@@ -138,7 +138,7 @@ class StepResult:
     num_positions_decoded: int
     step_s: float
     work: StepWork = NO_WORK
-    profile: StepProfile = NO_TIME
+    profile: StepProfile = EMPTY_PROFILE
     expired: tuple[str, ...] = ()  # groups that ended by their deadline
 
 

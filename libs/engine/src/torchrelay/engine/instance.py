@@ -9,25 +9,25 @@ from dataclasses import replace
 import torch
 
 from torchrelay.common.errors import Conflict
-from torchrelay.common.prefixes import PAGE_TOKENS
-from torchrelay.engine.adoption import Adoption
-from torchrelay.engine.checks import check_biases, check_boundaries, check_tokens
+from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
+from torchrelay.engine.batching.interruptions import Interruptions
+from torchrelay.engine.batching.prefix_cache import PrefixCache
+from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.sequences import SequenceGroup
+from torchrelay.engine.batching.validation import check_layer_boundaries, check_logit_bias, check_tokens
 from torchrelay.engine.core import GroupSpec, StepResult
-from torchrelay.engine.cores import CoreShare
-from torchrelay.engine.graphs import Capturer
-from torchrelay.engine.handover import KvBlock, KvLayout
-from torchrelay.engine.interruptions import Interruptions
-from torchrelay.engine.layouts import Layouts
-from torchrelay.engine.neighbours import Neighbours
-from torchrelay.engine.passing import Passed, PassedLayout
-from torchrelay.engine.pool import KvPool
-from torchrelay.engine.prefixes import PrefixCache
-from torchrelay.engine.resident import ResidentModel
-from torchrelay.engine.runner import Runner
-from torchrelay.engine.scheduling import BatchScheduler
-from torchrelay.engine.sequences import Group
-from torchrelay.engine.stepping import Stepper
-from torchrelay.engine.taking import Taking
+from torchrelay.engine.execution.decode_graphs import Capturer
+from torchrelay.engine.execution.model_runner import ModelRunner
+from torchrelay.engine.execution.resident_model import ResidentModel
+from torchrelay.engine.execution.stepper import Stepper
+from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+from torchrelay.engine.kernels.cpu.threads import ThreadBudget
+from torchrelay.engine.kv.kv_import import KvImport
+from torchrelay.engine.kv.layout import KvBlock, KvLayout
+from torchrelay.engine.kv.model_layouts import ModelLayouts
+from torchrelay.engine.kv.pool import KvPool
+from torchrelay.engine.kv.prefill_import import PrefillImport
+from torchrelay.engine.kv.prefill_layout import PrefillExport, PrefillLayout
 from torchrelay.transfer.manifest import Manifest
 
 
@@ -51,7 +51,7 @@ class Instance:
         clock: Callable[[], float] = time.monotonic,
         cpu_reorder: bool = False,
         on_segment: Callable[[], None] | None = None,
-        neighbours: Neighbours | None = None,
+        active_processes: ActiveProcesses | None = None,
     ) -> None:
         """``data`` is the pack, read only; on a CPU it is computed with in place until ``close``.
 
@@ -63,20 +63,20 @@ class Instance:
         be work now. ``neighbours``: whom it shares the cores of a CPU with.
         """
         model = ResidentModel(
-            manifest, data, pool, page_tokens, attention, capturer, cpu_reorder, on_segment, neighbours
+            manifest, data, pool, page_tokens, attention, capturer, cpu_reorder, on_segment, active_processes
         )
         self._model, self._pages = model, model.pages
         self.config, self.kv_shape = model.config, model.kv_shape
-        self._layouts = Layouts(self.kv_shape, self.config.hidden_size, kv_block_tokens)
+        self._layouts = ModelLayouts(self.kv_shape, self.config.hidden_size, kv_block_tokens)
         prefixes = PrefixCache(self._pages.allocator, page_tokens, prefix_cache)
         self._scheduler = BatchScheduler(self._pages, prefixes, token_budget, self.config.max_context_tokens)
         self._interruptions = Interruptions(self._scheduler, clock)
-        self._cores = CoreShare(manifest.num_bytes, neighbours)
-        self._runner = Runner(
+        self._cores = ThreadBudget(manifest.num_bytes, active_processes)
+        self._runner = ModelRunner(
             model.decoder,
             self._pages,
             model.lay_out,
-            self._come_to,
+            self._wait_for_segment,
             lambda group: self.kv_layout(group.spec),
             model.graphs,
         )
@@ -131,59 +131,59 @@ class Instance:
         Raises ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_boundaries(self.config, 0, until)
-        queued = Group.of(group, on_kv, until)
+        check_layer_boundaries(self.config, 0, until)
+        queued = SequenceGroup.of(group, on_kv, until)
         self._scheduler.submit(queued)
         self._interruptions.deadlines.add(queued)
 
-    def adopt(self, group: GroupSpec, layout: KvLayout) -> Adoption:
+    def import_kv(self, group: GroupSpec, layout: KvLayout) -> KvImport:
         """Reserves pages for a group that another worker prefills, with all its tokens to come.
 
         ``layout`` is the offer's. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or
         ``Conflict``.
         """
         self._layouts.check_kv(group, layout)
-        check_biases(group, self.config.vocab_size)
-        adoption = Adoption(group, layout, self._pages, self._scheduler, self.config.vocab_size)
-        self._interruptions.deadlines.add(adoption.adopted)
-        return adoption
+        check_logit_bias(group, self.config.vocab_size)
+        kv_import = KvImport(group, layout, self._pages, self._scheduler, self.config.vocab_size)
+        self._interruptions.deadlines.add(kv_import.adopted)
+        return kv_import
 
-    def take(
+    def import_prefill(
         self,
         group: GroupSpec,
-        layout: PassedLayout,
+        layout: PrefillLayout,
         on_kv: Callable[[KvBlock], None] | None = None,
         until: int | None = None,
-    ) -> Taking:
+    ) -> PrefillImport:
         """Reserves pages for a prompt that another instance has passed on; ``group`` is ``Passed.group_at`` now.
 
         ``on_kv`` gets the KV of the layers from the boundary on; it must be set if it was there. ``until`` as for
         ``prefill``. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_boundaries(self.config, layout.boundary, until)
-        self._layouts.check_passed(group, layout, with_kv=on_kv is None)
-        taken = Group.of(group, on_kv, until)
-        taking = Taking(taken, layout, self.kv_layout(group), self._pages, self._scheduler)
+        check_layer_boundaries(self.config, layout.boundary, until)
+        self._layouts.check_prefill(group, layout, with_kv=on_kv is None)
+        taken = SequenceGroup.of(group, on_kv, until)
+        prefill_import = PrefillImport(taken, layout, self.kv_layout(group), self._pages, self._scheduler)
         self._interruptions.deadlines.add(taken)
-        return taking
+        return prefill_import
 
     @torch.inference_mode()
-    def pass_on(self, group_id: str) -> Passed:
+    def export_prefill(self, group_id: str) -> PrefillExport:
         """Takes a prompt out, with all that was computed of it: it waits here, or runs layer by layer.
 
         Raises ``Conflict`` for any other: its chunks are at different layers, it decodes, it is not here, or some of
         the contexts whose KV is handed over have ended.
         """
         group = self._scheduler.get(group_id)
-        if group is None or not group.can_be_passed_on:
+        if group is None or not group.can_be_exported:
             raise Conflict(f"{group_id} is at no layer boundary here")
         left_s = self._interruptions.left_s(group.spec.deadline_s)
         spec = replace(group.spec_left(), deadline_s=None)
-        layout = self._layouts.passed(spec, group.layer, with_kv=group.on_kv is None)
-        passed = Passed(spec, left_s, layout, self._runner.copy_passed(group, layout))
+        layout = self._layouts.prefill(spec, group.layer, with_kv=group.on_kv is None)
+        exported = PrefillExport(spec, left_s, layout, self._runner.copy_prefill(group, layout))
         self._scheduler.cancel(group_id)
-        return passed
+        return exported
 
     def preempt(self, group_id: str) -> None:
         """Frees the pages of a group at once; it waits again and goes on later where it was, with the same tokens.
@@ -191,7 +191,7 @@ class Instance:
         Nothing happens to one that waits, or is gone. Raises ``Conflict`` for one that could not be computed again
         here: it was adopted, or with all its output it would be more than the pool holds.
         """
-        self._scheduler.set_back(group_id)
+        self._scheduler.preempt(group_id)
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
         """Frees the pages of a group, or of one of its choices, at once; no token of it comes any more."""
@@ -225,11 +225,11 @@ class Instance:
         """Whether a step would compute anything now."""
         return self._stepper.has_work
 
-    def rest_s(self) -> float | None:
+    def max_sleep_s(self) -> float | None:
         """How long whoever drives this may sleep: 0 while there is work, else until a group is late that is only held
         here (it waits for pages, for its KV, or to be passed on). None: until something is asked of it.
         """
-        return 0.0 if self._stepper.has_work else self._interruptions.next_s()
+        return 0.0 if self._stepper.has_work else self._interruptions.next_deadline_in_s()
 
     @torch.inference_mode()
     def step(self) -> StepResult:
@@ -243,9 +243,9 @@ class Instance:
             if not self._stepper.has_work:
                 self._cores.rest()
 
-    def _come_to(self, segment: int) -> bool:
+    def _wait_for_segment(self, segment: int) -> bool:
         """Waits until a segment is there or a group has ended. Whether one has."""
         gate = self._model.weights.gate
-        has_ended = self._interruptions.come_to(gate, segment)
-        self._cores.settle(gate.all_open)
+        has_ended = self._interruptions.wait_for_segment(gate, segment)
+        self._cores.adjust(gate.all_open)
         return has_ended

@@ -20,7 +20,7 @@ from time import perf_counter
 from typing import Final
 
 
-class Share(IntEnum):
+class Activity(IntEnum):
     """What time is spent on."""
 
     NOTHING = 0  # between steps; not counted
@@ -46,8 +46,8 @@ class StepProfile:
         return self.compute_s + self.memory_s + self.kv_transfer_s + self.io_wait_s + self.scheduling_s
 
 
-NO_TIME: Final = StepProfile()
-_BLANK = [0.0] * len(Share)
+EMPTY_PROFILE: Final = StepProfile()
+_BLANK = [0.0] * len(Activity)
 
 
 class _Stopwatch:
@@ -56,7 +56,7 @@ class _Stopwatch:
     __slots__ = ("seconds", "share", "since")
 
     def __init__(self) -> None:
-        self.share, self.since = Share.NOTHING, 0.0
+        self.share, self.since = Activity.NOTHING, 0.0
         self.seconds = _BLANK.copy()
 
 
@@ -68,7 +68,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def enter(share: Share) -> Share:
+def enter(share: Activity) -> Activity:
     """From now on this thread's time counts for ``share``; gives what it counted for before."""
     now, stopwatch = perf_counter(), _local.stopwatch
     before = stopwatch.share
@@ -79,7 +79,7 @@ def enter(share: Share) -> Share:
 
 def take() -> StepProfile:
     """What was counted on this thread since the last call; nothing is counted from here on."""
-    enter(Share.NOTHING)
+    enter(Activity.NOTHING)
     stopwatch = _local.stopwatch
     _, *shares = stopwatch.seconds
     stopwatch.seconds = _BLANK.copy()

@@ -9,12 +9,12 @@ from typing import Any, Final
 import torch
 
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
-from torchrelay.engine.handover import KvBlock
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.pool import KvPool
-from torchrelay.transfer.layout import DTYPE_BYTES, tensors_by_segment
+from torchrelay.engine.kv.layout import KvBlock
+from torchrelay.engine.kv.pool import KvPool
+from torchrelay.modelspec.config import read_config
+from torchrelay.modelspec.tensor_order import DTYPE_BYTES, tensors_by_segment
 from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, Segment, TensorEntry
-from torchrelay.transfer.model_config import read_config
 
 _CONFIG: Final[dict[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -56,10 +56,10 @@ def warm_up(pool: KvPool) -> None:
         instance.prefill(handed_over, copy_out)
         while instance.has_work():
             instance.step()
-        adoption = instance.adopt(handed_over, instance.kv_layout(handed_over))
+        kv_import = instance.import_kv(handed_over, instance.kv_layout(handed_over))
         for index, data in blocks:
-            adoption.write(index, data)
-        adoption.start({0: 1})
+            kv_import.write(index, data)
+        kv_import.start({0: 1})
         while instance.has_work():
             instance.step()
         instance.close()

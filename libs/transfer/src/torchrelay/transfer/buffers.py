@@ -11,9 +11,9 @@ from blake3 import blake3
 
 from torchrelay.transfer.errors import BufferLost
 
-MOST_READY = 16  # chunks told at once: a sender asks again after each batch
+MAX_READY_CHUNKS = 16  # chunks told at once: a sender asks again after each batch
 
-__all__ = ["MOST_READY", "Buffer", "BufferLost", "Leased", "MemoryBuffer", "Sink"]
+__all__ = ["MAX_READY_CHUNKS", "Buffer", "BufferLost", "LeasedBuffer", "MemoryBuffer", "Sink"]
 
 
 class Buffer(Protocol):
@@ -52,13 +52,13 @@ class Buffer(Protocol):
         """
         ...
 
-    def marks(self) -> bytes:
+    def ready_flags(self) -> bytes:
         """One byte for each chunk: 1 if it is known to be ready. Does not block."""
         ...
 
 
 @runtime_checkable
-class Leased(Protocol):
+class LeasedBuffer(Protocol):
     """A buffer that must not go away while it is read; a holder takes a lease for each stream."""
 
     def acquire(self, owner: str) -> None:
@@ -147,8 +147,10 @@ class MemoryBuffer:
 
     def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
         def ready() -> list[int]:
-            published = self.marks()  # at one moment: else a chunk published while we look overtakes those before it
-            return list(islice((index for index in indices if published[index]), MOST_READY))
+            published = (
+                self.ready_flags()
+            )  # at one moment: else a chunk published while we look overtakes those before it
+            return list(islice((index for index in indices if published[index]), MAX_READY_CHUNKS))
 
         if found := ready():
             return found
@@ -158,7 +160,7 @@ class MemoryBuffer:
                 raise BufferLost(self._error.message)
             return found
 
-    def marks(self) -> bytes:
+    def ready_flags(self) -> bytes:
         return bytes(self._published)
 
     def fail(self, error: Exception | str) -> None:

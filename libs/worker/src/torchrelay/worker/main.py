@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from torchrelay.common.events import connect
-from torchrelay.common.rpc import RpcServer, open_channel
-from torchrelay.common.service import Addresses, run_service
-from torchrelay.common.settings import load_settings
+from torchrelay.common.net.nats_client import connect
+from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.common.process.service import Addresses, run_service
+from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.engine.warm_up import warm_up
-from torchrelay.worker.devices import chosen_device
-from torchrelay.worker.reports import Reporter
+from torchrelay.worker.device import resolve_device
+from torchrelay.worker.reporter import Reporter
 from torchrelay.worker.servicer import WorkerServicer
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.worker import Worker
@@ -36,9 +36,9 @@ def process_age_s() -> float:
 
 
 @asynccontextmanager
-async def running(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addresses]]:
+async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addresses]]:
     """Brings up the worker: engine warm, pool faulted in, roles registered, reports flowing."""
-    device = chosen_device(settings.device, torch.cuda.device_count())
+    device = resolve_device(settings.device, torch.cuda.device_count())
     settings = settings.model_copy(update={"device": device})
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -53,16 +53,16 @@ async def running(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addre
         worker.serve_data()
         stack.callback(worker.holder.close)  # also when what follows fails
         server = RpcServer(settings.host, settings.port, tls)
-        address = f"{settings.reach_host}:{server.port}"
+        address = f"{settings.advertised_host}:{server.port}"
         reporter = Reporter(worker, address)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker, reporter), server.server)
         for role in worker.roles:
             role.register(server.server)
             await stack.enter_async_context(role.serving())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        worker.adopt_tasks(tasks)
+        worker.set_task_group(tasks)
         background = [tasks.create_task(reporter.run(nats)), tasks.create_task(worker.usage.run())]
-        worker.meters.slot_start_s = process_age_s()
+        worker.step_metrics.slot_start_s = process_age_s()
         await server.start()
         try:
             yield worker, {"grpc": address, "data": worker.data_address}
@@ -77,7 +77,7 @@ async def running(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addre
 @asynccontextmanager
 async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
     """See ``running``."""
-    async with running(settings) as (_, addresses):
+    async with running_worker(settings) as (_, addresses):
         yield addresses
 
 

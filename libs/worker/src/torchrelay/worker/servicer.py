@@ -8,8 +8,8 @@ from typing import Any
 import grpc
 
 from torchrelay.control.v1 import reports_pb2, worker_pb2, worker_pb2_grpc
-from torchrelay.worker.reports import Reporter
-from torchrelay.worker.slot import Hosted
+from torchrelay.worker.reporter import Reporter
+from torchrelay.worker.slot.slot import HostedInstance
 from torchrelay.worker.worker import Worker
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -23,7 +23,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
 
     async def Load(self, request: worker_pb2.LoadRequest, context: Context) -> worker_pb2.LoadReply:
         self._worker.slot.check_epoch(request.epoch)
-        hosted = Hosted(request.instance_id, request.version, list(request.roles))
+        hosted = HostedInstance(request.instance_id, request.version, list(request.roles))
         if self._worker.slot.hosted is None or self._worker.slot.hosted.instance_id != request.instance_id:
             await self._worker.load(hosted, request.traceparent)
         return worker_pb2.LoadReply()

@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from torchrelay.common.ids import new_id
-from torchrelay.common.settings import ServiceSettings
+from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.control.v1 import types_pb2
 
 ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any
 from nats.aio.client import Client
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.common.events import Subjects
 from torchrelay.common.ids import new_id
-from torchrelay.common.telemetry import get_logger
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2, types_pb2
 from torchrelay.engine.core import LoadFailed, StepResult
-from torchrelay.engine.neighbours import Neighbours
-from torchrelay.engine.pool import KvPool
+from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+from torchrelay.engine.kv.pool import KvPool
 from torchrelay.transfer.buffers import Buffer
-from torchrelay.transfer.follow import Receiver
-from torchrelay.transfer.holder import HolderServer
-from torchrelay.transfer.local_door import open_local_door
-from torchrelay.transfer.schemes import AnyTransport
-from torchrelay.transfer.tls import transport_for
-from torchrelay.worker.engine_thread import EngineThread
-from torchrelay.worker.loader import Loader
-from torchrelay.worker.meters import Meters
-from torchrelay.worker.roles import WorkerRole, load_roles
+from torchrelay.transfer.fetch.follow import Receiver
+from torchrelay.transfer.serve.holder import HolderServer
+from torchrelay.transfer.transport.auto import AutoTransport
+from torchrelay.transfer.transport.local_listener import open_local_listener
+from torchrelay.transfer.transport.tls import transport_for
+from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer
+from torchrelay.worker.attempts.usage_publisher import UsagePublisher
+from torchrelay.worker.metrics.step_metrics import StepMetrics
+from torchrelay.worker.role import WorkerRole, load_roles
 from torchrelay.worker.settings import WorkerSettings
-from torchrelay.worker.slot import DRAINING, Hosted, Slot
-from torchrelay.worker.tokenizer import TokenizerShelf
-from torchrelay.worker.usage import UsagePublisher
+from torchrelay.worker.slot.engine_thread import EngineThread
+from torchrelay.worker.slot.loader import Loader
+from torchrelay.worker.slot.slot import DRAINING, HostedInstance, Slot
 
 if TYPE_CHECKING:
     from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub  # exists in the stubs only
@@ -61,14 +61,14 @@ class Worker:
     ) -> None:
         self.settings = settings
         self.tls = tls
-        self.transport = AnyTransport(transport_for(tls))
+        self.transport = AutoTransport(transport_for(tls))
         self.incarnation = new_id("inc")
         self.slot = Slot()
-        self.meters = Meters(settings.token_budget)
+        self.step_metrics = StepMetrics(settings.token_budget)
         self.pool = KvPool(settings.kv_pool_bytes, settings.device)
         cores_file = settings.cores_file if self.pool.device.type == "cpu" else None
-        self._neighbours = None if cores_file is None else Neighbours(cores_file)
-        self.tokenizers = TokenizerShelf(store)
+        self._active_processes = None if cores_file is None else ActiveProcesses(cores_file)
+        self.tokenizers = HostedTokenizer(store)
         self.usage = UsagePublisher(nats, Subjects(settings.nats_prefix))
         self.buffers: dict[str, Buffer] = {}
         node_key = bytes.fromhex(settings.node_key)
@@ -95,16 +95,16 @@ class Worker:
     @property
     def data_address(self) -> str:
         """Where other workers reach this one's data plane."""
-        return f"{self.settings.reach_host}:{self.holder.address.rpartition(':')[2]}"
+        return f"{self.settings.advertised_host}:{self.holder.address.rpartition(':')[2]}"
 
     def serve_data(self) -> None:
         """Opens the data plane, within this host too if that is set; ``close`` ends it."""
-        if self.settings.kv_by_shared_memory and (door := open_local_door(self.receiver.node_key)):
-            self.local_address = door.address
-            self.holder.also_at(door)
+        if self.settings.kv_by_shared_memory and (listener := open_local_listener(self.receiver.node_key)):
+            self.local_address = listener.address
+            self.holder.add_listener(listener)
         self.holder.start()
 
-    def adopt_tasks(self, tasks: asyncio.TaskGroup) -> None:
+    def set_task_group(self, tasks: asyncio.TaskGroup) -> None:
         """Background work belongs to this group from now on."""
         self._tasks = tasks
 
@@ -118,15 +118,15 @@ class Worker:
 
     # -- the slot ----------------------------------------------------------------------------------------------------
 
-    async def load(self, hosted: Hosted, traceparent: str) -> None:
+    async def load(self, hosted: HostedInstance, traceparent: str) -> None:
         """Begins a load into the free slot. Raises ``Conflict`` or ``InvalidRequest``."""
         self._check_roles(hosted.roles)
-        await self.slot.take(hosted)
+        await self.slot.begin_load(hosted)
         self._load = self.spawn(self._run_load(hosted, traceparent), "load")
         log.info("instance_loading", instance_id=hosted.instance_id, model=hosted.version.model)
 
     async def set_roles(self, instance_id: str, roles: list[types_pb2.Role.ValueType]) -> None:
-        self.slot.occupant(instance_id)
+        self.slot.require_instance(instance_id)
         self._check_roles(roles)
         await self.slot.set_roles(roles)
 
@@ -134,7 +134,7 @@ class Worker:
         """Begins the drain; the slot is free once it is over. Unloading twice has the effect of once."""
         if self.slot.hosted is None or self.slot.state == DRAINING:
             return
-        self.slot.occupant(instance_id)
+        self.slot.require_instance(instance_id)
         await self.slot.move(DRAINING)
         self.spawn(self._run_drain(drain_s, self._load), "drain")
         log.info("instance_draining", instance_id=instance_id)
@@ -145,8 +145,10 @@ class Worker:
             names = ", ".join(types_pb2.Role.Name(number) for number in missing) or "none at all"
             raise InvalidRequest(f"this worker cannot play {names}", field="roles")
 
-    async def _run_load(self, hosted: Hosted, traceparent: str) -> None:
-        loader = self._loader = Loader(self.slot, self.engine, self.pool, self._store, self.settings, self._neighbours)
+    async def _run_load(self, hosted: HostedInstance, traceparent: str) -> None:
+        loader = self._loader = Loader(
+            self.slot, self.engine, self.pool, self._store, self.settings, self._active_processes
+        )
         error = self._fault = ""
         try:
             await loader.run(hosted.version.pack_id, traceparent)
@@ -208,12 +210,12 @@ class Worker:
 
     def _on_step(self, result: StepResult) -> None:
         for role in self.roles:
-            role.attempts.note_prefilled(result.prefilled)
+            role.attempts.mark_prefilled(result.prefilled)
             role.deliver(result.tokens)
             role.expire(result.expired)
         if result.prefilled or result.expired or any(token.finish for token in result.tokens):
             self.pages_freed()
-        self.meters.note(result, self.slot.seat)
+        self.step_metrics.record_step(result, self.slot.instance_labels)
 
     def pages_freed(self) -> None:
         """Some group lets go of pages; who waits for pages tries again, after the commands posted so far."""

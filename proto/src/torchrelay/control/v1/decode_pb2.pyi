@@ -38,7 +38,7 @@ class KvOffer(_message.Message):
     """both sides must run the same weights"""
     max_tokens: _builtins.int
     block_tokens: _builtins.int
-    """with it and the model's shape, torchrelay.engine.handover lays the buffer out"""
+    """with it and the model's shape, torchrelay.engine.kv.layout lays the buffer out"""
     host_id: _builtins.str
     """of the prefill worker"""
     local_address: _builtins.str

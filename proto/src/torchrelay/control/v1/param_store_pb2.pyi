@@ -536,7 +536,7 @@ class HoldReply(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     arena_path: _builtins.str
     slab_offset: _builtins.int
-    """the slab's own layout is torchrelay.transfer.arena's"""
+    """the slab's own layout is torchrelay.transfer.arena.arena's"""
     slab_bytes: _builtins.int
     num_segments_ready: _builtins.int
     """so many of the first segments have all their chunks verified"""

@@ -214,18 +214,18 @@ Global___LatencyModel: _TypeAlias = LatencyModel  # noqa: Y015
 
 @_typing.final
 class StepCost(_message.Message):
-    """step = base + per_position * positions + per_seen * positions that attention reads"""
+    """step = base + per_position * positions + per_attended * positions that attention reads"""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BASE_S_FIELD_NUMBER: _builtins.int
     PER_POSITION_S_FIELD_NUMBER: _builtins.int
-    PER_SEEN_S_FIELD_NUMBER: _builtins.int
+    PER_ATTENDED_S_FIELD_NUMBER: _builtins.int
     NUM_STEPS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     base_s: _builtins.float
     per_position_s: _builtins.float
-    per_seen_s: _builtins.float
+    per_attended_s: _builtins.float
     num_steps: _builtins.int
     """learned from; 0: nothing is known"""
     error: _builtins.float
@@ -235,13 +235,13 @@ class StepCost(_message.Message):
         *,
         base_s: _builtins.float = ...,
         per_position_s: _builtins.float = ...,
-        per_seen_s: _builtins.float = ...,
+        per_attended_s: _builtins.float = ...,
         num_steps: _builtins.int = ...,
         error: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "error", b"error", "num_steps", b"num_steps", "per_position_s", b"per_position_s", "per_seen_s", b"per_seen_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_s", b"base_s", "error", b"error", "num_steps", b"num_steps", "per_attended_s", b"per_attended_s", "per_position_s", b"per_position_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -122,7 +122,7 @@ class AdmitRequest(_message.Message):
     def version(self) -> _types_pb2.ModelVersion: ...
     @_builtins.property
     def block_hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """chained, salted by tenant, one per whole routing block: torchrelay.common.prefixes"""
+        """chained, salted by tenant, one per whole routing block: torchrelay.common.tokens.prefix_hashes"""
 
     @_builtins.property
     def lost_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -72,7 +72,7 @@ Global___ModelShape: _TypeAlias = ModelShape  # noqa: Y015
 
 @_typing.final
 class ModelVersion(_message.Message):
-    """One published, immutable version of a model, as the catalogue knows it."""
+    """One published, immutable version of a model, as the catalog knows it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -150,7 +150,7 @@ Global___ScalingSettings: _TypeAlias = ScalingSettings  # noqa: Y015
 @_typing.final
 class Ticket(_message.Message):
     """The right of one receiver to read a byte range of one buffer from one holder.
-    Made by the scheduler, checked by the holder alone; see torchrelay.transfer.tickets.
+    Made by the scheduler, checked by the holder alone; see torchrelay.transfer.protocol.tickets.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

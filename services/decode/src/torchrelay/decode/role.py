@@ -11,16 +11,16 @@ from typing import Any
 import grpc
 
 from torchrelay.common.errors import Conflict, InvalidRequest, TorchrelayError
-from torchrelay.common.telemetry import get_logger, record_span
+from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.decode.incoming import Incoming
-from torchrelay.engine.adoption import Adoption
+from torchrelay.decode.kv_receiver import KvReceiver
 from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken
-from torchrelay.engine.handover import KvLayout, KvSequence
 from torchrelay.engine.instance import Instance
-from torchrelay.worker.attempts import Attempt, group_id_of, now_us
-from torchrelay.worker.roles import WorkerRole
+from torchrelay.engine.kv.kv_import import KvImport
+from torchrelay.engine.kv.layout import KvLayout, KvSequence
+from torchrelay.worker.attempts.attempt import Attempt, group_id_of, now_us
+from torchrelay.worker.role import WorkerRole
 from torchrelay.worker.worker import Worker
 
 log = get_logger(__name__)
@@ -33,7 +33,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
-        self._incoming: dict[str, Incoming] = {}
+        self._kv_receivers: dict[str, KvReceiver] = {}
         self._waiting_for_pages: set[asyncio.Event] = set()
         self._threads = ThreadPoolExecutor(worker.settings.max_incoming, thread_name_prefix="kv")
 
@@ -45,8 +45,8 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         try:
             yield
         finally:
-            for incoming in self._incoming.values():
-                incoming.stop()
+            for kv_receiver in self._kv_receivers.values():
+                kv_receiver.stop()
             await asyncio.to_thread(self._threads.shutdown)
 
     async def begin(self, attempt: Attempt) -> None:
@@ -57,36 +57,36 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
     async def Receive(
         self, request: decode_pb2.KvOffer, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.KvAccept:
-        hosted = self.worker.slot.occupant(request.instance_id)
+        hosted = self.worker.slot.require_instance(request.instance_id)
         if hosted.version.pack_id != request.pack_id:
             raise Conflict("the KV was computed with other weights", field="pack_id")
         group_id = group_id_of(request.key)
         if request.source.ticket.buffer_id != group_id:
             raise InvalidRequest("the ticket is for another attempt's KV", field="source")
-        attempt = await self.expect(group_id)
+        attempt = await self.wait_for_start(group_id)
         group = attempt.group()
-        adoption, layout = await self._adopt(attempt, group, request)
+        kv_import, layout = await self._adopt(attempt, group, request)
         worker = self.worker
-        incoming = Incoming(request, layout, adoption, worker.receiver, worker.transport, worker.settings.host_id)
+        kv_receiver = KvReceiver(request, layout, kv_import, worker.receiver, worker.transport, worker.settings.host_id)
         if not self.is_running(attempt):
-            self._give_back([adoption])
+            self._release_reserved([kv_import])
             raise Conflict("the attempt was cancelled")
-        self._incoming[group.group_id] = incoming
-        self.spawn(attempt, self._take_over(attempt, incoming), "kv")
+        self._kv_receivers[group.group_id] = kv_receiver
+        self.spawn(attempt, self._receive_kv(attempt, kv_receiver), "kv")
         return decode_pb2.KvAccept()
 
-    async def _adopt(self, attempt: Attempt, group: GroupSpec, offer: decode_pb2.KvOffer) -> tuple[Adoption, KvLayout]:
+    async def _adopt(self, attempt: Attempt, group: GroupSpec, offer: decode_pb2.KvOffer) -> tuple[KvImport, KvLayout]:
         """Reserves pages; waits for other attempts to end while there are too few."""
         sequences = tuple(KvSequence(tuple(s.choices), s.num_context_tokens) for s in offer.sequences)
 
-        reserved: list[Adoption] = []
+        reserved: list[KvImport] = []
 
-        def reserve() -> tuple[Adoption, KvLayout]:
+        def reserve() -> tuple[KvImport, KvLayout]:
             instance = self._instance()
             layout = KvLayout(instance.kv_shape, offer.block_tokens, sequences)
             if layout != KvLayout.of(instance.kv_shape, offer.block_tokens, group):
                 raise InvalidRequest("the offered KV does not fit the attempt", field="sequences")
-            reserved.append(instance.adopt(group, layout))
+            reserved.append(instance.import_kv(group, layout))
             return reserved[0], layout
 
         freed = asyncio.Event()
@@ -99,18 +99,18 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
                 except KvPoolFull:
                     await freed.wait()
         except asyncio.CancelledError:  # the prefill worker left; the engine may reserve yet
-            self._give_back(reserved)
+            self._release_reserved(reserved)
             raise
         finally:
             self._waiting_for_pages.discard(freed)
         raise Conflict("the attempt was cancelled")
 
-    def _give_back(self, reserved: list[Adoption]) -> None:
+    def _release_reserved(self, reserved: list[KvImport]) -> None:
         """Frees what is in the list once all commands posted before this have run."""
 
         def drop() -> None:
-            for adoption in reserved:
-                adoption.drop()
+            for kv_import in reserved:
+                kv_import.drop()
 
         self.worker.engine.post(drop)
         self.worker.pages_freed()
@@ -125,16 +125,16 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             raise Conflict("the instance was unloaded")
         return instance
 
-    async def _take_over(self, attempt: Attempt, incoming: Incoming) -> None:
+    async def _receive_kv(self, attempt: Attempt, kv_receiver: KvReceiver) -> None:
         """Receives the KV, then lets the engine decode."""
         begin_us = now_us()
         receive = asyncio.get_running_loop().run_in_executor(
-            self._threads, incoming.receive, self.worker.engine.write, self.worker.settings.kv_timeout_s
+            self._threads, kv_receiver.receive, self.worker.engine.write, self.worker.settings.kv_timeout_s
         )
         try:
             trailer = await receive
-            self.worker.meters.kv_bytes_received += incoming.num_bytes
-            first_tokens = incoming.layout.unpack_trailer(attempt.group_id, trailer)
+            self.worker.step_metrics.kv_bytes_received += kv_receiver.num_bytes
+            first_tokens = kv_receiver.layout.unpack_trailer(attempt.group_id, trailer)
         except (TorchrelayError, OSError) as error:
             if self.is_running(attempt):
                 message = f"the KV stopped coming: {error}"
@@ -144,34 +144,40 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             return
         end_us = now_us()
         attempt.phases.append(pb.MeasuredPhase(name="kv", begin_unix_us=begin_us, end_unix_us=end_us))
-        record_span("kv", attempt.start.traceparent, begin_us * 1000, end_us * 1000, num_bytes=incoming.num_bytes)
-        going_on = self._follow_on(attempt, first_tokens)
-        if going_on:
-            await self.worker.engine.call(lambda: incoming.adoption.start(going_on))
-            self._incoming.pop(attempt.group_id, None)
+        record_span(
+            "decode.kv_receive",
+            attempt.start.traceparent,
+            begin_us * 1000,
+            end_us * 1000,
+            num_bytes=kv_receiver.num_bytes,
+        )
+        continuing = self._continuing_choices(attempt, first_tokens)
+        if continuing:
+            await self.worker.engine.call(lambda: kv_receiver.kv_import.start(continuing))
+            self._kv_receivers.pop(attempt.group_id, None)
 
-    def _follow_on(self, attempt: Attempt, first_tokens: tuple[NewToken, ...]) -> dict[int, int]:
+    def _continuing_choices(self, attempt: Attempt, first_tokens: tuple[NewToken, ...]) -> dict[int, int]:
         """The choices that go on after their first token: choice -> that token."""
-        going_on: dict[int, int] = {}
+        continuing: dict[int, int] = {}
         for token in first_tokens:
             if token.choice in attempt.open_choices:
                 if attempt.finish_of(token) is None:
-                    going_on[token.choice] = token.token_id
+                    continuing[token.choice] = token.token_id
                 else:
                     attempt.open_choices.discard(token.choice)
         if not attempt.open_choices:
             self.forget(attempt)
-        return going_on
+        return continuing
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
-    def owns(self, attempt: Attempt, token: NewToken) -> bool:
+    def delivers(self, attempt: Attempt, token: NewToken) -> bool:
         return token.position > attempt.num_forced(token.choice)
 
     def drop(self, attempt: Attempt) -> None:
-        incoming = self._incoming.pop(attempt.group_id, None)
-        if incoming is not None:
-            incoming.stop()
-            self._give_back([incoming.adoption])
+        kv_receiver = self._kv_receivers.pop(attempt.group_id, None)
+        if kv_receiver is not None:
+            kv_receiver.stop()
+            self._release_reserved([kv_receiver.kv_import])
         self.pages_freed()  # its own offer may be among those that wait
-        record_span("decode", attempt.start.traceparent, attempt.began_us * 1000, now_us() * 1000)
+        record_span("decode.run", attempt.start.traceparent, attempt.began_us * 1000, now_us() * 1000)

@@ -1,4 +1,4 @@
-"""The tenants' door of Torchrelay: REST, gRPC, keys, catalogue, ledger."""
+"""The tenants' door of Torchrelay: REST, gRPC, keys, catalog, ledger."""
 
 import os
 

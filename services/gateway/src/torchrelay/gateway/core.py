@@ -32,7 +32,7 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """The numbers of a model that decide where it fits."""
 
     num_layers: int
@@ -52,7 +52,7 @@ class Version:
     pack_bytes: int
     architecture: str
     dtype: str
-    shape: Shape
+    shape: ModelShape
     routing_block_tokens: int
     stored_bytes: int
     eos_token_ids: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class PublishedModel:
         return self.price.price_id
 
 
-class Cause(StrEnum):
+class FinishCause(StrEnum):
     """Why a choice ended; kept in the ledger."""
 
     STOP = "stop"
@@ -112,7 +112,7 @@ class ChoiceUsage:
     num_prompt_tokens: int
     num_cached_prompt_tokens: int
     num_output_tokens: int
-    cause: Cause
+    cause: FinishCause
 
 
 @dataclass(frozen=True, slots=True)

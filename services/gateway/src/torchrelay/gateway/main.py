@@ -12,40 +12,40 @@ import grpc
 import uvloop
 
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.heap import keep_heap_small
 from torchrelay.common.ids import new_id
-from torchrelay.common.rpc import RpcServer, open_channel
-from torchrelay.common.service import Addresses, run_service
-from torchrelay.common.settings import load_settings
-from torchrelay.common.telemetry import get_logger
+from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.common.process.heap import keep_heap_small
+from torchrelay.common.process.service import Addresses, run_service
+from torchrelay.common.process.settings import load_settings
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
+from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.background import background
-from torchrelay.gateway.catalogue import Catalogue, Scaling
-from torchrelay.gateway.freshness import TableVersions
-from torchrelay.gateway.front import Front
-from torchrelay.gateway.heartbeat import Heartbeat
-from torchrelay.gateway.http_server import http_server
-from torchrelay.gateway.inference.door import InferenceDoor
-from torchrelay.gateway.keys import Keys, load_pepper
-from torchrelay.gateway.ledger import Ledger
-from torchrelay.gateway.limits import Limits
-from torchrelay.gateway.prices import Prices
-from torchrelay.gateway.rest.app import make_app
-from torchrelay.gateway.rest.services import Services
-from torchrelay.gateway.retire import Housekeeping
-from torchrelay.gateway.scheduler_client import SchedulerClient
+from torchrelay.gateway.billing.heartbeat import Heartbeat
+from torchrelay.gateway.billing.ledger import Ledger
+from torchrelay.gateway.billing.orphan_sweep import OrphanSweep
+from torchrelay.gateway.billing.prices import Prices
+from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
+from torchrelay.gateway.catalog.garbage_collection import GarbageCollector
+from torchrelay.gateway.catalog.uploads import Uploads
+from torchrelay.gateway.clients.param_store import StoreClient
+from torchrelay.gateway.clients.scheduler import SchedulerClient
+from torchrelay.gateway.http.dependencies import Services
+from torchrelay.gateway.http.rest_app import make_app
+from torchrelay.gateway.http.router import AsgiRouter
+from torchrelay.gateway.http.server import http_server
+from torchrelay.gateway.limits.limiter import Limiter
+from torchrelay.gateway.nats_events import NatsEvents
 from torchrelay.gateway.settings import GatewaySettings
-from torchrelay.gateway.signals import Signals
 from torchrelay.gateway.sql.database import Database
-from torchrelay.gateway.sql.migrate import ensure_schema
-from torchrelay.gateway.store import StoreClient
-from torchrelay.gateway.sweep import Sweep
-from torchrelay.gateway.tenants import Tenants
-from torchrelay.gateway.uploads import Uploads
+from torchrelay.gateway.sql.schema import ensure_schema
+from torchrelay.gateway.sql.table_versions import TableVersions
+from torchrelay.gateway.token_path import TokenPath
 from torchrelay.inference.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 log = get_logger(__name__)
-GC_ALLOCATIONS = 20_000  # container objects between collections of the youngest; a request makes some hundred
-END_S = 1.0  # after the drain: how long what still runs has to say why it ends
+GC_THRESHOLD = 20_000  # container objects between collections of the youngest; a request makes some hundred
+ERROR_DRAIN_S = 1.0  # after the drain: how long what still runs has to say why it ends
 
 
 @asynccontextmanager
@@ -63,71 +63,75 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
         heartbeat = Heartbeat(database, gateway_id)
         await heartbeat.beat()
         stack.push_async_callback(_leave, heartbeat)
-        parts = await _make_parts(settings, gateway_id, database, stack)
+        parts = await _make_components(settings, gateway_id, database, stack)
         await stack.enter_async_context(_jobs(settings, database, heartbeat, parts))
-        door = await stack.enter_async_context(
-            InferenceDoor(
+        token_path = await stack.enter_async_context(
+            TokenPath(
                 settings,
                 gateway_id=gateway_id,
                 keys=parts.services.keys,
-                catalogue=parts.services.catalogue,
+                catalog=parts.services.catalog,
                 ledger=parts.ledger,
                 limits=parts.limits,
                 scheduler=parts.scheduler_channel,
                 store=parts.store_channel,
             )
         )
-        addresses = await stack.enter_async_context(_servers(settings, door, parts.services))
+        addresses = await stack.enter_async_context(_servers(settings, token_path, parts.services))
         # What is alive now stays alive: the collector need not walk it again and again under load.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(GC_ALLOCATIONS)
+        gc.set_threshold(GC_THRESHOLD)
         yield {**addresses, "gateway_id": gateway_id}
 
 
 @asynccontextmanager
-async def _servers(settings: GatewaySettings, door: InferenceDoor, services: Services) -> AsyncIterator[Addresses]:
+async def _servers(settings: GatewaySettings, token_path: TokenPath, services: Services) -> AsyncIterator[Addresses]:
     """Both doors, which drain together at the end. What outlasts the drain ends with an error that says why.
 
     They speak no TLS: for tenants that is the ingress's, whose names and certificates are not the cluster's.
     """
-    app = Front(door.asgi, make_app(services), settings.max_body_bytes)
-    async with http_server(app, settings.host, settings.http_port, settings.drain_s + END_S) as http:
+    app = AsgiRouter(token_path.asgi, make_app(services), settings.max_body_bytes)
+    async with http_server(app, settings.host, settings.http_port, settings.drain_s + ERROR_DRAIN_S) as http:
         rpc = RpcServer(settings.host, settings.grpc_port)
-        add_InferenceServicer_to_server(door.servicer, rpc.server)
+        add_InferenceServicer_to_server(token_path.servicer, rpc.server)
         await rpc.start()
         try:
-            host = settings.reach_host
+            host = settings.advertised_host
             yield {"http": f"http://{host}:{http.port}", "grpc": f"{host}:{rpc.port}"}
         finally:
             http.stop_accepting()
-            await asyncio.gather(rpc.stop(settings.drain_s + END_S), door.intake.drain(settings.drain_s, END_S))
+            await asyncio.gather(
+                rpc.stop(settings.drain_s + ERROR_DRAIN_S), token_path.pipeline.drain(settings.drain_s, ERROR_DRAIN_S)
+            )
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _Components:
     services: Services
     ledger: Ledger
-    limits: Limits
-    signals: Signals
+    limits: Limiter
+    nats_events: NatsEvents
     store: StoreClient
     scheduler_channel: grpc.aio.Channel
     store_channel: grpc.aio.Channel
 
 
-async def _make_parts(settings: GatewaySettings, gateway_id: str, database: Database, stack: AsyncExitStack) -> _Parts:
-    freshness = TableVersions(database, settings.confirm_s)
-    signals = Signals(settings.nats_url, settings.nats_prefix, gateway_id, freshness.doubt)
-    keys = Keys(
+async def _make_components(
+    settings: GatewaySettings, gateway_id: str, database: Database, stack: AsyncExitStack
+) -> _Components:
+    table_versions = TableVersions(database, settings.confirm_s)
+    nats_events = NatsEvents(settings.nats_url, settings.nats_prefix, gateway_id, table_versions.invalidate)
+    keys = ApiKeys(
         database,
-        freshness,
+        table_versions,
         await load_pepper(database, settings.key_pepper),
         admin_key=settings.admin_key,
         capacity=settings.cached_keys,
-        announce=signals.key_revoked,
+        announce=nats_events.key_revoked,
     )
-    prices = Prices(database, freshness)
-    catalogue = Catalogue(database, freshness, prices, settings.cached_models)
+    prices = Prices(database, table_versions)
+    catalog = Catalog(database, table_versions, prices, settings.cached_models)
     tls = settings.tls
     store_channel = open_channel(settings.store_address, tls)
     stack.push_async_callback(store_channel.close)
@@ -136,41 +140,41 @@ async def _make_parts(settings: GatewaySettings, gateway_id: str, database: Data
     stack.push_async_callback(scheduler_channel.close)
     services = Services(
         database=database,
-        tenants=Tenants(database, freshness),
+        tenants=Tenants(database, table_versions),
         keys=keys,
-        catalogue=catalogue,
+        catalog=catalog,
         prices=prices,
-        uploads=Uploads(database, catalogue, store),
+        uploads=Uploads(database, catalog, store),
         scheduler=SchedulerClient(scheduler_channel, settings.scheduler_address),
-        default_scaling=Scaling(settings.idle_timeout_s, settings.max_instances),
-        model_changed=signals.model_changed,
+        default_scaling=ScalingSettings(settings.idle_timeout_s, settings.max_instances),
+        model_changed=nats_events.model_changed,
     )
     ledger = await stack.enter_async_context(Ledger(database))
-    limits = Limits(settings.redis_url, database, settings.reservation_lease_s)
+    limits = Limiter(settings.redis_url, database, settings.reservation_lease_s)
     stack.push_async_callback(limits.close)
-    return _Parts(services, ledger, limits, signals, store, scheduler_channel, store_channel)
+    return _Components(services, ledger, limits, nats_events, store, scheduler_channel, store_channel)
 
 
 @asynccontextmanager
 async def _jobs(
-    settings: GatewaySettings, database: Database, heartbeat: Heartbeat, parts: _Parts
+    settings: GatewaySettings, database: Database, heartbeat: Heartbeat, parts: _Components
 ) -> AsyncIterator[None]:
-    sweep = Sweep(
+    sweep = OrphanSweep(
         database,
         parts.ledger,
         heartbeat,
-        parts.signals.registers,
+        parts.nats_events.registers,
         every_s=settings.heartbeat_s,
         after_s=settings.sweep_after_s,
     )
-    housekeeping = Housekeeping(
+    garbage_collector = GarbageCollector(
         database,
         parts.store,
         every_s=settings.housekeeping_s,
         lease_s=settings.upload_lease_s,
         retired_s=settings.retired_version_s,
     )
-    async with background(parts.signals.run(), sweep.run(), housekeeping.run()):
+    async with background(parts.nats_events.run(), sweep.run(), garbage_collector.run()):
         yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from torchrelay.common.settings import ServiceSettings
+from torchrelay.common.process.settings import ServiceSettings
 
 
 class GatewaySettings(ServiceSettings):

@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from torchrelay.common.rpc import RpcServer
-from torchrelay.common.service import Addresses, run_service
-from torchrelay.common.settings import load_settings
+from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.process.service import Addresses, run_service
+from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import param_store_pb2_grpc
-from torchrelay.param_store.background import expire_uploads, keep_on_disk, publish_reports, release_recovered
-from torchrelay.param_store.servicer import ParamStoreServicer
+from torchrelay.param_store.background_tasks import expire_uploads, fill_disk_cache, publish_reports, release_recovered
+from torchrelay.param_store.grpc.servicer import ParamStoreServicer
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.param_store.store import Store
 
@@ -22,7 +22,7 @@ Work = Callable[[Store], Coroutine[Any, Any, None]]
 @asynccontextmanager
 async def serving(
     settings: StoreSettings,
-    background: tuple[Work, ...] = (publish_reports, expire_uploads, release_recovered, keep_on_disk),
+    background: tuple[Work, ...] = (publish_reports, expire_uploads, release_recovered, fill_disk_cache),
 ) -> AsyncIterator[Addresses]:
     """Brings up the store: arena, data plane, gRPC; then the work in the background."""
     async with AsyncExitStack() as stack:
@@ -30,7 +30,7 @@ async def serving(
         stack.push_async_callback(asyncio.to_thread, store.close)
         await asyncio.to_thread(store.start)
         server = RpcServer(settings.host, settings.port, settings.tls)
-        store.grpc_address = f"{settings.reach_host}:{server.port}"
+        store.grpc_address = f"{settings.advertised_host}:{server.port}"
         param_store_pb2_grpc.add_ParamStoreServicer_to_server(ParamStoreServicer(store), server.server)
         await server.start()
         stack.push_async_callback(server.stop)

@@ -8,10 +8,10 @@ from pathlib import Path
 from pydantic import Field
 
 from torchrelay.common.ids import new_id
-from torchrelay.common.settings import ServiceSettings
-from torchrelay.param_store.disk_cache import spare_bytes
-from torchrelay.param_store.remote import RemoteOptions, is_folder
-from torchrelay.transfer.arena_file import capacity_left_at
+from torchrelay.common.process.settings import ServiceSettings
+from torchrelay.param_store.disk.cache import default_limit_bytes
+from torchrelay.param_store.remote.remote_store import RemoteOptions, is_folder
+from torchrelay.transfer.arena.arena_file import capacity_left_at
 
 _SHARED_MEMORY = Path("/dev/shm")
 _DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
@@ -77,7 +77,7 @@ class StoreSettings(ServiceSettings):
         """``disk_cache_bytes``, or what this host's disk can spare now; 0: there is no disk tier."""
         if self.disk_cache_bytes is not None:
             return self.disk_cache_bytes
-        return 0 if is_folder(self.remote_url) else spare_bytes(self.disk_cache_folder)
+        return 0 if is_folder(self.remote_url) else default_limit_bytes(self.disk_cache_folder)
 
     @property
     def arena_file(self) -> Path:

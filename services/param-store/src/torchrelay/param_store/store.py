@@ -7,25 +7,25 @@ import threading
 from collections.abc import Container
 
 from torchrelay.common.ids import new_id
-from torchrelay.common.telemetry import get_logger
+from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import reports_pb2
-from torchrelay.param_store.changes import Changes
-from torchrelay.param_store.disk_cache import DiskCache
-from torchrelay.param_store.disk_tier import DiskTier
-from torchrelay.param_store.epoch import Epoch
-from torchrelay.param_store.interfaces import read_traffic
-from torchrelay.param_store.packing import PackingTurn
-from torchrelay.param_store.relays import Copy, Relays
-from torchrelay.param_store.remote import RemoteStore, open_remote
+from torchrelay.param_store.change_notifier import ChangeNotifier
+from torchrelay.param_store.copies.arena_copies import ArenaCopies, CopyReport
+from torchrelay.param_store.disk.cache import DiskCache
+from torchrelay.param_store.disk.tier import DiskTier
+from torchrelay.param_store.epoch_fence import EpochFence
+from torchrelay.param_store.nic_counters import read_nic_counters
+from torchrelay.param_store.remote.remote_store import RemoteStore, open_remote
+from torchrelay.param_store.remote.versions import Versions
 from torchrelay.param_store.settings import StoreSettings
-from torchrelay.param_store.uploads import Uploads
-from torchrelay.param_store.versions import Versions
-from torchrelay.transfer.arena import Arena
+from torchrelay.param_store.uploads.packer_process import PackerQueue
+from torchrelay.param_store.uploads.staging_area import StagingArea
+from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.errors import ArenaFull
-from torchrelay.transfer.follow import Receiver
-from torchrelay.transfer.holder import HolderServer
-from torchrelay.transfer.tls import transport_for
+from torchrelay.transfer.fetch.follow import Receiver
+from torchrelay.transfer.serve.holder import HolderServer
+from torchrelay.transfer.transport.tls import transport_for
 
 log = get_logger(__name__)
 
@@ -37,13 +37,13 @@ class Store:
         self.settings = settings
         self.incarnation = new_id("inc")
         self.grpc_address = ""
-        self.epoch = Epoch()
-        self.changes = Changes(loop)
+        self.epoch = EpochFence()
+        self.changes = ChangeNotifier(loop)
         self.disk = _open_disk(settings)
         remote = _open_remote(settings, self.disk)
         self.versions = Versions(remote)
-        self.uploads = Uploads(settings.data_dir / "uploads", settings.max_upload_bytes, settings.upload_expiry_s)
-        self.packing = PackingTurn(settings.max_waiting_commits)
+        self.uploads = StagingArea(settings.data_dir / "uploads", settings.max_upload_bytes, settings.upload_expiry_s)
+        self.packer_queue = PackerQueue(settings.max_waiting_commits)
         node_key = bytes.fromhex(settings.node_key)
         # Before the arena: when the port is taken, no shared memory is left behind.
         transport = transport_for(settings.tls)
@@ -51,7 +51,7 @@ class Store:
             settings.store_id, node_key, self._find, settings.host, settings.data_port, transport=transport
         )
         self.arena = Arena.create(settings.arena_file, settings.arena_capacity_bytes())
-        self.relays = Relays(
+        self.arena_copies = ArenaCopies(
             self.arena,
             remote,
             Receiver(settings.store_id, node_key),
@@ -67,7 +67,7 @@ class Store:
     @property
     def data_address(self) -> str:
         port = self.holder.address.rpartition(":")[2]
-        return f"{self.settings.reach_host}:{port}"
+        return f"{self.settings.advertised_host}:{port}"
 
     def _find(self, buffer_id: str) -> Buffer | None:
         return self.arena.get(buffer_id)
@@ -83,7 +83,7 @@ class Store:
         try:
             growing = self._grow()
             self._prepared.set()
-            self.relays.recheck()
+            self.arena_copies.recheck()
             while growing and not self._closing.is_set():
                 growing = self._grow()
         finally:
@@ -103,7 +103,7 @@ class Store:
         """Ends fillings and streams, then lets go of the arena. Blocks until all threads are gone."""
         self._closing.set()
         self.arena.stop_growing()  # a filling may wait for gigabytes of it
-        self.relays.close()
+        self.arena_copies.close()
         self.holder.close()
         self.arena.close(unlink=not self.settings.keep_arena)
         if self._background.ident is not None:
@@ -113,7 +113,7 @@ class Store:
         """Differs from what it was when something has gone on here."""
         return (
             self.holder.bytes_sent,
-            self.relays.num_bytes_received,
+            self.arena_copies.num_bytes_received,
             self.arena.faulted_bytes,
             self.arena.free_bytes,
             self.uploads.num_open,
@@ -121,7 +121,7 @@ class Store:
 
     def report(self) -> reports_pb2.StoreReport:
         """The store's state as the scheduler hears of it."""
-        guarded = self.arena.guard.ranks
+        guarded = self.arena.retention.ranks
         return reports_pb2.StoreReport(
             store_id=self.settings.store_id,
             incarnation=self.incarnation,
@@ -132,9 +132,9 @@ class Store:
             arena_target_bytes=self.arena.capacity_bytes,
             arena_bytes=self.arena.faulted_bytes,
             arena_free_bytes=self.arena.free_bytes,
-            copies=[_pack_copy(copy, guarded) for copy in self.relays.copies()],
+            copies=[_pack_copy(copy, guarded) for copy in self.arena_copies.copies()],
             bytes_sent=self.holder.bytes_sent,
-            bytes_received=self.relays.num_bytes_received,
+            bytes_received=self.arena_copies.num_bytes_received,
             num_running_uploads=self.uploads.num_open,
             failure_domain=self.settings.failure_domain or self.settings.host_id,
             link=_link(),
@@ -142,11 +142,11 @@ class Store:
 
 
 def _link() -> reports_pb2.LinkReport | None:
-    traffic = read_traffic()
-    if traffic is None:
+    counters = read_nic_counters()
+    if counters is None:
         return None
     return reports_pb2.LinkReport(
-        bytes_sent=traffic.bytes_sent, bytes_received=traffic.bytes_received, bytes_per_s=traffic.bytes_per_s
+        bytes_sent=counters.bytes_sent, bytes_received=counters.bytes_received, bytes_per_s=counters.bytes_per_s
     )
 
 
@@ -160,7 +160,7 @@ def _open_remote(settings: StoreSettings, disk: DiskCache | None) -> RemoteStore
     return remote if disk is None else DiskTier(remote, disk)
 
 
-def _pack_copy(copy: Copy, guarded: Container[str]) -> reports_pb2.PackCopy:
+def _pack_copy(copy: CopyReport, guarded: Container[str]) -> reports_pb2.PackCopy:
     record = copy.record
     return reports_pb2.PackCopy(
         pack_id=record.pack_id,
@@ -181,8 +181,8 @@ def _pack_copy(copy: Copy, guarded: Container[str]) -> reports_pb2.PackCopy:
                 following=share.following,
                 error=share.error,
             )
-            for share in record.tally.shares()
+            for share in record.stats.by_source()
         ],
-        num_repairs=record.tally.num_repairs,
+        num_repairs=record.stats.num_repairs,
         guarded=record.pack_id in guarded,
     )

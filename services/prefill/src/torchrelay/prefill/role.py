@@ -10,16 +10,16 @@ from contextlib import asynccontextmanager
 import grpc
 
 from torchrelay.common.errors import Conflict
-from torchrelay.common.rpc import error_from_rpc, open_channel
-from torchrelay.common.telemetry import get_logger, record_span
+from torchrelay.common.net.rpc import error_from_rpc, open_channel
+from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.engine.core import Finish, GroupSpec, NewToken
 from torchrelay.engine.instance import Instance
-from torchrelay.prefill.budget import ByteBudget
-from torchrelay.prefill.handover import Handover
-from torchrelay.worker.attempts import Attempt, now_us
-from torchrelay.worker.roles import WorkerRole
+from torchrelay.prefill.byte_budget import ByteBudget
+from torchrelay.prefill.kv_sender import KvSender
+from torchrelay.worker.attempts.attempt import Attempt, now_us
+from torchrelay.worker.role import WorkerRole
 from torchrelay.worker.worker import Worker
 
 log = get_logger(__name__)
@@ -32,7 +32,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
 
     def __init__(self, worker: Worker) -> None:
         super().__init__(worker)
-        self._handovers: dict[str, Handover] = {}
+        self._kv_senders: dict[str, KvSender] = {}
         self._budget = ByteBudget(worker.settings.kv_pool_bytes)
         self._measured: set[str] = set()  # attempts whose first token is out
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -51,23 +51,23 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     async def begin(self, attempt: Attempt) -> None:
         group = attempt.group()
         if attempt.start.decode.worker_id == self.worker.settings.worker_id:
-            await self._begin_here(attempt, group)
+            await self._begin_local(attempt, group)
         else:
-            await self._begin_handover(attempt, group)
+            await self._begin_remote(attempt, group)
 
-    async def _begin_here(self, attempt: Attempt, group: GroupSpec) -> None:
+    async def _begin_local(self, attempt: Attempt, group: GroupSpec) -> None:
         """The same worker decodes: the pages stay where they are, and only change their role."""
         decode = self.worker.role(types_pb2.ROLE_DECODE)
         if decode is None:
             raise Conflict("this worker does not play the decode role", field="decode")
-        other = await decode.expect(group.group_id)
+        other = await decode.wait_for_start(group.group_id)
         if not self.is_running(attempt):
             return
         if not decode.is_running(other):
             raise Conflict("the attempt was ended at the decode role")
         await self.worker.engine.call(lambda: self._instance().prefill(group))
 
-    async def _begin_handover(self, attempt: Attempt, group: GroupSpec) -> None:
+    async def _begin_remote(self, attempt: Attempt, group: GroupSpec) -> None:
         layout = await self.worker.engine.call(lambda: self._instance().kv_layout(group))
         if not self.is_running(attempt):
             return
@@ -75,12 +75,12 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         if not self.is_running(attempt):
             self._budget.release(layout.num_kv_bytes)
             return
-        handover = Handover(attempt, layout)
-        self._handovers[attempt.group_id] = handover
-        self.worker.buffers[attempt.group_id] = handover.buffer
-        self.spawn(attempt, self._hand_over(handover), "hand-over")
+        kv_sender = KvSender(attempt, layout)
+        self._kv_senders[attempt.group_id] = kv_sender
+        self.worker.buffers[attempt.group_id] = kv_sender.buffer
+        self.spawn(attempt, self._send_kv(kv_sender), "hand-over")
 
-        await self.worker.engine.call(lambda: self._instance().prefill(group, handover.publish))
+        await self.worker.engine.call(lambda: self._instance().prefill(group, kv_sender.publish))
 
     def _instance(self) -> Instance:
         instance = self.worker.engine.instance
@@ -88,34 +88,36 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             raise Conflict("the instance was unloaded")
         return instance
 
-    async def _hand_over(self, handover: Handover) -> None:
+    async def _send_kv(self, kv_sender: KvSender) -> None:
         """Offers the KV, then keeps it until the decode worker has taken all of it."""
-        attempt, target = handover.attempt, handover.attempt.start.decode
+        attempt, target = kv_sender.attempt, kv_sender.attempt.start.decode
         hosted = self.worker.slot.hosted
         pack_id = hosted.version.pack_id if hosted else ""
         worker, settings = self.worker, self.worker.settings
-        offer = handover.offer(pack_id, settings.worker_id, worker.data_address, settings.host_id, worker.local_address)
+        offer = kv_sender.offer(
+            pack_id, settings.worker_id, worker.data_address, settings.host_id, worker.local_address
+        )
         try:
             await self._decode(target.grpc_address).Receive(offer, timeout=self.worker.settings.kv_timeout_s)
         except grpc.aio.AioRpcError as error:
             message = f"the decode worker {target.worker_id} took no KV: {error_from_rpc(error).message}"
             lost_worker = ""
             if error.code() == grpc.StatusCode.UNAVAILABLE:
-                self._lose_channel(target.grpc_address)
+                self._drop_channel(target.grpc_address)
                 lost_worker = target.worker_id
             code = pb.RunError.CODE_DECODE_LOST
             self.fail(attempt, pb.RunError(code=code, message=message, lost_worker=lost_worker))
             return
-        await handover.complete.wait()
+        await kv_sender.complete.wait()
         try:
             async with asyncio.timeout(self.worker.settings.kv_timeout_s):
-                await handover.buffer.taken.wait()
+                await kv_sender.buffer.received.wait()
         except TimeoutError:
             log.warning("kv_not_taken", group_id=attempt.group_id, decode_worker=target.worker_id)
         if self.forget(attempt):
-            self.worker.usage.let_go(attempt)
+            self.worker.usage.hand_off(attempt)
 
-    def _lose_channel(self, address: str) -> None:
+    def _drop_channel(self, address: str) -> None:
         """A worker that is gone seldom comes back at the same address, and its channel would try for ever."""
         channel = self._channels.pop(address, None)
         if channel is not None:  # other offers may still wait for its answer, but no longer than their time
@@ -128,33 +130,33 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             channel = self._channels[address] = open_channel(address, self.worker.tls)
         return decode_pb2_grpc.DecodeStub(channel)
 
-    def owns(self, attempt: Attempt, token: NewToken) -> bool:
+    def delivers(self, attempt: Attempt, token: NewToken) -> bool:
         return token.position == attempt.num_forced(token.choice)
 
-    def measure(self, attempt: Attempt) -> None:
+    def record_phases(self, attempt: Attempt) -> None:
         if attempt.group_id not in self._measured:  # the first token of the attempt
             self._measured.add(attempt.group_id)
             end_us = now_us()
             phase = pb.MeasuredPhase(name="prefill", begin_unix_us=attempt.began_us, end_unix_us=end_us)
             attempt.phases.append(phase)
-            record_span("prefill", attempt.start.traceparent, attempt.began_us * 1000, end_us * 1000)
+            record_span("prefill.run", attempt.start.traceparent, attempt.began_us * 1000, end_us * 1000)
 
-    def delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:
-        handover = self._handovers.get(attempt.group_id)
-        if handover is not None:
-            handover.add_first_token(dataclasses.replace(token, finish=finish))
+    def on_delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:
+        kv_sender = self._kv_senders.get(attempt.group_id)
+        if kv_sender is not None:
+            kv_sender.add_first_token(dataclasses.replace(token, finish=finish))
         elif finish is None:  # decoded here: the rest belongs to the decode role
             attempt.open_choices.discard(token.choice)
             if not attempt.open_choices:
                 self.forget(attempt)
 
-    def exhausted(self, attempt: Attempt) -> bool:
-        return attempt.group_id not in self._handovers  # else it ends when the decode worker has taken the trailer
+    def is_done(self, attempt: Attempt) -> bool:
+        return attempt.group_id not in self._kv_senders  # else it ends when the decode worker has taken the trailer
 
     def drop(self, attempt: Attempt) -> None:
         self.worker.buffers.pop(attempt.group_id, None)
         self._measured.discard(attempt.group_id)
-        handover = self._handovers.pop(attempt.group_id, None)
-        if handover is not None:
-            handover.give_up()
-            self._budget.release(handover.layout.num_kv_bytes)
+        kv_sender = self._kv_senders.pop(attempt.group_id, None)
+        if kv_sender is not None:
+            kv_sender.abandon()
+            self._budget.release(kv_sender.layout.num_kv_bytes)

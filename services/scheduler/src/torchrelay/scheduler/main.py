@@ -9,28 +9,28 @@ from functools import partial
 
 from nats.aio.client import Client
 
-from torchrelay.common.events import Subjects, connect, ensure_streams
 from torchrelay.common.ids import new_id
-from torchrelay.common.rpc import RpcServer
-from torchrelay.common.service import Addresses, run_service
-from torchrelay.common.settings import load_settings
+from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
+from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.process.service import Addresses, run_service
+from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import scheduler_pb2_grpc
-from torchrelay.scheduler.actuator import Actuator
-from torchrelay.scheduler.desk import Clock, Desk
-from torchrelay.scheduler.epoch import Epoch
-from torchrelay.scheduler.explain import Explain
-from torchrelay.scheduler.history import History
-from torchrelay.scheduler.past import Past
-from torchrelay.scheduler.peers import Peers
-from torchrelay.scheduler.policy import Policy
-from torchrelay.scheduler.servicer import SchedulerServicer
+from torchrelay.scheduler.policy.explain import ExplainLog
+from torchrelay.scheduler.policy.policy import Policy
+from torchrelay.scheduler.service.actuator import Actuator
+from torchrelay.scheduler.service.admit_streams import AdmitStreams
+from torchrelay.scheduler.service.controller import Clock, Controller
+from torchrelay.scheduler.service.discovery import Discovery
+from torchrelay.scheduler.service.epoch import Epoch
+from torchrelay.scheduler.service.events.publisher import EventPublisher
+from torchrelay.scheduler.service.events.reader import EventReader
+from torchrelay.scheduler.service.peer_channels import PeerChannels
+from torchrelay.scheduler.service.servicer import SchedulerServicer
+from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
-from torchrelay.scheduler.streams import AdmitStreams
-from torchrelay.scheduler.ticketing import Ticketing
-from torchrelay.scheduler.watch import Watcher
 
 _TICK_S = 0.1
-_STALL_S = 1.0  # a loop that stood still this long may have reports unread
+_LOOP_STALL_S = 1.0  # a loop that stood still this long may have reports unread
 
 
 @asynccontextmanager
@@ -39,72 +39,79 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
     clock, subjects = Clock(), Subjects(settings.nats_prefix)
     nats = await connect(settings.nats_url, "scheduler")
     tls = settings.tls
-    peers = Peers(tls)
+    channels = PeerChannels(tls)
     server = RpcServer(settings.host, settings.port, tls)
     try:
         await ensure_streams(nats.jetstream(), subjects)
-        desk, history = _desk(settings, clock, nats, subjects)
-        servicer = SchedulerServicer(desk, Past(nats.jetstream(), subjects))
+        controller, event_publisher = _controller(settings, clock, nats, subjects)
+        servicer = SchedulerServicer(controller, EventReader(nats.jetstream(), subjects))
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
         async with asyncio.TaskGroup() as group:
             ready = asyncio.Event()
-            background = group.create_task(_background(desk, history, peers, nats, subjects, ready))
+            background = group.create_task(_background(controller, event_publisher, channels, nats, subjects, ready))
             await ready.wait()
             await server.start()
             try:
-                yield {"grpc": f"{settings.reach_host}:{server.port}"}
+                yield {"grpc": f"{settings.advertised_host}:{server.port}"}
             finally:
-                desk.streams.close()
+                controller.streams.close()
                 await server.stop()
                 background.cancel()
     finally:
-        await peers.close()
+        await channels.close()
         await nats.close()
 
 
-def _desk(settings: SchedulerSettings, clock: Clock, nats: Client, subjects: Subjects) -> tuple[Desk, History]:
-    history = History(nats.jetstream(), subjects)
-    desk = Desk(
-        policy=Policy(settings.rules, partial(new_id, "inst"), clock.now()),
+def _controller(
+    settings: SchedulerSettings, clock: Clock, nats: Client, subjects: Subjects
+) -> tuple[Controller, EventPublisher]:
+    event_publisher = EventPublisher(nats.jetstream(), subjects)
+    controller = Controller(
+        policy=Policy(settings.config, partial(new_id, "inst"), clock.now()),
         clock=clock,
         epoch=Epoch(clock.now()),
         # A stream holds an answer for each of its requests at most a few times over.
         streams=AdmitStreams(max_queued=4 * settings.queue_limit_total),
-        ticketing=Ticketing(bytes.fromhex(settings.cluster_key)),
-        explain=Explain(),
-        history=history,
+        cluster_tickets=ClusterTickets(bytes.fromhex(settings.cluster_key)),
+        explain=ExplainLog(),
+        event_publisher=event_publisher,
     )
-    return desk, history
+    return controller, event_publisher
 
 
 async def _background(
-    desk: Desk, history: History, peers: Peers, nats: Client, subjects: Subjects, ready: asyncio.Event
+    controller: Controller,
+    event_publisher: EventPublisher,
+    channels: PeerChannels,
+    nats: Client,
+    subjects: Subjects,
+    ready: asyncio.Event,
 ) -> None:
     """Everything that runs beside the RPCs; cancelled as one."""
     async with asyncio.TaskGroup() as tasks:
-        desk.actuator = Actuator(desk, peers, tasks)
-        watcher = Watcher(desk, peers, nats, subjects, tasks)
-        await watcher.start()
-        tasks.create_task(history.run(), name="history")
-        tasks.create_task(_ticking(desk, nats), name="ticks")
+        controller.actuator = Actuator(controller, channels, tasks)
+        discovery = Discovery(controller, channels, nats, subjects, tasks)
+        await discovery.start()
+        tasks.create_task(event_publisher.run(), name="history")
+        tasks.create_task(_tick_periodically(controller, nats), name="ticks")
         ready.set()
         try:
             await asyncio.Event().wait()
         finally:
-            watcher.stop()
-            desk.actuator.stop()
+            discovery.stop()
+            controller.actuator.stop()
 
 
-async def _ticking(desk: Desk, nats: Client) -> None:
+async def _tick_periodically(controller: Controller, nats: Client) -> None:
     """The timer of timeouts. While the broker is away, or the loop stood still, silence means nothing."""
-    last = heard_since = desk.clock.now()
+    last = reports_complete_since = controller.clock.now()
     while True:
         await asyncio.sleep(_TICK_S)
-        now = desk.clock.now()
-        if not nats.is_connected or now - last > _STALL_S:
-            heard_since = now
+        now = controller.clock.now()
+        if not nats.is_connected or now - last > _LOOP_STALL_S:
+            reports_complete_since = now
         last = now
-        desk.tick(heard_since)
+        controller.tick(reports_complete_since)
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
-from torchrelay.common.settings import ServiceSettings
-from torchrelay.scheduler.rules import Rules
+from torchrelay.common.process.settings import ServiceSettings
+from torchrelay.scheduler.policy.config import PolicyConfig
 
 
 class SchedulerSettings(ServiceSettings):
@@ -58,9 +58,9 @@ class SchedulerSettings(ServiceSettings):
         return value
 
     @property
-    def rules(self) -> Rules:
+    def config(self) -> PolicyConfig:
         """The numbers that decisions follow."""
-        return Rules(
+        return PolicyConfig(
             idle_timeout_s=self.idle_timeout_s,
             max_instances=self.max_instances,
             queue_limit=self.queue_limit,

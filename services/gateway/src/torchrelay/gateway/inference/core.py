@@ -9,13 +9,13 @@ import msgspec
 
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.control.v1 import generation_pb2, scheduler_pb2
-from torchrelay.gateway.core import Cause, Principal, PublishedModel
+from torchrelay.gateway.core import FinishCause, Principal, PublishedModel
 
 ChatMessage: TypeAlias = dict[str, str]  # "role", "content" and perhaps "name", as a chat template sees it
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerateParams:
     """What a caller asked for, by whichever door. Exactly one of ``messages``, ``text`` and ``token_ids`` is set."""
 
     model: str
@@ -45,7 +45,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ResolvedRequest:
     """A request ready to run: the same for all its attempts."""
 
     request_id: str
@@ -78,7 +78,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token, its own), the likeliest first
 
 
-class Delivery(msgspec.Struct, frozen=True):
+class TokenDelta(msgspec.Struct, frozen=True):
     """Newly accepted tokens of one choice, and how it ended if it did.
 
     A struct: there is one for every token, and a frozen dataclass takes five times as long to make.
@@ -86,18 +86,18 @@ class Delivery(msgspec.Struct, frozen=True):
 
     choice: int
     token_ids: tuple[int, ...]
-    finish: Cause | None
+    finish: FinishCause | None
 
 
-class ToldDelivery(Delivery, frozen=True):
+class LogprobDelta(TokenDelta, frozen=True):
     """The same where logprobs were asked for: one per token."""
 
     logprobs: tuple[TokenLogprobs, ...]
 
     @staticmethod
-    def told(delivery: Delivery) -> tuple[tuple[int, TokenLogprobs], ...]:
+    def told(delivery: TokenDelta) -> tuple[tuple[int, TokenLogprobs], ...]:
         """(token, its logarithms) of a delivery of a request that asked for them."""
-        assert isinstance(delivery, ToldDelivery), "every delivery of such a request has them"
+        assert isinstance(delivery, LogprobDelta), "every delivery of such a request has them"
         return tuple(zip(delivery.token_ids, delivery.logprobs, strict=True))
 
 
@@ -118,30 +118,30 @@ class AdmissionFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class LedgerOpened:
     """The ledger's opened row is committed, or cannot be (``error``)."""
 
     error: TorchrelayError | None
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class RequestStopped:
     """The request shall end: its client left (``error`` is None), or the gateway cannot go on with it."""
 
     error: TorchrelayError | None
 
 
-Happening: TypeAlias = (
+RequestEvent: TypeAlias = (
     generation_pb2.ChoiceOutput
     | scheduler_pb2.Placement
     | scheduler_pb2.Refusal
     | scheduler_pb2.Waiting
     | WorkerLost
     | AdmissionFailed
-    | Opened
-    | Stopped
+    | LedgerOpened
+    | RequestStopped
 )
 
 
-class ClientLeft(Exception):
+class ClientDisconnected(Exception):
     """Nobody waits for the answer any more."""

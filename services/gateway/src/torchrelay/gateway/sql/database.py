@@ -22,8 +22,8 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.util import greenlet_spawn
 
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.telemetry import get_logger
-from torchrelay.gateway.side_threads import side_threads
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.executor import batch_executor
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -72,7 +72,7 @@ class Database:
         if self.is_sqlite:
             self._engine = _sqlite_engine(parsed, 2)  # one writes, one reads: each is a thread and a page cache
             self._transact_engine = _sqlite_engine(parsed.set(drivername="sqlite"), 1)
-            self._thread = side_threads(1, "transact")
+            self._thread = batch_executor(1, "transact")
         else:
             # Connections are checked before use: a database that was restarted costs no request.
             self._engine = create_engine(

@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.param_store.packer.checkpoint import read_checkpoint, weight_files
-from torchrelay.param_store.packer.core import PackPlan, Refused
-from torchrelay.param_store.packer.documents import check_eos, check_others, check_tokenizer, read_model_config
-from torchrelay.param_store.packer.plan import plan_pack
-from torchrelay.param_store.packer.write import write_pack
+from torchrelay.param_store.packer.core import PackPlan, PackRefused
+from torchrelay.param_store.packer.documents import check_eos, check_other_documents, check_tokenizer, read_model_config
+from torchrelay.param_store.packer.pack_plan import plan_pack
+from torchrelay.param_store.packer.pack_writer import write_pack
 from torchrelay.transfer.manifest import Manifest, pack_id_of
 
 _PROGRESS_BYTES = 16 << 20
 
 
-def say(**line: Any) -> None:
+def emit(**line: Any) -> None:
     """One line to the store. When it is gone, the broken pipe ends this process."""
     print(json.dumps(line), flush=True)
 
@@ -36,20 +36,20 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     """Validates ``folder`` and writes the pack and its manifest. Raises ``Refused``."""
     document, config = read_model_config(folder)
     check_eos(folder, document, config.vocab_size)
-    check_others(folder)
+    check_other_documents(folder)
     check_tokenizer(folder, config.vocab_size)
     tensors = read_checkpoint(folder)
     plan = plan_pack(config, tensors, weight_files(sorted(path.name for path in folder.iterdir()))[0])
     _refuse_too_large(plan, largest_slot_bytes)
-    say(stage="validate", done=plan.num_bytes, total=plan.num_bytes)
+    emit(stage="validate", done=plan.num_bytes, total=plan.num_bytes)
 
-    said = 0
+    num_reported = 0
 
     def on_progress(done: int) -> None:
-        nonlocal said
-        if done - said >= _PROGRESS_BYTES or done == plan.num_bytes:
-            said = done
-            say(stage="pack", done=done, total=plan.num_bytes)
+        nonlocal num_reported
+        if done - num_reported >= _PROGRESS_BYTES or done == plan.num_bytes:
+            num_reported = done
+            emit(stage="pack", done=done, total=plan.num_bytes)
 
     chunk_bytes, digests = write_pack(plan, folder, pack_path, on_progress)
     encoded = Manifest(
@@ -69,7 +69,7 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
 def _refuse_too_large(plan: PackPlan, largest_slot_bytes: int) -> None:
     if largest_slot_bytes and plan.num_bytes > largest_slot_bytes:
         detail = f"the weights need {plan.num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"
-        raise Refused(plan.sources[0].file, detail)
+        raise PackRefused(plan.sources[0].file, detail)
 
 
 def main() -> None:
@@ -77,13 +77,13 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (job["memory_bytes"], job["memory_bytes"]))
     try:
-        say(packed=pack(Path(job["folder"]), Path(job["pack_path"]), job["largest_slot_bytes"]))
-    except Refused as refused:
-        say(refused={"file": refused.file, "detail": refused.detail})
+        emit(packed=pack(Path(job["folder"]), Path(job["pack_path"]), job["largest_slot_bytes"]))
+    except PackRefused as refused:
+        emit(refused={"file": refused.file, "detail": refused.detail})
     except MemoryError:
-        say(refused={"file": "", "detail": "the upload's documents need more memory than the packer may use"})
+        emit(refused={"file": "", "detail": "the upload's documents need more memory than the packer may use"})
     except OSError as error:
-        say(failed=str(error))
+        emit(failed=str(error))
 
 
 if __name__ == "__main__":

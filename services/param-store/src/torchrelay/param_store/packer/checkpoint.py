@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchrelay.param_store.packer.core import INDEX_FILE, SINGLE_FILE, Refused, StoredTensor, shown
+from torchrelay.param_store.packer.core import INDEX_FILE, SINGLE_FILE, PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.documents import read_document
-from torchrelay.param_store.packer.safetensors import read_tensors
+from torchrelay.param_store.packer.safetensors_header import read_tensors
 
 _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -20,12 +20,12 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
     for file in files:
         for tensor in read_tensors(folder, file):
             if tensor.name in tensors:
-                raise Refused(file, f"tensor {shown(tensor.name)} is also in {tensors[tensor.name].file}")
+                raise PackRefused(file, f"tensor {quoted(tensor.name)} is also in {tensors[tensor.name].file}")
             tensors[tensor.name] = tensor
     if (folder / INDEX_FILE).exists():
         _check_index(read_document(folder, INDEX_FILE), files, tensors)
     elif files != [SINGLE_FILE]:
-        raise Refused(INDEX_FILE, "it is missing, and the weights are in shards")
+        raise PackRefused(INDEX_FILE, "it is missing, and the weights are in shards")
     return tensors
 
 
@@ -34,37 +34,39 @@ def weight_files(names: list[str]) -> list[str]:
     found = [(name, match) for name in names if (match := _SHARD.fullmatch(name))]
     if SINGLE_FILE in names:
         if found:
-            raise Refused(found[0][0], f"the upload has shards and {SINGLE_FILE}; it must be one or the other")
+            raise PackRefused(found[0][0], f"the upload has shards and {SINGLE_FILE}; it must be one or the other")
         return [SINGLE_FILE]
     if not found:
-        raise Refused(SINGLE_FILE, "it is missing from the upload, and there are no shards")
+        raise PackRefused(SINGLE_FILE, "it is missing from the upload, and there are no shards")
     count = int(found[0][1][2])
     shards = {int(match[1]): name for name, match in found if int(match[2]) == count}
     if len(shards) != len(found):
         stray = next(name for name, match in found if int(match[2]) != count)
-        raise Refused(stray, f"other shards say that there are {count}")
+        raise PackRefused(stray, f"other shards say that there are {count}")
     for number in range(1, count + 1):
         if number not in shards:
-            raise Refused(f"model-{number:05}-of-{count:05}.safetensors", "this shard is missing from the upload")
+            raise PackRefused(f"model-{number:05}-of-{count:05}.safetensors", "this shard is missing from the upload")
     if len(shards) != count:
-        raise Refused(found[0][0], f"shards are numbered outside 1 to {count}")
+        raise PackRefused(found[0][0], f"shards are numbered outside 1 to {count}")
     return [shards[number] for number in sorted(shards)]
 
 
 def _check_index(index: dict[str, Any], files: list[str], tensors: dict[str, StoredTensor]) -> None:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
-        raise Refused(INDEX_FILE, "weight_map is not an object")
+        raise PackRefused(INDEX_FILE, "weight_map is not an object")
     for name, file in weight_map.items():
         if file not in files:
-            raise Refused(INDEX_FILE, f"weight_map puts {shown(name)} into {shown(file)}, which is not in the upload")
+            raise PackRefused(
+                INDEX_FILE, f"weight_map puts {quoted(name)} into {quoted(file)}, which is not in the upload"
+            )
         if name not in tensors or tensors[name].file != file:
-            raise Refused(INDEX_FILE, f"weight_map puts {shown(name)} into {file}, which does not hold it")
+            raise PackRefused(INDEX_FILE, f"weight_map puts {quoted(name)} into {file}, which does not hold it")
     for name, tensor in tensors.items():
         if name not in weight_map:
-            raise Refused(INDEX_FILE, f"weight_map does not name {shown(name)} of {tensor.file}")
+            raise PackRefused(INDEX_FILE, f"weight_map does not name {quoted(name)} of {tensor.file}")
     metadata = index.get("metadata")
     claimed = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = sum(tensor.num_bytes for tensor in tensors.values())
     if claimed is not None and claimed != actual:
-        raise Refused(INDEX_FILE, f"metadata.total_size is {shown(claimed)} and the tensors take {actual} bytes")
+        raise PackRefused(INDEX_FILE, f"metadata.total_size is {quoted(claimed)} and the tensors take {actual} bytes")

@@ -13,7 +13,7 @@ SINGLE_FILE = "model.safetensors"
 _MAX_DETAIL = 500  # characters; what a detail quotes is the tenant's
 
 
-class Refused(Exception):
+class PackRefused(Exception):
     """The folder cannot be published: ``file`` is where the fault lies, ``detail`` says what it is, cut short."""
 
     def __init__(self, file: str, detail: str) -> None:
@@ -46,7 +46,7 @@ class PackPlan:
     num_bytes: int
 
 
-def shown(name: object) -> str:
+def quoted(name: object) -> str:
     """A name out of the upload as it may stand in a message: printable, and not longer than a line."""
     text = repr(name)
     return text if len(text) <= 120 else f"{text[:117]}..."

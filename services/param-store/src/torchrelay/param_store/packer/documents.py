@@ -11,8 +11,8 @@ from typing import Any
 
 import msgspec
 
-from torchrelay.param_store.packer.core import Refused, shown
-from torchrelay.transfer.model_config import ModelConfig, UnsupportedModel, read_config
+from torchrelay.modelspec.config import ModelConfig, UnsupportedModel, read_config
+from torchrelay.param_store.packer.core import PackRefused, quoted
 
 MAX_DOCUMENT_BYTES = 4 << 20
 MAX_TOKENIZER_BYTES = 64 << 20
@@ -29,13 +29,13 @@ def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
         if len(found) != len(pairs):
             counts = Counter(name for name, _ in pairs)
             twice = next(name for name, count in counts.items() if count > 1)
-            raise Refused(file, f"the key {shown(twice)} appears twice in one object")
+            raise PackRefused(file, f"the key {quoted(twice)} appears twice in one object")
         return found
 
     def finite(text: str) -> float:
         value = float(text)
         if not math.isfinite(value):
-            raise Refused(file, f"the number {shown(text)} is not finite")
+            raise PackRefused(file, f"the number {quoted(text)} is not finite")
         return value
 
     try:
@@ -43,13 +43,13 @@ def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
             encoded.decode("utf-8"), object_pairs_hook=unique, parse_float=finite, parse_constant=finite
         )
     except RecursionError:
-        raise Refused(file, "its JSON is nested too deep") from None
+        raise PackRefused(file, "its JSON is nested too deep") from None
     except UnicodeDecodeError:
-        raise Refused(file, "it is not UTF-8 text") from None
+        raise PackRefused(file, "it is not UTF-8 text") from None
     except ValueError as error:
-        raise Refused(file, f"it is not valid JSON: {error}") from None
+        raise PackRefused(file, f"it is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
-        raise Refused(file, "its JSON is not an object")
+        raise PackRefused(file, "its JSON is not an object")
     return parsed
 
 
@@ -63,9 +63,9 @@ def read_bounded(folder: Path, file: str, max_bytes: int) -> bytes:
     try:
         size = (folder / file).stat().st_size
     except FileNotFoundError:
-        raise Refused(file, "it is missing from the upload") from None
+        raise PackRefused(file, "it is missing from the upload") from None
     if size > max_bytes:
-        raise Refused(file, f"it has {size:,} bytes; at most {max_bytes:,} are read")
+        raise PackRefused(file, f"it has {size:,} bytes; at most {max_bytes:,} are read")
     return (folder / file).read_bytes()
 
 
@@ -75,7 +75,7 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     try:
         config = read_config(document)
     except UnsupportedModel as error:
-        raise Refused(CONFIG, f"{error.field}: {error}") from None
+        raise PackRefused(CONFIG, f"{error.field}: {error}") from None
     numbers = {
         "num_hidden_layers": config.num_layers,
         "max_position_embeddings": config.max_context_tokens,
@@ -84,11 +84,11 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     }
     for field, value in numbers.items():
         if not 0 < value <= _MAX_NUMBER:
-            raise Refused(CONFIG, f"{field}: {shown(value)} is out of range")
+            raise PackRefused(CONFIG, f"{field}: {quoted(value)} is out of range")
     try:  # the manifest carries it, so it must survive the manifest's encoding
         msgspec.json.encode(document)
     except (ValueError, OverflowError, TypeError) as error:
-        raise Refused(CONFIG, f"a value cannot be kept: {error}") from None
+        raise PackRefused(CONFIG, f"a value cannot be kept: {error}") from None
     return document, config
 
 
@@ -107,7 +107,9 @@ def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
     for token in eos_token_ids(generation, config):
         if type(token) is not int or not 0 <= token < vocab_size:
             file = CONFIG if generation.get("eos_token_id") is None else GENERATION
-            raise Refused(file, f"eos_token_id: {shown(token)} is not a token id below the vocab_size {vocab_size}")
+            raise PackRefused(
+                file, f"eos_token_id: {quoted(token)} is not a token id below the vocab_size {vocab_size}"
+            )
 
 
 def _optional(folder: Path, file: str) -> dict[str, Any]:
@@ -138,18 +140,18 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
     """
     path = folder / TOKENIZER
     if not path.exists():
-        raise Refused(TOKENIZER, "it is missing from the upload")
+        raise PackRefused(TOKENIZER, "it is missing from the upload")
     size = path.stat().st_size
     if not 0 < size <= MAX_TOKENIZER_BYTES:
-        raise Refused(TOKENIZER, f"it has {size:,} bytes; expected are 1 to {MAX_TOKENIZER_BYTES:,}")
+        raise PackRefused(TOKENIZER, f"it has {size:,} bytes; expected are 1 to {MAX_TOKENIZER_BYTES:,}")
     # Mapped, not read: a large vocabulary would else stand in memory twice.
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
             tokenizer = msgspec.json.decode(content, type=_Tokenizer)
         except RecursionError:
-            raise Refused(TOKENIZER, "its JSON is nested too deep") from None
+            raise PackRefused(TOKENIZER, "its JSON is nested too deep") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise Refused(TOKENIZER, f"it is not a tokenizer of the tokenizers library: {error}") from None
+            raise PackRefused(TOKENIZER, f"it is not a tokenizer of the tokenizers library: {error}") from None
     vocab, added = tokenizer.model.vocab, tokenizer.added_tokens
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     special = {token.id for token in added if token.special}
@@ -157,20 +159,21 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
     lowest, highest = _span([token for token in needed if token < vocab_size or token not in special])
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
-        raise Refused(
+        raise PackRefused(
             TOKENIZER,
-            f"token id {shown(wrong)} lies outside the vocab_size {vocab_size} of config.json: the tokenizer has tokens"
+            f"token id {quoted(wrong)} lies outside the vocab_size {vocab_size} of config.json: the tokenizer has"
+            " tokens"
             " that the model has no embedding for",
         )
 
 
 def _span(ids: list[int]) -> tuple[int, int]:
     if not ids:
-        raise Refused(TOKENIZER, "its vocabulary is empty")
+        raise PackRefused(TOKENIZER, "its vocabulary is empty")
     return min(ids), max(ids)
 
 
-def check_others(folder: Path) -> None:
+def check_other_documents(folder: Path) -> None:
     """The documents that the platform only passes on must at least be what their names say."""
     for file in (GENERATION, "tokenizer_config.json", "special_tokens_map.json"):
         _optional(folder, file)
@@ -179,4 +182,4 @@ def check_others(folder: Path) -> None:
         try:
             read_bounded(folder, template, MAX_TEMPLATE_BYTES).decode("utf-8")
         except UnicodeDecodeError:
-            raise Refused(template, "it is not UTF-8 text") from None
+            raise PackRefused(template, "it is not UTF-8 text") from None

@@ -6,11 +6,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.core import REMOTE
-from torchrelay.scheduler.planning.arrows import Arrow
-from torchrelay.scheduler.planning.line import Line
-from torchrelay.scheduler.planning.nodes import Arriving, Node, Uplink
-from torchrelay.scheduler.planning.pool import Pool
+from torchrelay.scheduler.planning.chain import Chain
+from torchrelay.scheduler.planning.edge import TransferEdge
+from torchrelay.scheduler.planning.nodes import Node, ReceiveProgress, Uplink
+from torchrelay.scheduler.planning.sender_pool import SenderPool
+from torchrelay.scheduler.policy.core import REMOTE
 
 _MAX_WAVES = 8  # deadlines told apart
 
@@ -22,12 +22,12 @@ def plan(
     outgoing: Mapping[str, int] | None = None,
     *,
     nodes: Mapping[str, Node] | None = None,
-    arriving: Mapping[str, Arriving] | None = None,
+    arriving: Mapping[str, ReceiveProgress] | None = None,
     uplinks: Mapping[str, Uplink] | None = None,
     deadlines: Mapping[str, float] | None = None,
     live: Collection[str] = (),
     num_bytes: float = 0.0,
-) -> tuple[Arrow, ...]:
+) -> tuple[TransferEdge, ...]:
     """Arrows for one pack, in the order in which they are to be started.
 
     ``whole``: stores that have all of it. ``filling``: stores that are receiving it, oldest first, ``arriving`` how
@@ -40,28 +40,28 @@ def plan(
     Striped sources are whole or stand before their target, in the order of the arrows, so bytes flow one way. Of the
     alternates one may stand later: a follower tells by its bitmap whether it has what is missing.
     """
-    nodes = _known(nodes or {}, outgoing or {}, (*whole, *filling, *targets))
-    line = Line(nodes, Pool(uplinks or {}), tuple(whole), num_bytes)
-    line.begin(filling, arriving or {})
+    nodes = _nodes_or_default(nodes or {}, outgoing or {}, (*whole, *filling, *targets))
+    chain = Chain(nodes, SenderPool(uplinks or {}), tuple(whole), num_bytes)
+    chain.begin(filling, arriving or {})
     known = {*whole, *filling}
     wanted = list(dict.fromkeys(targets))
     leaders, sharing = _one_per_host(nodes, known, [target for target in wanted if target not in known])
     for wave in _waves(leaders, deadlines or {}, live):
-        line.feed(wave)
+        chain.feed(wave)
     for target, leader in sharing.items():
-        line.fan_out(target, leader)
-    return line.arrows([target for target in wanted if target in known])
+        chain.fan_out(target, leader)
+    return chain.edges([target for target in wanted if target in known])
 
 
-def _known(nodes: Mapping[str, Node], outgoing: Mapping[str, int], stores: Sequence[str]) -> dict[str, Node]:
+def _nodes_or_default(nodes: Mapping[str, Node], outgoing: Mapping[str, int], stores: Sequence[str]) -> dict[str, Node]:
     presumed = Node()
     return {
-        store: nodes.get(store) or _shared(presumed, outgoing.get(store, 0))
+        store: nodes.get(store) or _shared_node(presumed, outgoing.get(store, 0))
         for store in dict.fromkeys((*stores, REMOTE))
     }
 
 
-def _shared(node: Node, num_followers: int) -> Node:
+def _shared_node(node: Node, num_followers: int) -> Node:
     return replace(node, residual_out=node.out / (1 + num_followers), busy_out=num_followers > 0)
 
 

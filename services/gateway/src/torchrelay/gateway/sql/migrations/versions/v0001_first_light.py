@@ -1,4 +1,4 @@
-"""First light: identity, catalogue, money."""
+"""First light: identity, catalog, money."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ depends_on = None
 
 def upgrade() -> None:
     _identity()
-    _catalogue()
+    _catalog()
     _requests()
     _ledger()
-    op.execute("INSERT INTO table_versions (name, version) VALUES ('keys', 1), ('catalogue', 1)")
+    op.execute("INSERT INTO table_versions (name, version) VALUES ('keys', 1), ('catalog', 1)")
     # Nano-dollars per token: 0.10, 0.025 and 0.40 dollars per million. PUT /v1/prices begins another default.
     op.execute(
         "INSERT INTO prices (price_id, model, prompt_nano, cached_nano, output_nano, valid_from_unix_us)"
@@ -53,7 +53,7 @@ def _identity() -> None:
     op.create_index("ix_api_keys_tenant_id", "api_keys", ["tenant_id"])
 
 
-def _catalogue() -> None:
+def _catalog() -> None:
     op.create_table(
         "versions",
         _text("version_id"),

@@ -1,0 +1,125 @@
+"""The engine on the device: whether it is exact, and how quickly it decodes and prefills."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bench.device.packs import Pack, pack_of_checkpoint
+from tests.support.checkpoints import greedy_reference, make_checkpoint, reference_model
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
+from torchrelay.engine.execution.decode_graphs import CallingCapturer, Capturer
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.kv.pool import KvPool
+
+_WARM_STEPS = 4  # the first of a size is recorded
+
+
+def instance_of(
+    pack: Pack, pool: KvPool, token_budget: int = 512, attention: str = "triton", capturer: Capturer | None = None
+) -> Instance:
+    """Loaded, without a prefix cache: that needs a library for its keys."""
+    if capturer is None and pool.device.type == "cpu" and attention == "triton":
+        capturer = CallingCapturer()
+    instance = Instance(
+        pack.manifest,
+        pack.data,
+        pool,
+        token_budget=token_budget,
+        attention=attention,
+        capturer=capturer,
+        prefix_cache=False,
+    )
+    for segment in range(len(pack.manifest.segments)):
+        instance.segment_ready(segment)
+    return instance
+
+
+def greedy(instance: Instance, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+    """The tokens of all prompts, computed in one batch as far as they fit."""
+    sampling = SamplingParams(temperature=0, max_tokens=num_tokens)
+    for number, prompt in enumerate(prompts):
+        instance.prefill(GroupSpec(str(number), tuple(prompt), len(prompt), sampling, (ChoiceSpec(0),)))
+    found: dict[str, list[int]] = defaultdict(list)
+    while instance.has_work():
+        for token in instance.step().tokens:
+            found[token.group_id].append(token.token_id)
+    return [found[str(number)] for number in range(len(prompts))]
+
+
+def mismatches(
+    families: Sequence[str], lengths: Sequence[int], num_tokens: int, device: torch.device
+) -> tuple[int, int, int]:
+    """Of fp32 continuations: those where Triton's differ from transformers', the reference backend's do, and all."""
+    by_triton = by_gather = 0
+    prompts = [[(i * i * 31 + i * 7 + 5) % 256 for i in range(length)] for length in lengths]
+    with tempfile.TemporaryDirectory() as folder:
+        for family in families:
+            checkpoint = make_checkpoint(Path(folder) / family, family, head_dim=32)
+            reference = reference_model(checkpoint)
+            expected = [greedy_reference(reference, prompt, num_tokens) for prompt in prompts]
+            pack = pack_of_checkpoint(checkpoint)
+            for attention in ("triton", "gather"):
+                instance = instance_of(pack, KvPool(8 << 20, str(device)), 128, attention)
+                found = greedy(instance, prompts, num_tokens)
+                instance.close()
+                wrong = sum(each != right for each, right in zip(found, expected, strict=True))
+                by_triton, by_gather = (
+                    by_triton + wrong * (attention == "triton"),
+                    by_gather + wrong * (attention == "gather"),
+                )
+    return by_triton, by_gather, len(families) * len(prompts)
+
+
+def decode_step_s(instance: Instance, batch: int, num_prompt_tokens: int, num_steps: int) -> float:
+    """The median time of a whole step with so many running sequences: planning, computing, sampling."""
+    sampling = SamplingParams(temperature=0, max_tokens=num_steps + _WARM_STEPS + 1)
+    for number in range(batch):
+        prompt = tuple((i + number) % 250 + 1 for i in range(num_prompt_tokens))
+        instance.prefill(GroupSpec(f"{batch}/{number}", prompt, len(prompt), sampling, (ChoiceSpec(0),)))
+    times = []
+    while instance.has_work():
+        begin = time.perf_counter()
+        result = instance.step()
+        if result.num_positions_decoded == batch and not result.num_positions_prefilled:
+            times.append(time.perf_counter() - begin)
+    if len(times) < num_steps:
+        raise RuntimeError(f"{batch} sequences did not decode side by side: {len(times)} steps")
+    return statistics.median(times[_WARM_STEPS:])
+
+
+def prefill_s(instance: Instance, num_tokens: int, num_runs: int = 4) -> float:
+    """The quickest of some prefills of one prompt in one step, its first token included, after one that warms up."""
+    sampling, times = SamplingParams(temperature=0, max_tokens=1), []
+    for number in range(num_runs + 1):
+        prompt = tuple((i + number) % 250 + 1 for i in range(num_tokens))
+        instance.prefill(GroupSpec(f"p/{number}", prompt, num_tokens, sampling, (ChoiceSpec(0),)))
+        begin = time.perf_counter()
+        while instance.has_work():
+            instance.step()
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def load_s(pack: Pack, pool: KvPool) -> tuple[Instance, float]:
+    """An instance, and the time from its first segment to its first token of a short prompt."""
+    begin = time.perf_counter()
+    instance = instance_of(pack, pool, token_budget=8192)
+    greedy(instance, [[1, 2, 3]], 1)
+    return instance, time.perf_counter() - begin
+
+
+def profile_table(instance: Instance, batch: int, num_prompt_tokens: int) -> str:
+    """Which kernels a decode step spends its time in."""
+    decode_step_s(instance, batch, num_prompt_tokens, 4)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        decode_step_s(instance, batch, num_prompt_tokens, 8)
+    table: str = profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=25, max_name_column_width=70)
+    return table

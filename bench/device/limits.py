@@ -1,0 +1,133 @@
+"""What the device itself can do, measured in the same run: copies from the host, memory reads, matrix products."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bench.device.packs import Pack
+from torchrelay.engine.weights.pack_weights import as_tensor
+from torchrelay.engine.weights.stager import CopyEvent, CudaLink, DeviceLink, Stager
+
+
+class HostCopyEvent(CopyEvent):
+    def wait(self) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
+class HostLink(DeviceLink):
+    """Copies at once, within the host: for rehearsals."""
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def is_pinned(self, memory: Tensor) -> bool:
+        return False
+
+    def space(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
+    def event(self) -> CopyEvent:
+        return HostCopyEvent()
+
+    def ordered(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+def link_of(device: torch.device) -> DeviceLink:
+    return CudaLink(device) if device.type == "cuda" else HostLink()
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, num_runs: int = 5) -> float:
+    """The quickest of some runs, after one that does not count."""
+    times = []
+    for _ in range(num_runs + 1):
+        _settle(device)
+        begin = time.perf_counter()
+        run()
+        _settle(device)
+        times.append(time.perf_counter() - begin)
+    return min(times[1:])
+
+
+def pinned_bytes_per_s(device: torch.device, num_bytes: int) -> float:
+    """One copy from pinned memory to the device."""
+    source = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return num_bytes / seconds_of(lambda: target.copy_(source, non_blocking=True), device)
+
+
+def read_bytes_per_s(device: torch.device, num_bytes: int) -> float:
+    """Memory reads of the device: the better of a sum, and of a copy, which reads and writes."""
+    source = torch.zeros(num_bytes // 4, dtype=torch.float32, device=device)
+    target = torch.empty_like(source)
+    by_sum = num_bytes / seconds_of(lambda: source.sum(), device)
+    return max(by_sum, 2 * num_bytes / seconds_of(lambda: target.copy_(source), device))
+
+
+def product_flops_per_s(device: torch.device, size: int, dtype: torch.dtype) -> float:
+    """A square matrix product."""
+    left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / seconds_of(lambda: left @ right, device)
+
+
+def staged_bytes_per_s(pack: Pack, device: torch.device, *, registered: bool = False) -> tuple[float, float]:
+    """The engine's way from an arena to the device, all segments at once; and how quickly the arena was pinned.
+
+    With ``registered`` the arena is pinned first, which does not count into the former; else the latter is 0.
+    """
+    link, source = link_of(device), as_tensor(pack.data)
+    pinned_s = 0.0
+    if registered:
+        assert isinstance(link, CudaLink)
+        begin = time.perf_counter()
+        if not link.register(source):
+            raise RuntimeError("the system does not let us pin the arena where it lies")
+        pinned_s = time.perf_counter() - begin
+    targets = [
+        torch.empty(pack.segment_bytes(i), dtype=torch.uint8, device=device) for i in range(len(pack.manifest.segments))
+    ]
+    stager = Stager(source, link, _refuse)
+    try:
+        times = [_stage(pack, stager, link, targets) for _ in range(3)]
+    finally:
+        stager.close()
+        if registered and isinstance(link, CudaLink):
+            link.unregister(source)
+    for span, target in zip(pack.manifest.segments[:2], targets, strict=False):
+        if not torch.equal(target.cpu(), source[span.begin : span.end]):
+            raise RuntimeError("the copy differs from the arena")
+    return pack.num_bytes / min(times), len(source) / pinned_s if registered else 0.0
+
+
+def _stage(pack: Pack, stager: Stager, link: DeviceLink, targets: list[Tensor]) -> float:
+    arrived = threading.Semaphore(0)
+    begin = time.perf_counter()
+    for span, target in zip(pack.manifest.segments, targets, strict=True):
+        stager.submit(span.begin, target, arrived.release)
+    for _ in targets:
+        if not arrived.acquire(timeout=60):
+            raise RuntimeError("the copy did not end within 60 s")
+    link.event().wait()
+    return time.perf_counter() - begin
+
+
+def _refuse(reason: str) -> None:
+    raise RuntimeError(reason)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,64 @@
+"""One request at a time beside the memory's own limit: every weight read once per token."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from bench.processes import MB
+from bench.report import Check, progress
+from bench.serving.client import Burst, LoadClient, prompts_of
+from bench.serving.models import BenchModel
+
+
+class Memory:
+    """Read by all cores; made once, since memory is slow to touch for the first time."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._numbers = torch.ones(num_bytes // 4096 * 512, dtype=torch.int64)
+        self._matrix, self._vector = torch.ones(num_bytes // 4096, 1024), torch.ones(1024)
+
+    def read_bytes_per_s(self, num_reads: int = 8) -> float:
+        """The quickest of so many sums, and as many products of a matrix and a vector."""
+        best_s = float("inf")
+        for _ in range(num_reads):
+            for read, operands in ((torch.sum, (self._numbers,)), (torch.mv, (self._matrix, self._vector))):
+                begin_s = time.perf_counter()
+                read(*operands)
+                best_s = min(best_s, time.perf_counter() - begin_s)
+        return self._matrix.numel() * self._matrix.element_size() / best_s
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Tokens per second between two measurements of the memory, of which the quicker counts."""
+
+    tok_s: float
+    read_bytes_per_s: float
+
+
+def rounds_of(door: LoadClient, model: BenchModel, count: int, num_requests: int, output_tokens: int) -> list[Round]:
+    """In turns with the memory: a machine that others share is not the same from second to second."""
+    memory = Memory(model.step_bytes)
+    rates, measured = [memory.read_bytes_per_s()], []
+    for _ in range(count):
+        [sample] = door.load([Burst(prompts_of(model, num_requests), 1, output_tokens)])
+        measured.append(sample.tok_s)
+        rates.append(memory.read_bytes_per_s())
+    rounds = [Round(tok_s, max(around)) for tok_s, around in zip(measured, pairwise(rates), strict=True)]
+    progress(", ".join(f"{each.tok_s:.1f} tok/s at {each.read_bytes_per_s / 1e9:.1f} GB/s" for each in rounds))
+    return rounds
+
+
+def limit_check(model: BenchModel, rounds: Sequence[Round]) -> Check:
+    """The median of the rounds."""
+    found = sorted(each.tok_s * model.step_bytes / each.read_bytes_per_s for each in rounds)
+    rate = statistics.median(each.read_bytes_per_s for each in rounds)
+    limit = f"{model.step_bytes / MB:.0f} MB a step at {rate / 1e9:.1f} GB/s: {rate / model.step_bytes:.1f} tok/s"
+    against = f"{limit}; rounds {found[0]:.3f} to {found[-1]:.3f}"
+    return Check(f"{model.name}_c1_over_limit", statistics.median(found), "ratio", 0.65, against, at_least=True)

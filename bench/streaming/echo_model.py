@@ -1,0 +1,49 @@
+"""What the echo worker of `bench/gateway.py` knows: a vocabulary of real size, prompts, and what it answers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from tests.support.sample_tokenizers import large_tokenizer
+
+VOCAB_SIZE = 128_000
+PROMPT_WORDS = 64
+_STRIDE = 7_919  # consecutive positions take ids far apart
+
+
+@dataclass(frozen=True, slots=True)
+class EchoVocabulary:
+    """``whole_ids`` are all tokens that are text by themselves, spread over the whole vocabulary; answers are made of
+    them, so that every token is an event with text, as nearly every token of a real answer is.
+    """
+
+    tokenizer_json: bytes
+    tokenizer: Tokenizer
+    whole_ids: tuple[int, ...]
+    words: tuple[str, ...]  # each with a leading space, of one or two tokens
+
+    @classmethod
+    def make(cls) -> EchoVocabulary:
+        """The same vocabulary in every process."""
+        encoded = large_tokenizer(VOCAB_SIZE)
+        tokenizer = Tokenizer.from_str(encoded.decode())
+        texts = tokenizer.decode_batch([[token_id] for token_id in range(VOCAB_SIZE)])
+        whole = tuple(token_id for token_id, text in enumerate(texts) if text and "\ufffd" not in text)
+        letters = (texts[token_id] for token_id in whole)
+        candidates = [" " + text.strip() for text in letters if text.strip().isascii() and text.strip().isalpha()]
+        encodings = tokenizer.encode_batch(candidates)
+        words = tuple(word for word, coded in zip(candidates, encodings, strict=True) if len(coded.ids) <= 2)
+        return cls(encoded, tokenizer, whole, words)
+
+    def answer(self, prompt: Sequence[int], seed: int, choice: int, position: int) -> int:
+        """The token at a position: a function of these arguments, and for each prompt other ids."""
+        return self.whole_ids[(prompt[0] * 31 + prompt[-1] + (position + choice) * _STRIDE) % len(self.whole_ids)]
+
+    def prompts(self, count: int) -> list[str]:
+        """Different prompts of ``PROMPT_WORDS`` words."""
+        rng = random.Random(0)
+        return ["".join(rng.choices(self.words, k=PROMPT_WORDS)).strip() for _ in range(count)]

@@ -1,0 +1,76 @@
+"""The load of `stream_load.py` with the time of every event: what a user sees of each token.
+
+    python -m bench.streaming.timed_load < jobs.json
+
+Runs a list of the same jobs, one after the other, and prints the list of the same figures; in each stand also
+`ttft_p50_ms`, from a request to its first event, and `tbt_p50_ms`, between two events, and `cpu_s`, the CPU time
+meanwhile of each process in the job's `workers`. Events that arrive together share the time since the last one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvloop
+
+from bench.processes import cpu_s
+from bench.streaming.load import EVENT, Connection, Totals, figures, requests_of
+
+
+class Times:
+    """Of all connections, in seconds."""
+
+    def __init__(self) -> None:
+        self.first_s: list[float] = []
+        self.between_s: list[float] = []
+
+
+class TimedConnection(Connection):
+    """Notes when events come: tokens, and with the last one what ends the answer."""
+
+    def __init__(self, requests: Iterator[bytes], totals: Totals, times: Times) -> None:
+        super().__init__(requests, totals)
+        self._times = times
+        self._last_s = 0.0
+
+    def _next(self) -> None:
+        self._last_s = 0.0
+        super()._next()
+
+    def data_received(self, data: bytes) -> None:
+        now_s = time.perf_counter()
+        num_events = (self._tail[1 - len(EVENT) :] + data).count(EVENT)
+        if num_events:
+            if self._last_s:
+                self._times.between_s += [(now_s - self._last_s) / num_events] * num_events
+            else:
+                self._times.first_s.append(now_s - self._begin_s)
+            self._last_s = now_s
+        super().data_received(data)
+
+
+async def run(job: dict[str, Any]) -> dict[str, Any]:
+    totals, times, requests = Totals(), Times(), requests_of(job)
+    loop = asyncio.get_running_loop()
+    before, begin_s = [cpu_s(pid) for pid in job["workers"]], time.perf_counter()
+    made = [
+        loop.create_connection(lambda: TimedConnection(requests, totals, times), job["host"], job["port"])
+        for _ in range(job["concurrency"])
+    ]
+    await asyncio.gather(*(connection.closed for _, connection in await asyncio.gather(*made)))
+    return {
+        **figures(totals, time.perf_counter() - begin_s),
+        "cpu_s": [cpu_s(pid) - earlier for pid, earlier in zip(job["workers"], before, strict=True)],
+        "ttft_p50_ms": statistics.median(times.first_s or [0.0]) * 1000,
+        "tbt_p50_ms": statistics.median(times.between_s or [0.0]) * 1000,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps([uvloop.run(run(job)) for job in json.load(sys.stdin)]))

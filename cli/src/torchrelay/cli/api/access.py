@@ -1,0 +1,96 @@
+"""Which gateway a command speaks to, and with which key."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.home import Home
+
+HomeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--home", envvar="TORCHRELAY_HOME", help="Folder of the local platform, .torchrelay by default.", metavar="DIR"
+    ),
+]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        "--url", envvar="TORCHRELAY_API_URL", help="Gateway; by default the one of the local platform.", metavar="URL"
+    ),
+]
+KeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--key", help="API key; else $TORCHRELAY_API_KEY, else the one `key create` saved locally.", metavar="KEY"
+    ),
+]
+AdminKeyOption = Annotated[
+    str | None,
+    typer.Option("--key", help="Admin key; else the local platform's own, else $TORCHRELAY_API_KEY.", metavar="KEY"),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+_NEED_KEY = "give one with --key or TORCHRELAY_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A gateway and a key for it. ``home`` is set when that gateway is the local platform's."""
+
+    url: str
+    key: str
+    home: Home | None = None
+
+    @property
+    def is_admin(self) -> bool:
+        return self.key.startswith("tra-")
+
+    def client(self) -> GatewayClient:
+        home = self.home
+        if home is None:
+            return GatewayClient(self.url, self.key)
+        return GatewayClient(self.url, self.key, is_supervised=lambda: home.running_pid() is not None)
+
+    def require_tenant(self, what: str) -> None:
+        """Raises ``Problem`` when only the admin key is at hand."""
+        if self.is_admin:
+            raise CliError(f"{what} needs a tenant's key", "make one: torchrelay key create --tenant NAME")
+
+
+def tenant_access(home: Path | None, url: str | None, key: str | None) -> Access:
+    """With a tenant's key if there is one, else with the local admin key. Raises ``Problem``."""
+    gateway, local = _gateway(home, url)
+    key = key or os.environ.get("TORCHRELAY_API_KEY")
+    if local is not None:
+        return Access(gateway, key or local.saved_key() or local.admin_key(), local)
+    if not key:
+        raise CliError(f"there is no key for {gateway}", _NEED_KEY)
+    return Access(gateway, key)
+
+
+def admin_access(home: Path | None, url: str | None, key: str | None) -> Access:
+    """With the admin key of the local platform unless another is given. Raises ``Problem``."""
+    gateway, local = _gateway(home, url)
+    key = key or (local.admin_key() if local else os.environ.get("TORCHRELAY_API_KEY"))
+    if not key:
+        raise CliError(f"there is no admin key for {gateway}", _NEED_KEY)
+    return Access(gateway, key, local)
+
+
+def _gateway(home: Path | None, url: str | None) -> tuple[str, Home | None]:
+    """The gateway, and the local home if it is that home's: local keys are never sent to another gateway."""
+    local = Home.at(home)
+    if not url:
+        return local.endpoints()["http"], local
+    if not url.startswith(("http://", "https://")):
+        raise CliError(f"--url: {url!r} is not an address", "write it as http://host:port")
+    url = url.rstrip("/").removesuffix("/v1")
+    is_local = local.running_pid() is not None and local.endpoints()["http"] == url
+    return url, local if is_local else None

@@ -1,0 +1,113 @@
+"""The tenants' REST door, as the CLI and the demo use it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx
+
+from torchrelay.cli.api.upload import ModelUpload, Progress, UploadJournal
+from torchrelay.cli.errors import CliError, Unreachable, api_error
+
+RESTART_TIMEOUT_S = 6.0  # a gateway that is started again serves within this time
+RETRY_S = 0.1
+
+
+class GatewayClient:
+    """Calls one gateway with one key; errors of the platform become ``Refused`` with the platform's own sentence.
+
+    ``is_supervised`` tells whether someone starts the gateway again when it ends: a refused connection then is tried
+    again for a while.
+    """
+
+    def __init__(
+        self, url: str, key: str, timeout_s: float = 600.0, is_supervised: Callable[[], bool] = lambda: False
+    ) -> None:
+        headers = {"Authorization": f"Bearer {key}"}
+        self.url, self._is_supervised = url, is_supervised
+        try:
+            self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0))
+        except (httpx.InvalidURL, UnicodeEncodeError) as error:
+            raise CliError(f"{url!r} or its key is not well formed", "check --url and --key") from error
+
+    def __enter__(self) -> GatewayClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def call(self, method: str, path: str, **options: Any) -> Any:
+        """One request; the decoded JSON answer. Raises ``Refused`` or ``Unreachable``."""
+        with self._translated_errors():
+            response = self._retry_connect(lambda: self._http.request(method, path, **options))
+        if response.is_error:
+            raise api_error(response.content, response.status_code)
+        return response.json() if response.content else None
+
+    @contextmanager
+    def stream(self, method: str, path: str, **options: Any) -> Iterator[Iterator[bytes]]:
+        """One request whose answer is read line by line as it comes. Raises ``Refused`` or ``Unreachable``."""
+        with self._translated_errors():
+            request = self._http.build_request(method, path, **options)
+            with closing(self._retry_connect(lambda: self._http.send(request, stream=True))) as response:
+                if response.is_error:
+                    raise api_error(response.read(), response.status_code)
+                yield _lines(response)
+
+    def upload(
+        self,
+        folder: Path,
+        model: str,
+        settings: dict[str, Any],
+        progress: Progress,
+        memory: UploadJournal | None = None,
+    ) -> dict[str, Any]:
+        """Uploads a model folder and publishes it; goes on where an interrupted file stopped. Returns the model.
+
+        With ``memory``, also where an earlier run of the program stopped.
+        """
+        return ModelUpload(self, folder, model, progress, memory).run(settings)
+
+    def _retry_connect(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
+        """Asks again while nobody listens and a supervised gateway may be starting; nothing was sent by then."""
+        deadline_s = time.monotonic() + RESTART_TIMEOUT_S
+        while True:
+            try:
+                return ask()
+            except httpx.ConnectError:
+                if time.monotonic() >= deadline_s or not self._is_supervised():
+                    raise
+            time.sleep(RETRY_S)
+
+    @contextmanager
+    def _translated_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.UnsupportedProtocol as error:
+            raise CliError(f"{self.url!r} is not an address", "write it as http://host:port") from error
+        except httpx.ConnectError as error:
+            if self._is_supervised():
+                raise Unreachable(f"the gateway at {self.url} is restarting", "try again in a moment") from error
+            raise Unreachable(f"{self.url} does not answer: {error}", "is the platform up? torchrelay up") from error
+        except httpx.TransportError as error:
+            what = str(error) or type(error).__name__
+            raise Unreachable(f"the connection to {self.url} broke: {what}", "try again") from error
+        except UnicodeEncodeError as error:  # surrogates: bytes of the command line or a terminal that are no text
+            raise CliError("what was given is no UTF-8 text", "give text") from error
+
+
+def _lines(response: httpx.Response) -> Iterator[bytes]:
+    """Lines end with a line feed alone: JSON may hold U+2028 and the like, at which httpx's own splitting breaks."""
+    rest = b""
+    for piece in response.iter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
+    if rest:
+        yield rest

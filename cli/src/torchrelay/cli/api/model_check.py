@@ -1,0 +1,66 @@
+"""What of a model can be told to be wrong here, before gigabytes are hashed and sent; the param-store checks it all."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from torchrelay.cli.api.model_folder import is_weights_file, model_paths
+from torchrelay.cli.errors import CliError
+from torchrelay.modelspec.config import UnsupportedModel, read_config
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")  # the gateway's rule
+_LENGTH_BYTES = 8
+
+
+def is_model_name(name: str) -> bool:
+    """Whether the gateway takes this name, without its tenant."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_name(name: str) -> None:
+    """``name`` is MODEL or TENANT/MODEL. Raises ``Problem``."""
+    tenant, slash, model = name.rpartition("/")
+    for part in (tenant, model) if slash else (model,):
+        if not is_model_name(part):
+            raise CliError(
+                f"{part!r} is not a name: 1 to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit",
+                "give another with --name",
+            )
+
+
+def check_folder(folder: Path) -> None:
+    """Reads the config and the length of each header, no weights. Raises ``Problem``."""
+    paths = model_paths(folder)
+    _check_config(folder / "config.json")
+    for path in paths:
+        if is_weights_file(path.name):
+            _check_header(path)
+
+
+def _check_config(path: Path) -> None:
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise CliError(f"{path} is no JSON: {error}", "copy it anew from where the model came from") from error
+    if not isinstance(config, dict):
+        raise CliError(f"{path} is no JSON object", "copy it anew from where the model came from")
+    try:
+        read_config(config)
+    except UnsupportedModel as error:
+        raise CliError(f"{path}: {error}", f"the field is {error.field}; nothing was sent") from error
+
+
+def _check_header(path: Path) -> None:
+    """A safetensors file begins with the length of its header (little endian), which is a JSON object."""
+    with path.open("rb") as file:
+        prefix, begin = file.read(_LENGTH_BYTES), file.read(1)
+    length, room = int.from_bytes(prefix, "little"), path.stat().st_size - _LENGTH_BYTES
+    if len(prefix) < _LENGTH_BYTES or length > room:
+        fault = f"its header claims {length:,} bytes and the file has {max(room, 0):,} after the length"
+    elif begin != b"{":
+        fault = "its header does not begin with '{'"
+    else:
+        return
+    raise CliError(f"{path} is no whole safetensors file: {fault}", "download it again")

@@ -1,0 +1,84 @@
+"""What of a Hugging Face folder makes up a model."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrelay.cli.errors import CliError
+
+READ_BYTES = 1 << 20
+
+_DOCUMENTS = frozenset(
+    {
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "chat_template.jinja",
+        "vocab.json",
+        "merges.txt",
+        "model.safetensors.index.json",
+    }
+)
+_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """One file of a model folder, as it is declared."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+def is_model_file(name: str) -> bool:
+    """Whether the platform takes a file of this name; a folder's read-mes and other formats stay where they are."""
+    return name in _DOCUMENTS or is_weights_file(name)
+
+
+def is_weights_file(name: str) -> bool:
+    return _WEIGHTS.fullmatch(name) is not None
+
+
+def model_files(folder: Path, progress: Callable[[str, int, int], None]) -> list[LocalFile]:
+    """The model's files with their digests. Raises ``Problem`` when the folder is plainly no model."""
+    paths = model_paths(folder)
+    total, done = sum(path.stat().st_size for path in paths), 0
+    files = []
+    for path in paths:
+        digest, size = hashlib.sha256(), 0
+        with path.open("rb") as file:
+            while block := file.read(READ_BYTES):
+                digest.update(block)
+                size += len(block)
+                done += len(block)
+                progress("hash", done, total)
+        files.append(LocalFile(path.name, size, digest.hexdigest()))
+    return files
+
+
+def model_paths(folder: Path) -> list[Path]:
+    """The model's files by name. Raises ``Problem`` when the folder is plainly no model."""
+    if not folder.is_dir():
+        raise CliError(f"{folder} is not a folder", "name the folder of a Hugging Face model")
+    present = sorted(path for path in folder.iterdir() if path.is_file())
+    names = {path.name for path in present}
+    if "config.json" not in names:
+        raise CliError(f"{folder} has no config.json", "name the folder of a Hugging Face model")
+    if "tokenizer.json" not in names:
+        raise CliError(
+            f"{folder} has no tokenizer.json",
+            "save a fast tokenizer into it: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)",
+        )
+    if not any(is_weights_file(name) for name in names):
+        raise CliError(
+            f"{folder} has no safetensors weights (model.safetensors, or model-00001-of-0000N.safetensors)",
+            "save the model as safetensors: model.save_pretrained(FOLDER, safe_serialization=True)",
+        )
+    return [path for path in present if is_model_file(path.name)]

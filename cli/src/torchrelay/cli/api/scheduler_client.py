@@ -1,0 +1,79 @@
+"""The scheduler's view of the cluster, as the CLI and the demo read it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import grpc
+from pydantic import ValidationError
+
+from torchrelay.cli.errors import CliError, Unreachable
+from torchrelay.common.net.rpc import open_blocking_channel
+from torchrelay.common.process.settings import ServiceSettings, setting_errors
+from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
+from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+
+def local_tls(endpoints: Mapping[str, str]) -> Tls | None:
+    """How to show oneself to the services of a local install; None: they speak no TLS. Raises ``Problem``."""
+    if "tls_ca_file" not in endpoints:
+        return None
+    names = ("tls_ca_file", "tls_cert_file", "tls_key_file")
+    try:
+        return Tls(TlsFiles(*(Path(endpoints[name]) for name in names)))
+    except TlsUnusable as error:
+        raise CliError(str(error), "run this command as the user who started the platform") from error
+
+
+def environment_tls() -> Tls | None:
+    """The same for a platform elsewhere, by the settings that every service has. Raises ``Problem``."""
+    try:
+        return ServiceSettings().tls
+    except ValidationError as error:
+        raise CliError(
+            setting_errors(error)[0], "mend the TORCHRELAY_ variables of this shell, or unset them"
+        ) from error
+
+
+def watch(address: str, tls: Tls | None = None) -> Iterator[scheduler_pb2.ClusterView]:
+    """A full view at once, then one after every change. Raises ``Unreachable`` when the scheduler is away."""
+    with open_blocking_channel(address, tls) as channel:
+        try:
+            yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
+        except grpc.RpcError as error:
+            raise _unreachable(address) from error
+
+
+def explain(address: str, request_id: str = "", model: str = "", tls: Tls | None = None) -> scheduler_pb2.ExplainReply:
+    """The timeline of a request, or a model's recent decisions. Raises ``Problem``."""
+    with open_blocking_channel(address, tls) as channel:
+        request = scheduler_pb2.ExplainRequest(request_id=request_id, model=model)
+        try:
+            return scheduler_pb2_grpc.SchedulerStub(channel).Explain(request, timeout=5)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.NOT_FOUND:
+                raise CliError(error.details() or "nothing is known of it", "only recent requests are kept") from error
+            raise _unreachable(address) from error
+
+
+def events(
+    address: str, kinds: Sequence[str], since_unix_us: int, after_sequence: int, follow: bool, tls: Tls | None = None
+) -> Iterator[scheduler_pb2.Event]:
+    """The history, oldest first; with ``follow`` it goes on. Raises ``Problem`` or ``Unreachable``."""
+    request = scheduler_pb2.WatchEventsRequest(
+        kinds=kinds, since_unix_us=since_unix_us, after_sequence=after_sequence, follow=follow
+    )
+    with open_blocking_channel(address, tls) as channel:
+        try:
+            yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchEvents(request)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNIMPLEMENTED:
+                raise CliError(f"the scheduler at {address} is older and tells no events", "update it") from error
+            if isinstance(error, grpc.Call) and dict(error.trailing_metadata() or ()).get("torchrelay-code"):
+                raise CliError(error.details() or "the history cannot be read", "see that nats-server runs") from error
+            raise _unreachable(address) from error
+
+
+def _unreachable(address: str) -> Unreachable:
+    return Unreachable(f"the scheduler at {address} does not answer", "is the platform up? torchrelay up")

@@ -1,0 +1,67 @@
+"""What the CLI tells a person when something is wrong: one sentence, and the mend."""
+
+from __future__ import annotations
+
+import json
+
+_HINTS = {
+    401: "give a valid key with --key or TORCHRELAY_API_KEY, or make one: torchrelay key create --tenant NAME",
+    409: "try again",
+    429: "try again later",
+    503: "try again in a moment; `torchrelay top` shows which part is away",
+}
+
+
+# Fields of the REST door by the options that give them.
+_OPTIONS = {
+    "from": "--from",
+    "to": "--to",
+    "period": "--month",
+    "key_id": "ID",
+    "max_tokens": "--max-tokens",
+    "temperature": "--temperature",
+    "idle_timeout_s": "--idle-timeout-s",
+    "max_instances": "--max-instances",
+    "requests_per_minute": "--requests-per-minute",
+    "storage_quota_bytes": "--storage-quota-gb",
+    "budget_nano": "--budget",
+}
+
+
+class CliError(Exception):
+    """``message`` says what is wrong, ``mend`` what to do about it. Printed without a traceback; exit status 1."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message, self.hint = message, hint
+
+
+class Unreachable(CliError):
+    """The gateway does not answer, or the connection broke."""
+
+
+class ApiError(CliError):
+    """The gateway answered with an error; ``status`` is HTTP's, ``code`` the platform's name for it."""
+
+    def __init__(self, message: str, hint: str = "", *, status: int, code: str = "") -> None:
+        super().__init__(message, hint)
+        self.status, self.code = status, code
+
+
+def api_error(content: bytes, status: int) -> ApiError:
+    """An error body of the gateway as a ``Problem``: its sentence, and what to do about it."""
+    try:
+        error = json.loads(content)["error"]
+        message, param, code = error["message"], error.get("param"), error.get("code")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ApiError(f"the gateway answered {status}: {content[:200]!r}", _HINTS.get(status, ""), status=status)
+    hint = "see: torchrelay models" if (status, param) == (404, "model") else _HINTS.get(status, "")
+    return ApiError(_with_option(str(message), str(param or "")), hint, status=status, code=str(code or ""))
+
+
+def _with_option(message: str, field: str) -> str:
+    """The sentence with what it is about: the option where one gives the field, else the field's own name."""
+    if option := _OPTIONS.get(field):
+        rest = message.removeprefix(f"{field} ")
+        return f"{option} {rest}" if rest != message else f"{option}: {message}"
+    return f"{message} ({field})" if field and field not in message else message

@@ -1,0 +1,186 @@
+"""One child process of `torchrelay up`: started, watched, and ended."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.up.children import parent_death
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.tls import Tls
+
+POLL_S = 0.02
+STOP_TIMEOUT_S = 10.0
+TAIL_LINES = 8
+TAIL_COLUMNS = 240
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """What to run. A child of ours writes ``ready_file`` once it serves; other programs listen on ``ready_port``.
+
+    ``tls``: how to show oneself to its gRPC server, if that speaks TLS.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    ready_file: Path | None = None
+    ready_port: int = 0
+    ready_s: float = 60.0
+    tls: Tls | None = None
+
+
+class Child:
+    """A running ``ChildSpec``: the leader of a process group of its own."""
+
+    def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log_begin: int) -> None:
+        self.spec, self._process, self._log_begin = spec, process, log_begin
+        self._begin_s = time.monotonic()
+
+    @classmethod
+    async def start(cls, spec: ChildSpec) -> Child:
+        """Starts the program in a process group of its own, so that Ctrl-C reaches it only through `up`.
+
+        Raises ``Problem`` when there is no such program.
+        """
+        program = shutil.which(spec.command[0])
+        if program is None:
+            raise CliError(f"{spec.name} cannot be started: there is no program {spec.command[0]}", "run make setup")
+        if spec.ready_file is not None:
+            spec.ready_file.unlink(missing_ok=True)
+        with spec.log.open("ab") as log:
+            log_begin = log.tell()
+            process = await asyncio.create_subprocess_exec(
+                *_tied_to_parent((program, *spec.command[1:])),
+                env={**os.environ, **spec.env},
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return cls(spec, process, log_begin)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self._begin_s
+
+    async def exited(self) -> str:
+        """Waits for the end, sees to it that no child of the child outlives it, and says how it ended."""
+        status = await self._process.wait()
+        self.kill()
+        return how_ended(status)
+
+    async def ready(self) -> dict[str, str]:
+        """Waits until the child serves and returns its addresses. Raises ``Problem`` with the end of its log."""
+        try:
+            async with asyncio.timeout(self.spec.ready_s):
+                while self.returncode is None:
+                    if (addresses := await self._addresses()) is not None:
+                        return addresses
+                    await asyncio.sleep(POLL_S)  # a file and a port have no other notice
+        except TimeoutError:
+            raise CliError(
+                f"{self.spec.name} did not come up within {self.spec.ready_s:g} s", self._log_hint()
+            ) from None
+        raise CliError(f"{self.spec.name} {how_ended(self.returncode or 0)} while starting", self._log_hint())
+
+    async def _addresses(self) -> dict[str, str] | None:
+        if self.spec.ready_file is None:
+            return {} if await _listens(self.spec.ready_port) else None
+        try:
+            written = json.loads(self.spec.ready_file.read_text())
+        except FileNotFoundError:
+            return None
+        addresses = {str(key): str(value) for key, value in written.items()}
+        return addresses if await _is_healthy(addresses.get("grpc"), self.spec.tls) else None
+
+    def _log_hint(self) -> str:
+        with self.spec.log.open("rb") as log:
+            log.seek(self._log_begin if self._log_begin <= self.spec.log.stat().st_size else 0)  # it may be trimmed
+            lines = log.read().decode(errors="replace").strip().splitlines()
+        if not lines:
+            return f"it wrote nothing to {self.spec.log}"
+        return "\n".join(
+            [f"the end of {self.spec.log}:", *(f"  {line[:TAIL_COLUMNS]}" for line in lines[-TAIL_LINES:])]
+        )
+
+    async def stop(self) -> None:
+        """Asks the child to end, and insists after a while; nothing of its group is left."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._process.wait()
+            except TimeoutError:
+                self.kill()
+                await self._process.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """Ends the child and everything it started, at once."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def how_ended(status: int) -> str:
+    """``ended with status 2``, ``was killed by SIGKILL``."""
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was killed by {signal.Signals(-status).name}"
+
+
+def _tied_to_parent(command: tuple[str, ...]) -> tuple[str, ...]:
+    """A killed `up` must leave nothing running (Linux; elsewhere nothing can be done)."""
+    if sys.platform != "linux":
+        return command
+    return (sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), *command)
+
+
+async def _listens(port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return True
+
+
+async def _is_healthy(address: str | None, tls: Tls | None) -> bool:
+    """gRPC health; a child without a gRPC server is healthy once its ready file is there."""
+    if not address:
+        return True
+    async with open_channel(address, tls) as channel:
+        health: Any = health_pb2_grpc.HealthStub(channel)  # its published types know no methods
+        try:
+            reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+        except grpc.aio.AioRpcError:
+            return False
+    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

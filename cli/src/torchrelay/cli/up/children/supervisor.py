@@ -1,0 +1,123 @@
+"""Keeps the children of an embedded install running: starts them in order, restarts what dies, stops all at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.up.children import logs
+from torchrelay.cli.up.children.child import Child, ChildSpec
+from torchrelay.cli.up.plan import Stack
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
+BACKOFF_RESET_S = 30.0  # a child that ran this long begins its back-off anew
+
+
+class SupervisorListener(Protocol):
+    """Who is told what happens to the children."""
+
+    def starting(self, names: Iterable[str]) -> None: ...
+    def ready(self, name: str, took_s: float, address: str) -> None: ...
+    def ended(self, name: str, how: str, wait_s: float) -> None: ...
+    def failed(self, problem: CliError) -> None: ...
+    def stopping(self) -> None: ...
+
+
+def backoff_s(previous_s: float, ran_s: float) -> float:
+    """How long to wait before the next start of a child that ran ``ran_s`` and waited ``previous_s`` before."""
+    if ran_s >= BACKOFF_RESET_S or previous_s == 0:
+        return FIRST_BACKOFF_S
+    return min(previous_s * 2, MAX_BACKOFF_S)
+
+
+class Supervisor:
+    """Owns the children of one stack."""
+
+    def __init__(self, stack: Stack, listener: SupervisorListener) -> None:
+        self._stack, self._listener = stack, listener
+        self._children: dict[str, Child] = {}
+
+    async def run(self, up: Callable[[], AbstractContextManager[None]], stop: asyncio.Event) -> None:
+        """Starts everything, holds ``up()`` open while all runs, and returns after ``stop`` with everything stopped.
+
+        ``stop`` may come at any time, also while children are starting. Raises ``Problem`` when a child does not come
+        up at the first start.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                living = tasks.create_task(self._live(up))
+                await stop.wait()
+                living.cancel()
+        except ExceptionGroup as group:
+            raise _first_cause(group) from None
+        finally:
+            await self._stop_all()
+
+    def kill_all(self) -> None:
+        """For the impatient: ends every child at once. ``run`` returns as it does after a stop."""
+        for child in self._children.values():
+            child.kill()
+
+    async def _live(self, up: Callable[[], AbstractContextManager[None]]) -> None:
+        for spec in self._stack.specs:
+            logs.rotate(spec.log)
+        for wave in self._stack.waves:
+            self._listener.starting(spec.name for spec in wave)
+            async with asyncio.TaskGroup() as starting:
+                for spec in wave:
+                    starting.create_task(self._start(spec))
+        with up():
+            async with asyncio.TaskGroup() as keeping:
+                for spec in self._stack.specs:
+                    keeping.create_task(self._keep(spec))
+                keeping.create_task(self._trim_logs())
+
+    async def _start(self, spec: ChildSpec) -> None:
+        child = self._children[spec.name] = await Child.start(spec)
+        addresses = await child.ready()
+        self._listener.ready(spec.name, child.age_s, addresses.get("http") or addresses.get("grpc") or "")
+
+    async def _keep(self, spec: ChildSpec) -> None:
+        """Restarts one child whenever it ends."""
+        wait_s, before = 0.0, None
+        while True:
+            child = self._children[spec.name]
+            how = await child.exited()
+            # The same child again: its program is gone, and no new one came to run.
+            wait_s = backoff_s(wait_s, child.age_s if child is not before else 0.0)
+            before = child
+            self._listener.ended(spec.name, how, wait_s)
+            await asyncio.sleep(wait_s)
+            try:
+                await self._start(spec)
+            except CliError as problem:
+                self._listener.failed(problem)
+                await self._children[spec.name].stop()
+
+    async def _trim_logs(self) -> None:
+        while True:
+            await asyncio.sleep(logs.CHECK_EVERY_S)
+            for spec in self._stack.specs:
+                await asyncio.to_thread(logs.truncate_if_long, spec.log)
+
+    async def _stop_all(self) -> None:
+        """Group by group, against the direction of asking: the door first, the brokers last."""
+        if self._children:
+            self._listener.stopping()
+        for group in reversed(self._stack.groups):
+            async with asyncio.TaskGroup() as stopping:
+                for spec in group:
+                    if child := self._children.get(spec.name):
+                        stopping.create_task(child.stop())
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What the group began with: the others were cancelled because of it."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

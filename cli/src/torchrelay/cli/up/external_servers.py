@@ -1,0 +1,98 @@
+"""What of the platform runs elsewhere, by variables: brokers and the ledger. Tried before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from torchrelay.cli.errors import CliError
+from torchrelay.gateway.settings import check_database_url
+
+CONNECT_TIMEOUT_S = 3.0
+_SECRET = re.compile(r"((?:password|token|secret|key)=)[^&#]*", re.IGNORECASE)  # in a query
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalServer:
+    """A server that ``variable`` names by ``url``; ``address`` is where to try it, None: it cannot be tried."""
+
+    name: str
+    variable: str
+    url: str
+    address: tuple[str, int] | None
+
+
+_FALLBACKS = {"Redis": "one is started here", "NATS": "one is started here", "PostgreSQL": "SQLite keeps the ledger"}
+_BROKERS = {
+    "TORCHRELAY_REDIS_URL": ("Redis", ("redis", "rediss", "unix"), 6379),
+    "TORCHRELAY_NATS_URL": ("NATS", ("nats", "tls", "ws", "wss"), 4222),
+}
+
+
+def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
+    """What the variables name. Raises ``Problem`` for one that is no address."""
+    found = []
+    for variable, (name, schemes, port) in _BROKERS.items():
+        if url := environment.get(variable, ""):
+            found.append(_server(name, variable, url, schemes, port))
+    variable = "TORCHRELAY_DATABASE_URL"
+    if url := environment.get(variable, ""):
+        try:
+            check_database_url(url)
+        except ValueError as error:
+            told = str(error).replace(repr(url), repr(without_password(url)))
+            raise CliError(f"{variable}: {told}", "mend it, or unset it for a ledger in the home folder") from None
+        if url.startswith("postgresql"):
+            scheme = url.partition(":")[0]
+            found.append(_server("PostgreSQL", variable, url, (scheme,), 5432))
+    return found
+
+
+def without_password(url: str) -> str:
+    """For people to read. It may be no URL at all, so whatever stands before an @ counts as a user and a password."""
+    scheme, slashes, rest = url.rpartition("://")
+    user, at, host = rest.rpartition("@")
+    name, colon, _ = user.partition(":")
+    masked = f"{name}{colon}{'***' if colon else ''}{at}{host}"
+    return _SECRET.sub(r"\1***", f"{scheme}{slashes}{masked}")
+
+
+def _server(name: str, variable: str, url: str, schemes: tuple[str, ...], default_port: int) -> ExternalServer:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port or default_port
+    except ValueError as error:
+        told = f"{variable} is {without_password(url)!r}: {error}"
+        raise CliError(told, f"write it as {schemes[0]}://host:{default_port}") from error
+    if parts.scheme not in schemes or (host is None and name == "NATS"):
+        told = f"{variable} is {without_password(url)!r}, which is no address"
+        raise CliError(told, f"write it as {schemes[0]}://host:{default_port}")
+    # Without a host it is a socket file (Redis), or said in the query (PostgreSQL).
+    return ExternalServer(name, variable, url, None if host is None else (host, port))
+
+
+async def check_external_servers(environment: Mapping[str, str]) -> None:
+    """Raises ``Problem`` within seconds when one of them does not answer: services would wait for it for long."""
+    for server in external_servers(environment):
+        if server.address is not None and not await _answers(*server.address):
+            host, port = server.address
+            raise CliError(
+                f"no {server.name} answers at {host}:{port}, which {server.variable} names",
+                f"start it, or unset {server.variable}: then {_FALLBACKS[server.name]}",
+            )
+
+
+async def _answers(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, UnicodeError, TimeoutError):
+        return False
+    writer.close()
+    with suppress(OSError):
+        await writer.wait_closed()
+    return True

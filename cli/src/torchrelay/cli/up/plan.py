@@ -1,0 +1,213 @@
+"""The embedded install as a list of children: brokers first, then services, each with its settings as environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.home import Home
+from torchrelay.cli.up.children.child import ChildSpec
+from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
+from torchrelay.cli.up.remote_store import remote_url
+from torchrelay.common.tls import Tls, TlsFiles
+from torchrelay.transfer.protocol.tickets import derive_node_key
+
+HOST_ID = "local"
+STORE_ID = "store-local"
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The children in groups, each group asked by those after it: brokers, store, scheduler, workers, gateway.
+
+    The brokers start first, then all services at once (they wait for each other). A group is stopped when all groups
+    behind it are.
+    """
+
+    groups: tuple[tuple[ChildSpec, ...], ...]
+    endpoints: dict[str, str]
+    arena: Path | None = None  # shared memory to be gone at the end
+    http_port: int = 0
+    taken_http_port: int = 0  # the one that would have been taken, had it been free
+
+    @property
+    def waves(self) -> tuple[tuple[ChildSpec, ...], ...]:
+        """What starts together; a wave begins when the one before it is ready."""
+        brokers, *services = self.groups
+        return (brokers, tuple(spec for group in services for spec in group))
+
+    @property
+    def specs(self) -> tuple[ChildSpec, ...]:
+        return tuple(spec for group in self.groups for spec in group)
+
+
+def _program(name: str) -> str:
+    """The path of a broker. Raises ``Problem`` when it is not installed."""
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin")
+    if found is None:
+        setting = {"redis-server": "TORCHRELAY_REDIS_URL", "nats-server": "TORCHRELAY_NATS_URL"}[name]
+        raise CliError(f"{name} is not installed", f"install it (make setup does), or point {setting} at a running one")
+    return found
+
+
+def _port_from_environment(name: str) -> int:
+    """0 when it is not set. Raises ``Problem`` when it is no port."""
+    value = os.environ.get(name, "0")
+    if not value.isdecimal() or int(value) > 65535:
+        raise CliError(f"{name} is {value!r}, which is no port", "give a number from 1 to 65535, or unset it")
+    return int(value)
+
+
+def _service_program(name: str) -> str:
+    """The console script of a service, beside this Python."""
+    return str(Path(sys.executable).parent / name)
+
+
+class StackPlan:
+    """Works out ports, keys and environments for one home. ``tls``: the services speak TLS with these files."""
+
+    def __init__(self, home: Home, options: UpOptions, ports: Ports, tls: TlsFiles | None = None) -> None:
+        self._home, self._options, self._ports = home, options, ports
+        self._tls_settings = tls.as_settings() if tls else {}
+        self._tls = Tls(tls) if tls else None
+        self._cluster_key = bytes.fromhex(home.cluster_key())
+        self._redis_url = os.environ.get("TORCHRELAY_REDIS_URL", "")
+        self._nats_url = os.environ.get("TORCHRELAY_NATS_URL", "")
+        self._metrics_port = _port_from_environment("TORCHRELAY_METRICS_PORT")
+        self._scheduler_port = ports.free()
+        self._store_port = ports.free()
+        host = options.host
+        self._http_port, self._taken_http_port = self._choose_http_port()
+        self._grpc_port = ports.exactly(host, options.grpc_port) if options.grpc_port else ports.free(host)
+        shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
+        self._arena = shared_memory / f"torchrelay-{self._cluster_key[:6].hex()}"
+
+    def stack(self) -> Stack:
+        """Raises ``Problem`` when a broker is not installed."""
+        brokers = tuple(spec for spec in (self._redis(), self._nats()) if spec is not None)
+        groups = (brokers, (self._store(),), (self._scheduler(),), tuple(self._workers()), (self._gateway(),))
+        door = LOOPBACK if self._options.host == "0.0.0.0" else self._options.host
+        endpoints = {
+            "http": f"http://{door}:{self._http_port}",
+            "grpc": f"{door}:{self._grpc_port}",
+            "scheduler": f"{LOOPBACK}:{self._scheduler_port}",
+            "store": f"{LOOPBACK}:{self._store_port}",
+            "nats": self._nats_url,
+            "redis": self._redis_url,
+            **self._tls_settings,
+        }
+        return Stack(groups, endpoints, self._arena, self._http_port, self._taken_http_port)
+
+    def _choose_http_port(self) -> tuple[int, int]:
+        """The REST port, and the one missed (0: none): a home keeps its port over restarts when it can."""
+        host, asked, last = self._options.host, self._options.http_port, self._home.last_http_port()
+        if asked:
+            return self._ports.exactly(host, asked), 0
+        preferred = [last, PREFERRED_HTTP_PORT] if last else [PREFERRED_HTTP_PORT]
+        found = self._ports.free(host, preferred)
+        return found, 0 if found == preferred[0] else preferred[0]
+
+    def _redis(self) -> ChildSpec | None:
+        if self._redis_url:
+            return None
+        port, folder = self._ports.free(), self._home.path / "redis"
+        folder.mkdir(exist_ok=True)
+        self._redis_url = f"redis://{LOOPBACK}:{port}/0"
+        command = (_program("redis-server"), "--port", str(port), "--bind", LOOPBACK, "--dir", str(folder))
+        options = ("--save", "", "--appendonly", "no", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+        return ChildSpec("redis", (*command, *options), self._home.logs / "redis.log", ready_port=port, ready_s=20)
+
+    def _nats(self) -> ChildSpec | None:
+        if self._nats_url:
+            return None
+        port, folder = self._ports.free(), self._home.path / "nats"
+        self._nats_url = f"nats://{LOOPBACK}:{port}"
+        command = (_program("nats-server"), "-a", LOOPBACK, "-p", str(port), "-js", "-sd", str(folder))
+        return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
+
+    def _service(
+        self, name: str, program: str, env: dict[str, str], node_id: str = "", *, is_door: bool = False
+    ) -> ChildSpec:
+        ready_file = self._home.run / f"{name}.json"
+        common = {
+            "TORCHRELAY_HOST": LOOPBACK,
+            "TORCHRELAY_NATS_URL": self._nats_url,
+            "TORCHRELAY_READY_FILE": str(ready_file),
+            "TORCHRELAY_TRACE_FILE": str(self._home.traces),
+            "TORCHRELAY_LOG_LEVEL": self._options.log_level,
+            **{f"TORCHRELAY_{name.upper()}": path for name, path in self._tls_settings.items()},
+        }
+        if self._metrics_port:  # one each, counted up from the port that was asked for
+            common["TORCHRELAY_METRICS_PORT"] = str(self._metrics_port)
+            self._metrics_port += 1
+        if node_id:
+            common["TORCHRELAY_NODE_KEY"] = derive_node_key(self._cluster_key, node_id).hex()
+        log = self._home.logs / f"{name}.log"
+        tls = None if is_door else self._tls
+        return ChildSpec(name, (_service_program(program),), log, {**common, **env}, ready_file, tls=tls)
+
+    def _store(self) -> ChildSpec:
+        env = {
+            "TORCHRELAY_STORE_ID": STORE_ID,
+            "TORCHRELAY_HOST_ID": HOST_ID,
+            "TORCHRELAY_PORT": str(self._store_port),
+            "TORCHRELAY_DATA_DIR": str(self._home.path / "store"),
+            "TORCHRELAY_REMOTE_URL": remote_url(self._options.remote, self._home.path / "remote"),
+            "TORCHRELAY_ARENA_PATH": str(self._arena),
+        }
+        if self._options.arena_bytes:
+            env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)
+        return self._service("param-store", "torchrelay-param-store", env, STORE_ID)
+
+    def _scheduler(self) -> ChildSpec:
+        env = {"TORCHRELAY_PORT": str(self._scheduler_port), "TORCHRELAY_CLUSTER_KEY": self._cluster_key.hex()}
+        if self._options.idle_timeout_s:
+            env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
+        return self._service("scheduler", "torchrelay-scheduler", env)
+
+    def _workers(self) -> list[ChildSpec]:
+        counts = (
+            # Every worker can play both roles and names first the one it is meant for: when the others are gone or
+            # taken, the scheduler changes its role without moving the weights.
+            ("prefill", "prefill,decode", self._options.num_prefill_workers),
+            ("decode", "decode,prefill", self._options.num_decode_workers),
+            ("worker", "prefill,decode", self._options.num_both_workers),
+        )
+        return [self._worker(f"{name}-{i}", roles) for name, roles, count in counts for i in range(count)]
+
+    def _worker(self, name: str, roles: str) -> ChildSpec:
+        env = {
+            "TORCHRELAY_WORKER_ID": name,
+            "TORCHRELAY_HOST_ID": HOST_ID,
+            "TORCHRELAY_ROLES": roles,
+            "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
+            "TORCHRELAY_DEVICE": self._options.device,
+            "TORCHRELAY_THREADS": str(self._options.threads),
+            "TORCHRELAY_CORES_FILE": str(self._home.run / "cores"),
+        }
+        if self._options.kv_pool_bytes:
+            env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
+        return self._service(name, "torchrelay-worker", env, name)
+
+    def _gateway(self) -> ChildSpec:
+        env = {
+            "TORCHRELAY_HOST": self._options.host,
+            "TORCHRELAY_DATABASE_URL": os.environ.get(
+                "TORCHRELAY_DATABASE_URL", f"sqlite:///{self._home.path / 'ledger.db'}"
+            ),
+            "TORCHRELAY_REDIS_URL": self._redis_url,
+            "TORCHRELAY_ADMIN_KEY": self._home.admin_key(),
+            "TORCHRELAY_SCHEDULER_ADDRESS": f"{LOOPBACK}:{self._scheduler_port}",
+            "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
+            "TORCHRELAY_HTTP_PORT": str(self._http_port),
+            "TORCHRELAY_GRPC_PORT": str(self._grpc_port),
+        }
+        if self._options.idle_timeout_s:  # what the scheduler does, tenants are told
+            env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
+        return self._service("gateway", "torchrelay-gateway", env, is_door=True)

@@ -1,0 +1,102 @@
+"""What a person sees of `torchrelay up`."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.home import DEFAULT_HOME, Home
+from torchrelay.cli.views.console import print_error
+
+EXAMPLE_MODEL = "examples/glossary/model"
+
+
+def next_steps(folder: Path, venv: Path | None) -> list[str]:
+    """What to type next, by someone who has just opened a terminal in ``folder``; within the repository as it lies."""
+    steps = []
+    if venv is not None:
+        shown = venv.relative_to(folder) if venv.is_relative_to(folder) else venv
+        steps.append(f". {shlex.quote(str(shown / 'bin' / 'activate'))}")
+    has_example = (folder / EXAMPLE_MODEL).is_dir()
+    model, name = (EXAMPLE_MODEL, "glossary") if has_example else ("DIR", "mine")
+    question = ' "What is a relay?"' if has_example else ""
+    return [
+        *steps,
+        "torchrelay key create --tenant acme",
+        f"torchrelay upload {model} --name {name}",
+        f"torchrelay chat {name}{question}",
+    ]
+
+
+class StartupProgress:
+    """Prints a line per event; while children start, a spinner names those still awaited.
+
+    ``is_quiet``: says what happens, but not what to do next.
+    """
+
+    def __init__(self, home: Home, console: Console, *, is_quiet: bool = False) -> None:
+        self._home, self._console, self._is_quiet = home, console, is_quiet
+        self._begin_s = time.monotonic()
+        self._awaited: list[str] = []
+        self._spinner: Status = console.status("")
+        console.print(f"Starting Torchrelay in [bold]{home.path}[/]")
+
+    def port_taken(self, missed: int, url: str) -> None:
+        self._console.print(f"[yellow]{missed} is taken: REST is on {url}[/]")
+
+    def starting(self, names: Iterable[str]) -> None:
+        self._awaited += names
+        self._show_awaited()
+        self._spinner.start()
+
+    def ready(self, name: str, took_s: float, address: str) -> None:
+        self._say(name, Text.assemble(("ready", "green"), f"  {took_s:4.1f} s  ", (address, "dim")))
+        if name in self._awaited:
+            self._awaited.remove(name)
+            self._show_awaited()
+
+    def ended(self, name: str, how: str, wait_s: float) -> None:
+        self._say(name, Text(f"{how}; starting again in {wait_s:g} s", style="yellow"))
+
+    def failed(self, problem: CliError) -> None:
+        print_error(problem)
+
+    def up(self, endpoints: dict[str, str]) -> None:
+        """All is up: where, and what to do next."""
+        self._spinner.stop()
+        took_s = time.monotonic() - self._begin_s
+        show = self._console.print
+        if self._is_quiet:
+            show(f"[bold green]Torchrelay is up[/] after {took_s:.1f} s")
+            return
+        show(f"\n[bold green]Torchrelay is up[/] after {took_s:.1f} s\n")
+        show(f"  REST   {endpoints['http']}/v1")
+        show(f"  gRPC   {endpoints['grpc']}")
+        show(f"  home   {self._home.path}  [dim](keys, ledger, logs/)[/]")
+        show("\nNext, in another terminal:\n")
+        if self._home.path != DEFAULT_HOME.absolute():
+            show(f"  export TORCHRELAY_HOME={self._home.path}", soft_wrap=True)
+        for line in next_steps(Path.cwd(), Path(sys.prefix) if sys.prefix != sys.base_prefix else None):
+            show(f"  {line}", soft_wrap=True, markup=False)
+        show("\nCtrl-C stops everything.\n")
+
+    def stopping(self) -> None:
+        self._spinner.stop()
+        self._console.print("stopping ... [dim](again: at once)[/]")
+
+    def stopped(self) -> None:
+        self._console.print("stopped; nothing is left running")
+
+    def _show_awaited(self) -> None:
+        self._spinner.update(f"waiting for {', '.join(self._awaited)}" if self._awaited else "")
+
+    def _say(self, name: str, what: Text) -> None:
+        self._console.print(Text.assemble("  ", (f"{name:<12}", "bold"), "  ", what))

@@ -1,0 +1,27 @@
+"""Where an embedded install keeps its published packs: its home, another folder, or an object store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from torchrelay.cli.errors import CliError
+
+_OBJECT_STORES = ("s3", "gs", "az")
+
+
+def remote_url(given: str, default: Path) -> str:
+    """The URL that ``given``, a URL or a folder, stands for; ``default`` if it is empty. Raises ``Problem``."""
+    if not given:
+        return default.absolute().as_uri()
+    if ":" not in given.partition("/")[0]:  # else a slip like s3:/BUCKET would be a folder here
+        return Path(given).expanduser().absolute().as_uri()
+    try:
+        parts = urlsplit(given)
+    except ValueError as error:
+        raise CliError(f"{given!r} is no place for packs: {error}", "give a folder or s3://BUCKET/PREFIX") from error
+    if parts.scheme in _OBJECT_STORES and parts.netloc:
+        return given
+    if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+        return given
+    raise CliError(f"{given!r} is no place for packs", "give a folder, s3://BUCKET/PREFIX, gs://... or az://...")

@@ -1,0 +1,54 @@
+"""The life of `torchrelay up`, from the lock on the home to the last child stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from torchrelay.cli.home import Home
+from torchrelay.cli.up.children.supervisor import Supervisor
+from torchrelay.cli.up.external_servers import check_external_servers
+from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.plan import StackPlan
+from torchrelay.cli.up.ports import Ports
+from torchrelay.cli.up.progress import StartupProgress
+from torchrelay.cli.up.tls import tls_of_install
+from torchrelay.cli.views.console import out
+from torchrelay.common.process.service import published_addresses
+
+
+async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
+    """Runs the platform until SIGINT or SIGTERM; a second signal ends it at once. ``is_quiet``: without advice."""
+    home.make()
+    with home.owned(), closing(Ports()) as ports:
+        await check_external_servers(os.environ)
+        stack = StackPlan(home, options, ports, tls_of_install(home, options)).stack()
+        progress = StartupProgress(home, out(), is_quiet=is_quiet)
+        if stack.taken_http_port:
+            progress.port_taken(stack.taken_http_port, stack.endpoints["http"])
+        stop, supervisor = asyncio.Event(), Supervisor(stack, progress)
+
+        def signalled() -> None:
+            if stop.is_set():
+                supervisor.kill_all()
+            stop.set()
+
+        @contextmanager
+        def up() -> Iterator[None]:
+            home.save_http_port(stack.http_port)
+            progress.up(stack.endpoints)
+            with published_addresses(home.endpoints_file, stack.endpoints):
+                yield
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, signalled)
+        try:
+            await supervisor.run(up, stop)
+        finally:
+            if stack.arena is not None:
+                stack.arena.unlink(missing_ok=True)  # the store removes it itself unless it was killed
+        progress.stopped()

@@ -1,0 +1,172 @@
+"""What `torchrelay top` shows: views of the cluster as tables, with rates worked out from successive views."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
+from torchrelay.cli.views.packs import STATE_STYLES, PackIndex, copies_table, models_table, roles_text
+from torchrelay.cli.views.relays import relay_blocks
+from torchrelay.common.sizes import format_bytes
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2
+
+RATE_WINDOW_S = 5.0  # a worker that only decodes reports twice a second
+Counters = Mapping[str, float]  # "<node>.<counter>" -> value since the node's start
+Rates = Mapping[str, float]  # the same names -> per second
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Counters at a time."""
+
+    at_s: float
+    counters: Counters
+
+
+def counters_of(view: scheduler_pb2.ClusterView) -> dict[str, float]:
+    """The counters of which rates are shown; a new incarnation of a node counts anew under its own name."""
+    found: dict[str, float] = {}
+    for worker in view.workers:
+        node = f"{worker.worker_id}.{worker.incarnation}"
+        found[f"{node}.prefilled"] = worker.num_positions_prefilled
+        found[f"{node}.decoded"] = worker.num_positions_decoded
+    for store in view.stores:
+        node = f"{store.store_id}.{store.incarnation}"
+        found[f"{node}.in"], found[f"{node}.out"] = store.bytes_received, store.bytes_sent
+    return found
+
+
+def rates_of(samples: Iterable[Sample], now_s: float) -> dict[str, float]:
+    """Per second since the oldest sample; only of what that sample already counted."""
+    listed = list(samples)
+    if not listed or now_s <= listed[0].at_s:
+        return {}
+    first, last = listed[0], listed[-1]
+    span_s = now_s - first.at_s
+    return {
+        name: (value - first.counters[name]) / span_s for name, value in last.counters.items() if name in first.counters
+    }
+
+
+class LiveScreen:
+    """The newest view and the samples of the last seconds; drawn by one thread, fed by another."""
+
+    def __init__(self, address: str, clock: Callable[[], float]) -> None:
+        self._address, self._clock = address, clock
+        self._view: scheduler_pb2.ClusterView | None = None
+        self._samples: deque[Sample] = deque(maxlen=256)
+        self._is_lost = False
+
+    def show(self, view: scheduler_pb2.ClusterView) -> None:
+        self._samples.append(Sample(self._clock(), counters_of(view)))
+        self._view, self._is_lost = view, False
+
+    def lost(self) -> None:
+        """The scheduler does not answer; the last view stays."""
+        self._is_lost = True
+
+    def render(self) -> RenderableType:
+        view, now_s = self._view, self._clock()
+        if view is None:
+            return Text(f"asking the scheduler at {self._address} ...")
+        samples = self._recent(now_s)
+        shown = cluster_screen(view, rates_of(samples, now_s), self._address)
+        lost = Text("the scheduler does not answer; this is its last view", style="bold red")
+        return Group(lost, shown) if self._is_lost else shown
+
+    def _recent(self, now_s: float) -> list[Sample]:
+        """Samples of the window, and the last one before it: without it a quiet cluster would have no rates."""
+        samples = list(self._samples)
+        old = [sample for sample in samples if sample.at_s < now_s - RATE_WINDOW_S]
+        return [*old[-1:], *samples[len(old) :]]
+
+
+def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str) -> WidthAware:
+    """The whole view, as the terminal's width allows; without rates the columns of rates stay empty."""
+    return WidthAware(lambda width: _screen(view, rates, address, width < NARROW_CELLS))
+
+
+def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_small: bool) -> Group:
+    time_of_day = datetime.now().strftime("%H:%M:%S")
+    waiting, running = (sum(getattr(d, name) for d in view.demand) for name in ("num_waiting", "num_running"))
+    head = Text.assemble(
+        ("Torchrelay", "bold"),
+        f"  {time_of_day}  scheduler {address}  ",
+        f"{running} running, {waiting} waiting",
+    )
+    workers, stores = workers_table(view.workers, rates, is_small), stores_table(view.stores, rates, is_small)
+    parts: list[RenderableType] = [head, ""]
+    if view.relays:
+        parts.append(relay_blocks(view.relays, is_small))
+    parts += [workers, stores]
+    packs = PackIndex(view)
+    if any(store.copies for store in view.stores):
+        parts.append(copies_table(view, packs, is_small))
+    if view.instances or view.demand or packs.asleep:
+        parts.append(models_table(view, packs, is_small))
+    if not view.instances:
+        parts.append(Text("no instances: every model is at zero", style="dim"))
+    return Group(*parts)
+
+
+def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_small: bool = False) -> Table:
+    numbers = ("run", "wait", "KV free", "pre/s", "dec/s")
+    columns = ("worker", "host", "roles", "state", "model", "layers", *numbers)
+    spared = ("host", "layers", "KV free") if is_small else ()
+    made = ResultTable(*columns, right=(*numbers, "layers"), whole=("worker", "model"), without=spared, is_narrow=True)
+    for worker in sorted(workers, key=lambda one: one.worker_id):
+        slot, node = worker.slot, f"{worker.worker_id}.{worker.incarnation}"
+        state = reports_pb2.SlotState.State.Name(slot.state).removeprefix("STATE_").lower()
+        made.add_line(
+            worker.worker_id,
+            worker.host_id,
+            roles_text(slot.roles or worker.roles),
+            Text(state, style=STATE_STYLES.get(state, "")),
+            Text(slot.error, style="red") if slot.error else Text(slot.model or "-"),
+            f"{slot.num_layers_ready}/{slot.num_layers}" if slot.num_layers else "",
+            str(worker.num_running),
+            str(worker.num_waiting),
+            _part(worker.kv_free_bytes, worker.kv_pool_bytes),
+            _rate(rates.get(f"{node}.prefilled")),
+            _rate(rates.get(f"{node}.decoded")),
+        )
+    return made
+
+
+def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_small: bool = False) -> Table:
+    numbers = ("used", "arena", "limit", "packs", "in/s", "out/s", "received", "sent", "uploads")
+    spared = ("host", "limit", "received", "sent") if is_small else ()
+    made = ResultTable("store", "host", *numbers, right=numbers, whole=("store",), without=spared, is_narrow=True)
+    for store in sorted(stores, key=lambda one: one.store_id):
+        node = f"{store.store_id}.{store.incarnation}"
+        made.add_line(
+            store.store_id,
+            store.host_id,
+            format_bytes(sum(copy.pack_bytes for copy in store.copies)),
+            format_bytes(store.arena_bytes),
+            format_bytes(store.arena_target_bytes),
+            str(len(store.copies)),
+            _rate(rates.get(f"{node}.in"), is_bytes=True),
+            _rate(rates.get(f"{node}.out"), is_bytes=True),
+            format_bytes(store.bytes_received),
+            format_bytes(store.bytes_sent),
+            str(store.num_running_uploads),
+        )
+    return made
+
+
+def _part(free: int, total: int) -> str:
+    return f"{free / total:.0%}" if total else "-"
+
+
+def _rate(per_s: float | None, is_bytes: bool = False) -> str:
+    if per_s is None:
+        return ""
+    return format_bytes(per_s) if is_bytes else f"{per_s:,.0f}"

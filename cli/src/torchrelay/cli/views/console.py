@@ -1,0 +1,93 @@
+"""Where the CLI writes: results on standard output, so that they can be piped; everything else on standard error."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from torchrelay.cli.errors import CliError
+
+T = TypeVar("T")
+NARROW_CELLS = 100  # below so many columns tables leave out what can be spared
+_PIPED_WIDTH = 200  # a pipe has no width: tables must not be cut off at 80 columns
+
+
+def out() -> Console:
+    """Standard output."""
+    return Console(highlight=False, soft_wrap=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
+
+
+def err() -> Console:
+    """Standard error: progress, hints, figures."""
+    return Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _PIPED_WIDTH)
+
+
+class WidthAware:
+    """Something drawn for the width it gets, which a terminal may change at any time."""
+
+    def __init__(self, draw: Callable[[int], RenderableType]) -> None:
+        self._draw = draw
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self._draw(options.max_width)
+
+
+class ResultTable(Table):
+    """A table in the house's form; rows give every column, also those that are left out.
+
+    Columns in ``right`` hold numbers; those and the ones in ``whole`` are never wrapped or shortened while others can
+    give room. ``is_narrow``: less room between columns.
+    """
+
+    def __init__(
+        self,
+        *columns: str,
+        right: Sequence[str] = (),
+        whole: Sequence[str] = (),
+        without: Sequence[str] = (),
+        title: str | None = None,
+        is_narrow: bool = False,
+    ) -> None:
+        super().__init__(box=box.SIMPLE_HEAD, title=title, title_justify="left", title_style="bold", pad_edge=False)
+        if is_narrow:
+            self.padding = (0, 1, 0, 0)
+        self._is_shown = [column not in without for column in columns]
+        for column in self._shown(columns):
+            justify: Literal["left", "right"] = "right" if column in right else "left"
+            self.add_column(column, justify=justify, no_wrap=column in right or column in whole)
+
+    def add_line(self, *cells: RenderableType) -> None:
+        """A row, with a cell for every column."""
+        self.add_row(*self._shown(cells))
+
+    def _shown(self, cells: Iterable[T]) -> list[T]:
+        return [cell for cell, is_shown in zip(cells, self._is_shown, strict=True) if is_shown]
+
+
+def table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
+    """A table in the house's form with all its columns; those in ``right`` hold numbers."""
+    return ResultTable(*columns, right=right, title=title)
+
+
+def print_json(value: Any) -> None:
+    """For scripts: plain JSON on standard output."""
+    out().print_json(data=value)
+
+
+def printable(text: str) -> str:
+    """Text from elsewhere without the control characters by which it could take over a terminal."""
+    return "".join(character for character in text if character in "\n\t" or character.isprintable())
+
+
+def print_error(problem: CliError) -> None:
+    """One sentence, and below it what to do. Never read as markup: both may quote what others wrote."""
+    where = err()
+    where.print(Text.assemble(("torchrelay: ", "bold red"), printable(problem.message)))
+    if problem.hint:
+        where.print(Text(printable(problem.hint)), style="dim", soft_wrap=True)

@@ -1,0 +1,172 @@
+"""Relays as `torchrelay top` draws them: by model, first as chains, then an arrow to a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from torchrelay.cli.views.console import ResultTable, printable
+from torchrelay.common.sizes import format_bytes
+from torchrelay.control.v1.scheduler_pb2 import Feed, RelayView
+
+_BAR_CELLS, _SMALL_BAR_CELLS = 16, 6
+_LEAST_SHARE = 0.01
+_STYLES = {
+    RelayView.STATE_PLANNED: "dim",
+    RelayView.STATE_SLOW: "yellow",
+    RelayView.STATE_FINISHED: "green",
+    RelayView.STATE_FAILED: "red",
+}
+_UNDER_WAY = (RelayView.STATE_RUNNING, RelayView.STATE_SLOW)
+Edge = tuple[str, str]
+
+
+def relay_blocks(relays: Iterable[RelayView], is_small: bool = False) -> Group:
+    """A block for each pack on its way."""
+    packs: dict[str, list[RelayView]] = {}
+    for relay in relays:
+        packs.setdefault(relay.pack_id, []).append(relay)
+    return Group(*(part for of_pack in packs.values() for part in _block(of_pack, is_small)))
+
+
+def _block(relays: Sequence[RelayView], is_small: bool) -> list[RenderableType]:
+    urgencies = dict.fromkeys("urgent" if relay.urgent else "idle" for relay in relays)
+    size = format_bytes(max(relay.pack_bytes for relay in relays))
+    head = Text.assemble("relay  ", (printable(relays[0].model), "bold"), f"  {size}, {' and '.join(urgencies)}")
+    arrows = [(feed.holder_id, relay.target) for relay in relays for feed in active_sources(relay)]
+    chains = [Text(f"  {' -> '.join(path)}", style="cyan") for path in find_chains(arrows)]
+    return [
+        head,
+        *chains,
+        sources_table(relays, is_small),
+        *(Text(f"  {line}", style="red") for line in _errors(relays)),
+    ]
+
+
+def _errors(relays: Sequence[RelayView]) -> Iterator[str]:
+    """Too long for a column."""
+    for relay in relays:
+        if relay.state == RelayView.STATE_FAILED:
+            yield f"{relay.target} failed: {printable(relay.error)}"
+        elif relay.state in _UNDER_WAY:
+            for feed in relay.feeds:
+                if feed.error and not feed.following:
+                    yield f"{feed.holder_id} -> {relay.target} was given up: {printable(feed.error)}"
+
+
+def sources_table(relays: Sequence[RelayView], is_small: bool = False) -> ResultTable:
+    """A line for each arrow. What is told of the target stands on the first of those that end there."""
+    is_striped = any(len(listed_sources(relay)) > 1 for relay in relays)
+    repairs = "rep" if is_small else "repairs"
+    numbers = ("per s", "share", "chunks", repairs)
+    columns = ("arrow", "per s", "share", "", "chunks", repairs, "state")
+    spared = () if is_striped else ("share",)
+    made = ResultTable(*columns, right=numbers, whole=("arrow", ""), without=spared, is_narrow=True)
+    for relay in relays:
+        for number, feed in enumerate(listed_sources(relay)):
+            cells = _target_cells(relay, is_small) if not number else (Text(""),) * 3
+            state = state_text(relay, is_small) if not number else Text(_source_status(relay, feed), style="dim")
+            arrow = f"{feed.holder_id} -> {relay.target}"
+            made.add_line(arrow, _rate(relay, feed), _share(relay, feed), *cells, state)
+    return made
+
+
+def listed_sources(relay: RelayView) -> list[Feed]:
+    """Arrows that are told of: whoever brings something, did, or failed. Who brings most comes first."""
+    feeds = [feed for feed in relay.feeds if feed.num_bytes]
+    if relay.state in _UNDER_WAY:
+        feeds = [feed for feed in relay.feeds if feed.following or feed.num_bytes or feed.error]
+    feeds = feeds or list(relay.feeds) or [Feed(holder_id="?")]  # nobody has told yet
+    return sorted(feeds, key=lambda feed: (not feed.following, -feed.num_bytes))
+
+
+def active_sources(relay: RelayView) -> list[Feed]:
+    """Arrows that make up the chain: bytes flow along them, will, or did until the end, and not just a few."""
+    if relay.state == RelayView.STATE_FAILED:
+        return []
+    if relay.state == RelayView.STATE_FINISHED:
+        total = sum(feed.num_bytes for feed in relay.feeds)
+        return [feed for feed in listed_sources(relay) if feed.num_bytes >= _LEAST_SHARE * total]
+    followed = [feed for feed in relay.feeds if feed.following]
+    return (
+        [feed for feed in followed if feed.bytes_per_s] or followed or [feed for feed in relay.feeds if not feed.error]
+    )
+
+
+def find_chains(arrows: Sequence[Edge]) -> list[list[str]]:
+    """Chains that hold each arrow once: a first child goes on with its chain, the others begin chains of their own."""
+    left: dict[str, list[str]] = {}
+    for source, target in dict.fromkeys(arrows):
+        left.setdefault(source, []).append(target)
+    targets = {target for _, target in arrows}
+    found: list[list[str]] = []
+    for start in [*(source for source in left if source not in targets), *left]:
+        beginnings = [start]
+        while beginnings:
+            path = [beginnings.pop(0)]
+            while children := left.get(path[-1]):
+                if len(children) > 1:
+                    beginnings.append(path[-1])
+                path.append(children.pop(0))
+            if len(path) > 1:
+                found.append(path)
+    return found
+
+
+def state_text(relay: RelayView, is_small: bool = False) -> Text:
+    """In words, so that nothing is told by a colour alone."""
+    left = f"{format_duration(relay.left_s, 1)} left" if relay.left_s else "under way"
+    if relay.num_replans and not is_small:
+        left += ", re-planned"
+    words = {
+        RelayView.STATE_PLANNED: "planned",
+        RelayView.STATE_SLOW: f"slow, {left}",
+        RelayView.STATE_FINISHED: f"done in {format_duration(relay.running_s)}",
+        RelayView.STATE_FAILED: f"failed in {format_duration(relay.running_s, 1)}",
+    }
+    return Text(words.get(relay.state, left), style=_STYLES.get(relay.state, ""))
+
+
+def format_duration(seconds: float, places: int = 2) -> str:
+    """``5.4 ms``, ``0.34 s``, ``12 s``, ``3 min``."""
+    if 0 < seconds < 0.0995 and places > 1:
+        return f"{seconds * 1e3:.2g} ms"
+    if seconds >= 99.5:
+        return f"{seconds / 60:.3g} min"
+    return f"{seconds:.{places}f} s" if seconds < 9.95 else f"{seconds:.0f} s"
+
+
+def _target_cells(relay: RelayView, is_small: bool) -> tuple[Text, Text, Text]:
+    done, total = relay.num_chunks_verified, relay.num_chunks
+    cells = _SMALL_BAR_CELLS if is_small else _BAR_CELLS
+    return Text(progress_bar(done, total, cells), style="cyan"), Text(f"{done}/{total}"), Text(str(relay.num_repairs))
+
+
+def progress_bar(done: int, total: int, cells: int = 8) -> str:
+    """A bar; full only when all is there."""
+    filled = cells * done // total if total else 0
+    return "█" * filled + "░" * (cells - filled)
+
+
+def _rate(relay: RelayView, feed: Feed) -> str:
+    if relay.state == RelayView.STATE_PLANNED:
+        return "-"
+    if relay.state in (RelayView.STATE_FINISHED, RelayView.STATE_FAILED):  # the mean over the whole run
+        return format_bytes(feed.num_bytes / relay.running_s) if relay.running_s else "-"
+    return format_bytes(feed.bytes_per_s)
+
+
+def _share(relay: RelayView, feed: Feed) -> str:
+    total = sum(one.num_bytes for one in relay.feeds)
+    if not total:
+        return ""
+    return "<1%" if 0 < feed.num_bytes < _LEAST_SHARE * total else f"{feed.num_bytes / total:.0%}"
+
+
+def _source_status(relay: RelayView, feed: Feed) -> str:
+    """What became of a source beside the first."""
+    if feed.following or relay.state not in _UNDER_WAY:
+        return ""
+    return "given up" if feed.error else "rests"

@@ -1,0 +1,56 @@
+"""Load reports of a process on NATS: ten times a second while something goes on in it, else twice.
+
+A platform that nobody calls should cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final
+
+import nats.errors
+from google.protobuf.message import Message
+from nats.aio.client import Client
+
+from torchrelay.common.cancellation import raise_if_cancelled
+from torchrelay.common.process.telemetry import get_logger
+
+log = get_logger(__name__)
+
+POLL_EVERY_S: Final = 0.1
+IDLE_EVERY_S: Final = 0.5
+
+
+class Cadence:
+    """Of one process, which looks every ``LOOK_EVERY_S`` whether there is something to report."""
+
+    def __init__(self) -> None:
+        self._reported: object = None
+        self._reported_at_s = float("-inf")
+
+    def is_due(self, activity: object, now_s: float) -> bool:
+        """Whether to report: the activity is not what it was at the last report, or that was long ago."""
+        if activity == self._reported and now_s - self._reported_at_s < IDLE_EVERY_S:
+            return False
+        self._reported, self._reported_at_s = activity, now_s
+        return True
+
+
+async def publish_reports(
+    client: Client, subject: str, activity: Callable[[], object], report: Callable[[], Message]
+) -> None:
+    """Publishes until cancelled; while NATS is away reports are simply missed.
+
+    ``activity`` gives something cheap that differs from what it was whenever something has gone on.
+    """
+    cadence = Cadence()
+    while True:
+        if cadence.is_due(activity(), time.monotonic()):
+            try:
+                await client.publish(subject, report().SerializeToString())
+            except (nats.errors.Error, OSError) as error:
+                log.debug("report_not_published", error=str(error))
+            raise_if_cancelled()
+        await asyncio.sleep(POLL_EVERY_S)

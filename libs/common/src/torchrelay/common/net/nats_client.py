@@ -1,0 +1,127 @@
+"""NATS: load reports and hints on core subjects, the history and usage registers on JetStream.
+
+Payloads are the protobuf messages of ``torchrelay.control.v1`` (reports, registers) or JSON objects (events, hints).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import nats
+from nats.aio.client import Client
+from nats.aio.transport import TcpTransport
+from nats.js import JetStreamContext
+from nats.js.api import RetentionPolicy, StorageType, StreamConfig
+
+from torchrelay.common.cancellation import cancellable
+from torchrelay.common.process.telemetry import get_logger
+
+log = get_logger(__name__)
+
+WARN_EVERY_S = 10.0
+CLOSE_TIMEOUT_S = 3.0
+HISTORY_STREAM = "RELAY_HISTORY"
+USAGE_STREAM = "RELAY_USAGE"
+
+
+class Subjects:
+    """The names of all subjects and streams of one install; ``prefix`` keeps installs on one server apart."""
+
+    def __init__(self, prefix: str = "") -> None:
+        self._dotted = f"{prefix}." if prefix else ""
+        self._stream = f"{prefix}_" if prefix else ""
+
+    @property
+    def history_stream(self) -> str:
+        return f"{self._stream}{HISTORY_STREAM}"
+
+    @property
+    def usage_stream(self) -> str:
+        return f"{self._stream}{USAGE_STREAM}"
+
+    def worker_load(self, worker_id: str = "*") -> str:
+        return f"{self._dotted}relay.load.worker.{worker_id}"
+
+    def store_load(self, store_id: str = "*") -> str:
+        return f"{self._dotted}relay.load.store.{store_id}"
+
+    @property
+    def key_hint(self) -> str:
+        return f"{self._dotted}relay.hint.key"
+
+    def event(self, kind: str) -> str:
+        """``kind`` such as ``model.published``, ``instance.ready``, ``scale.up``."""
+        return f"{self._dotted}relay.event.{kind}"
+
+    def usage(self, gateway_id: str) -> str:
+        return f"{self._dotted}relay.usage.{gateway_id}"
+
+
+class _Client(Client):
+    async def close(self) -> None:
+        """nats-py would wait for as long as a broker that reads nothing leaves something to be sent."""
+        giving_up = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._give_up)
+        try:
+            await super().close()
+        finally:
+            giving_up.cancel()
+
+    def _give_up(self) -> None:
+        """Breaks the connection: whoever waits to send goes on."""
+        writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
+        if writer is not None:
+            log.warning("nats_closed_unsent", num_bytes=writer.transport.get_write_buffer_size())
+            writer.transport.abort()
+
+
+async def connect(url: str, name: str) -> Client:
+    """A connection that reconnects for ever; publishing while it is away is buffered by nats-py, bounded."""
+
+    told_at = -WARN_EVERY_S
+
+    async def on_error(error: Exception) -> None:
+        nonlocal told_at
+        if time.monotonic() - told_at >= WARN_EVERY_S:
+            told_at = time.monotonic()
+            log.warning("nats_away", url=url, error=str(error))
+
+    client = _Client()
+    connecting = client.connect(
+        url,
+        name=name,
+        max_reconnect_attempts=-1,
+        reconnect_time_wait=0.2,  # type: ignore[arg-type]  # seconds to asyncio.sleep, whatever the annotation
+        connect_timeout=5,
+        pending_size=4 << 20,
+        error_cb=on_error,
+    )
+    try:
+        await cancellable(connecting)
+    except asyncio.CancelledError:
+        await client.close()  # it may have a socket by now
+        raise
+    return client
+
+
+async def ensure_streams(js: JetStreamContext, subjects: Subjects) -> None:
+    """Creates the two streams, or brings them to this configuration.
+
+    Both are bounded: they are never the only copy of money.
+    """
+    for name, subject, max_bytes, max_age_s in (
+        (subjects.history_stream, subjects.event(">"), 256 << 20, 30 * 86400),
+        (subjects.usage_stream, subjects.usage("*"), 1 << 30, 7 * 86400),
+    ):
+        config = StreamConfig(
+            name=name,
+            subjects=[subject],
+            retention=RetentionPolicy.LIMITS,
+            storage=StorageType.FILE,
+            max_bytes=max_bytes,
+            max_age=max_age_s,
+        )
+        try:
+            await cancellable(js.add_stream(config))
+        except nats.js.errors.BadRequestError:  # it exists with another configuration
+            await cancellable(js.update_stream(config))

@@ -1,0 +1,91 @@
+"""The life of a service process: set up, say so, wait for the end, shut down in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+
+from torchrelay.common.process.settings import ServiceSettings
+from torchrelay.common.process.telemetry import Telemetry, get_logger
+
+log = get_logger(__name__)
+Addresses = Mapping[str, str]
+
+
+@contextmanager
+def published_addresses(path: Path | None, addresses: Addresses) -> Iterator[None]:
+    """Writes ``addresses`` and the pid to ``path`` (atomically) for as long as the block runs."""
+    if path is None:
+        yield
+        return
+    draft = path.with_suffix(".draft")
+    draft.write_text(json.dumps({**addresses, "pid": os.getpid()}))
+    draft.replace(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def run_service(
+    name: str,
+    settings: ServiceSettings,
+    serving: Callable[[], AbstractAsyncContextManager[Addresses]],
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> None:
+    """Runs ``serving()`` until SIGTERM or SIGINT.
+
+    ``serving`` is an async context manager: it yields the process's addresses once it serves (for the ready file), and
+    shuts everything down in order when it is left. If it raises, the process ends with a traceback and status 1.
+    ``loop_factory`` makes another event loop than asyncio's own.
+    """
+    telemetry = Telemetry(name, settings)
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_until_signal(settings, serving))
+    finally:
+        telemetry.close()
+
+
+class _Stop:
+    """What a signal does: a service that serves shuts down in order; one that still starts is cut short.
+
+    A start may wait for something that never comes, such as a broker that is away.
+    """
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self._starting = asyncio.current_task()
+
+    def started(self) -> None:
+        self._starting = None
+
+    def __call__(self) -> None:
+        self.asked.set()
+        if self._starting is not None:
+            self._starting.cancel()
+
+
+async def _until_signal(
+    settings: ServiceSettings, serving: Callable[[], AbstractAsyncContextManager[Addresses]]
+) -> None:
+    stop = _Stop()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        async with serving() as addresses:
+            stop.started()
+            with published_addresses(settings.ready_file, addresses):
+                log.info("serving", **addresses)
+                await stop.asked.wait()
+                log.info("stopping")
+    except asyncio.CancelledError:
+        if not stop.asked.is_set():
+            raise
+        log.info("stopped_while_starting")

@@ -1,0 +1,129 @@
+"""Settings: one class per service, the same names as flags, environment variables and file.
+
+Precedence: flags, then environment (``TORCHRELAY_`` prefix), then the TOML file named by ``TORCHRELAY_CONFIG``, then
+defaults.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
+
+
+class ServiceSettings(BaseSettings):
+    """What every service has in common. A service adds its own fields in a subclass in its ``settings.py``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TORCHRELAY_", extra="ignore", frozen=True, cli_kebab_case=True, cli_implicit_flags=True
+    )
+
+    host: str = Field("127.0.0.1", description="Address that servers of this process listen on.")
+    advertise_host: str = Field("", description="Address that others reach this process at; empty: the same as host.")
+    nats_url: str = Field("nats://127.0.0.1:4222", description="NATS server, with JetStream.")
+    nats_prefix: str = Field(
+        "", description="Put before every NATS subject and stream, so that installs can share a server."
+    )
+    node_key: str = Field(
+        "", description="Hex key of 32 bytes of this store or worker: derive_node_key(cluster key, its id)."
+    )
+    ready_file: Path | None = Field(
+        None, description="Where this process writes its addresses as JSON once it serves; removed at its end."
+    )
+    tls_ca_file: Path | None = Field(
+        None,
+        description="PEM of the cluster's CA: with the two below, TLS between all processes; none of the three: plain.",
+    )
+    tls_cert_file: Path | None = Field(
+        None, description="PEM of this process's certificate, which names torchrelay.internal."
+    )
+    tls_key_file: Path | None = Field(None, description="PEM of the certificate's key, unencrypted.")
+    log_level: str = Field("info", description="debug, info, warning or error.")
+    log_format: str = Field("json", description="json, or console for people.")
+    trace_file: Path | None = Field(None, description="Append finished spans to this file, one JSON object a line.")
+    otlp_endpoint: str = Field("", description="OTLP gRPC endpoint for traces and metrics; empty: none.")
+    metrics_port: int = Field(0, description="Serve Prometheus metrics on this port; 0: do not.")
+
+    @property
+    def advertised_host(self) -> str:
+        """The address others reach this process at."""
+        return self.advertise_host or self.host
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """None: TLS is off. Raises ``TlsUnusable`` when only some of the files are named."""
+        ca, cert, key = self.tls_ca_file, self.tls_cert_file, self.tls_key_file
+        if ca is not None and cert is not None and key is not None:
+            return TlsFiles(ca, cert, key)
+        fields = {"tls_ca_file": ca, "tls_cert_file": cert, "tls_key_file": key}
+        missing = [f"TORCHRELAY_{name.upper()}" for name, path in fields.items() if path is None]
+        if len(missing) == len(fields):
+            return None
+        raise TlsUnusable(f"TLS needs all of its three files or none: set {' and '.join(missing)}, or unset the rest")
+
+    @property
+    def tls(self) -> Tls | None:
+        """The identity of this process among its peers, read from the files now; None: TLS is off."""
+        files = self.tls_files
+        return None if files is None else Tls(files)
+
+    @model_validator(mode="after")
+    def _tls_is_usable(self) -> Self:
+        if (tls := self.tls) is not None:
+            tls.check()
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        sources = [init_settings, env_settings]
+        if path := os.environ.get("TORCHRELAY_CONFIG"):
+            sources.append(TomlConfigSettingsSource(settings_cls, Path(path)))
+        return tuple(sources)
+
+
+S = TypeVar("S", bound=ServiceSettings)
+
+
+def load_settings(settings_cls: type[S], program: str, args: list[str] | None = None) -> S:
+    """Settings from flags (``args``, by default the process's own), environment and file.
+
+    ``program`` is the name ``--help`` shows. A wrong flag or value ends the process with status 2 and a line per field.
+    """
+    source: CliSettingsSource[Any] = CliSettingsSource(
+        settings_cls, cli_prog_name=program, cli_parse_args=sys.argv[1:] if args is None else args
+    )
+    try:
+        return settings_cls(**source())
+    except ValidationError as error:
+        for complaint in setting_errors(error):
+            print(f"{program}: {complaint}", file=sys.stderr)
+        raise SystemExit(2) from error
+
+
+def setting_errors(error: ValidationError) -> list[str]:
+    """What is wrong with the settings, a line per field."""
+    said = []
+    for fault in error.errors():
+        name = ".".join(str(part) for part in fault["loc"])
+        where = f"{name} (TORCHRELAY_{name.upper()}): " if name else ""  # no name: it lies between several fields
+        said.append(where + fault["msg"].removeprefix("Value error, "))
+    return said

@@ -1,0 +1,179 @@
+"""Logs, traces and metrics: set up once per process, the same in every service.
+
+Logs are one JSON object a line on standard error, each with the service and, inside a request, its id. Traces follow
+the W3C ``traceparent``, which rides in messages because many requests share one gRPC stream. No prompt or output text
+goes into either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from opentelemetry import context, metrics, trace
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from torchrelay.common.process.settings import ServiceSettings
+
+if "rich" in sys.modules:
+    import structlog
+else:
+    # structlog takes Rich along where it is installed (for the CLI): 3 MB of every service that none of them uses.
+    sys.modules["rich"] = None  # type: ignore[assignment]
+    try:
+        import structlog
+    finally:
+        del sys.modules["rich"]
+
+MAX_TRACE_BYTES = 64 << 20
+# From an engine's step to a model that comes from far: by default they are 5, 10, 25 ... 10,000, made for milliseconds.
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+_PROPAGATOR = TraceContextTextMapPropagator()
+_TRACER = trace.get_tracer("torchrelay")  # finds the provider once it is set; asking for it anew is dear
+
+
+class SpanFile(SpanExporter):
+    """Appends finished spans to a file, one JSON object a line: the embedded install's trace store.
+
+    All services append to the same file. Whoever finds it over ``MAX_TRACE_BYTES`` empties it: the recent past is what
+    it is read for.
+    """
+
+    def __init__(self, path: Path, service: str) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._service = service
+        self._lock = threading.Lock()
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        with self._lock:
+            for span in spans:
+                parent = f"{span.parent.span_id:016x}" if span.parent else None
+                line = {
+                    "service": self._service,
+                    "name": span.name,
+                    "trace_id": f"{span.context.trace_id:032x}" if span.context else "",
+                    "span_id": f"{span.context.span_id:016x}" if span.context else "",
+                    "parent_id": parent,
+                    "start_unix_ns": span.start_time,
+                    "end_unix_ns": span.end_time,
+                    "attributes": dict(span.attributes or {}),
+                }
+                self._file.write(json.dumps(line, default=str) + "\n")
+            self._file.flush()
+            if self._file.tell() > MAX_TRACE_BYTES:
+                self._file.truncate(0)
+        return SpanExportResult.SUCCESS
+
+    def shutdown(self) -> None:
+        self._file.close()
+
+
+class Telemetry:
+    """The process's logs, traces and metrics; ``close()`` flushes what is under way."""
+
+    def __init__(self, service: str, settings: ServiceSettings) -> None:
+        _set_up_logs(service, settings)
+        resource = Resource.create({"service.name": service})
+        self._tracers = TracerProvider(resource=resource, shutdown_on_exit=False)
+        if settings.trace_file:
+            spans = SpanFile(settings.trace_file, service)
+            self._tracers.add_span_processor(BatchSpanProcessor(spans, schedule_delay_millis=500))
+        readers: list[MetricReader] = []
+        if settings.otlp_endpoint:
+            readers.append(self._add_otlp(settings.otlp_endpoint))
+        if settings.metrics_port:
+            readers.append(_serve_prometheus(settings))
+        self._meters = MeterProvider(resource=resource, metric_readers=readers, shutdown_on_exit=False)
+        trace.set_tracer_provider(self._tracers)
+        metrics.set_meter_provider(self._meters)
+
+    def _add_otlp(self, endpoint: str) -> MetricReader:
+        # Imported only when asked for: the exporters cost several megabytes.
+        from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+        self._tracers.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        return PeriodicExportingMetricReader(OTLPMetricExporter(endpoint=endpoint))
+
+    def close(self) -> None:
+        self._tracers.shutdown()
+        self._meters.shutdown()
+
+
+def _serve_prometheus(settings: ServiceSettings) -> MetricReader:
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from prometheus_client import start_http_server
+
+    start_http_server(settings.metrics_port, addr=settings.host)
+    return PrometheusMetricReader()
+
+
+def _set_up_logs(service: str, settings: ServiceSettings) -> None:
+    level = logging.getLevelNamesMapping()[settings.log_level.upper()]
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer() if settings.log_format == "console" else structlog.processors.JSONRenderer()
+    )
+
+    def name_service(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+        event["service"] = service  # not a context variable: threads begin without those
+        return event
+
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            name_service,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr)
+
+
+def get_logger(name: str) -> structlog.typing.FilteringBoundLogger:
+    """A logger of events with fields: ``log.info("instance_ready", instance_id=...)``."""
+    logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(module=name)
+    return logger
+
+
+def current_traceparent() -> str:
+    """The W3C ``traceparent`` of the current span; empty when there is none."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    return carrier.get("traceparent", "")
+
+
+@contextmanager
+def span_of(name: str, traceparent: str = "", **attributes: str | int | float | bool) -> Iterator[trace.Span]:
+    """A span below ``traceparent`` (a message's), or below the current span when that is empty."""
+    parent = _PROPAGATOR.extract({"traceparent": traceparent}) if traceparent else context.get_current()
+    with trace.use_span(_TRACER.start_span(name, context=parent, attributes=attributes), end_on_exit=True) as span:
+        yield span
+
+
+def record_span(
+    name: str, traceparent: str, begin_unix_ns: int, end_unix_ns: int, **attributes: str | int | float
+) -> None:
+    """A span whose times were measured elsewhere (the engine's thread, another process's clock)."""
+    parent = _PROPAGATOR.extract({"traceparent": traceparent}) if traceparent else None
+    _TRACER.start_span(name, context=parent, start_time=begin_unix_ns, attributes=attributes).end(end_unix_ns)
+
+
+def seconds_histogram(meter: metrics.Meter, name: str, description: str) -> metrics.Histogram:
+    """How long something takes; never below zero."""
+    return meter.create_histogram(name, "s", description, explicit_bucket_boundaries_advisory=BUCKETS_S)

@@ -1,0 +1,42 @@
+"""What holds between any two steps; called by tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+
+from torchrelay.engine.batching.fair_queue import FairQueue
+from torchrelay.engine.batching.sequences import DecodeSequence, GroupState, PrefillContext, SequenceGroup
+from torchrelay.engine.kv.pool import PageAllocator
+
+
+def check_pages(allocator: PageAllocator, groups: Collection[SequenceGroup], held: Mapping[str, int]) -> None:
+    """Every page is free or in a table of a live sequence, and counted for its tenant. Raises ``AssertionError``."""
+    tables = [table for group in groups for context in group.contexts for table in context.tables]
+    allocator.check_integrity(tables + [decoding.table for group in groups for decoding in group.decodings])
+    counted: Counter[str] = Counter()
+    for group in groups:
+        counted[group.spec.tenant_id] += group.num_pages
+        assert bool(group.num_pages) == (group.state is not GroupState.WAITING), "a group waits with pages"
+    assert +counted == held, "pages are counted for the wrong tenant"
+
+
+def check_states(
+    groups: Collection[SequenceGroup],
+    waiting: FairQueue[SequenceGroup],
+    prefilling: FairQueue[PrefillContext],
+    by_layer: Collection[SequenceGroup],
+    decoding: Collection[DecodeSequence],
+) -> None:
+    """Each group is where its state says it is, and nowhere else. Raises ``AssertionError``."""
+    waiting.check_integrity()
+    prefilling.check_integrity()
+    assert all(group.contexts or group.decodings for group in groups), "a group outlives its choices"
+    assert set(decoding) == {each for group in groups for each in group.decodings}, "a choice decodes without a group"
+    queued = [group for group in groups if group.state is GroupState.WAITING]
+    assert len(queued) == len(waiting) and all((each.spec.tenant_id, each) in waiting for each in queued)
+    running = [group for group in groups if group.state is GroupState.RUNNING]
+    chunked = [context for group in running if group.until is None for context in group.contexts]
+    assert len(chunked) == len(prefilling), "a context is not where it should be"
+    assert all((each.group.spec.tenant_id, each) in prefilling for each in chunked)
+    assert set(by_layer) == {group for group in running if group.until is not None and group.contexts}

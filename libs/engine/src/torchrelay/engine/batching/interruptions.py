@@ -1,0 +1,124 @@
+"""What ends groups between two layers of a step, or while it waits for one: cancels from other threads, deadlines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.sequences import GroupState, SequenceGroup
+from torchrelay.engine.weights.segment_gate import SegmentGate
+
+_MIN_PRUNE_SIZE = 64
+
+
+class PendingCancels:
+    """Cancels that wait for the next layer boundary."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[tuple[str, int | None], None] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def put(self, group_id: str, choice: int | None) -> None:
+        """(any thread)"""
+        with self._lock:
+            self._wanted[group_id, choice] = None
+
+    def discard(self, group_id: str, choice: int | None) -> None:
+        """It has been done: a later group of the same name is not meant."""
+        if self._wanted:
+            with self._lock:
+                self._wanted.pop((group_id, choice), None)
+
+    def drain(self) -> list[tuple[str, int | None]]:
+        """All that wait, in order."""
+        if not self._wanted:  # asked at every layer: no lock for the common answer
+            return []
+        with self._lock:
+            taken, self._wanted = list(self._wanted), {}
+        return taken
+
+
+class DeadlineQueue:
+    """When groups are late. Those that ended before are dropped when they come up, or are many."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, SequenceGroup]] = []
+        self._limit = _MIN_PRUNE_SIZE
+        self._order = count()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, group: SequenceGroup) -> None:
+        if group.spec.deadline_s is None:
+            return
+        heappush(self._heap, (group.spec.deadline_s, next(self._order), group))
+        if len(self._heap) > self._limit:
+            self._heap = [each for each in self._heap if each[2].state is not GroupState.GONE]
+            heapify(self._heap)
+            self._limit = max(_MIN_PRUNE_SIZE, 2 * len(self._heap))
+
+    def earliest_s(self) -> float | None:
+        """The next deadline of a group that is still there."""
+        while self._heap and self._heap[0][2].state is GroupState.GONE:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def due(self, now_s: float) -> list[SequenceGroup]:
+        """Takes out the groups whose deadline has come, the earliest first."""
+        late = []
+        while (earliest_s := self.earliest_s()) is not None and earliest_s <= now_s:
+            late.append(heappop(self._heap)[2])
+        return late
+
+
+class Interruptions:
+    """Ends groups of one scheduler at layer boundaries; ``clock`` is what their deadlines are told by."""
+
+    def __init__(self, scheduler: BatchScheduler, clock: Callable[[], float]) -> None:
+        self.cancels = PendingCancels()
+        self.deadlines = DeadlineQueue()
+        self._scheduler = scheduler
+        self._clock = clock
+        self._expired: list[str] = []
+
+    def apply(self) -> bool:
+        """Called before each layer of a step, or those that one call computes. Whether anything ended."""
+        ended = False
+        for group_id, choice in self.cancels.drain():
+            ended |= self._scheduler.cancel(group_id, choice)
+        if self.deadlines:
+            for group in self.deadlines.due(self._clock()):
+                self._scheduler.cancel(group.spec.group_id)
+                self._expired.append(group.spec.group_id)
+                ended = True
+        return ended
+
+    def wait_for_segment(self, gate: SegmentGate, segment: int) -> bool:
+        """Settles, and again whenever something may end, until the segment is open. Whether anything ended: then it
+        may not be open yet.
+        """
+        while not self.apply():
+            if gate.is_open(segment) or gate.wait(segment, self.next_deadline_in_s(), lambda: len(self.cancels)):
+                return False
+        return True
+
+    def next_deadline_in_s(self) -> float | None:
+        """Seconds to the next deadline, 0 when it has come; None without one."""
+        left_s = self.left_s(self.deadlines.earliest_s())
+        return None if left_s is None else max(0.0, left_s)
+
+    def left_s(self, deadline_s: float | None) -> float | None:
+        """Seconds from now, below zero when it has passed."""
+        return None if deadline_s is None else deadline_s - self._clock()
+
+    def take_expired(self) -> tuple[str, ...]:
+        """The groups that were late since the last call."""
+        expired, self._expired = tuple(self._expired), []
+        return expired

@@ -1,0 +1,84 @@
+"""Which running groups are set back so that a tenant that has nothing gets its share of the KV pages.
+
+A group that is set back loses its pages, not its output: that becomes forced output, and its KV is computed again. Each
+group is set back at most once, and one that was sets back no other, so every group ends.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchrelay.engine.batching.sequences import SequenceGroup
+
+
+@dataclass(frozen=True, slots=True)
+class PageHolding:
+    """A group with pages."""
+
+    group_id: str
+    tenant: str
+    num_pages: int
+    admission_order: int  # the higher, the younger
+    can_be_preempted: bool
+
+
+def pick_victims(num_wanted: int, shares: Mapping[str, float], holdings: Sequence[PageHolding]) -> tuple[str, ...]:
+    """The groups that free ``num_wanted`` pages or more; none when those that may be set back would not do.
+
+    ``shares`` says how many pages each tenant may hold while others wait. Each victim is the youngest group (it loses
+    least) of the tenant that is furthest above its share.
+    """
+    held: Counter[str] = Counter()
+    preemptible: dict[str, list[PageHolding]] = {}
+    for holding in sorted(holdings, key=lambda each: each.admission_order):
+        held[holding.tenant] += holding.num_pages
+        if holding.can_be_preempted:
+            preemptible.setdefault(holding.tenant, []).append(holding)
+    found: list[str] = []
+    while num_wanted > 0:
+        above = {tenant: held[tenant] - shares[tenant] for tenant in preemptible if held[tenant] > shares[tenant]}
+        if not above:
+            return ()
+        tenant = max(sorted(above), key=lambda name: above[name])
+        victim = preemptible[tenant].pop()
+        if not preemptible[tenant]:
+            del preemptible[tenant]
+        found.append(victim.group_id)
+        held[tenant] -= victim.num_pages
+        num_wanted -= victim.num_pages
+    return tuple(found)
+
+
+def groups_to_preempt(
+    wanting: SequenceGroup,
+    groups: Collection[SequenceGroup],
+    num_pages: int,
+    num_pages_lacking: int,
+    can_be_preempted: Callable[[SequenceGroup], bool],
+) -> tuple[SequenceGroup, ...]:
+    """The groups to set back for one whose tenant has no pages, of all groups there are.
+
+    Those that were set back once are left alone, and those that had their turn while it waited already.
+    """
+    holdings = [
+        PageHolding(
+            each.spec.group_id,
+            each.spec.tenant_id,
+            each.num_pages,
+            each.admission_order,
+            not each.was_preempted and each.admission_order < wanting.arrival_order and can_be_preempted(each),
+        )
+        for each in groups
+        if each.num_pages
+    ]
+    weights = {each.spec.tenant_id: each.spec.weight for each in (*groups, wanting)}
+    found = set(pick_victims(num_pages_lacking, fair_shares(num_pages, weights), holdings))
+    return tuple(each for each in groups if each.spec.group_id in found)
+
+
+def fair_shares(num_pages: int, weights: Mapping[str, float]) -> dict[str, float]:
+    """The pages of each tenant, by its weight."""
+    total = sum(weights.values())
+    return {tenant: num_pages * weight / total for tenant, weight in weights.items()}

@@ -1,0 +1,57 @@
+"""Pages for whole groups: all that a group can ever need, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.engine.batching.prefix_cache import PrefixCache
+from torchrelay.engine.batching.sequences import PrefillContext, SequenceGroup, slots_of
+from torchrelay.engine.batching.validation import check_lengths
+from torchrelay.engine.kv.pool import PagedKv
+
+
+class Reservations:
+    """Gives groups their pages, those of known prefixes among them."""
+
+    def __init__(self, pages: PagedKv, prefixes: PrefixCache, max_context_tokens: int) -> None:
+        self._pages = pages
+        self._prefixes = prefixes
+        self._max_context_tokens = max_context_tokens
+
+    def check(self, group: SequenceGroup) -> None:
+        """Raises ``InvalidRequest`` for a group that could never run here."""
+        check_lengths(group.spec, self._max_context_tokens)
+        if self.pages_for(group.contexts) > self._pages.allocator.num_pages:
+            raise InvalidRequest(
+                f"the request needs {self.pages_for(group.contexts)} KV pages,"
+                f" the slot has {self._pages.allocator.num_pages}"
+            )
+
+    def pages_for(self, contexts: Iterable[PrefillContext]) -> int:
+        return sum(self._pages.pages_to_reserve(*_need(context)) for context in contexts)
+
+    def could_run_again(self, group: SequenceGroup) -> bool:
+        """Whether there are pages enough for all it has left, even if its choices share none any more."""
+        if group.on_kv is not None:
+            return True  # it has only the contexts that it came with
+        return group.num_choices * self._pages.pages_for(group.spec.num_kv_tokens) <= self._pages.allocator.num_pages
+
+    def num_pages_lacking(self, group: SequenceGroup) -> int:
+        """Pages that would have to come free first; 0 or less: it fits."""
+        return self.pages_for(group.contexts) - self._pages.allocator.num_free
+
+    def reserve(self, group: SequenceGroup) -> None:
+        """Takes the pages. Raises ``KvPoolFull``."""
+        group.num_pages = self.pages_for(group.contexts)
+        for context in group.contexts:
+            # Layer by layer every position must be there as a hidden state: nothing of it is left out.
+            tokens = context.tokens if group.until is None else ()
+            known = self._prefixes.find(group.spec.tenant_id, tokens)
+            context.tables = self._pages.reserve(*_need(context), known)
+            context.num_cached = context.num_computed = len(known) * self._pages.page_tokens
+            context.slots = slots_of(context.tables[0], self._pages.page_tokens)
+
+
+def _need(context: PrefillContext) -> tuple[int, int, int]:
+    return context.num_tokens, context.num_kv_tokens, context.num_tables

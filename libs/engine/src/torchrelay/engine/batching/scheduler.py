@@ -1,0 +1,297 @@
+"""Who computes in the next batch, and who owns which pages."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+from torchrelay.common.errors import Conflict
+from torchrelay.engine.batching.fair_queue import FairQueue
+from torchrelay.engine.batching.integrity import check_pages, check_states
+from torchrelay.engine.batching.preemption import groups_to_preempt
+from torchrelay.engine.batching.prefix_cache import PrefixCache
+from torchrelay.engine.batching.reservation import Reservations
+from torchrelay.engine.batching.sequences import (
+    BatchPlan,
+    DecodeSequence,
+    GroupState,
+    PrefillChunk,
+    PrefillContext,
+    SequenceGroup,
+    slots_of,
+)
+from torchrelay.engine.core import KvPoolFull, NewToken
+from torchrelay.engine.kv.pool import PagedKv
+
+
+class BatchScheduler:
+    """Continuous batching, fair between tenants: in the pages they are given, and in the tokens of their prompts.
+
+    A group is admitted once pages for all it can ever need are reserved. Hence an admitted group always finishes, and
+    decoding is never starved by prefills. Only where a tenant that has nothing waits for pages that another holds
+    beyond its share is a group set back.
+    """
+
+    def __init__(self, pages: PagedKv, prefixes: PrefixCache, token_budget: int, max_context_tokens: int) -> None:
+        self._pages = pages
+        self._prefixes = prefixes
+        self._reservations = Reservations(pages, prefixes, max_context_tokens)
+        self._token_budget = token_budget
+        self._groups: dict[str, SequenceGroup] = {}
+        self._waiting: FairQueue[SequenceGroup] = FairQueue()
+        self._prefilling: FairQueue[PrefillContext] = FairQueue()  # chunk by chunk; a chunk takes all layers
+        self._by_layer: dict[SequenceGroup, None] = {}  # layer by layer, in order of admission
+        self._decoding: dict[DecodeSequence, None] = {}
+        self._held: Counter[str] = Counter()  # pages by tenant, as reserved
+        self._moments = count()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next plan computes anything; a group that waits for pages held by adoptions does not count."""
+        if self._prefilling or self._decoding:
+            return True
+        group = self._waiting.head()
+        return group is not None and self._reservations.num_pages_lacking(group) <= 0
+
+    @property
+    def by_layer(self) -> Sequence[SequenceGroup]:
+        """The groups that run layer by layer, in order of admission."""
+        return tuple(self._by_layer)
+
+    def get(self, group_id: str) -> SequenceGroup | None:
+        return self._groups.get(group_id)
+
+    def submit(self, group: SequenceGroup) -> None:
+        """Queues a group for prefill. Raises ``InvalidRequest`` when it could never run here."""
+        self._check(group)
+        self._groups[group.spec.group_id] = group
+        group.arrival_order = next(self._moments)
+        self._waiting.push(group.spec.tenant_id, group)
+
+    def receive(self, group: SequenceGroup) -> None:
+        """Reserves pages for a group computed elsewhere. Raises ``KvPoolFull``; those that wait for pages go first."""
+        self._check(group)
+        if self._waiting:
+            raise KvPoolFull(f"{len(self._waiting)} groups wait for KV pages already")
+        if self._reservations.num_pages_lacking(group) > 0:
+            num_needed = self._reservations.pages_for(group.contexts)
+            raise KvPoolFull(f"{num_needed} KV pages are needed, {self._pages.allocator.num_free} are free")
+        self._groups[group.spec.group_id] = group
+        self._reserve(group, GroupState.RECEIVING)
+
+    def run(self, group: SequenceGroup) -> None:
+        """All that was computed of a group elsewhere is here: its contexts go on from their layer boundary."""
+        group.state = GroupState.RUNNING
+        if group.until is not None:
+            self._by_layer[group] = None
+            return
+        for context in group.contexts:
+            self._prefilling.push(group.spec.tenant_id, context)
+
+    # Batches
+
+    def admit(self) -> None:
+        """Gives pages to who waits, in turn; nobody overtakes a group that does not fit yet."""
+        while (group := self._waiting.head()) is not None:
+            if self._reservations.num_pages_lacking(group) > 0 and not self._preempt_for(group):
+                return
+            self._waiting.remove(group.spec.tenant_id, group)
+            self._reserve(group, GroupState.RUNNING)
+            if not group.was_preempted:  # it has paid for its pages before
+                self._waiting.charge(group.spec.tenant_id, group.num_pages, group.spec.weight)
+            self.run(group)
+
+    def plan(self) -> tuple[BatchPlan, ...]:
+        """The next batches: every running choice, and chunks of prompts while the token budget lasts.
+
+        Those that go on from a layer boundary have a batch of their own.
+        """
+        self.admit()
+        decoding = tuple(sorted(self._decoding, key=lambda each: each.num_computed))
+        chunks: dict[int, list[PrefillChunk]] = {0: []}
+        for chunk in self._next_chunks():
+            chunks.setdefault(chunk.context.group.layer, []).append(chunk)
+        first = BatchPlan(decoding, tuple(chunks.pop(0)))
+        rest = (BatchPlan((), tuple(of_layer), layer) for layer, of_layer in sorted(chunks.items()))
+        return tuple(plan for plan in (first, *rest) if plan)
+
+    def put_back(self, plans: Sequence[BatchPlan]) -> None:
+        """The batches were not computed."""
+        for chunk in reversed([chunk for plan in plans for chunk in plan.chunks]):
+            context = chunk.context
+            if context.is_live and context.group.until is None and context.num_computed == chunk.begin:
+                self._prefilling.remove(context.group.spec.tenant_id, context)
+                self._prefilling.push(context.group.spec.tenant_id, context, first=True)
+
+    def computed(self, chunk: PrefillChunk) -> None:
+        chunk.context.num_computed = chunk.end
+
+    def start(self, context: PrefillContext, first_tokens: Mapping[int, int]) -> None:
+        """A context is computed: each choice named goes on by itself from its first token, the others end."""
+        group, spec, size = context.group, context.group.spec, self._pages.page_tokens
+        if context.tables and group.has_all_kv:
+            self._prefixes.keep(spec.tenant_id, context.tokens, context.tables[0])
+        runs = [choice for choice in context.choices if choice in first_tokens]
+        tables, spare = context.tables[: len(runs)], context.tables[len(runs) :]
+        partial = context.num_tokens // size
+        for choice, table in zip(runs, tables, strict=True):
+            if context.num_tokens % size and table is not tables[0]:
+                self._pages.copy_page(tables[0][partial], table[partial])
+            output = [*context.forced, first_tokens[choice]]
+            counts = Counter(output) if spec.sampling.penalised else None
+            slots = slots_of(table, size)
+            decoding = DecodeSequence(group, choice, table, slots, context.num_tokens, output, counts)
+            group.decodings.append(decoding)
+            self._decoding[decoding] = None
+        self._release(spare)
+        self._leave(context)
+
+    def advance(self, decoding: DecodeSequence, token: NewToken) -> None:
+        """A running choice got its next token: it goes on, or ends and frees its pages."""
+        decoding.num_computed += 1
+        decoding.output.append(token.token_id)
+        if decoding.counts is not None:
+            decoding.counts[token.token_id] += 1
+        if token.finish is not None:
+            self.finish(decoding)
+
+    # Ways out
+
+    def finish(self, decoding: DecodeSequence) -> None:
+        del self._decoding[decoding]
+        decoding.group.decodings.remove(decoding)
+        self._release([decoding.table])
+        self._update_state(decoding.group)
+
+    def cancel(self, group_id: str, choice: int | None = None) -> bool:
+        """Frees the pages of a group, or of one choice, at once. False, and no error, when it is gone already."""
+        group = self._groups.get(group_id)
+        if group is None:
+            return False
+        num_before = group.num_choices
+        for decoding in [each for each in group.decodings if choice in (None, each.choice)]:
+            self.finish(decoding)
+        for context in tuple(group.contexts):
+            self._drop(context, [each for each in context.choices if choice in (None, each)])
+        return group.num_choices < num_before
+
+    def drop(self, context: PrefillContext) -> None:
+        """Frees a context that will not be computed."""
+        self._drop(context, list(context.choices))
+
+    def preempt(self, group_id: str) -> None:
+        """Frees the pages of a running group, which waits again, before others of its tenant: its output so far is
+        forced output now. Nothing happens to one that waits, or is gone.
+
+        Raises ``Conflict`` when it could not run again: its prompt is not known here, or it has grown beyond the pool.
+        """
+        group = self._groups.get(group_id)
+        if group is None or group.state is GroupState.WAITING:
+            return
+        if not self._can_be_preempted(group):
+            raise Conflict(f"{group_id} could not be computed again here")
+        left = group.contexts_left()
+        for decoding in group.decodings:
+            self._keep(group, (*group.spec.prompt, *decoding.output), decoding.num_computed, decoding.table)
+            del self._decoding[decoding]
+            self._release([decoding.table])
+        for context in group.contexts:
+            self._prefilling.remove(group.spec.tenant_id, context)
+            if context.tables:
+                self._keep(group, context.tokens, context.num_computed, context.tables[0])
+            self._release(context.tables)
+        self._by_layer.pop(group, None)
+        self._held -= Counter({group.spec.tenant_id: group.num_pages})
+        group.contexts, group.decodings, group.num_pages = left, [], 0
+        group.layer, group.has_all_kv, group.was_preempted, group.state = 0, True, True, GroupState.WAITING
+        self._waiting.push(group.spec.tenant_id, group, first=True)
+
+    def check_integrity(self) -> None:
+        """Every page is free or in a table of a live sequence, each group is where its state says it is.
+
+        Raises ``AssertionError``.
+        """
+        groups = self._groups.values()
+        check_pages(self._pages.allocator, groups, self._held)
+        self._prefixes.check_integrity()
+        check_states(groups, self._waiting, self._prefilling, self._by_layer, self._decoding)
+
+    # Within
+
+    def _next_chunks(self) -> list[PrefillChunk]:
+        # However many choices decode, prefill goes on by at least a page.
+        room = max(self._token_budget - len(self._decoding), self._pages.page_tokens)
+        chunks: list[PrefillChunk] = []
+        while room and (context := self._prefilling.head()) is not None:
+            spec = context.group.spec
+            chunk = PrefillChunk(context, context.num_computed, min(context.num_computed + room, context.num_tokens))
+            chunks.append(chunk)
+            room -= chunk.num_tokens
+            self._prefilling.charge(spec.tenant_id, chunk.num_tokens, spec.weight)
+            if chunk.ends_context:
+                self._prefilling.remove(spec.tenant_id, context)
+        return chunks
+
+    def _reserve(self, group: SequenceGroup, state: GroupState) -> None:
+        self._reservations.reserve(group)
+        self._held[group.spec.tenant_id] += group.num_pages
+        group.state, group.admission_order = state, next(self._moments)
+
+    def _preempt_for(self, wanting: SequenceGroup) -> bool:
+        """Sets others back for a tenant that has no pages at all. Whether the group fits now."""
+        if wanting.was_preempted or self._held[wanting.spec.tenant_id]:
+            return False
+        num_pages, num_pages_lacking = self._pages.allocator.num_pages, self._reservations.num_pages_lacking(wanting)
+        for group in groups_to_preempt(
+            wanting, self._groups.values(), num_pages, num_pages_lacking, self._can_be_preempted
+        ):
+            self.preempt(group.spec.group_id)
+        return self._reservations.num_pages_lacking(wanting) <= 0
+
+    def _can_be_preempted(self, group: SequenceGroup) -> bool:
+        is_known = group.state is GroupState.RUNNING and bool(group.spec.prompt)
+        return is_known and self._reservations.could_run_again(group)
+
+    def _keep(self, group: SequenceGroup, tokens: Sequence[int], num_computed: int, table: Sequence[int]) -> None:
+        if group.has_all_kv:
+            self._prefixes.keep(group.spec.tenant_id, tokens[:num_computed], table)
+
+    def _drop(self, context: PrefillContext, choices: list[int]) -> None:
+        for choice in choices:
+            context.choices.remove(choice)
+        num_needed = min(len(context.tables), context.num_tables if context.choices else 0)
+        self._release(context.tables[num_needed:])
+        del context.tables[num_needed:]
+        if not context.choices:
+            self._leave(context)
+
+    def _leave(self, context: PrefillContext) -> None:
+        """Takes a context out of its group, and out of wherever it stands."""
+        group = context.group
+        context.hidden = None
+        group.contexts.remove(context)
+        self._prefilling.remove(group.spec.tenant_id, context)
+        self._update_state(group)
+
+    def _update_state(self, group: SequenceGroup) -> None:
+        """A group without contexts decodes; without those too, it is gone."""
+        if group.contexts:
+            return
+        self._by_layer.pop(group, None)
+        if group.decodings:
+            group.state = GroupState.RUNNING
+            return
+        self._waiting.remove(group.spec.tenant_id, group)
+        self._held -= Counter({group.spec.tenant_id: group.num_pages})
+        group.state = GroupState.GONE
+        del self._groups[group.spec.group_id]
+
+    def _release(self, tables: Sequence[list[int]]) -> None:
+        for table in tables:
+            self._pages.allocator.release(table)
+
+    def _check(self, group: SequenceGroup) -> None:
+        if group.spec.group_id in self._groups:
+            raise Conflict(f"group {group.spec.group_id} is here already")
+        self._reservations.check(group)

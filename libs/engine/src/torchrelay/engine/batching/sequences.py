@@ -1,0 +1,226 @@
+"""Groups while they live in an instance: contexts being prefilled, and choices being decoded.
+
+    waiting --pages reserved--> running --last choice finished, handed over, passed on--> gone
+       ^                         |  ^
+       '--------- set back ------'  '--all bytes there-- receiving (adopted, or taken at a layer boundary)
+
+A cancel or the deadline leads from everywhere to gone. The scheduler moves them; pages are released on every way out.
+
+Within a running group each context is computed, and then turns into one *decoding* per choice.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from torchrelay.engine.core import ChoiceSpec, GroupSpec
+from torchrelay.engine.kv.layout import KvBlock
+
+Slots = npt.NDArray[np.int64]
+
+
+def slots_of(table: list[int], page_tokens: int) -> Slots:
+    """The slot of every position that a page table has room for."""
+    pages = np.asarray(table, dtype=np.int64)
+    return (pages[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)
+
+
+class GroupState(Enum):
+    """Where a group stands."""
+
+    WAITING = auto()  # for pages
+    RECEIVING = auto()  # has pages; what another worker computed is on its way
+    RUNNING = auto()
+    GONE = auto()
+
+
+@dataclass(slots=True, eq=False)
+class PrefillContext:
+    """A prompt and forced output that one or more choices begin with.
+
+    Before it is computed its tables are interchangeable: they share all full pages, and only the first one is written
+    to.
+    """
+
+    group: SequenceGroup
+    sequence: int  # its number in the group's KvLayout
+    choices: list[int]
+    forced: tuple[int, ...]
+    begun: frozenset[int] = frozenset()  # choices whose first token is out already: the group was set back
+    tables: list[list[int]] = field(default_factory=list)
+    slots: Slots = field(default_factory=lambda: np.empty(0, np.int64))
+    num_cached: int = 0  # positions whose KV was there when the pages were reserved
+    num_computed: int = 0  # positions through all layers
+    hidden: Tensor | None = None  # [num_tokens, hidden] at the group's layer boundary; None at boundary 0
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and forced output; empty when adopted."""
+        return self.group.spec.prompt + self.forced if self.group.spec.prompt else ()
+
+    @property
+    def num_forced(self) -> int:
+        return len(self.forced)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.group.spec.num_prompt_tokens + len(self.forced)
+
+    @property
+    def num_tables(self) -> int:
+        """Tables to reserve: one for the context alone when it is handed over."""
+        return 1 if self.group.on_kv else len(self.choices)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Positions each table must have room for."""
+        return self.num_tokens if self.group.on_kv else self.group.spec.num_kv_tokens
+
+    @property
+    def is_live(self) -> bool:
+        return self in self.group.contexts
+
+
+@dataclass(slots=True, eq=False)
+class DecodeSequence:
+    """One choice between two tokens: the last one of ``output`` is sampled, but its KV is not computed yet."""
+
+    group: SequenceGroup
+    choice: int
+    table: list[int]
+    slots: Slots
+    num_computed: int  # positions whose KV is there
+    output: list[int]  # forced tokens included
+    counts: Counter[int] | None = None  # of each token of the output so far, where penalties ask for it
+
+    @property
+    def spec(self) -> GroupSpec:
+        return self.group.spec
+
+    @property
+    def last_token(self) -> int:
+        return self.output[-1]
+
+    @property
+    def next_position(self) -> int:
+        return len(self.output)
+
+    @property
+    def is_live(self) -> bool:
+        return self in self.group.decodings
+
+
+@dataclass(slots=True, eq=False)
+class SequenceGroup:
+    """One attempt. ``on_kv`` set: its KV is handed over, and it ends with its first tokens."""
+
+    spec: GroupSpec
+    on_kv: Callable[[KvBlock], None] | None = None
+    until: int | None = None  # set: its contexts run layer by layer, all of them at once, up to this boundary
+    layer: int = 0  # the boundary at which it came here, or that it has reached layer by layer
+    has_all_kv: bool = True  # False: the KV below the boundary it came at is with another worker
+    state: GroupState = GroupState.WAITING
+    num_pages: int = 0  # as reserved
+    arrival_order: int = 0  # when it came, and
+    admission_order: int = 0  # when it got its pages: the higher, the later
+    was_preempted: bool = False
+    contexts: list[PrefillContext] = field(default_factory=list)  # not yet computed
+    decodings: list[DecodeSequence] = field(default_factory=list)
+    handed_over: set[int] = field(default_factory=set)  # chunks of its KvLayout that the decode worker has had
+
+    @classmethod
+    def of(
+        cls, spec: GroupSpec, on_kv: Callable[[KvBlock], None] | None = None, until: int | None = None
+    ) -> SequenceGroup:
+        group = cls(spec, on_kv, until)
+        for sequence, (choices, forced) in enumerate(spec.contexts()):
+            group.contexts.append(PrefillContext(group, sequence, list(choices), forced))
+        return group
+
+    @property
+    def num_choices(self) -> int:
+        """Those that have not ended."""
+        return len(self.decodings) + sum(len(context.choices) for context in self.contexts)
+
+    @property
+    def can_be_exported(self) -> bool:
+        """Whether all of it is at one layer boundary, with nothing computed beyond.
+
+        What is handed over must be whole, too: the taker numbers the blocks of the contexts that it gets, the decode
+        worker those of all that it was offered.
+        """
+        if self.decodings or not self.spec.prompt:
+            return False
+        if self.on_kv is not None and len(self.contexts) < len(self.spec.contexts()):
+            return False
+        return self.state is GroupState.WAITING or (self.state is GroupState.RUNNING and self.until is not None)
+
+    def spec_left(self) -> GroupSpec:
+        """The group as another instance would begin it: with the contexts that are not computed yet."""
+        choices = [ChoiceSpec(choice, each.forced) for each in self.contexts for choice in each.choices]
+        return replace(self.spec, choices=tuple(choices))
+
+    def contexts_left(self) -> list[PrefillContext]:
+        """What there is to compute if all its pages are lost: all output so far is forced output then."""
+        left: dict[tuple[int, ...], PrefillContext] = {}
+        for context in self.contexts:
+            left[context.forced] = PrefillContext(
+                self, context.sequence, list(context.choices), context.forced, context.begun
+            )
+        for decoding in self.decodings:
+            output = tuple(decoding.output)
+            context = left.setdefault(output, PrefillContext(self, len(left), [], output))
+            context.choices.append(decoding.choice)
+            context.begun |= {decoding.choice}
+        return list(left.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Positions [begin, end) of a context, to be prefilled in one batch."""
+
+    context: PrefillContext
+    begin: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.begin
+
+    @property
+    def new_from(self) -> int:
+        """The first position whose KV is there by this chunk: with the first chunk comes what was cached."""
+        return 0 if self.begin == self.context.num_cached else self.begin
+
+    @property
+    def ends_context(self) -> bool:
+        return self.end == self.context.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """What one batch computes: all running choices, the shortest first, and then chunks of prompts."""
+
+    decoding: tuple[DecodeSequence, ...]
+    chunks: tuple[PrefillChunk, ...]
+    layer: int = 0  # the boundary that all of it is at
+
+    def __bool__(self) -> bool:
+        return bool(self.decoding or self.chunks)
+
+    def live_part(self) -> tuple[BatchPlan, list[int]]:
+        """What of it has not ended meanwhile, and the rows of that."""
+        rows = [row for row, each in enumerate(self.decoding) if each.is_live]
+        row = len(self.decoding)
+        for chunk in self.chunks:
+            rows += range(row, row + chunk.num_tokens) if chunk.context.is_live else ()
+            row += chunk.num_tokens
+        decoding = tuple(each for each in self.decoding if each.is_live)
+        return BatchPlan(decoding, tuple(chunk for chunk in self.chunks if chunk.context.is_live), self.layer), rows

@@ -1,0 +1,145 @@
+/* What a layer computes on an x86-64 CPU, where torch's own steps cost more than reading the weights does.
+ *
+ * Weights are read from where they lie, once, and widened to fp32 on their way into the core; sums are fp32, in an order
+ * that does not depend on how many rows are computed together. Results are rounded where the plain steps of model.py
+ * and mlp.py round. What is not finite stays so.
+ *
+ * Called from kernels.py, which has the shapes. OpenMP's team is torch's own: both load libgomp.so.1.
+ */
+#include "attention.h"
+#include "products.h"
+#include "ops.h"
+
+/* Whole layers of rows that each see positions of their own
+ *
+ * As one call with one team: between calls Python runs with whatever the weights that streamed by have left in the
+ * cache, or waits for its lock.
+ */
+
+/* As layers.py has them; what a model has not is NULL. */
+struct layer {
+    const void *input_norm, *qkv, *qkv_bias, *qk_norm, *o, *attention_out_norm, *post_norm, *gate_up, *down, *mlp_out_norm;
+};
+
+struct shape {
+    long hidden, heads, kv_heads, head_dim, intermediate;
+    float eps, scale, cap;
+    int dtype, unit_offset, is_silu;
+};
+
+/* The rows as layers of one kind see them. */
+struct view {
+    const void *cos, *sin;
+    const int64_t *rows;
+    const int64_t *const *slots;
+    const int64_t *num_slots;
+};
+
+struct batch {
+    long num_rows;
+    const int64_t *write_slots;
+    const struct view *views;
+    void *hidden, *kv;
+    long layer_stride, plane; /* of kv, in numbers */
+    floats *wide;
+    char *memory;
+    const int64_t *change; /* NULL, or what others change when the cores are to be divided anew */
+    int64_t change_seen;
+};
+
+/* What is computed on the way. */
+struct steps {
+    void *normed, *given, *sum, *heads, *queries, *attended, *gate_up, *gated;
+};
+
+/* The next `count` 16-bit numbers of the memory. */
+INLINE void *next(char **memory, long count) {
+    void *here = *memory;
+    *memory += (2 * count + 63) / 64 * 64;
+    return here;
+}
+
+INLINE void add_row(int D, const void *x, const void *added, long size, void *out) {
+#pragma omp simd
+    for (long i = 0; i < size; i++) put(D, out, i, get(D, x, i) + get(D, added, i));
+}
+
+INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, const struct batch *b,
+                          const struct view *v, const struct steps *t, void *kv, struct taken *const taken[2]) {
+    long all = s->heads + 2 * s->kv_heads, across = s->heads * s->head_dim, own = all * s->head_dim;
+    long in_kv = s->kv_heads * s->head_dim, half = s->head_dim / 2, inner = s->intermediate, hidden = s->hidden;
+    struct heads heads = {v->rows,     v->slots,    v->num_slots, b->num_rows, s->heads,
+                          s->kv_heads, s->head_dim, s->scale,     s->cap};
+#define NORM(x, added, weight, sum, out) norm_row(D, x, added, weight, hidden, s->eps, s->unit_offset, sum, out)
+#define ROW(of, size) place(D, t->of, r * (size))
+#define HIDDEN place(D, b->hidden, r * hidden)
+/* A call for each row, then its results are widened. */
+#define ROWS_OF(results, size, call)                                                                                   \
+    _Pragma("omp for schedule(static)") for (long first = 0; first < b->num_rows; first += rows_together(b->num_rows)) { \
+        for (long r = first; r < first + rows_together(b->num_rows) && r < b->num_rows; r++) call;                     \
+        widen_group(D, t->results, first, b->num_rows, size, b->wide);                                                 \
+    }
+#define LINEAR(turn, in, num_out, weights, bias, out)                                                                  \
+    linear_by_team(D, b->num_rows, b->wide,                                                                            \
+                   &(struct linear){in, num_out, weights, bias, t->out, taken[turn], taken[1 - turn]});                \
+    _Pragma("omp barrier")
+
+    ROWS_OF(normed, hidden, NORM(HIDDEN, NULL, w->input_norm, NULL, ROW(normed, hidden)))
+    LINEAR(0, hidden, own, w->qkv, w->qkv_bias, heads)
+#pragma omp for
+    for (long r = 0; r < b->num_rows; r++)
+        place_row(D, ROW(heads, own), w->qk_norm, s->eps, s->unit_offset, at(D, v->cos, r * half), at(D, v->sin, r * half),
+                  place(D, kv, b->write_slots[r] * in_kv), place(D, kv, b->plane + b->write_slots[r] * in_kv),
+                  ROW(queries, across), s->heads, s->kv_heads, s->head_dim);
+    attend_by_team(D, &heads, t->queries, kv, b->plane, t->attended);
+    ROWS_OF(attended, across, {})
+    LINEAR(1, across, hidden, w->o, NULL, given)
+    ROWS_OF(normed, hidden, {
+        if (w->attention_out_norm) NORM(ROW(given, hidden), NULL, w->attention_out_norm, NULL, ROW(given, hidden));
+        NORM(HIDDEN, ROW(given, hidden), w->post_norm, ROW(sum, hidden), ROW(normed, hidden));
+    })
+    LINEAR(0, hidden, 2 * inner, w->gate_up, NULL, gate_up)
+    ROWS_OF(gated, inner, gate_row(D, ROW(gate_up, 2 * inner), at(D, ROW(gate_up, 2 * inner), inner), inner, s->is_silu,
+                                   ROW(gated, inner)))
+    LINEAR(1, inner, hidden, w->down, NULL, given)
+#pragma omp for schedule(static)
+    for (long r = 0; r < b->num_rows; r++) {
+        if (w->mlp_out_norm) NORM(ROW(given, hidden), NULL, w->mlp_out_norm, NULL, ROW(given, hidden));
+        add_row(D, ROW(sum, hidden), ROW(given, hidden), hidden, HIDDEN);
+    }
+#undef NORM
+#undef ROW
+#undef HIDDEN
+#undef ROWS_OF
+#undef LINEAR
+}
+
+/* `num_layers` layers from `first` on, or, where something changes meanwhile, as many as are computed by then; how many.
+ * `kinds` tells the view of each. */
+long torchrelay_layers(const struct layer *layers, const int64_t *kinds, long first, long num_layers,
+                       const struct shape *s, const struct batch *b) {
+    long all = s->heads + 2 * s->kv_heads, across = s->heads * s->head_dim, most = omp_get_max_threads();
+    char *memory = b->memory;
+    struct steps t = {
+        .normed = next(&memory, b->num_rows * s->hidden),
+        .given = next(&memory, b->num_rows * s->hidden),
+        .sum = next(&memory, b->num_rows * s->hidden),
+        .heads = next(&memory, b->num_rows * all * s->head_dim),
+        .queries = next(&memory, b->num_rows * across),
+        .attended = next(&memory, b->num_rows * across),
+        .gate_up = next(&memory, 2 * b->num_rows * s->intermediate),
+        .gated = next(&memory, b->num_rows * s->intermediate),
+    };
+    struct taken chunks[2][most], *const taken[2] = {chunks[0], chunks[1]};
+    memset(chunks, 0, sizeof chunks);
+#pragma omp parallel
+    for (long layer = first; layer < first + __atomic_load_n(&num_layers, __ATOMIC_RELAXED); layer++) {
+        /* The others look at it again after this layer's barriers. */
+#pragma omp master
+        if (b->change && __atomic_load_n(b->change, __ATOMIC_RELAXED) != b->change_seen)
+            __atomic_store_n(&num_layers, layer - first + 1, __ATOMIC_RELAXED);
+        BY_HALF(s->dtype, layer_by_team(D, &layers[layer], s, b, &b->views[kinds[layer]], &t,
+                                        place(D, b->kv, layer * b->layer_stride), taken));
+    }
+    return num_layers;
+}

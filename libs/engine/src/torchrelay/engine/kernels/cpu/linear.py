@@ -1,0 +1,38 @@
+"""Products with weights that are read where they lie, and widened on their way into the core."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from torchrelay.engine.kernels.cpu.library import DTYPES, Kernels, address
+from torchrelay.engine.kernels.workspace import Workspace
+
+_STEP: Final = 32  # so many weights of a row are taken at a time, at most
+_scratch = Workspace()
+
+
+def supports_weight(weight: Tensor) -> bool:
+    """Whether the kernel computes with an [out, in] weight. For fp32 torch's own are as quick."""
+    return weight.dtype != torch.float32 and weight.shape[1] % _STEP == 0
+
+
+def cpu_linear(kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``linear`` of [rows, in] and [out, in]; a row's result is the same whatever rows are computed with it."""
+    (num_rows, size), num_out = x.shape, weight.shape[0]
+    x = x.contiguous()
+    out = x.new_empty(num_rows, num_out)
+    kernels.linear(
+        DTYPES[x.dtype],
+        address(x),
+        num_rows,
+        size,
+        address(weight),
+        num_out,
+        address(bias),
+        address(_scratch.of(x.numel())),
+        address(out),
+    )
+    return out

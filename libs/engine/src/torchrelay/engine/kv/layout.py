@@ -1,0 +1,158 @@
+"""How the KV of one group lies on the road from a prefill to a decode worker; imports no torch.
+
+A KV buffer is a row of chunks: for each sequence, for each block of ``block_tokens`` positions, one chunk per layer,
+and then one *trailer* with the first tokens. A chunk is contiguous ``[2 (keys, values), tokens, kv_heads, head_dim]``
+in the model's dtype; the last block of a sequence is as short as it is. Both sides derive everything from the same
+few numbers, so none of it travels.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchrelay.common.errors import DataCorrupted
+from torchrelay.engine.core import Finish, GroupSpec, NewToken
+from torchrelay.modelspec.config import ModelConfig
+from torchrelay.modelspec.tensor_order import DTYPE_BYTES
+
+_TRAILER = struct.Struct("<IIII")  # choice, position, token id, finish
+_FINISHES = (None, Finish.STOP, Finish.LENGTH, Finish.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """The numbers of a model that shape its KV."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype_bytes: int
+
+    @classmethod
+    def of(cls, config: ModelConfig, dtype: str) -> KvShape:
+        """``dtype`` is the pack's: "F32", "BF16" or "F16"; KV is kept in it."""
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[dtype])
+
+    @property
+    def bytes_per_token_layer(self) -> int:
+        """Keys and values of one position in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.bytes_per_token_layer
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
+    """Bytes of KV per position, over all layers."""
+    return KvShape.of(config, dtype).bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class KvSequence:
+    """One context that is handed over; ``choices`` share it. The first new token is not in the context."""
+
+    choices: tuple[int, ...]
+    num_context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvLocation:
+    """Where the positions [token_begin, token_end) of one chunk belong."""
+
+    sequence: int
+    block: int
+    layer: int
+    token_begin: int
+    token_end: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlock:
+    """A finished chunk on the prefill side. ``data`` may be read only during the call it is handed to: copy it out."""
+
+    group_id: str
+    index: int  # in the group's KvLayout
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The chunks of one KV buffer, in the order they are computed when no prefill chunk is longer than a block."""
+
+    shape: KvShape
+    block_tokens: int
+    sequences: tuple[KvSequence, ...]
+
+    @classmethod
+    def of(cls, shape: KvShape, block_tokens: int, group: GroupSpec) -> KvLayout:
+        contexts = group.contexts()
+        sequences = tuple(KvSequence(choices, group.num_prompt_tokens + len(forced)) for choices, forced in contexts)
+        return cls(shape, block_tokens, sequences)
+
+    def num_blocks(self, sequence: int) -> int:
+        return -(-self.sequences[sequence].num_context_tokens // self.block_tokens)
+
+    @property
+    def num_kv_chunks(self) -> int:
+        return sum(self.num_blocks(i) for i in range(len(self.sequences))) * self.shape.num_layers
+
+    @property
+    def num_chunks(self) -> int:
+        return self.num_kv_chunks + 1
+
+    @property
+    def trailer_index(self) -> int:
+        return self.num_kv_chunks
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        return [self.chunk_bytes(index) for index in range(self.num_chunks)]
+
+    @property
+    def num_kv_bytes(self) -> int:
+        """Bytes of KV that cross, without the trailer."""
+        return sum(sequence.num_context_tokens for sequence in self.sequences) * self.shape.bytes_per_token
+
+    def chunk_bytes(self, index: int) -> int:
+        if index == self.trailer_index:
+            return _TRAILER.size * sum(len(sequence.choices) for sequence in self.sequences)
+        place = self.locate(index)
+        return (place.token_end - place.token_begin) * self.shape.bytes_per_token_layer
+
+    def index_of(self, sequence: int, block: int, layer: int) -> int:
+        earlier = sum(self.num_blocks(i) for i in range(sequence))
+        return (earlier + block) * self.shape.num_layers + layer
+
+    def locate(self, index: int) -> KvLocation:
+        """Where a KV chunk belongs. Raises ``IndexError`` for the trailer and beyond."""
+        block, layer = divmod(index, self.shape.num_layers)
+        for number, sequence in enumerate(self.sequences):
+            num_blocks = self.num_blocks(number)
+            if 0 <= block < num_blocks:
+                begin = block * self.block_tokens
+                end = min(begin + self.block_tokens, sequence.num_context_tokens)
+                return KvLocation(number, block, layer, begin, end)
+            block -= num_blocks
+        raise IndexError(f"chunk {index} is none of the {self.num_kv_chunks} KV chunks")
+
+    def pack_trailer(self, first_tokens: Sequence[NewToken]) -> bytes:
+        """The last chunk: the first new token of each choice, in order. Raises ``KeyError`` if one lacks."""
+        found = {token.choice: token for token in first_tokens}
+        ordered = [found[choice] for sequence in self.sequences for choice in sequence.choices]
+        return b"".join(
+            _TRAILER.pack(token.choice, token.position, token.token_id, _FINISHES.index(token.finish))
+            for token in ordered
+        )
+
+    def unpack_trailer(self, group_id: str, data: bytes | memoryview) -> tuple[NewToken, ...]:
+        """The first tokens of a group. Raises ``DataCorrupted`` when they do not fit the layout."""
+        choices = [choice for sequence in self.sequences for choice in sequence.choices]
+        if len(data) != _TRAILER.size * len(choices):
+            raise DataCorrupted(f"the trailer of {group_id} has {len(data)} bytes, not {_TRAILER.size * len(choices)}")
+        rows = list(_TRAILER.iter_unpack(data))
+        if [row[0] for row in rows] != choices or any(row[3] >= len(_FINISHES) for row in rows):
+            raise DataCorrupted(f"the trailer of {group_id} does not fit the choices {choices}")
+        return tuple(NewToken(group_id, choice, place, token, _FINISHES[end]) for choice, place, token, end in rows)

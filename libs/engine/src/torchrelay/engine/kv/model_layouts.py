@@ -1,0 +1,34 @@
+"""How the prompts of one model lie on the road: their KV as it is handed over, and themselves as they are passed on."""
+
+from __future__ import annotations
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.engine.core import GroupSpec
+from torchrelay.engine.kv.layout import KvLayout, KvShape
+from torchrelay.engine.kv.prefill_layout import PrefillLayout
+
+
+class ModelLayouts:
+    """``block_tokens``: positions of a block that leaves here; in what comes it is whatever the other side says."""
+
+    def __init__(self, shape: KvShape, hidden_size: int, block_tokens: int) -> None:
+        self._shape, self._hidden_size, self._block_tokens = shape, hidden_size, block_tokens
+
+    def kv(self, group: GroupSpec) -> KvLayout:
+        return KvLayout.of(self._shape, self._block_tokens, group)
+
+    def prefill(self, group: GroupSpec, boundary: int, with_kv: bool) -> PrefillLayout:
+        return self._prefill(group, boundary, with_kv, self._block_tokens)
+
+    def _prefill(self, group: GroupSpec, boundary: int, with_kv: bool, block_tokens: int) -> PrefillLayout:
+        return PrefillLayout.of(self._shape, self._hidden_size, boundary, with_kv, block_tokens, group)
+
+    def check_kv(self, group: GroupSpec, offered: KvLayout) -> None:
+        """Raises ``InvalidRequest``."""
+        if offered.block_tokens < 1 or offered != KvLayout.of(self._shape, offered.block_tokens, group):
+            raise InvalidRequest(f"the KV offered for {group.group_id} does not fit the model and the request")
+
+    def check_prefill(self, group: GroupSpec, given: PrefillLayout, with_kv: bool) -> None:
+        """Raises ``InvalidRequest``."""
+        if given.block_tokens < 1 or given != self._prefill(group, given.boundary, with_kv, given.block_tokens):
+            raise InvalidRequest(f"what was passed on of {group.group_id} does not fit the model and the request")

@@ -1,0 +1,92 @@
+"""Prompts that another instance computed up to a layer boundary."""
+
+from __future__ import annotations
+
+import torch
+
+from torchrelay.common.errors import Conflict, DataCorrupted
+from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.sequences import PrefillContext, SequenceGroup
+from torchrelay.engine.kv.layout import KvLayout
+from torchrelay.engine.kv.pool import PagedKv
+from torchrelay.engine.kv.prefill_layout import PrefillLayout
+from torchrelay.engine.weights.pack_weights import as_tensor
+
+
+class PrefillImport:
+    """Pages reserved for a prompt, to be filled with what was passed on. All methods on the engine thread."""
+
+    def __init__(
+        self,
+        group: SequenceGroup,
+        layout: PrefillLayout,
+        kv_layout: KvLayout,
+        pages: PagedKv,
+        scheduler: BatchScheduler,
+    ) -> None:
+        """Reserves at once. Raises ``KvPoolFull``, ``InvalidRequest`` or ``Conflict``."""
+        self.layout = layout
+        self._group = group
+        self._pages = pages
+        self._scheduler = scheduler
+        self._contexts = tuple(group.contexts)
+        self._missing = set(range(layout.num_chunks))
+        group.layer = layout.boundary
+        group.has_all_kv = layout.with_kv or not layout.boundary
+        if group.on_kv is not None:  # the decode worker has the layers below from the other instance
+            indices = range(kv_layout.num_kv_chunks)
+            group.handed_over = {index for index in indices if kv_layout.locate(index).layer < layout.boundary}
+        scheduler.receive(group)
+
+    @property
+    def num_missing(self) -> int:
+        """Chunks not written yet."""
+        return len(self._missing)
+
+    @torch.inference_mode()
+    def write(self, index: int, data: memoryview | bytes) -> None:
+        """Puts one chunk where it belongs, in any order; copies it.
+
+        Nothing happens after the group was cancelled. Raises ``DataCorrupted`` when the length is wrong.
+        """
+        if len(data) != self.layout.chunk_bytes(index):
+            name, expected = self._group.spec.group_id, self.layout.chunk_bytes(index)
+            raise DataCorrupted(f"chunk {index} of {name} has {len(data)} bytes, not {expected}")
+        place = self.layout.locate(index)
+        self._missing.discard(index)
+        context = self._contexts[place.sequence]
+        if not context.is_live:
+            return
+        kv = self._pages.kv
+        block = as_tensor(memoryview(data)).view(kv.dtype)
+        if self.layout.holds_hidden(place):
+            rows = block.view(place.token_end - place.token_begin, -1)
+            self._hidden(context, rows.shape[1])[place.token_begin : place.token_end] = rows.to(kv.device)
+            return
+        # NOTE: what was cached here lies in pages that others read too.
+        skipped = min(max(context.num_cached - place.token_begin, 0), place.token_end - place.token_begin)
+        block = block.view(2, -1, *kv.shape[3:])[:, skipped:].to(kv.device)
+        slots = torch.from_numpy(context.slots[place.token_begin + skipped : place.token_end]).to(kv.device)
+        kv[place.layer].index_copy_(1, slots, block)
+
+    def start(self) -> None:
+        """The prompt goes on from its boundary. Nothing happens when it was cancelled.
+
+        Raises ``Conflict`` while chunks are missing.
+        """
+        if not self._group.contexts:
+            return
+        if self._missing:
+            raise Conflict(f"{len(self._missing)} chunks of {self._group.spec.group_id} are missing")
+        self._scheduler.run(self._group)
+
+    def drop(self) -> None:
+        """What is missing will not come: frees the pages. Only before ``start``."""
+        for context in tuple(self._group.contexts):
+            self._scheduler.drop(context)
+
+    def _hidden(self, context: PrefillContext, hidden_size: int) -> torch.Tensor:
+        if context.hidden is None:
+            kv = self._pages.kv
+            context.hidden = torch.empty(context.num_tokens, hidden_size, dtype=kv.dtype, device=kv.device)
+        return context.hidden

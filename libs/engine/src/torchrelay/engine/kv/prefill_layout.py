@@ -1,0 +1,86 @@
+"""How a prompt lies on the road when it changes hands at a layer boundary; imports no torch.
+
+Layers [0, boundary) of all its positions were computed by one instance, which *passes it on*; another *takes* it and
+computes the rest. What travels is a row of chunks: for each context, for each block of ``block_tokens`` positions, the
+KV of each layer below the boundary as in a ``KvLayout``, and then the hidden states, ``[tokens, hidden]``. At boundary
+0 nothing was computed, and nothing travels.
+
+A prompt whose KV is handed over to a decode worker has given it the layers below the boundary already; the taker hands
+over the others, and needs the hidden states alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torchrelay.engine.core import GroupSpec
+from torchrelay.engine.kv.layout import KvLayout, KvLocation, KvSequence, KvShape
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillLayout:
+    """Both sides derive it from the model, the group and the boundary."""
+
+    shape: KvShape
+    hidden_bytes: int  # of one position
+    boundary: int
+    with_kv: bool
+    block_tokens: int
+    sequences: tuple[KvSequence, ...]
+
+    @classmethod
+    def of(
+        cls, shape: KvShape, hidden_size: int, boundary: int, with_kv: bool, block_tokens: int, group: GroupSpec
+    ) -> PrefillLayout:
+        sequences = KvLayout.of(shape, block_tokens, group).sequences
+        return cls(shape, hidden_size * shape.dtype_bytes, boundary, with_kv, block_tokens, sequences)
+
+    @property
+    def num_planes(self) -> int:
+        """Chunks of one block: a plane per layer of KV, and the last one for the hidden states."""
+        if not self.boundary:
+            return 0
+        return (self.boundary if self.with_kv else 0) + 1
+
+    @property
+    def num_chunks(self) -> int:
+        return self._grid.num_kv_chunks if self.num_planes else 0
+
+    @property
+    def chunk_sizes(self) -> list[int]:
+        return [self.chunk_bytes(index) for index in range(self.num_chunks)]
+
+    def chunk_bytes(self, index: int) -> int:
+        place = self.locate(index)
+        row_bytes = self.hidden_bytes if self.holds_hidden(place) else self.shape.bytes_per_token_layer
+        return (place.token_end - place.token_begin) * row_bytes
+
+    def locate(self, index: int) -> KvLocation:
+        """Where a chunk belongs; its ``layer`` is the plane. Raises ``IndexError``."""
+        if not 0 <= index < self.num_chunks:
+            raise IndexError(f"chunk {index} is none of the {self.num_chunks} chunks")
+        return self._grid.locate(index)
+
+    def holds_hidden(self, place: KvLocation) -> bool:
+        return place.layer == self.num_planes - 1
+
+    @property
+    def _grid(self) -> KvLayout:
+        """The same chunks in the same order, as if the hidden states were one layer more of KV."""
+        return KvLayout(replace(self.shape, num_layers=self.num_planes), self.block_tokens, self.sequences)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillExport:
+    """A prompt that has left an instance. ``spec`` is what a taker begins it as: the choices that are left, and their
+    output so far as forced output. It names no moment: the taker's clock is another one.
+    """
+
+    spec: GroupSpec
+    left_s: float | None  # to its deadline, when it was passed on
+    layout: PrefillLayout
+    chunks: tuple[memoryview, ...]  # as the layout says
+
+    def group_at(self, now_s: float) -> GroupSpec:
+        """The group by a taker's clock, on which it is ``now_s``."""
+        return self.spec if self.left_s is None else replace(self.spec, deadline_s=now_s + self.left_s)

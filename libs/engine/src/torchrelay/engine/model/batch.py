@@ -1,0 +1,91 @@
+"""A plan as tensors: what the model reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk
+from torchrelay.engine.kernels.attention import AttentionBackend, Span
+from torchrelay.engine.model.rope import Rope
+from torchrelay.modelspec.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """What layers of one kind share: how far back they see (None: all the way), and their rotation."""
+
+    window: int | None
+    rope: Rope
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """The batch as layers of one kind see it."""
+
+    cos: Tensor  # [rows, 1, head_dim / 2]
+    sin: Tensor
+    attention: Any  # the backend's own plan
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows are positions: one per running choice, then those of each chunk."""
+
+    plan: BatchPlan
+    token_ids: Tensor  # int64 [rows]
+    write_slots: Tensor  # int64 [rows]: where each row's keys and values go
+    views: tuple[LayerView, ...]  # of each kind of layer
+    num_outputs: int  # rows that give logits: the running choices', and the last of each chunk that ends its context
+    output_rows: Tensor | None = None  # int64: which they are; None where all rows do
+
+    @property
+    def handed_over(self) -> Sequence[PrefillChunk]:
+        return [chunk for chunk in self.plan.chunks if chunk.context.group.on_kv is not None]
+
+
+def layer_kinds(config: ModelConfig, device: torch.device) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
+    """The kinds of a model's layers, and which of them each layer is."""
+    rope = Rope(config.rope, config.head_dim, device)
+    local = rope if config.local_rope is None else Rope(config.local_rope, config.head_dim, device)
+    windows = tuple(dict.fromkeys(config.windows))
+    kinds = tuple(LayerKind(window, rope if window is None else local) for window in windows)
+    return kinds, tuple(windows.index(window) for window in config.windows)
+
+
+def make_batch(
+    plan: BatchPlan, kinds: Sequence[LayerKind], backend: AttentionBackend, dtype: torch.dtype, device: torch.device
+) -> Batch:
+    """Lays a plan out; ``dtype`` is the model's."""
+    token_ids = [each.last_token for each in plan.decoding]
+    positions = [each.num_computed for each in plan.decoding]
+    write_slots = [int(each.slots[each.num_computed]) for each in plan.decoding]
+    spans = [Span(row, 1, each.slots[: each.num_computed + 1]) for row, each in enumerate(plan.decoding)]
+    output_rows = list(range(len(plan.decoding)))
+    for chunk in plan.chunks:
+        context = chunk.context
+        spans.append(Span(len(token_ids), chunk.num_tokens, context.slots[: chunk.end]))
+        token_ids += context.tokens[chunk.begin : chunk.end]
+        positions += range(chunk.begin, chunk.end)
+        write_slots += context.slots[chunk.begin : chunk.end].tolist()
+        if chunk.ends_context:
+            output_rows.append(len(token_ids) - 1)
+    numbers = torch.from_numpy(np.asarray([token_ids, positions, write_slots], np.int64)).to(device)
+    views = tuple(
+        LayerView(*kind.rope.angles(numbers[1], dtype), backend.plan(spans, kind.window, dtype, device))
+        for kind in kinds
+    )
+    is_every_row = len(output_rows) == len(token_ids)
+    return Batch(
+        plan=plan,
+        token_ids=numbers[0],
+        write_slots=numbers[2],
+        views=views,
+        num_outputs=len(output_rows),
+        output_rows=None if is_every_row else torch.tensor(output_rows, dtype=torch.int64, device=device),
+    )

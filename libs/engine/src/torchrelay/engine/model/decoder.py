@@ -1,0 +1,123 @@
+"""The decoder that every supported architecture is, driven by its config.
+
+Arithmetic follows transformers: norms and softmax in fp32, everything else in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchrelay.engine.kernels import fused_ops
+from torchrelay.engine.kernels.attention import AttentionBackend, Scoring
+from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+from torchrelay.engine.kernels.linear import linear
+from torchrelay.engine.model.batch import Batch, LayerView
+from torchrelay.engine.model.mlp import feed_forward
+from torchrelay.engine.model.rope import rotate
+from torchrelay.engine.weights.pack_weights import LayerWeights, PackWeights
+from torchrelay.modelspec.config import ModelConfig
+
+
+class Decoder:
+    """Embedding, layers and head, each usable by itself once its segment of the pack is there."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: PackWeights,
+        kv: Tensor,
+        backend: AttentionBackend,
+        kind_of_layer: Sequence[int],
+        active_processes: ActiveProcesses | None = None,
+    ) -> None:
+        self._config = config
+        self._weights = weights
+        self._kv = kv  # [layers, 2, slots, kv_heads, head_dim]
+        self._backend = backend
+        self._kind_of_layer = kind_of_layer
+        self._ops = fused_ops.fused_ops_for(kv.device)
+        self._whole_layers = fused_ops.whole_layers_for(kv.device, config, kv.dtype, kind_of_layer, active_processes)
+        self._norm_kind = config.norm_eps, config.architecture.unit_offset_norms
+        self._scoring = Scoring(config.query_scale, config.score_cap)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[rows] -> [rows, hidden]."""
+        hidden = F.embedding(token_ids, self._weights.embedding())
+        if not self._config.architecture.scaled_embeddings:
+            return hidden
+        # Rounded to the dtype, as transformers has it, and a number: a tensor could not be made within a recorded step.
+        return hidden * torch.tensor(self._config.hidden_size**0.5, dtype=hidden.dtype).item()
+
+    def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, int]:
+        """Layers [begin, end) as far as one go computes them, at least the first; gives the one after the last, too.
+
+        [rows, hidden] -> the same; writes the batch's KV. Waits for the first layer's weights.
+        """
+        if self._whole_layers is not None:
+            weights = self._weights.layers(begin, end)
+            hidden, num_done = self._whole_layers.run(begin, weights, self._kv, hidden, batch)
+            if num_done:
+                return hidden, begin + num_done
+        return self.run_layer(begin, hidden, batch), begin + 1
+
+    def run_layer(self, layer: int, hidden: Tensor, batch: Batch) -> Tensor:
+        """[rows, hidden] -> the same after one layer; writes the batch's KV. Waits for the layer's weights."""
+        weights, view = self._weights.layer(layer), batch.views[self._kind_of_layer[layer]]
+        attended = self._attention(weights, self._kv[layer], self._norm(hidden, weights.input_norm), batch, view)
+        if weights.attention_out_norm is not None:
+            attended = self._norm(attended, weights.attention_out_norm)
+        hidden, inner = self._add_norm(hidden, attended, weights.post_norm)
+        given = feed_forward(inner, weights, self._config.activation, self._config.experts, self._ops)
+        if weights.mlp_out_norm is not None:
+            given = self._norm(given, weights.mlp_out_norm)
+        return hidden + given
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[rows, hidden] after the last layer -> [rows, vocab], in the model's dtype."""
+        logits = linear(self._norm(hidden, self._weights.final_norm()), self._weights.head())
+        cap = self._config.logit_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _attention(self, weights: LayerWeights, kv: Tensor, hidden: Tensor, batch: Batch, view: LayerView) -> Tensor:
+        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
+        heads = linear(hidden, weights.qkv, weights.qkv_bias).view(hidden.shape[0], -1, self._config.head_dim)
+        if self._ops is not None:
+            queries = self._ops.place_heads(
+                heads, weights.qk_norm, *self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
+            )
+            return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
+        queries_keys, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
+        if weights.qk_norm is not None:
+            queries_keys = self._norm(queries_keys, weights.qk_norm)
+        queries_keys = rotate(queries_keys, view.cos, view.sin)
+        queries, keys = queries_keys[:, :num_heads], queries_keys[:, num_heads:]
+        kv[0].index_copy_(0, batch.write_slots, keys)
+        kv[1].index_copy_(0, batch.write_slots, values)
+        return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
+
+    def _add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm."""
+        if self._ops is not None:
+            return self._ops.add_norm(x, added, weight, *self._norm_kind)
+        x = x + added
+        return x, self._norm(x, weight)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        norm = rms_norm if self._ops is None else self._ops.rms_norm
+        return norm(x, weight, *self._norm_kind)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
+    """Root-mean-square norm over the last axis, in fp32; rounded to the input's dtype before the weight.
+
+    With ``unit_offset`` the weight counts from one, and is multiplied in before rounding.
+    """
+    wide = x.to(torch.float32)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if unit_offset:
+        return (normed * (1.0 + weight.float())).to(x.dtype)
+    return weight * normed.to(x.dtype)

@@ -1,0 +1,50 @@
+"""The second half of a decoder layer: one gated MLP, or a mixture of them."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchrelay.engine.kernels.fused_ops import FusedOps
+from torchrelay.engine.kernels.linear import Matrix, linear
+from torchrelay.engine.weights.pack_weights import LayerWeights
+from torchrelay.modelspec.config import ExpertConfig
+
+
+def feed_forward(
+    hidden: Tensor, weights: LayerWeights, activation: str, experts: ExpertConfig | None, ops: FusedOps | None
+) -> Tensor:
+    """[rows, hidden] to the same; ``steps`` if there are any where these tensors are."""
+    if experts is None or weights.router is None:
+        return gated_mlp(hidden, weights.gate_up, weights.down, activation, ops)
+    gate_up, down = weights.gate_up, weights.down
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor), "experts are never reordered"
+    chosen, shares = route(hidden, weights.router, experts)
+    out = torch.zeros_like(hidden, dtype=torch.float32)
+    for expert in sorted(set(chosen.flatten().tolist())):
+        rows, places = torch.where(chosen == expert)
+        given = gated_mlp(hidden[rows], gate_up[expert], down[expert], activation, ops)
+        out.index_add_(0, rows, given * shares[rows, places, None])
+    return out.to(hidden.dtype)
+
+
+def gated_mlp(hidden: Tensor, gate_up: Matrix, down: Matrix, activation: str, ops: FusedOps | None = None) -> Tensor:
+    """down(activation(gate(x)) * up(x)), gate and up being the halves of one projection."""
+    both = linear(hidden, gate_up)
+    return linear(activate_and_multiply(both, activation) if ops is None else ops.gate(both, activation), down)
+
+
+def activate_and_multiply(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of [rows, 2 * size], whose halves they are."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def route(hidden: Tensor, router: Tensor, experts: ExpertConfig) -> tuple[Tensor, Tensor]:
+    """Which experts each row goes to, and their shares (fp32) in what it gets: both [rows, experts per token]."""
+    likely = linear(hidden, router).softmax(-1, dtype=torch.float32)
+    shares, chosen = likely.topk(experts.per_token, dim=-1)
+    if experts.norm_topk_prob:
+        shares = shares / shares.sum(-1, keepdim=True)
+    return chosen, shares

@@ -1,0 +1,142 @@
+"""Choosing the next token. The random number is f(seed, choice, position): the same on any batch, worker or attempt."""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from torchrelay.engine.batching.sequences import DecodeSequence, PrefillContext
+from torchrelay.engine.core import NO_TOKEN, Finish, GroupSpec, Logprobs, NewToken, SamplingParams
+from torchrelay.engine.sampling.distributions import (
+    apply_biases_and_penalties,
+    draw_by_cdf,
+    finite_argmax,
+    logprobs,
+    probabilities,
+)
+
+_COUNTER = struct.Struct("<QQQ")
+_MAX_ELEMENTS_CPU: Final = 1 << 19  # logits worked on at once: their copies shall stay in a core's cache
+_MAX_ELEMENTS: Final = 1 << 25  # and elsewhere, where memory is the only limit
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDraw:
+    """One token to choose: from which row of the logits, and for which choice and output position of a group."""
+
+    row: int
+    group: GroupSpec
+    choice: int
+    position: int
+    counts: Mapping[int, int] | None = None  # of each token of the output so far, where penalties ask for it
+    num_cached: int = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.group.sampling
+
+    @property
+    def is_plain(self) -> bool:
+        """Takes the likeliest token as it is: found for the whole batch at once."""
+        return self.params.greedy and not self.params.logit_bias and not self.params.penalised
+
+    def token(self, token_id: int, logprobs: Logprobs | None) -> NewToken:
+        is_none = token_id == NO_TOKEN
+        finish = Finish.NOT_FINITE if is_none else self.params.finish_of(token_id, self.position)
+        group_id = self.group.group_id
+        return NewToken(group_id, self.choice, self.position, token_id, finish, self.num_cached, logprobs)
+
+
+def draw_of_decoding(row: int, decoding: DecodeSequence) -> TokenDraw:
+    return TokenDraw(row, decoding.spec, decoding.choice, decoding.next_position, decoding.counts)
+
+
+def draws_of_context(row: int, context: PrefillContext) -> list[TokenDraw]:
+    """The first token of each choice that shares the context; they differ by the choice's random number alone."""
+    spec = context.group.spec
+    num_cached = min(context.num_cached, spec.num_prompt_tokens)
+    counts = Counter(context.forced) if spec.sampling.penalised else None
+    return [
+        TokenDraw(row, spec, choice, context.num_forced, counts, 0 if choice in context.begun else num_cached)
+        for choice in context.choices
+    ]
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits: BLAKE2b of the counter."""
+    digest = blake2b(_COUNTER.pack(seed & (2**64 - 1), choice, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def sample_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[NewToken]:
+    """The token of each draw; ``logits`` is [rows, vocab].
+
+    Where a row is not finite its draws end with ``Finish.NOT_FINITE``: the likeliest of such numbers would be a token
+    that the model never meant.
+    """
+    if not draws:
+        return []
+    is_finite, likeliest = finite_argmax(logits)
+    tokens = [likeliest[draw.row] if is_finite[draw.row] else NO_TOKEN for draw in draws]
+    for places in _bounded_batches([not draw.is_plain and is_finite[draw.row] for draw in draws], logits):
+        for place, token_id in zip(places, sample(logits, [draws[place] for place in places]), strict=True):
+            tokens[place] = token_id
+    logprobs_by_draw: dict[int, Logprobs] = {}
+    asked = [draw.params.top_logprobs is not None and is_finite[draw.row] for draw in draws]
+    for places in _bounded_batches(asked, logits):
+        logprobs_by_draw |= zip(
+            places, _logprobs_of(logits, [(draws[place], tokens[place]) for place in places]), strict=True
+        )
+    return [
+        draw.token(token_id, logprobs_by_draw.get(place))
+        for place, (draw, token_id) in enumerate(zip(draws, tokens, strict=True))
+    ]
+
+
+def _bounded_batches(is_wanted: Sequence[bool], logits: Tensor) -> Iterator[list[int]]:
+    """The places of the draws that are wanted, so many at a time."""
+    places = [place for place, wanted in enumerate(is_wanted) if wanted]
+    size = max(1, (_MAX_ELEMENTS_CPU if logits.device.type == "cpu" else _MAX_ELEMENTS) // logits.shape[1])
+    return (places[begin : begin + size] for begin in range(0, len(places), size))
+
+
+def sample(logits: Tensor, draws: Sequence[TokenDraw]) -> list[int]:
+    """One token for each draw, whose rows are finite: biased and penalised, then the likeliest or a random one."""
+    wanted = _rows(logits, draws).float()  # a copy, and ours to write to
+    apply_biases_and_penalties(wanted, [draw.params for draw in draws], [draw.counts for draw in draws])
+    random = [place for place, draw in enumerate(draws) if not draw.params.greedy]
+    if not random:
+        return _listed(wanted.max(dim=-1).indices)
+    chosen = [draws[place] for place in random]
+    numbers = [uniform(draw.params.seed, draw.choice, draw.position) for draw in chosen]
+    if len(random) == len(draws):
+        return _listed(draw_by_cdf(probabilities(wanted, [draw.params for draw in chosen]), numbers))
+    tokens = wanted.max(dim=-1).indices
+    places = torch.tensor(random, device=logits.device)
+    tokens[places] = draw_by_cdf(probabilities(wanted[places], [draw.params for draw in chosen]), numbers)
+    return _listed(tokens)
+
+
+def _listed(tokens: Tensor) -> list[int]:
+    listed: list[int] = tokens.tolist()
+    return listed
+
+
+def _logprobs_of(logits: Tensor, chosen: Sequence[tuple[TokenDraw, int]]) -> Iterator[Logprobs]:
+    """The model's own probabilities, before temperature, penalties and biases."""
+    num_top = [draw.params.top_logprobs or 0 for draw, _ in chosen]
+    token_ids = torch.tensor([token_id for _, token_id in chosen], device=logits.device)
+    found = logprobs(_rows(logits, [draw for draw, _ in chosen]), token_ids, max(num_top))
+    for count, own, tokens, values in zip(num_top, *found, strict=True):
+        yield Logprobs(own, tuple(zip(tokens[:count], values[:count], strict=True)))
+
+
+def _rows(logits: Tensor, draws: Sequence[TokenDraw]) -> Tensor:
+    return logits.index_select(0, torch.tensor([draw.row for draw in draws], device=logits.device))

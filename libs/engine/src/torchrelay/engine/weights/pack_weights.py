@@ -1,0 +1,201 @@
+"""A pack's bytes as tensors: views on a CPU, one copy per segment elsewhere.
+
+Nothing here touches a byte before its segment is loaded, so an instance can be built while its pack is still on the
+road.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from torchrelay.common.errors import DataCorrupted
+from torchrelay.engine.kernels.linear import Matrix
+from torchrelay.engine.weights.segment_gate import SegmentGate
+from torchrelay.engine.weights.stager import CopyEvent, Stager, link_to
+from torchrelay.modelspec.config import ModelConfig
+from torchrelay.modelspec.tensor_order import TensorSpec, tensors_by_segment
+from torchrelay.transfer.manifest import Manifest, TensorEntry
+
+TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class LayerWeights:
+    """One decoder layer; projections are [out, in] as ``linear`` takes them."""
+
+    input_norm: Tensor
+    attention_out_norm: Tensor | None
+    post_norm: Tensor  # before the MLP
+    mlp_out_norm: Tensor | None
+    qkv: Matrix  # queries, keys and values of all heads, one below the other
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: the norm of each query and key head
+    o: Matrix
+    router: Tensor | None  # [experts, hidden]; with one, the next two have a first axis more: the expert
+    gate_up: Matrix
+    down: Matrix
+
+
+class PackWeights:
+    """The segments of one pack; ``load`` on any thread, the rest on the engine's, which waits for what lacks."""
+
+    def __init__(self, manifest: Manifest, config: ModelConfig, data: memoryview, device: torch.device) -> None:
+        self.dtype = TORCH_DTYPES[manifest.dtype]
+        self.gate = SegmentGate(config.num_segments)
+        self._config = config
+        self._manifest = manifest
+        self._slots = tuple(tensors_by_segment(config))
+        self._entries = {entry.name: entry for entry in manifest.tensors}
+        self._bytes: Tensor | None = as_tensor(data)
+        self._groups: list[Mapping[str, Tensor]] = [{}] * config.num_segments
+        self._layers: list[LayerWeights | None] = [None] * config.num_layers
+        self._head: Matrix | None = None  # where it was replaced
+        self._link = link_to(device)
+        self._stager = None if self._link is None else Stager(self._bytes, self._link, self.gate.fail)
+        self._submitted: set[int] = set()
+        self._events: dict[int, CopyEvent] = {}  # of segments that the computing thread has not seen yet
+
+    def load(self, segment: int) -> None:
+        """(any thread) Takes a verified segment into use; on a GPU this is its copy. Idempotent."""
+        if self._bytes is None or self.gate.is_open(segment) or segment in self._submitted:
+            return
+        span = self._manifest.segments[segment]
+        if self._stager is None or self._link is None:
+            self._take(segment, self._bytes[span.begin : span.end])
+            return
+        self._submitted.add(segment)
+        there = self._link.space(span.end - span.begin)
+        self._stager.submit(span.begin, there, lambda: self._take(segment, there))
+
+    def _take(self, segment: int, there: Tensor) -> None:
+        """The segment's bytes are ``there``, or will be for whoever joins the mark taken here."""
+        begin = self._manifest.segments[segment].begin
+        groups = {
+            name: self._view(there, begin, tuple(slots))
+            for name, slots in groupby(self._slots[segment], key=lambda slot: slot.group)
+        }
+        self._groups[segment] = groups
+        if 0 < segment <= self._config.num_layers:
+            self._layers[segment - 1] = _layer(groups, self._config)
+        if self._link is not None:
+            self._events[segment] = self._link.event()
+        self.gate.open(segment)
+
+    def _wait(self, segment: int) -> None:
+        self.gate.wait(segment)
+        if self._events and (event := self._events.pop(segment, None)) is not None:
+            event.join()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._manifest.num_bytes
+
+    def embedding(self) -> Tensor:
+        self._wait(0)
+        return self._groups[0]["embed"]
+
+    def layer(self, layer: int) -> LayerWeights:
+        self._wait(layer + 1)
+        found = self._layers[layer]
+        assert found is not None, "an open segment is loaded"
+        return found
+
+    def layers(self, begin: int, end: int) -> Sequence[LayerWeights]:
+        """Waits for the first of these layers; gives it and, once all of the pack is there, those after it.
+
+        While the pack arrives, cores are divided between it and the computation before each layer.
+        """
+        first = self.layer(begin)
+        if not self.gate.all_open:
+            return [first]
+        if self._events:
+            for layer in range(begin + 1, end):
+                self._wait(layer + 1)
+        return cast(Sequence[LayerWeights], self._layers[begin:end])
+
+    def final_norm(self) -> Tensor:
+        self._wait(self._config.num_segments - 1)
+        return self._groups[-1]["norm"]
+
+    def head(self) -> Matrix:
+        if self._head is not None:
+            return self._head
+        if self._config.tied_embeddings:
+            return self.embedding()
+        self._wait(self._config.num_segments - 1)
+        return self._groups[-1]["head"]
+
+    def replace_layer(self, layer: int, weights: LayerWeights) -> None:
+        """(any thread) The same weights in another form, from the next time that the layer is asked for."""
+        self._layers[layer] = weights
+
+    def replace_head(self, head: Matrix) -> None:
+        """(any thread) As ``replace_layer``."""
+        self._head = head
+
+    def close(self) -> None:
+        """Lets go of the pack's memory; a later wait for a segment that is not open fails."""
+        self.gate.fail("the instance was closed")
+        if self._stager is not None:
+            self._stager.close()
+        self._bytes = None
+        self._groups.clear()
+        self._layers.clear()
+        self._head = None
+
+    def _view(self, segment: Tensor, segment_begin: int, slots: tuple[TensorSpec, ...]) -> Tensor:
+        """One tensor over all of a group, stacked along the first axis."""
+        entries = [self._entry(slot) for slot in slots]
+        if any(before.offset + before.num_bytes != after.offset for before, after in pairwise(entries)):
+            raise DataCorrupted(f"{slots[0].name} and what is fused with it are not contiguous in the pack")
+        begin = entries[0].offset - segment_begin
+        end = entries[-1].offset + entries[-1].num_bytes - segment_begin
+        shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
+        # NOTE: .to() is free for tensors in the pack's own dtype; others (norms kept in fp32, say) are small.
+        return segment[begin:end].view(TORCH_DTYPES[entries[0].dtype]).view(shape).to(self.dtype)
+
+    def _entry(self, slot: TensorSpec) -> TensorEntry:
+        entry = self._entries.get(slot.name)
+        if entry is None or tuple(entry.shape) != slot.shape:
+            raise DataCorrupted(f"the pack has no {slot.name} of shape {list(slot.shape)}")
+        return entry
+
+
+def as_tensor(data: memoryview) -> Tensor:
+    """The buffer as uint8, not copied. Nobody writes to it: torch has no read-only tensors, and warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+        # A view of its own: torch does not keep one from being released.
+        return torch.frombuffer(data[:], dtype=torch.uint8)
+
+
+def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:
+    qk_norm = None
+    if config.architecture.qk_norm:
+        # One norm over query and key heads together, since they lie side by side after the fused projection.
+        per_query = groups["q_norm"].expand(config.num_heads, -1)
+        qk_norm = torch.cat([per_query, groups["k_norm"].expand(config.num_kv_heads, -1)])
+    gate_up, down = groups["gate_up"], groups["down"]
+    if config.experts is not None:
+        gate_up = gate_up.view(config.experts.count, -1, config.hidden_size)
+        down = down.view(config.experts.count, config.hidden_size, -1)
+    return LayerWeights(
+        input_norm=groups["input_norm"],
+        attention_out_norm=groups.get("attention_out_norm"),
+        post_norm=groups["post_norm"],
+        mlp_out_norm=groups.get("mlp_out_norm"),
+        qkv=groups["qkv"],
+        qkv_bias=groups.get("qkv_bias"),
+        qk_norm=qk_norm,
+        o=groups["o"],
+        router=groups.get("router"),
+        gate_up=gate_up,
+        down=down,
+    )

@@ -1,0 +1,147 @@
+"""The decoder families that Torchrelay serves: what tells one from another, as switches and names of tensors.
+
+A new family is an entry here, the switch it needs that is not there yet, and its row in the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Where a mixture of experts is found: keys of config.json, and tensors below a layer's prefix.
+
+    ``gate``, ``up`` and ``down`` have a ``{}`` for the expert's number.
+    """
+
+    count_keys: tuple[str, ...]  # whichever is there: transformers 5 calls them local where others do not
+    per_token: int  # default of num_experts_per_tok
+    size_key: str  # each expert's intermediate size
+    router: str
+    gate: str
+    up: str
+    down: str
+    norm_topk_prob_key: str = ""  # whether the chosen experts' weights are scaled to sum to one; "": they are
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """One family. The defaults are Llama's."""
+
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    fused: bool = False  # the checkpoint has qkv_proj and gate_up_proj in one tensor each
+    # Gemma's: norms multiply by one plus their weight, in fp32; embeddings are multiplied by the root of their size.
+    unit_offset_norms: bool = False
+    scaled_embeddings: bool = False
+    sandwich_norms: bool = False  # what attention and MLP give is normed as well, before it is added
+    soft_caps: tuple[float | None, float | None] | None = None  # default of scores' and logits'; None: never capped
+    query_scalar: int | None = None  # default of query_pre_attn_scalar, whose root divides scores; None: head_dim
+    experts: ExpertNames | None = None
+    windows: Literal["never", "every_layer", "by_layer_type"] = "never"
+    window: int | None = None  # default of sliding_window, which is off where it is null
+    window_switch: str = ""  # the key of config.json that must be true for windows to count
+    full_every: int = 0  # by layer type, where config.json lists no types: each n-th layer has no window
+    local_rope: bool = False  # layers with a window have rotary frequencies of their own
+    norm_eps: float = 1e-6  # defaults of config.json, which may leave them out
+    rope_theta: float = 10_000.0
+    head_dim: int | None = None
+    tied_embeddings: bool = False
+    activation_key: str = "hidden_act"
+    activation: str = "silu"
+
+
+_GEMMA2 = Architecture(
+    "Gemma2ForCausalLM",
+    unit_offset_norms=True,
+    scaled_embeddings=True,
+    sandwich_norms=True,
+    soft_caps=(50.0, 30.0),
+    query_scalar=256,
+    windows="by_layer_type",
+    window=4096,
+    full_every=2,
+    head_dim=256,
+    tied_embeddings=True,
+    activation_key="hidden_activation",
+    activation="gelu_pytorch_tanh",
+)
+_GEMMA3 = Architecture(
+    "Gemma3ForCausalLM",
+    qk_norm=True,
+    unit_offset_norms=True,
+    scaled_embeddings=True,
+    sandwich_norms=True,
+    soft_caps=(None, None),
+    query_scalar=256,
+    windows="by_layer_type",
+    window=4096,
+    full_every=6,
+    local_rope=True,
+    rope_theta=1_000_000.0,
+    head_dim=256,
+    tied_embeddings=True,
+    activation_key="hidden_activation",
+    activation="gelu_pytorch_tanh",
+)
+_MIXTRAL = Architecture(
+    "MixtralForCausalLM",
+    windows="every_layer",
+    norm_eps=1e-5,
+    rope_theta=1_000_000.0,
+    experts=ExpertNames(
+        count_keys=("num_local_experts",),
+        per_token=2,
+        size_key="intermediate_size",
+        router="block_sparse_moe.gate.weight",
+        gate="block_sparse_moe.experts.{}.w1.weight",
+        up="block_sparse_moe.experts.{}.w3.weight",
+        down="block_sparse_moe.experts.{}.w2.weight",
+    ),
+)
+_QWEN3_MOE = Architecture(
+    "Qwen3MoeForCausalLM",
+    qk_norm=True,
+    windows="every_layer",
+    window=4096,
+    window_switch="use_sliding_window",
+    experts=ExpertNames(
+        count_keys=("num_experts", "num_local_experts"),
+        per_token=8,
+        size_key="moe_intermediate_size",
+        router="mlp.gate.weight",
+        gate="mlp.experts.{}.gate_proj.weight",
+        up="mlp.experts.{}.up_proj.weight",
+        down="mlp.experts.{}.down_proj.weight",
+        norm_topk_prob_key="norm_topk_prob",
+    ),
+)
+ARCHITECTURES = {
+    architecture.name: architecture
+    for architecture in (
+        Architecture("LlamaForCausalLM"),
+        Architecture("MistralForCausalLM", windows="every_layer", window=4096),
+        Architecture(
+            "Qwen2ForCausalLM",
+            qkv_bias=True,
+            windows="by_layer_type",
+            window=4096,
+            window_switch="use_sliding_window",
+        ),
+        Architecture(
+            "Qwen3ForCausalLM",
+            qk_norm=True,
+            windows="by_layer_type",
+            window=4096,
+            window_switch="use_sliding_window",
+        ),
+        _GEMMA2,
+        _GEMMA3,
+        Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", norm_eps=1e-5),
+        _MIXTRAL,
+        _QWEN3_MOE,
+    )
+}

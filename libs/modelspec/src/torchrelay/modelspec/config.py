@@ -1,0 +1,261 @@
+"""config.json, read exactly or refused by field."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchrelay.modelspec.architectures import ARCHITECTURES, Architecture
+
+ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
+MAX_LAYERS, MAX_EXPERTS = 4096, 4096  # so that a config alone cannot make its reader's memory grow
+MAX_HEAD_DIM = 1024  # kernels keep a few heads on their stack
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+_DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
+
+
+class UnsupportedModel(ValueError):
+    """The config asks for something this version cannot run; ``field`` is the key of config.json."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Llama 3's frequency-dependent interpolation."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary frequencies: the base, and how they are stretched for longer contexts."""
+
+    theta: float
+    scaling: RopeScaling | None = None
+    linear_factor: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConfig:
+    """A mixture of experts in place of each layer's MLP."""
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    norm_topk_prob: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """The numbers of config.json that shape the computation."""
+
+    architecture: Architecture
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_context_tokens: int
+    norm_eps: float
+    activation: str  # one of ACTIVATIONS
+    rope: RopeConfig
+    local_rope: RopeConfig | None  # of layers with a window; None: the same
+    windows: tuple[int | None, ...]  # per layer: how many positions it sees, its own included; None: all
+    query_scale: float  # scores are multiplied by it
+    score_cap: float | None
+    logit_cap: float | None
+    experts: ExpertConfig | None
+    tied_embeddings: bool
+
+    @property
+    def num_segments(self) -> int:
+        return self.num_layers + 2
+
+
+def read_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Checks config.json and takes out what shapes the model. Raises ``UnsupportedModel``."""
+    architecture = _architecture(config)
+    hidden, heads = _positive_int(config, "hidden_size"), _positive_int(config, "num_attention_heads")
+    head_dim = _positive_int(config, "head_dim", architecture.head_dim or hidden // heads, at_most=MAX_HEAD_DIM)
+    num_layers = _positive_int(config, "num_hidden_layers", at_most=MAX_LAYERS)
+    score_cap, logit_cap = _soft_caps(config, architecture)
+    parsed = ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden,
+        intermediate_size=_positive_int(config, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=_positive_int(config, "num_key_value_heads", heads),
+        head_dim=head_dim,
+        vocab_size=_positive_int(config, "vocab_size"),
+        max_context_tokens=_positive_int(config, "max_position_embeddings"),
+        norm_eps=_positive_float(config, "rms_norm_eps", architecture.norm_eps),
+        activation=_activation(config, architecture),
+        rope=_rope(config, architecture, _FULL),
+        local_rope=_rope(config, architecture, _WINDOWED) if architecture.local_rope else None,
+        windows=_windows(config, architecture, num_layers),
+        query_scale=_query_scalar(config, architecture, head_dim) ** -0.5,
+        score_cap=score_cap,
+        logit_cap=logit_cap,
+        experts=_experts(config, architecture),
+        tied_embeddings=bool(config.get("tie_word_embeddings", architecture.tied_embeddings)),
+    )
+    _refuse_unsupported(config, parsed)
+    return parsed
+
+
+def _architecture(config: Mapping[str, Any]) -> Architecture:
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise UnsupportedModel(
+            f"architecture {name!r} is not supported; supported are {', '.join(ARCHITECTURES)}", "architectures"
+        )
+    return ARCHITECTURES[name]
+
+
+def _refuse_unsupported(config: Mapping[str, Any], parsed: ModelConfig) -> None:
+    if parsed.num_heads % parsed.num_kv_heads:
+        raise UnsupportedModel("num_attention_heads is not a multiple of num_key_value_heads", "num_key_value_heads")
+    if parsed.head_dim % 2:
+        raise UnsupportedModel("head_dim must be even for rotary embeddings", "head_dim")
+    if config.get("mlp_bias"):
+        raise UnsupportedModel("biases in the MLP are not supported", "mlp_bias")
+    if config.get("attention_bias") and not parsed.architecture.qkv_bias:
+        raise UnsupportedModel("attention biases are not supported for this architecture", "attention_bias")
+    if config.get("use_bidirectional_attention"):
+        raise UnsupportedModel("attention that looks ahead is not supported", "use_bidirectional_attention")
+    if config.get("quantization_config"):
+        raise UnsupportedModel("quantised weights are not supported", "quantization_config")
+
+
+def _activation(config: Mapping[str, Any], architecture: Architecture) -> str:
+    name = config.get(architecture.activation_key) or architecture.activation
+    if name not in ACTIVATIONS:
+        key, known = architecture.activation_key, ", ".join(ACTIVATIONS)
+        raise UnsupportedModel(f"{key} {name!r} is not supported; supported are {known}", key)
+    return str(name)
+
+
+def _soft_caps(config: Mapping[str, Any], architecture: Architecture) -> tuple[float | None, float | None]:
+    if architecture.soft_caps is None:
+        return None, None
+    keys = ("attn_logit_softcapping", "final_logit_softcapping")
+    found = [config.get(key, default) for key, default in zip(keys, architecture.soft_caps, strict=True)]
+    score_cap, logit_cap = (
+        None if value is None else _positive_float({key: value}, key, 1.0)
+        for key, value in zip(keys, found, strict=True)
+    )
+    return score_cap, logit_cap
+
+
+def _query_scalar(config: Mapping[str, Any], architecture: Architecture, head_dim: int) -> float:
+    if architecture.query_scalar is None:
+        return float(head_dim)
+    return _positive_float(config, "query_pre_attn_scalar", float(architecture.query_scalar))
+
+
+def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
+    """Which layers see only the last positions, by the rules that each family has for it."""
+    full: tuple[int | None, ...] = (None,) * num_layers
+    if architecture.windows == "never" or (architecture.window_switch and not config.get(architecture.window_switch)):
+        return full
+    found = config.get("sliding_window", architecture.window)
+    if found is None and not architecture.full_every:
+        return full
+    window = _positive_int({"sliding_window": found}, "sliding_window")
+    if architecture.windows == "every_layer":
+        return (window,) * num_layers
+    types = config.get("layer_types")
+    if types is None and architecture.full_every:
+        every = _positive_int(config, "sliding_window_pattern", architecture.full_every)
+        types = [_WINDOWED if (layer + 1) % every else _FULL for layer in range(num_layers)]
+    elif types is None:
+        first = config.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        if type(first) is not int:
+            raise UnsupportedModel(f"max_window_layers must be a whole number, not {first!r}", "max_window_layers")
+        types = [_WINDOWED if layer >= first else _FULL for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in (_WINDOWED, _FULL) for kind in types):
+        raise UnsupportedModel(f"layer_types must name {_WINDOWED} or {_FULL} for each layer", "layer_types")
+    return tuple(window if kind == _WINDOWED else None for kind in types)
+
+
+def _experts(config: Mapping[str, Any], architecture: Architecture) -> ExpertConfig | None:
+    names = architecture.experts
+    if names is None:
+        return None
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise UnsupportedModel("layers without experts among layers with them are not supported", "mlp_only_layers")
+    count_key = next((key for key in names.count_keys if key in config), names.count_keys[0])
+    count = _positive_int(config, count_key, at_most=MAX_EXPERTS)
+    per_token = _positive_int(config, "num_experts_per_tok", names.per_token)
+    if per_token > count:
+        raise UnsupportedModel(f"num_experts_per_tok is more than {count_key}", "num_experts_per_tok")
+    norm_topk_prob = bool(config.get(names.norm_topk_prob_key)) if names.norm_topk_prob_key else True
+    return ExpertConfig(count, per_token, _positive_int(config, names.size_key), norm_topk_prob)
+
+
+def _rope(config: Mapping[str, Any], architecture: Architecture, layer_type: str) -> RopeConfig:
+    """transformers 5 writes rope_parameters, by layer type where they differ; earlier ones keys of their own."""
+    found = config.get("rope_parameters") or {}
+    if not isinstance(found, dict):
+        raise UnsupportedModel("rope_parameters must be an object", "rope_parameters")
+    if architecture.local_rope and found and layer_type not in found:
+        raise UnsupportedModel(f"rope_parameters must have those of {layer_type}", "rope_parameters")
+    found = found.get(layer_type, found)
+    if layer_type == _WINDOWED and not config.get("rope_parameters"):
+        return RopeConfig(_positive_float(config, "rope_local_base_freq", 10_000.0))
+    found = found or config.get("rope_scaling") or {}
+    if not isinstance(found, dict):
+        raise UnsupportedModel("rope_scaling must be an object", "rope_scaling")
+    default = _positive_float(config, "rope_theta", architecture.rope_theta if layer_type == _FULL else 10_000.0)
+    if found.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
+        raise UnsupportedModel("rotary embeddings of a part of each head are not supported", "partial_rotary_factor")
+    return _scaled_rope(found, _positive_float(found, "rope_theta", default))
+
+
+def _scaled_rope(rope: Mapping[str, Any], theta: float) -> RopeConfig:
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, linear_factor=_positive_float(rope, "factor", 1.0))
+    if kind != "llama3":
+        raise UnsupportedModel(
+            f"rope scaling {kind!r} is not supported; supported are 'default', 'linear' and 'llama3'", "rope_scaling"
+        )
+    scaling = RopeScaling(
+        factor=_positive_float(rope, "factor", 1.0),
+        low_freq_factor=_positive_float(rope, "low_freq_factor", 1.0),
+        high_freq_factor=_positive_float(rope, "high_freq_factor", 4.0),
+        original_max_position=_positive_int(rope, "original_max_position_embeddings"),
+    )
+    return RopeConfig(theta, scaling)
+
+
+def _positive_int(config: Mapping[str, Any], key: str, default: int | None = None, at_most: int = 2**63 - 1) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UnsupportedModel(f"{key} must be a positive whole number, not {value!r}", key)
+    if value > at_most:
+        raise UnsupportedModel(f"{key} must be at most {at_most}", key)
+    return value
+
+
+def _positive_float(config: Mapping[str, Any], key: str, default: float) -> float:
+    value = config.get(key, default)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise UnsupportedModel(f"{key} must be a positive number, not {value!r}", key)
+    return float(value)

@@ -1,0 +1,88 @@
+"""The order in which a model's tensors lie in a pack.
+
+Read by the packer (to validate and lay out an upload) and by the engine (to find its weights); imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torchrelay.modelspec.architectures import ExpertNames
+from torchrelay.modelspec.config import ExpertConfig, ModelConfig
+
+DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor the architecture needs. The tensors of one ``group`` lie next to each other."""
+
+    name: str
+    shape: tuple[int, ...]
+    group: str
+
+
+def tensors_by_segment(config: ModelConfig) -> Iterator[tuple[TensorSpec, ...]]:
+    """The tensors of segment 0, 1, ... in the order they lie in the pack."""
+    yield (TensorSpec("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "embed"),)
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        yield (*_norms(config, prefix), *_attention(config, f"{prefix}self_attn."), *_mlp(config, prefix))
+    norm = TensorSpec("model.norm.weight", (config.hidden_size,), "norm")
+    head = TensorSpec("lm_head.weight", (config.vocab_size, config.hidden_size), "head")
+    yield (norm,) if config.tied_embeddings else (norm, head)
+
+
+def _norms(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
+    """``post_attention_layernorm`` is what its name says only where both sides are normed."""
+    names = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
+    if config.architecture.sandwich_norms:
+        names = {
+            "input_layernorm": "input_norm",
+            "post_attention_layernorm": "attention_out_norm",
+            "pre_feedforward_layernorm": "post_norm",
+            "post_feedforward_layernorm": "mlp_out_norm",
+        }
+    for name, group in names.items():
+        yield TensorSpec(f"{prefix}{name}.weight", (config.hidden_size,), group)
+    if config.architecture.qk_norm:
+        yield TensorSpec(f"{prefix}self_attn.q_norm.weight", (config.head_dim,), "q_norm")
+        yield TensorSpec(f"{prefix}self_attn.k_norm.weight", (config.head_dim,), "k_norm")
+
+
+def _attention(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
+    hidden = config.hidden_size
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sizes = [("q", q_size), ("k", kv_size), ("v", kv_size)]
+    if config.architecture.fused:
+        sizes = [("qkv", q_size + 2 * kv_size)]
+    for letter, size in sizes:
+        yield TensorSpec(f"{prefix}{letter}_proj.weight", (size, hidden), "qkv")
+    if config.architecture.qkv_bias:
+        for letter, size in sizes:
+            yield TensorSpec(f"{prefix}{letter}_proj.bias", (size,), "qkv_bias")
+    yield TensorSpec(f"{prefix}o_proj.weight", (hidden, q_size), "o")
+
+
+def _mlp(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
+    if config.experts is not None and config.architecture.experts is not None:
+        yield from _experts(config.experts, config.architecture.experts, config.hidden_size, prefix)
+        return
+    hidden, inner = config.hidden_size, config.intermediate_size
+    if config.architecture.fused:
+        yield TensorSpec(f"{prefix}mlp.gate_up_proj.weight", (2 * inner, hidden), "gate_up")
+    else:
+        for part in ("gate", "up"):
+            yield TensorSpec(f"{prefix}mlp.{part}_proj.weight", (inner, hidden), "gate_up")
+    yield TensorSpec(f"{prefix}mlp.down_proj.weight", (hidden, inner), "down")
+
+
+def _experts(experts: ExpertConfig, names: ExpertNames, hidden: int, prefix: str) -> Iterator[TensorSpec]:
+    inner = experts.intermediate_size
+    yield TensorSpec(f"{prefix}{names.router}", (experts.count, hidden), "router")
+    for expert in range(experts.count):
+        for name in (names.gate, names.up):
+            yield TensorSpec(prefix + name.format(expert), (inner, hidden), "gate_up")
+    for expert in range(experts.count):
+        yield TensorSpec(prefix + names.down.format(expert), (hidden, inner), "down")

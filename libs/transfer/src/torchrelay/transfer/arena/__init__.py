@@ -1,0 +1,1 @@
+"""Host memory that holds packs: the arena file, slabs and their verified bits, retention, range allocation."""

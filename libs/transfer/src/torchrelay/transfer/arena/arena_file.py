@@ -1,0 +1,51 @@
+"""The arena's file: opened by one process at a time, replaced when it is another kind of arena."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from torchrelay.common.errors import Conflict, NotFound
+from torchrelay.transfer.arena.slab_table import is_table_of
+
+
+def open_locked(path: Path, capacity_bytes: int) -> int:
+    """A descriptor of the file at ``path``, locked: new and empty, or an arena of this size and version.
+
+    Raises ``Conflict`` when another process has it, ``NotFound`` when its folder does not exist.
+    """
+    while True:
+        try:
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError as error:
+            raise NotFound(f"there is no folder {path.parent} for the arena", field="arena_path") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(file)
+            raise Conflict(f"the arena {path} belongs to another process that runs", field="arena_path") from error
+        if is_at(path, file):
+            num_bytes = os.fstat(file).st_size
+            if num_bytes == 0 or (num_bytes == capacity_bytes and is_table_of(os.pread(file, 64, 0), capacity_bytes)):
+                return file
+            path.unlink()  # those that map the old one keep it until they let go
+        os.close(file)
+
+
+def capacity_left_at(path: Path) -> int | None:
+    """The capacity of the arena that an earlier process left there; None: there is none that can be re-opened."""
+    try:
+        with path.open("rb") as file:
+            num_bytes = os.fstat(file.fileno()).st_size
+            return num_bytes if is_table_of(file.read(64), num_bytes) else None
+    except FileNotFoundError:
+        return None
+
+
+def is_at(path: Path, file: int) -> bool:
+    """Whether this open file is still the one that the path names."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False

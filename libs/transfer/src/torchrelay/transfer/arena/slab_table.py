@@ -1,0 +1,112 @@
+"""The arena's own record of its slabs: the first pages of its file, so that it outlives the store.
+
+[header 64 B][entry 64 B]...    an entry counts once its state says so, and that is written last
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torchrelay.transfer.arena.slab_format import ALIGN_BYTES, page_aligned
+from torchrelay.transfer.errors import ArenaCorrupted, ArenaFull
+
+MAX_SLABS = 1023
+_MAGIC = b"TRARENA1"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIIQQ")  # magic, version, entries, capacity, faulted bytes
+_FAULTED = struct.Struct("<Q")
+_FAULTED_OFFSET = 24
+_ENTRY = struct.Struct("<IIQQQ32s")  # state, unused, offset, bytes, last used, pack id
+_STATE = struct.Struct("<I")
+_LAST_USED = struct.Struct("<Q")
+_LAST_USED_OFFSET = 24
+_SIZE = 64
+_FREE, _USED = 0, 1
+TABLE_BYTES = page_aligned(_SIZE * (MAX_SLABS + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """Which pack lies in [begin, begin + num_bytes) of the arena; ``last_used`` is a tick that only rises."""
+
+    slot: int
+    pack_id: str
+    begin: int
+    num_bytes: int
+    last_used: int
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.num_bytes
+
+
+def is_table_of(front: bytes, capacity_bytes: int) -> bool:
+    """Whether a file that begins so is an arena of this version and size."""
+    return front[:_FAULTED_OFFSET] == _HEADER.pack(_MAGIC, _VERSION, MAX_SLABS, capacity_bytes, 0)[:_FAULTED_OFFSET]
+
+
+def check_ranges(entries: Iterable[TableEntry], faulted_bytes: int, capacity_bytes: int) -> None:
+    """Raises ``ArenaCorrupted`` when slabs overlap, or lie out of what is faulted in."""
+    if not TABLE_BYTES <= faulted_bytes <= capacity_bytes:
+        raise ArenaCorrupted(f"{faulted_bytes} bytes of {capacity_bytes} cannot be faulted in")
+    free_from = TABLE_BYTES
+    for entry in sorted(entries, key=lambda entry: entry.begin):
+        if entry.begin % ALIGN_BYTES or entry.num_bytes % ALIGN_BYTES or entry.num_bytes <= 0:
+            raise ArenaCorrupted(f"pack {entry.pack_id} does not lie on pages")
+        if entry.begin < free_from or entry.end > faulted_bytes:
+            raise ArenaCorrupted(f"pack {entry.pack_id} overlaps another or lies out of range")
+        free_from = entry.end
+
+
+class SlabTable:
+    """The table in the arena's memory. Its owner's lock guards it."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory[:TABLE_BYTES]
+
+    def format(self, capacity_bytes: int) -> None:
+        """Makes an empty table."""
+        self._memory[:] = bytes(TABLE_BYTES)
+        _HEADER.pack_into(self._memory, 0, _MAGIC, _VERSION, MAX_SLABS, capacity_bytes, 0)
+
+    @property
+    def faulted_bytes(self) -> int:
+        return int(_FAULTED.unpack_from(self._memory, _FAULTED_OFFSET)[0])
+
+    @faulted_bytes.setter
+    def faulted_bytes(self, num_bytes: int) -> None:
+        _FAULTED.pack_into(self._memory, _FAULTED_OFFSET, num_bytes)
+
+    def entries(self) -> list[TableEntry]:
+        """All slabs. Raises ``ArenaCorrupted`` for a state that was never written."""
+        found = []
+        for slot in range(MAX_SLABS):
+            state, _, begin, num_bytes, last_used, pack_id = _ENTRY.unpack_from(self._memory, _place(slot))
+            if state == _USED:
+                found.append(TableEntry(slot, pack_id.hex(), begin, num_bytes, last_used))
+            elif state != _FREE:
+                raise ArenaCorrupted(f"entry {slot} of the arena's table has state {state}")
+        return found
+
+    def add(self, pack_id: str, begin: int, num_bytes: int, last_used: int) -> TableEntry:
+        """Raises ``ArenaFull`` when every entry is taken."""
+        for slot in range(MAX_SLABS):
+            place = _place(slot)
+            if _STATE.unpack_from(self._memory, place)[0] == _FREE:
+                _ENTRY.pack_into(self._memory, place, _FREE, 0, begin, num_bytes, last_used, bytes.fromhex(pack_id))
+                _STATE.pack_into(self._memory, place, _USED)
+                return TableEntry(slot, pack_id, begin, num_bytes, last_used)
+        raise ArenaFull(f"the arena's table has no entry left: it holds {MAX_SLABS} packs")
+
+    def touch(self, entry: TableEntry, last_used: int) -> TableEntry:
+        _LAST_USED.pack_into(self._memory, _place(entry.slot) + _LAST_USED_OFFSET, last_used)
+        return replace(entry, last_used=last_used)
+
+    def remove(self, entry: TableEntry) -> None:
+        _STATE.pack_into(self._memory, _place(entry.slot), _FREE)
+
+
+def _place(slot: int) -> int:
+    return _SIZE * (slot + 1)

@@ -1,0 +1,168 @@
+"""The frames that follower and holder exchange: a fixed header, then at most as many bytes as the receiver expects.
+
+follower                                     holder
+HELLO   ticket, receiver, challenge  ->
+                                     <-      CHALLENGE   the holder's proof, its own challenge
+PROOF   the receiver's proof         ->
+WANT    runs of chunks, in order     ->
+                                     <-      HEAD        the buffer's head
+                                     <-      HAVE        how many chunks there are; a bitmap: those it has so far
+WANT    more of them, at any time    ->
+CANCEL  runs no longer wanted        ->
+                                     <-      CHUNK ...   each as soon as it is ready
+                                     <-      GAINED      runs of chunks that it has got since
+at any time                          <-      ALIVE       nothing ready of what is wanted, but not dead
+                                     <-      REFUSED     why; the last frame
+
+A chunk that was cancelled may come all the same: its sending had begun. What a holder sends it has, so GAINED tells
+only of chunks that wait to be sent, or were not asked for.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from torchrelay.common.errors import TorchrelayError, error_class
+from torchrelay.transfer.errors import ProtocolViolation
+from torchrelay.transfer.manifest import DIGEST_BYTES
+
+PROTOCOL_VERSION = 2
+MAX_HELLO_BYTES = 8 << 10
+MAX_REFUSAL_BYTES = 4 << 10
+MAX_HEAD_BYTES = 64 << 20
+MAX_WANT_BYTES = 1 << 20
+MAX_HAVE_BYTES = 1 << 20
+NO_DIGEST = bytes(DIGEST_BYTES)
+
+_HEADER = struct.Struct(">4sBxxxII32s")  # magic, kind, chunk index, payload bytes, BLAKE3 of a chunk
+_MAGIC = b"TRF1"
+_RUN = struct.Struct(">II")  # first chunk, number of chunks
+_DIGITS = bytes.maketrans(b"\0\1", b"01")
+_FLAGS = bytes.maketrans(b"01", b"\0\1")
+HEADER_BYTES = _HEADER.size
+
+
+class FrameKind(enum.IntEnum):
+    HELLO = 1
+    CHALLENGE = 2
+    PROOF = 3
+    WANT = 4
+    HEAD = 5
+    CHUNK = 6
+    ALIVE = 7
+    REFUSED = 8
+    HAVE = 9
+    CANCEL = 10
+    GAINED = 11
+
+
+class FrameHeader(NamedTuple):
+    """What precedes every payload. ``chunk`` is a chunk's number, and in HAVE how many there are; else, 0."""
+
+    kind: FrameKind
+    chunk: int
+    num_bytes: int
+    digest: bytes
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True):
+    """The first frame: who comes, with which right, and how often it wants to hear from a holder that waits."""
+
+    protocol_version: int
+    receiver_id: str
+    ticket: bytes  # a serialised Ticket
+    challenge: bytes
+    alive_every_ms: int
+    transfer_class: int = 0  # transport.TransferClass: what the stream yields to
+
+
+class Refusal(msgspec.Struct, frozen=True, array_like=True):
+    """The holder's last frame: the name and the sentence of an error."""
+
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, error: TorchrelayError) -> Refusal:
+        return cls(error.code, error.message[: MAX_REFUSAL_BYTES // 8])
+
+    def error(self) -> TorchrelayError:
+        return error_class(self.code)(self.message)
+
+
+def pack_header(kind: FrameKind, num_bytes: int, chunk: int = 0, digest: bytes = NO_DIGEST) -> bytes:
+    return _HEADER.pack(_MAGIC, kind, chunk, num_bytes, digest)
+
+
+def unpack_header(packed: bytes | bytearray | memoryview) -> FrameHeader:
+    """Raises ``ProtocolViolation`` for anything but a frame of this version."""
+    magic, kind, chunk, num_bytes, digest = _HEADER.unpack(packed)
+    if magic != _MAGIC or kind not in FrameKind._value2member_map_:
+        raise ProtocolViolation(f"{magic!r}, kind {kind}, is no frame of the data plane")
+    return FrameHeader(FrameKind(kind), chunk, num_bytes, digest)
+
+
+def pack_runs(wanted: Sequence[int]) -> bytes:
+    """Chunk numbers in the order wanted, as runs of following numbers: one run for a whole pack."""
+    return b"".join(_RUN.pack(begin, count) for begin, count in _runs(wanted))
+
+
+def unpack_runs(packed: bytes, num_chunks: int) -> list[int]:
+    """Raises ``ProtocolViolation`` when a chunk is beyond the buffer's end, or more are wanted than there are."""
+    if len(packed) % _RUN.size:
+        raise ProtocolViolation("the list of wanted chunks is cut off")
+    wanted: list[int] = []
+    for begin, count in _RUN.iter_unpack(packed):
+        if begin + count > num_chunks or len(wanted) + count > num_chunks:
+            raise ProtocolViolation(f"chunks [{begin}, {begin + count}) are wanted of a buffer of {num_chunks}")
+        wanted.extend(range(begin, begin + count))
+    return wanted
+
+
+def pack_bitmap(marks: bytes | bytearray) -> bytes:
+    """One byte per chunk, 0 or 1, as a bitmap: chunk 0 is the lowest bit of the first byte."""
+    digits = marks[::-1].translate(_DIGITS)  # a number in base 2, read and written in linear time
+    return int(digits or b"0", 2).to_bytes((len(marks) + 7) // 8, "little")
+
+
+def unpack_bitmap(packed: bytes, num_chunks: int) -> bytearray:
+    """Raises ``ProtocolViolation`` when the bitmap is not that of so many chunks."""
+    number = int.from_bytes(packed, "little")
+    if len(packed) != (num_chunks + 7) // 8 or number >> num_chunks:
+        raise ProtocolViolation(f"a bitmap of {len(packed)} bytes is not that of {num_chunks} chunks")
+    return bytearray(f"{number:0{num_chunks}b}"[: -num_chunks - 1 : -1].encode().translate(_FLAGS))
+
+
+def _runs(wanted: Iterable[int]) -> Iterable[tuple[int, int]]:
+    begin = end = -1
+    for index in wanted:
+        if index != end:
+            if end > begin:
+                yield begin, end - begin
+            begin = index
+        end = index + 1
+    if end > begin:
+        yield begin, end - begin
+
+
+def decode_hello(packed: bytes) -> Hello:
+    try:
+        return msgspec.msgpack.decode(packed, type=Hello)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolViolation(f"the greeting cannot be read: {error}") from error
+
+
+def decode_refusal(packed: bytes) -> Refusal:
+    try:
+        return msgspec.msgpack.decode(packed, type=Refusal)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolViolation(f"the refusal cannot be read: {error}") from error
+
+
+def encode(message: Hello | Refusal) -> bytes:
+    return msgspec.msgpack.encode(message)

@@ -1,0 +1,141 @@
+"""Tickets: the right of one receiver to read one buffer from one holder, until it expires.
+
+Every node has a key derived from the cluster's. The scheduler, which alone knows the cluster's key, makes tickets; a
+holder needs only its own key to check those meant for it, and can make none for others.
+
+    session        = HMAC(holder key, fields)            known to the holder, who computes it anew
+    sealed_session = session XOR HMAC(receiver key, fields)  opens for the receiver only
+    mac            = HMAC(holder key, fields, sealed_session)
+
+Each side then proves to the other that it knows the session key, by a MAC over the other's fresh challenge. So a
+ticket that is overheard or stolen is worth nothing without the receiver's key, while the receiver may use it again
+until it expires.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import struct
+
+from torchrelay.control.v1.types_pb2 import Ticket
+from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
+
+__all__ = [
+    "CHALLENGE_BYTES",
+    "PROOF_BYTES",
+    "Ticket",
+    "TicketIssuer",
+    "derive_node_key",
+    "prove_session",
+    "unseal_session",
+    "verify_ticket",
+]
+
+NONCE_BYTES = 16
+CHALLENGE_BYTES = 32
+PROOF_BYTES = SESSION_BYTES = 32
+MIN_KEY_BYTES = 16
+
+
+def derive_node_key(cluster_key: bytes, node_id: str) -> bytes:
+    """The key of one store or worker, 32 bytes."""
+    if len(cluster_key) < MIN_KEY_BYTES:
+        raise ValueError(f"the cluster key must have at least {MIN_KEY_BYTES} bytes")
+    return _mac(cluster_key, b"torchrelay node key", node_id.encode())
+
+
+class TicketIssuer:
+    """Makes tickets; only the scheduler has one."""
+
+    def __init__(self, cluster_key: bytes) -> None:
+        self._cluster_key = cluster_key
+
+    def issue(
+        self,
+        buffer_id: str,
+        holder_id: str,
+        receiver_id: str,
+        expires_unix_ms: int,
+        begin: int = 0,
+        end: int = 0,
+    ) -> Ticket:
+        """A ticket for the bytes [begin, end) of a buffer; ``end`` 0: to its end."""
+        ticket = Ticket(
+            buffer_id=buffer_id,
+            begin=begin,
+            end=end,
+            holder_id=holder_id,
+            receiver_id=receiver_id,
+            expires_unix_ms=expires_unix_ms,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+        )
+        holder_key = derive_node_key(self._cluster_key, holder_id)
+        receiver_key = derive_node_key(self._cluster_key, receiver_id)
+        ticket.sealed_session = _xor(_session(ticket, holder_key), _pad(ticket, receiver_key))
+        ticket.mac = _ticket_mac(ticket, holder_key)
+        return ticket
+
+
+def verify_ticket(ticket: Ticket, holder_id: str, holder_key: bytes, now_unix_ms: int) -> bytes:
+    """The holder's side: returns the session key, which the receiver has yet to prove that it knows.
+
+    Raises ``WrongHolder``, ``TicketExpired``, or ``TicketRefused`` for a MAC that is not ours.
+    """
+    if ticket.holder_id != holder_id:
+        raise WrongHolder(f"the ticket is for holder {ticket.holder_id!r}, this is {holder_id!r}")
+    if not hmac.compare_digest(ticket.mac, _ticket_mac(ticket, holder_key)):
+        raise TicketRefused("the ticket's MAC does not match")
+    check_expiry(ticket, now_unix_ms)
+    return _session(ticket, holder_key)
+
+
+def check_expiry(ticket: Ticket, now_unix_ms: int, grace_ms: int = 0) -> None:
+    """Raises ``TicketExpired`` once the ticket, and the grace, are over."""
+    if now_unix_ms >= ticket.expires_unix_ms + grace_ms:
+        raise TicketExpired(f"the ticket for {ticket.buffer_id} expired {now_unix_ms - ticket.expires_unix_ms} ms ago")
+
+
+def unseal_session(ticket: Ticket, receiver_key: bytes) -> bytes:
+    """The receiver's side: the session key; with a key that is not the receiver's, 32 meaningless bytes."""
+    if len(ticket.sealed_session) != SESSION_BYTES:
+        raise TicketRefused("the ticket has no sealed session key")
+    return _xor(ticket.sealed_session, _pad(ticket, receiver_key))
+
+
+def prove_session(session: bytes, side: bytes, challenge: bytes) -> bytes:
+    """What ``side`` (b"holder" or b"receiver") answers to the other's challenge; see ``hmac.compare_digest``."""
+    return _mac(session, b"torchrelay proof", side, challenge)
+
+
+def _session(ticket: Ticket, holder_key: bytes) -> bytes:
+    return _mac(holder_key, b"torchrelay session", *_fields(ticket))
+
+
+def _pad(ticket: Ticket, receiver_key: bytes) -> bytes:
+    return _mac(receiver_key, b"torchrelay seal", *_fields(ticket))
+
+
+def _ticket_mac(ticket: Ticket, holder_key: bytes) -> bytes:
+    return _mac(holder_key, b"torchrelay ticket", *_fields(ticket), ticket.sealed_session)
+
+
+def _fields(ticket: Ticket) -> tuple[bytes, ...]:
+    return (
+        ticket.buffer_id.encode(),
+        ticket.holder_id.encode(),
+        ticket.receiver_id.encode(),
+        struct.pack(">QQq", ticket.begin, ticket.end, ticket.expires_unix_ms),
+        ticket.nonce,
+    )
+
+
+def _mac(key: bytes, *parts: bytes) -> bytes:
+    # Lengths go in with the parts: no two rows of parts read the same.
+    framed = b"".join(struct.pack(">Q", len(part)) + part for part in parts)
+    return hmac.digest(key, framed, hashlib.sha256)
+
+
+def _xor(left: bytes, right: bytes) -> bytes:
+    return bytes(a ^ b for a, b in zip(left, right, strict=True))

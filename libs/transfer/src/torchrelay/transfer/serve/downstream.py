@@ -1,0 +1,282 @@
+"""The holder's end of one stream: checks the ticket, finds the buffer, and sends each wanted chunk once it is ready."""
+
+from __future__ import annotations
+
+import hmac
+import math
+import secrets
+import threading
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from google.protobuf.message import DecodeError
+
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.ids import new_id
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.transfer.buffers import Buffer, LeasedBuffer
+from torchrelay.transfer.errors import ProtocolViolation, RangeRefused, SourceClosed, WrongReceiver
+from torchrelay.transfer.protocol.frame_stream import FrameStream
+from torchrelay.transfer.protocol.frames import (
+    MAX_HELLO_BYTES,
+    MAX_WANT_BYTES,
+    PROTOCOL_VERSION,
+    FrameKind,
+    Hello,
+    Refusal,
+    decode_hello,
+    encode,
+    pack_bitmap,
+    pack_header,
+    pack_runs,
+    unpack_runs,
+)
+from torchrelay.transfer.protocol.tickets import (
+    CHALLENGE_BYTES,
+    PROOF_BYTES,
+    Ticket,
+    check_expiry,
+    prove_session,
+    verify_ticket,
+)
+from torchrelay.transfer.serve.send_queue import SendQueue
+from torchrelay.transfer.transport.interface import Connection, TransferClass
+
+HANDSHAKE_S = 10.0  # a peer that has not said in this time who it is and what it wants is sent away
+BATCH_BYTES = 256 << 10  # small chunks that are ready leave in one system call
+POLL_S = (
+    0.02  # how soon a stream that waits for a chunk sees that another was asked for; how often it tells what it got
+)
+# Whoever is at it when its ticket expires may ask on for so long: a relay that is nearly over then ends well. What was
+# asked in time is sent, however long it takes to be there.
+EXPIRY_GRACE_S = 10.0
+ALIVE_INTERVAL_RANGE_S = (0.02, 10.0)  # what a follower may ask for
+log = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HolderContext:
+    """Who serves: the holder's id and key, its clock, how it finds a buffer, and who counts the bytes.
+
+    ``find`` may take its time, calling its second argument meanwhile; raises ``UnknownBuffer``.
+    """
+
+    holder_id: str
+    node_key: bytes = field(repr=False)
+    unix_ms: Callable[[], int]
+    find: Callable[[str, Callable[[], None]], Buffer]
+    count_sent: Callable[[int], None]
+
+
+class Downstream:
+    """One follower's stream: a thread of its own that sends, and one that reads what the follower asks for."""
+
+    def __init__(self, holder: HolderContext, connection: Connection) -> None:
+        self._holder = holder
+        self._connection = connection
+        self._frames = FrameStream(connection, HANDSHAKE_S, ends_at=time.monotonic() + HANDSHAKE_S)
+        self._queue = SendQueue()
+        self._alive_s = ALIVE_INTERVAL_RANGE_S[1]
+        self._last_sent = time.monotonic()
+        self._announced = bytearray()  # the marks that the follower knows
+        self._announced_at = 0.0
+        self._busy_at = time.monotonic()
+        self._aborted = False
+        self._reading: threading.Thread | None = None
+
+    def run(self) -> None:
+        """The whole stream; a refusal is told to the follower, a follower that has gone ends it quietly."""
+        try:
+            self._serve()
+        except TorchrelayError as error:
+            log.info("stream_refused", code=error.code, reason=error.message)
+            with suppress(OSError):  # the follower has gone as well
+                self._frames.send(FrameKind.REFUSED, encode(Refusal.of(error)))
+        except OSError as error:
+            log.debug("follower_gone", reason=str(error))
+        finally:
+            self._frames.abort()
+            if self._reading is not None:
+                self._reading.join()
+            self._frames.close()
+
+    def abort(self) -> None:
+        """Ends the stream from another thread; it is over within ``LOOK_S``."""
+        self._aborted = True
+        self._frames.abort()
+
+    def idle_s(self, now: float) -> float:
+        """For how long the follower has wanted nothing. ``now``: monotonic."""
+        return now - self._busy_at
+
+    def _serve(self) -> None:
+        ticket = self._admit()
+        buffer = self._holder.find(ticket.buffer_id, self._keep_waiting)
+        with _leased(buffer):
+            self._announced = bytearray(buffer.ready_flags())
+            have = pack_bitmap(self._announced)
+            self._connection.send(
+                (
+                    pack_header(FrameKind.HEAD, len(buffer.head)),
+                    buffer.head,
+                    pack_header(FrameKind.HAVE, len(have), buffer.num_chunks),
+                    have,
+                )
+            )
+            self._begin_reading(ticket, buffer)
+            self._send_chunks(ticket, buffer)
+
+    def _begin_reading(self, ticket: Ticket, buffer: Buffer) -> None:
+        reading = threading.Thread(target=self._read, args=(ticket, buffer), name="wants", daemon=True)
+        try:
+            reading.start()
+        except RuntimeError as error:  # the system gives no thread more
+            raise ConnectionAbortedError(str(error)) from error
+        self._reading = reading
+
+    def _admit(self) -> Ticket:
+        hello = decode_hello(self._frames.receive(FrameKind.HELLO, MAX_HELLO_BYTES))
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise ProtocolViolation(f"protocol version {hello.protocol_version}; this holder speaks {PROTOCOL_VERSION}")
+        ticket = _ticket_of(hello)
+        session = verify_ticket(ticket, self._holder.holder_id, self._holder.node_key, self._holder.unix_ms())
+        challenge = secrets.token_bytes(CHALLENGE_BYTES)
+        self._frames.send(FrameKind.CHALLENGE, prove_session(session, b"holder", hello.challenge) + challenge)
+        proof = self._frames.receive(FrameKind.PROOF, PROOF_BYTES)
+        proven = hmac.compare_digest(proof, prove_session(session, b"receiver", challenge))
+        if hello.receiver_id != ticket.receiver_id or not proven:
+            raise WrongReceiver(f"the ticket is for receiver {ticket.receiver_id!r}, and this is not it")
+        self._alive_s = min(max(hello.alive_every_ms / 1000, ALIVE_INTERVAL_RANGE_S[0]), ALIVE_INTERVAL_RANGE_S[1])
+        self._connection.set_class(_class_of(hello))
+        return ticket
+
+    def _read(self, ticket: Ticket, buffer: Buffer) -> None:
+        """The reading thread: what the follower asks for, until it goes."""
+        frames = FrameStream(self._connection, math.inf)
+        try:
+            allowed = _allowed(ticket, buffer)
+            while True:
+                header = frames.receive_header()
+                runs = unpack_runs(frames.payload(header, MAX_WANT_BYTES), buffer.num_chunks)
+                if header.kind == FrameKind.WANT:
+                    self._check_expiry(ticket)
+                    _check_range(ticket, allowed, runs)
+                    self._queue.add(runs)
+                elif header.kind == FrameKind.CANCEL:
+                    self._queue.cancel(runs)
+                else:
+                    raise ProtocolViolation(f"a {header.kind.name} frame came where chunks are asked for")
+        except SourceClosed:
+            self._queue.end(ConnectionResetError("the follower has closed the stream"))
+        except (TorchrelayError, OSError) as error:
+            self._queue.end(error)
+
+    def _check_expiry(self, ticket: Ticket) -> None:
+        check_expiry(ticket, self._holder.unix_ms(), int(EXPIRY_GRACE_S * 1000))
+
+    def _send_chunks(self, ticket: Ticket, buffer: Buffer) -> None:
+        while True:
+            pending = self._queue.pending(POLL_S)
+            if pending:
+                self._busy_at = time.monotonic()
+            else:
+                self._check_expiry(ticket)
+            ready = buffer.wait_any(pending, min(self._alive_s, POLL_S)) if pending else []
+            gained = self._newly_ready(buffer)
+            if ready:
+                self._send_some(buffer, ready, gained)
+            elif gained:
+                self._frames.send(FrameKind.GAINED, gained)
+                self._last_sent = time.monotonic()
+            elif pending:
+                self._keep_alive()
+            if self._aborted:
+                raise ConnectionAbortedError("the holder shuts down")
+
+    def _send_some(self, buffer: Buffer, ready: list[int], gained: bytes) -> None:
+        parts: list[bytes | memoryview] = [pack_header(FrameKind.GAINED, len(gained)), gained] if gained else []
+        num_bytes = 0
+        for index in ready:
+            if self._queue.take(index):
+                chunk = buffer.chunk(index)
+                parts += (pack_header(FrameKind.CHUNK, len(chunk), index, buffer.digest(index)), chunk)
+                num_bytes += len(chunk)
+                self._announced[index] = 1
+                if num_bytes >= BATCH_BYTES:
+                    break
+        self._connection.send(parts)
+        self._last_sent = time.monotonic()
+        self._holder.count_sent(num_bytes)
+
+    def _newly_ready(self, buffer: Buffer) -> bytes:
+        """What has become ready and is neither told nor sent, packed; seldom, and empty if there is nothing."""
+        now = time.monotonic()
+        if now - self._announced_at < POLL_S or 0 not in self._announced:
+            return b""
+        self._announced_at = now
+        ready_flags = buffer.ready_flags()
+        gained = [index for index, mark in enumerate(ready_flags) if mark and not self._announced[index]]
+        for index in gained:
+            self._announced[index] = 1
+        return pack_runs(gained)
+
+    def _keep_waiting(self) -> None:
+        if self._connection.peer_closed():
+            raise ConnectionResetError("the follower has closed the stream")
+        self._keep_alive()
+
+    def _keep_alive(self) -> None:
+        """Tells the follower now and then that its holder is slow, not dead."""
+        if self._aborted:
+            raise ConnectionAbortedError("the holder shuts down")
+        if time.monotonic() - self._last_sent >= self._alive_s:
+            self._frames.send(FrameKind.ALIVE)
+            self._last_sent = time.monotonic()
+
+
+@contextmanager
+def _leased(buffer: Buffer) -> Iterator[None]:
+    if not isinstance(buffer, LeasedBuffer):
+        yield
+        return
+    owner = new_id("stream")
+    buffer.acquire(owner)
+    try:
+        yield
+    finally:
+        buffer.release(owner)
+
+
+def _ticket_of(hello: Hello) -> Ticket:
+    try:
+        return Ticket.FromString(hello.ticket)
+    except DecodeError as error:
+        raise ProtocolViolation("the ticket cannot be read") from error
+
+
+def _class_of(hello: Hello) -> TransferClass:
+    try:
+        return TransferClass(hello.transfer_class)
+    except ValueError as error:
+        raise ProtocolViolation(f"there is no transfer class {hello.transfer_class}") from error
+
+
+def _allowed(ticket: Ticket, buffer: Buffer) -> range | None:
+    """The chunks that lie wholly within the ticket's bytes; None: all."""
+    if ticket.begin == 0 and ticket.end == 0:
+        return None
+    end = ticket.end or buffer.num_bytes
+    offsets = list(accumulate((len(buffer.chunk(index)) for index in range(buffer.num_chunks)), initial=0))
+    return range(bisect_left(offsets, ticket.begin), max(bisect_right(offsets, end) - 1, 0))
+
+
+def _check_range(ticket: Ticket, allowed: range | None, wanted: Sequence[int]) -> None:
+    for index in wanted:
+        if allowed is not None and index not in allowed:
+            raise RangeRefused(
+                f"the ticket allows bytes [{ticket.begin}, {ticket.end or 'end'}) only; chunk {index} is not in them"
+            )

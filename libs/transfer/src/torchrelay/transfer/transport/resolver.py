@@ -1,0 +1,81 @@
+"""Names of hosts to addresses, within a time limit.
+
+The system's resolver may take half a minute when its servers are away, and cannot be interrupted: names are looked up
+on threads, one for each name however many ask for it, and whoever asks waits no longer than it likes.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from typing import Any
+
+from torchrelay.transfer.transport.interface import TICK_S
+
+SocketAddress = tuple[socket.AddressFamily, Any]  # the family, and what ``socket.connect`` takes
+
+
+class _Lookup:
+    """One name that is being looked up."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+        self.sockaddr: SocketAddress | None = None
+        self.error: OSError | None = None
+
+
+class Resolver:
+    """May be asked on any thread."""
+
+    def __init__(self) -> None:
+        self._lookups: dict[tuple[str, int], _Lookup] = {}
+        self._lock = threading.Lock()
+
+    def resolve(self, host: str, port: int, deadline: float, stop: threading.Event | None = None) -> SocketAddress:
+        """The first address of the name. An address as such is never looked up.
+
+        Raises ``OSError`` for a name that there is not, ``TimeoutError`` at ``deadline`` (monotonic),
+        ``InterruptedError`` when ``stop`` is set meanwhile.
+        """
+        try:
+            return _look_up(host, port, socket.AI_NUMERICHOST)
+        except (socket.gaierror, UnicodeError):
+            lookup = self._begin(host, port)
+        while not lookup.ended.wait(min(TICK_S, max(deadline - time.monotonic(), 0.0))):
+            if stop is not None and stop.is_set():
+                raise InterruptedError(f"stopped while looking up {host}")
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"the name {host!r} was not resolved in time")
+        if lookup.sockaddr is None:
+            raise OSError(f"the name {host!r} has no address: {lookup.error}") from lookup.error
+        return lookup.sockaddr
+
+    def _begin(self, host: str, port: int) -> _Lookup:
+        """The lookup under way, or a new one."""
+        with self._lock:
+            lookup = self._lookups.get((host, port))
+            if lookup is None:
+                lookup = _Lookup()
+                thread = threading.Thread(target=self._run, args=(host, port, lookup), name="resolve", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:  # the system gives no thread more
+                    raise OSError(str(error)) from error
+                self._lookups[host, port] = lookup
+            return lookup
+
+    def _run(self, host: str, port: int, lookup: _Lookup) -> None:
+        try:
+            lookup.sockaddr = _look_up(host, port)
+        except (OSError, UnicodeError) as error:  # a label that is too long is a UnicodeError
+            lookup.error = OSError(str(error))
+        finally:
+            with self._lock:
+                del self._lookups[host, port]
+            lookup.ended.set()
+
+
+def _look_up(host: str, port: int, flags: int = 0) -> SocketAddress:
+    family, _, _, _, sockaddr = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]
+    return family, sockaddr

@@ -1,0 +1,149 @@
+"""One direction of a shared-memory connection: a ring of bytes in a memfd, and a socket that tells how full it is.
+
+The sender writes into the ring and says how many bytes; the receiver reads them and, now and then, gives as many back.
+These counts are all that the socket carries, so there are no shared counters to get wrong: whoever is told of bytes may
+read them, a peer that dies closes the socket, and waiting is waiting for a message. The ring is written and read as a
+file, not mapped: the copies run without the interpreter's lock, and a peer cannot pull the memory from under us.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+
+from torchrelay.transfer.transport.interface import TICK_S
+from torchrelay.transfer.transport.iovec import drop_prefix, nonempty_views, take_prefix
+from torchrelay.transfer.transport.socket_timeouts import set_timeouts
+
+RING_BYTES = 1 << 20  # stays in the processor's cache
+PIECE_BYTES = RING_BYTES // 4  # the receiver reads one while the sender writes the next
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_NO_RING = -1
+_MAX_PARTS = 1024  # IOV_MAX
+_COUNT = struct.Struct("=I")
+_COUNTS_BYTES = 64 * _COUNT.size
+
+
+def make_ring() -> int:
+    """A memfd of ``RING_BYTES`` that nobody can shrink; its pages appear when they are first written."""
+    ring = os.memfd_create("torchrelay-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(ring, RING_BYTES)
+    fcntl.fcntl(ring, fcntl.F_ADD_SEALS, _SEALS)
+    return ring
+
+
+def check_ring(ring: int) -> None:
+    """Raises ``ConnectionError`` unless it is what ``make_ring`` makes."""
+    try:
+        seals = fcntl.fcntl(ring, fcntl.F_GET_SEALS)
+    except OSError as error:  # no memfd
+        raise ConnectionError(f"the peer's ring cannot be used: {error}") from error
+    if seals & _SEALS != _SEALS or os.fstat(ring).st_size != RING_BYTES:
+        raise ConnectionError("the peer's ring has another size, or might change it")
+
+
+class _RingEnd:
+    """Owns a socket for counts and a ring."""
+
+    def __init__(self, counts: socket.socket, ring: int) -> None:
+        self._counts, self._ring = counts, ring
+
+    def shutdown(self) -> None:
+        with suppress(OSError):  # the peer may have gone first
+            self._counts.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._counts.close()
+        if self._ring != _NO_RING:
+            os.close(self._ring)
+            self._ring = _NO_RING
+
+
+class RingWriter(_RingEnd):
+    """The sender's end."""
+
+    def __init__(self, counts: socket.socket, ring: int, send_timeout_s: float) -> None:
+        set_timeouts(counts, receive_s=send_timeout_s, send_s=send_timeout_s)
+        super().__init__(counts, ring)
+        self._send_timeout_s = send_timeout_s
+        self._at, self._num_free = 0, RING_BYTES
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        pending = nonempty_views(parts)
+        try:
+            while pending:
+                if not self._num_free:
+                    self._await_free()
+                piece = take_prefix(pending, min(self._num_free, RING_BYTES - self._at, PIECE_BYTES))
+                num_bytes = os.pwritev(self._ring, piece[:_MAX_PARTS], self._at)
+                self._at = (self._at + num_bytes) % RING_BYTES
+                self._num_free -= num_bytes
+                self._counts.send(_COUNT.pack(num_bytes))
+                drop_prefix(pending, num_bytes)
+        except BlockingIOError as error:
+            raise TimeoutError(f"the peer has taken nothing for {self._send_timeout_s:g} s") from error
+
+    def _await_free(self) -> None:
+        given_back = _receive_counts(self._counts)
+        if not given_back:
+            raise BrokenPipeError("the peer has gone")
+        self._num_free += given_back
+        if self._num_free > RING_BYTES:
+            raise ConnectionError("the peer gives back more than it got")
+
+
+class RingReader(_RingEnd):
+    """The receiver's end."""
+
+    def __init__(self, counts: socket.socket, ring: int, send_timeout_s: float) -> None:
+        set_timeouts(counts, receive_s=TICK_S, send_s=send_timeout_s)
+        super().__init__(counts, ring)
+        self._at, self._num_ready, self._num_owed = 0, 0, 0
+
+    def receive_into(self, view: memoryview) -> int:
+        if not self._num_ready:
+            try:
+                self._num_ready = _receive_counts(self._counts)
+            except BlockingIOError as error:
+                raise TimeoutError("nothing received") from error
+            except ConnectionResetError:  # it went without a look at what we gave back last
+                return 0
+            if self._num_ready > RING_BYTES - self._num_owed:
+                raise ConnectionError("the peer sends more than the ring holds")
+            if not self._num_ready:
+                return 0
+        wanted = view[: min(self._num_ready, RING_BYTES - self._at)]
+        num_bytes = os.preadv(self._ring, [wanted], self._at)
+        self._at = (self._at + num_bytes) % RING_BYTES
+        self._num_ready -= num_bytes
+        self._give_back(num_bytes)
+        return num_bytes
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._num_owed += num_bytes
+        if self._num_owed >= PIECE_BYTES:  # a sender that waits has filled the ring, so this point is reached
+            with suppress(BrokenPipeError, ConnectionResetError):  # a peer that has gone may still be read to its end
+                self._counts.send(_COUNT.pack(self._num_owed))
+            self._num_owed = 0
+
+    def peer_closed(self) -> bool:
+        if self._num_ready:
+            return False
+        try:
+            return not self._counts.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True
+
+
+def _receive_counts(counts: socket.socket) -> int:
+    """The sum of the counts that have come, at least one; 0: the peer has ended. Raises ``BlockingIOError``."""
+    packed = counts.recv(_COUNTS_BYTES)
+    if len(packed) % _COUNT.size:
+        raise ConnectionError("the peer sends no whole counts")
+    return sum(count for (count,) in _COUNT.iter_unpack(packed))

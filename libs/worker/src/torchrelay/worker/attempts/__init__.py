@@ -1,0 +1,1 @@
+"""running attempts, gateway outboxes, stop strings, usage registers; imports common, engine.core; not metrics, slot"""

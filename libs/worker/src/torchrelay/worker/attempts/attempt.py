@@ -1,0 +1,177 @@
+"""The attempts that one role is running, and how engine tokens become outputs for their gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torchrelay.common.tokens.text import StopChecker
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import types_pb2
+from torchrelay.engine.core import ChoiceSpec, Finish, GroupSpec, Logprobs, NewToken, SamplingParams
+from torchrelay.worker.attempts.outbox import Outbox
+
+FINISH_REASONS = {
+    Finish.STOP: pb.FINISH_REASON_STOP,
+    Finish.LENGTH: pb.FINISH_REASON_LENGTH,
+    Finish.CANCELLED: pb.FINISH_REASON_CANCELLED,
+}
+
+
+def group_id_of(key: types_pb2.AttemptKey) -> str:
+    """The engine's name of an attempt, and the id of its KV buffer."""
+    return f"{key.request_id}/{key.attempt}"
+
+
+def now_us() -> int:
+    """Unix time in microseconds."""
+    return time.time_ns() // 1000
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt as one role runs it. ``open_choices`` shrinks as choices finish."""
+
+    start: pb.AttemptStart
+    outbox: Outbox
+    stops: dict[int, StopChecker]
+    began_us: int = field(default_factory=now_us)
+    open_choices: set[int] = field(default_factory=set)
+    phases: list[pb.MeasuredPhase] = field(default_factory=list)
+    deadline: asyncio.TimerHandle | None = None
+    is_started: bool = False  # its stop checkers are there; tokens may come
+    is_prefilled: bool = False  # the engine has computed its prompt
+
+    def __post_init__(self) -> None:
+        self.open_choices = {choice.choice for choice in self.start.choices}
+
+    @property
+    def group_id(self) -> str:
+        return group_id_of(self.start.key)
+
+    def group(self) -> GroupSpec:
+        """The engine's view of the attempt."""
+        sampling = self.start.sampling
+        return GroupSpec(
+            group_id=self.group_id,
+            prompt=tuple(self.start.prompt),
+            num_prompt_tokens=self.start.num_prompt_tokens,
+            sampling=SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                presence_penalty=sampling.presence_penalty,
+                frequency_penalty=sampling.frequency_penalty,
+                logit_bias=tuple(sorted(sampling.logit_bias.items())),
+                top_logprobs=sampling.top_logprobs if sampling.HasField("top_logprobs") else None,
+                seed=sampling.seed,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=frozenset(sampling.stop_token_ids),
+            ),
+            choices=tuple(ChoiceSpec(c.choice, tuple(c.forced_output)) for c in self.start.choices),
+            tenant_id=self.start.tenant_id,
+            deadline_s=None if (left_s := self.left_s()) is None else time.monotonic() + left_s,
+        )
+
+    def left_s(self) -> float | None:
+        """Seconds to its deadline, below zero when it has passed; None without one."""
+        if not self.start.deadline_unix_ms:
+            return None
+        return self.start.deadline_unix_ms / 1000 - time.time()
+
+    def finish_of(self, token: NewToken) -> Finish | None:
+        """How ``token`` ends its choice: because a stop string is complete, or as the engine says."""
+        checker = self.stops.get(token.choice)
+        stopped = checker.step(token.token_id) if checker else False
+        return Finish.STOP if stopped else token.finish
+
+    def num_forced(self, choice: int) -> int:
+        """Output tokens the choice brought along; its first new token has this position."""
+        return next(len(spec.forced_output) for spec in self.start.choices if spec.choice == choice)
+
+    def output(self, token: NewToken, finish: Finish | None) -> pb.ChoiceOutput:
+        """The message for one new token; it carries the phases measured since the last."""
+        phases, self.phases = self.phases, []
+        return pb.ChoiceOutput(
+            key=self.start.key,
+            choice=token.choice,
+            first_position=token.position,
+            token_ids=[token.token_id],
+            finish_reason=FINISH_REASONS[finish] if finish else pb.FINISH_REASON_UNSPECIFIED,
+            num_cached_prompt_tokens=token.num_cached,
+            phases=phases,
+            logprobs=[_logprobs_to_proto(token.logprobs)] if token.logprobs else [],
+        )
+
+    def failure(self, error: pb.RunError) -> list[pb.ChoiceOutput]:
+        """What tells the gateway that the choices still open go no further here."""
+        return [
+            pb.ChoiceOutput(key=self.start.key, choice=choice, finish_reason=pb.FINISH_REASON_ERROR, error=error)
+            for choice in sorted(self.open_choices)
+        ]
+
+
+def deadline_error() -> pb.RunError:
+    """Why an attempt ends at its deadline."""
+    return pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
+
+
+def non_finite_logits_error(token: NewToken) -> pb.RunError:
+    """Why an attempt ends for whose next token the model gave no finite numbers."""
+    message = (
+        f"the model's logits are not finite (NaN or infinity) at output position {token.position}: its numbers overflow"
+        " with this prompt, and no token can be chosen"
+    )
+    return pb.RunError(code=pb.RunError.CODE_INTERNAL, message=message)
+
+
+def _logprobs_to_proto(logprobs: Logprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(
+        chosen=logprobs.chosen,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[value for _, value in logprobs.top],
+    )
+
+
+class Attempts:
+    """The running attempts of one role, by group id."""
+
+    def __init__(self) -> None:
+        self._by_group: dict[str, Attempt] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_group)
+
+    def __iter__(self) -> Iterator[Attempt]:
+        return iter(tuple(self._by_group.values()))
+
+    def get(self, group_id: str) -> Attempt | None:
+        return self._by_group.get(group_id)
+
+    def mark_prefilled(self, group_ids: Iterable[str]) -> None:
+        """The engine has computed these prompts."""
+        for group_id in group_ids:
+            if attempt := self._by_group.get(group_id):
+                attempt.is_prefilled = True
+
+    def add(self, attempt: Attempt) -> None:
+        self._by_group[attempt.group_id] = attempt
+
+    def remove(self, group_id: str) -> Attempt | None:
+        return self._by_group.pop(group_id, None)
+
+    def of_gateway(self, outbox: Outbox) -> list[Attempt]:
+        return [attempt for attempt in self if attempt.outbox is outbox]
+
+
+def dispatch_outputs(outputs: Iterable[tuple[Outbox, pb.ChoiceOutput]]) -> None:
+    """Puts each output into its gateway's box: one message per gateway and engine step."""
+    boxes: dict[Outbox, list[pb.ChoiceOutput]] = defaultdict(list)
+    for outbox, output in outputs:
+        boxes[outbox].append(output)
+    for outbox, gathered in boxes.items():
+        outbox.put(gathered)

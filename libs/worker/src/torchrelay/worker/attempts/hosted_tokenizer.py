@@ -1,0 +1,62 @@
+"""The tokenizer of the hosted model: workers need it only to judge stop strings."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import grpc
+from blake3 import blake3
+from tokenizers import Tokenizer
+
+from torchrelay.common.errors import DataCorrupted
+from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.tokens.text import StopChecker, load_tokenizer
+from torchrelay.control.v1 import param_store_pb2 as pb
+
+if TYPE_CHECKING:
+    from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub  # exists in the stubs only
+
+
+class HostedTokenizer:
+    """Keeps the tokenizer of the hosted model once somebody asked for it."""
+
+    def __init__(self, store: ParamStoreAsyncStub) -> None:
+        self._store = store
+        self._digest = ""
+        self._tokenizer: Tokenizer | None = None
+        self._lock = asyncio.Lock()
+
+    async def checkers(
+        self, digest: str, stop_strings: list[str], forced: dict[int, list[int]]
+    ) -> dict[int, StopChecker]:
+        """One checker per choice, brought to where its forced output ends. Raises ``TorchrelayError``."""
+        if not stop_strings:
+            return {}
+        tokenizer = await self._get(digest)
+        checkers = {choice: StopChecker(tokenizer, stop_strings) for choice in forced}
+        for choice, tokens in forced.items():
+            for token_id in tokens:
+                checkers[choice].step(token_id)
+        return checkers
+
+    async def _get(self, digest: str) -> Tokenizer:
+        async with self._lock:
+            tokenizer = self._tokenizer
+            if tokenizer is None or self._digest != digest:
+                encoded = await self._read(digest)
+                tokenizer = self._tokenizer = await asyncio.to_thread(load_tokenizer, encoded)
+                self._digest = digest
+            return tokenizer
+
+    async def _read(self, digest: str) -> bytes:
+        parts: list[bytes] = []
+        try:
+            async for part in self._store.ReadFile(pb.ReadFileRequest(digest=digest)):
+                parts.append(part.data)
+        except grpc.aio.AioRpcError as error:
+            raise error_from_rpc(error) from error
+        encoded = b"".join(parts)
+        if blake3(encoded).hexdigest() != digest:
+            raise DataCorrupted("the store's tokenizer does not match its digest", field="tokenizer.json")
+        return encoded

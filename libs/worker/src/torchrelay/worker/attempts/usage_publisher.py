@@ -1,0 +1,124 @@
+"""Usage registers on JetStream: how far each choice got, for the case that its gateway does not live to settle it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import nats.errors
+from nats.aio.client import Client
+
+from torchrelay.common.cancellation import raise_if_cancelled
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.worker.attempts.attempt import Attempt
+
+log = get_logger(__name__)
+PUBLISH_INTERVAL_S = 1.0
+MAX_UNSENT_REGISTERS = 1 << 16  # while NATS is away; beyond them the oldest are dropped
+
+
+@dataclass(slots=True)
+class _OpenRegister:
+    register: pb.UsageRegister
+    published_position: int = 0
+
+
+class UsagePublisher:
+    """Publishes the register of every choice at its first token, every second, and at its end.
+
+    Registers are merged by maximum, so a lost or repeated one never makes a bill wrong, only late; publishing therefore
+    never holds a token back, and waits for no acknowledgement.
+    """
+
+    def __init__(self, client: Client, subjects: Subjects) -> None:
+        self._client, self._subjects = client, subjects
+        self._entries: dict[tuple[str, int], _OpenRegister] = {}
+        self._urgent: deque[pb.UsageRegister] = deque(maxlen=MAX_UNSENT_REGISTERS)
+        self._wake = asyncio.Event()
+
+    @property
+    def num_open(self) -> int:
+        """Choices whose register may still rise."""
+        return len(self._entries)
+
+    def advance(self, attempt: Attempt, output: pb.ChoiceOutput) -> None:
+        """Notes what was put into the gateway's box."""
+        slot = (output.key.request_id, output.choice)
+        entry = self._entries.get(slot)
+        first = entry is None
+        if entry is None:
+            entry = self._entries[slot] = _OpenRegister(
+                pb.UsageRegister(
+                    request_id=output.key.request_id,
+                    choice=output.choice,
+                    num_prompt_tokens=attempt.start.num_prompt_tokens,
+                    gateway_id=attempt.outbox.gateway_id,
+                )
+            )
+        register = entry.register
+        register.attempt = output.key.attempt
+        register.num_cached_prompt_tokens = max(register.num_cached_prompt_tokens, output.num_cached_prompt_tokens)
+        register.output_position = max(register.output_position, output.first_position + len(output.token_ids))
+        register.cause = output.finish_reason
+        if output.finish_reason:
+            del self._entries[slot]
+        if first or output.finish_reason:
+            entry.published_position = register.output_position
+            self._urgent.append(pb.UsageRegister.FromString(register.SerializeToString()))
+            self._wake.set()
+
+    def forget(self, attempt: Attempt, cause: pb.FinishReason.ValueType) -> None:
+        """The attempt ended here without a last token: publishes where its open choices stand."""
+        for choice in attempt.open_choices:
+            entry = self._entries.pop((attempt.start.key.request_id, choice), None)
+            if entry is not None:
+                entry.register.cause = cause
+                self._urgent.append(entry.register)
+                self._wake.set()
+
+    def hand_off(self, attempt: Attempt) -> None:
+        """Another worker goes on with the open choices, and publishes what follows."""
+        for choice in attempt.open_choices:
+            self._entries.pop((attempt.start.key.request_id, choice), None)
+
+    async def run(self) -> None:
+        """Publishes until cancelled."""
+        due_s = time.monotonic() + PUBLISH_INTERVAL_S
+        while True:
+            try:
+                async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+            if time.monotonic() >= due_s:  # however often something urgent woke it
+                self._gather_advanced()
+                due_s = time.monotonic() + PUBLISH_INTERVAL_S
+            await self.flush()
+            raise_if_cancelled()
+
+    def _gather_advanced(self) -> None:
+        for entry in self._entries.values():
+            if entry.register.output_position > entry.published_position:
+                entry.published_position = entry.register.output_position
+                self._urgent.append(entry.register)
+
+    async def flush(self) -> None:
+        """Publishes what is due; what cannot be published now stays for the next time."""
+        try:
+            while self._urgent:
+                register = self._urgent.popleft()
+                await self._publish(register)
+        except (nats.errors.Error, OSError) as error:
+            log.warning("usage_not_published", error=str(error), num_registers=len(self._urgent))
+
+    async def _publish(self, register: pb.UsageRegister) -> None:
+        try:
+            await self._client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
+        except BaseException:  # cancelled too: published twice does no harm, never published does
+            self._urgent.appendleft(register)
+            raise

@@ -1,0 +1,1 @@
+"""step metrics, time shares, latency fits; imports engine.core/profile and common only; lowest"""

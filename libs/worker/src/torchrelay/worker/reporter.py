@@ -1,0 +1,102 @@
+"""What the worker says of itself: on NATS again and again, and to watchers at every change."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from nats.aio.client import Client
+
+from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.net.load_reports import publish_reports
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.control.v1 import reports_pb2, types_pb2
+from torchrelay.worker.metrics.time_shares import NO_SHARES, TimeShares, bottleneck
+from torchrelay.worker.worker import Worker
+
+
+class Reporter:
+    """Makes reports of one worker and publishes them."""
+
+    def __init__(self, worker: Worker, grpc_address: str) -> None:
+        self._worker, self._grpc_address = worker, grpc_address
+
+    def report(self) -> reports_pb2.WorkerReport:
+        worker = self._worker
+        settings, step_metrics = worker.settings, worker.step_metrics
+        instance = worker.engine.instance
+        free = instance.num_free_pages / instance.num_pages if instance and instance.num_pages else 1.0
+        prefill, decode = (self._num_attempts(number) for number in (types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE))
+        queued = self._queued_prompts()
+        latency = step_metrics.latency(worker.slot.instance_labels)
+        return reports_pb2.WorkerReport(
+            worker_id=settings.worker_id,
+            incarnation=worker.incarnation,
+            host_id=settings.host_id,
+            grpc_address=self._grpc_address,
+            data_address=worker.data_address,
+            roles=settings.role_numbers,
+            epoch=worker.slot.epoch,
+            slot=worker.slot.report(),
+            kv_pool_bytes=settings.kv_pool_bytes,
+            kv_free_bytes=int(settings.kv_pool_bytes * free),
+            num_running=max(prefill, decode),
+            num_queued_prefill_tokens=sum(queued),
+            prefill_tokens_per_s=step_metrics.prefill_tokens_per_s,
+            step_s=step_metrics.step_s,
+            num_positions_prefilled=step_metrics.num_positions_prefilled,
+            num_positions_decoded=step_metrics.num_positions_decoded,
+            kv_bytes_received=step_metrics.kv_bytes_received,
+            kv_bytes_sent=worker.holder.bytes_sent,
+            slot_start_s=step_metrics.slot_start_s,
+            keeps_prefixes=settings.prefix_cache,
+            device=settings.device.partition(":")[0],
+            profile=_profile_to_proto(step_metrics.time_shares_of(worker.slot.instance_labels)),
+            latency=_latency_to_proto(latency) if latency else None,
+            queued_prefill_s=sum(map(latency.prefill_s, queued)) if latency and latency.prefill.known else 0.0,
+        )
+
+    def activity(self) -> tuple[int, ...]:
+        """Differs from what it was when something has gone on that the scheduler places by.
+
+        Positions prefilled are part of it: where one prompt is done and another comes, there are as many as before, but
+        the scheduler takes what it placed since the last report to be waiting still. What decoding alone moves, its
+        positions and times of steps, can wait for the next report that comes anyhow; changes of the slot are streamed.
+        """
+        worker = self._worker
+        return (
+            worker.step_metrics.num_positions_prefilled,
+            worker.step_metrics.kv_bytes_received,
+            worker.holder.bytes_sent,
+            len(self._queued_prompts()),
+            *(len(role.attempts) for role in worker.roles),
+        )
+
+    def _num_attempts(self, number: types_pb2.Role.ValueType) -> int:
+        role = self._worker.role(number)
+        return len(role.attempts) if role else 0
+
+    def _queued_prompts(self) -> list[int]:
+        """Tokens of each prompt that is not computed yet; of one under way all."""
+        role = self._worker.role(types_pb2.ROLE_PREFILL)
+        waiting = [attempt for attempt in role.attempts if not attempt.is_prefilled] if role else []
+        return [attempt.start.num_prompt_tokens for attempt in waiting]
+
+    async def run(self, nats_client: Client) -> None:
+        """Publishes until cancelled."""
+        subject = Subjects(self._worker.settings.nats_prefix).worker_load(self._worker.settings.worker_id)
+        await publish_reports(nats_client, subject, self.activity, self.report)
+
+
+def _profile_to_proto(shares: TimeShares) -> reports_pb2.EngineProfile | None:
+    """None before the first step."""
+    if shares == NO_SHARES:
+        return None
+    return reports_pb2.EngineProfile(**asdict(shares), bottleneck=bottleneck(shares))
+
+
+def _latency_to_proto(model: LatencyModel) -> reports_pb2.LatencyModel:
+    return reports_pb2.LatencyModel(
+        prefill=reports_pb2.StepCost(**asdict(model.prefill)),
+        decode=reports_pb2.StepCost(**asdict(model.decode)),
+        token_budget=model.token_budget,
+    )

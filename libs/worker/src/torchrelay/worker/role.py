@@ -1,0 +1,291 @@
+"""What the prefill and decode roles have in common: streams from gateways in, outputs of engine steps out."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import grpc
+
+from torchrelay.common.errors import Conflict, InvalidRequest, Overloaded, TorchrelayError, Unavailable
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.quantities import format_count
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import types_pb2
+from torchrelay.engine.core import Finish, NewToken
+from torchrelay.worker.attempts.attempt import (
+    Attempt,
+    Attempts,
+    deadline_error,
+    dispatch_outputs,
+    group_id_of,
+    non_finite_logits_error,
+)
+from torchrelay.worker.attempts.outbox import Outbox
+
+if TYPE_CHECKING:
+    from torchrelay.worker.worker import Worker
+
+log = get_logger(__name__)
+START_TIMEOUT_S = 10.0  # a gateway starts an attempt at both its workers at once
+
+
+class WorkerRole(ABC):
+    """One role of a worker: serves ``Run`` streams and turns engine tokens into outputs.
+
+    A role package names its subclass in the entry point group ``torchrelay.roles``.
+    """
+
+    number: ClassVar[types_pb2.Role.ValueType]
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.attempts = Attempts()
+        self._awaited_starts: dict[str, asyncio.Future[Attempt]] = {}
+
+    @abstractmethod
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the role's servicer."""
+
+    @abstractmethod
+    async def begin(self, attempt: Attempt) -> None:
+        """Starts an attempt that is already among ``attempts``. Raises ``TorchrelayError``."""
+
+    @abstractmethod
+    def drop(self, attempt: Attempt) -> None:
+        """Frees what the role holds for an attempt that was cancelled, failed or ended."""
+
+    @abstractmethod
+    def delivers(self, attempt: Attempt, token: NewToken) -> bool:
+        """Whether this role delivers ``token``."""
+
+    def record_phases(self, attempt: Attempt) -> None:  # noqa: B027  (a hook, empty unless a role has something to add)
+        """Called before each of its tokens goes out; adds to ``attempt.phases`` what has just ended."""
+
+    def on_delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:  # noqa: B027
+        """Called for each token that goes out; roles add what follows from it."""
+
+    def pages_freed(self) -> None:  # noqa: B027
+        """Called when KV pages may have come free."""
+
+    def is_done(self, attempt: Attempt) -> bool:
+        """Whether nothing is left to do for an attempt once its last choice has finished."""
+        return True
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Runs what the role needs in the background."""
+        yield
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    async def Run(self, requests: AsyncIterator[pb.RunCommand], context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """One gateway's stream; its end cancels the gateway's attempts."""
+        hello = await anext(aiter(requests), None)
+        if hello is None or not hello.HasField("hello"):
+            raise InvalidRequest("the first message of a Run stream must be hello", field="hello")
+        outbox = Outbox(hello.hello.gateway_id)
+        writer = asyncio.ensure_future(self._write(outbox, context))
+        try:
+            async with asyncio.TaskGroup() as starts:
+                async for command in requests:
+                    self._apply(command, outbox, starts)
+        finally:
+            writer.cancel()
+            for attempt in self.attempts.of_gateway(outbox):
+                self.end(attempt, pb.FINISH_REASON_CANCELLED)
+            await asyncio.gather(writer, return_exceptions=True)
+
+    async def wait_for_start(self, group_id: str) -> Attempt:
+        """The attempt of this name, once its gateway has started it here. Raises ``Unavailable`` if it never does."""
+        attempt = self.attempts.get(group_id)
+        if attempt is not None and attempt.is_started:
+            return attempt
+        future = self._awaited_starts.setdefault(group_id, asyncio.get_running_loop().create_future())
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                return await asyncio.shield(future)
+        except TimeoutError:
+            raise Unavailable(f"no gateway started {group_id} here within {START_TIMEOUT_S:g} s") from None
+        finally:
+            self._awaited_starts.pop(group_id, None)
+
+    async def _write(self, outbox: Outbox, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        while True:
+            await context.write(await outbox.take())
+
+    def _apply(self, command: pb.RunCommand, outbox: Outbox, starts: asyncio.TaskGroup) -> None:
+        if command.HasField("start"):
+            starts.create_task(self._start(command.start, outbox))
+        elif command.HasField("cancel"):
+            attempt = self.attempts.get(group_id_of(command.cancel.key))
+            if attempt is not None:
+                self.end(attempt, pb.FINISH_REASON_CANCELLED)
+
+    async def _start(self, start: pb.AttemptStart, outbox: Outbox) -> None:
+        attempt = Attempt(start, outbox, {})
+        running = self.attempts.get(attempt.group_id)
+        if running is not None:
+            if running.outbox is not outbox:  # its tokens go to the other stream: this one must not wait for them
+                text = "the attempt runs on another stream already"
+                outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
+            return
+        hosted = self.worker.slot.serving_instance(start.instance_id, self.number)
+        if hosted is None:
+            outbox.put(attempt.failure(self._absence(start.instance_id)))
+            return
+        if len(self.attempts) >= self.worker.settings.max_attempts:
+            text = f"this worker runs {format_count(len(self.attempts), 'attempt')} already"
+            outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
+            return
+        self.attempts.add(attempt)
+        self._watch_deadline(attempt)
+        try:
+            attempt.stops = await self.worker.tokenizers.checkers(
+                hosted.version.tokenizer_digest,
+                list(start.sampling.stop_strings),
+                {choice.choice: list(choice.forced_output) for choice in start.choices},
+            )
+            await hosted.settled.wait()  # a loading instance takes requests as soon as it is mapped
+            if self.is_running(attempt):
+                attempt.is_started = True
+                expected = self._awaited_starts.get(attempt.group_id)
+                if expected is not None and not expected.done():
+                    expected.set_result(attempt)
+                await self.begin(attempt)
+        except TorchrelayError as error:
+            self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
+        except Exception as error:
+            self.fail_unexpected(attempt, error)
+
+    def is_running(self, attempt: Attempt) -> bool:
+        """Whether it was neither cancelled nor failed nor ended; ask again after every wait."""
+        return self.attempts.get(attempt.group_id) is attempt
+
+    def _absence(self, instance_id: str) -> pb.RunError:
+        """Why an instance does not take requests here."""
+        slot = self.worker.slot
+        if slot.failed_instance_id == instance_id:
+            return pb.RunError(code=pb.RunError.CODE_LOAD_FAILED, message=slot.error)
+        text = f"{instance_id} does not take requests on {self.worker.settings.worker_id}"
+        return pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)
+
+    def _watch_deadline(self, attempt: Attempt) -> None:
+        left_s = attempt.left_s()
+        if left_s is not None:
+            loop = asyncio.get_running_loop()
+            attempt.deadline = loop.call_later(max(0.0, left_s), self.fail, attempt, deadline_error())
+
+    def spawn(self, attempt: Attempt, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Runs ``work`` for an attempt in the background; an error that it did not expect ends the attempt."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                self.fail_unexpected(attempt, error)
+
+        self.worker.spawn(run(), f"{name} {attempt.group_id}")
+
+    # -- outputs -----------------------------------------------------------------------------------------------------
+
+    def deliver(self, tokens: Sequence[NewToken]) -> None:
+        """Sends this role's tokens of one engine step to their gateways."""
+        outputs: list[tuple[Outbox, pb.ChoiceOutput]] = []
+        for token in tokens:
+            attempt = self.attempts.get(token.group_id)
+            if attempt is None or token.choice not in attempt.open_choices:
+                continue
+            if token.finish is Finish.NOT_FINITE:
+                self.fail(attempt, non_finite_logits_error(token))
+                continue
+            try:
+                output = self._advance(attempt, token)
+            except Exception as error:  # the other attempts' tokens of this step must not be lost
+                self.fail_unexpected(attempt, error)
+                continue
+            if output is not None:
+                outputs.append((attempt.outbox, output))
+        dispatch_outputs(outputs)
+
+    def _advance(self, attempt: Attempt, token: NewToken) -> pb.ChoiceOutput | None:
+        """Moves an attempt on by one token; gives its output when this role delivers it."""
+        finish, output = attempt.finish_of(token), None
+        if self.delivers(attempt, token):
+            self.record_phases(attempt)
+            output = attempt.output(token, finish)
+            self.worker.usage.advance(attempt, output)
+            self.on_delivered(attempt, token, finish)
+        if finish is not None:
+            self._finish(attempt, token)
+        return output
+
+    def _finish(self, attempt: Attempt, token: NewToken) -> None:
+        attempt.open_choices.discard(token.choice)
+        if token.finish is None:  # a stop string: the engine does not know yet
+            self.worker.cancel(token.group_id, token.choice)
+        if not attempt.open_choices and self.is_done(attempt):
+            self.forget(attempt)
+
+    def forget(self, attempt: Attempt) -> bool:
+        """Lets go of an attempt. False when it was gone already."""
+        if self.attempts.remove(attempt.group_id) is None:
+            return False
+        if attempt.deadline is not None:
+            attempt.deadline.cancel()
+        self.drop(attempt)
+        self.worker.attempt_ended()
+        return True
+
+    def end(self, attempt: Attempt, cause: pb.FinishReason.ValueType) -> None:
+        """Stops an attempt whose gateway does not want it any more; nothing is sent."""
+        if self.forget(attempt):
+            self.worker.cancel(attempt.group_id)
+            self.worker.usage.forget(attempt, cause)
+
+    def fail(self, attempt: Attempt, error: pb.RunError) -> None:
+        """Ends an attempt with an error for its gateway."""
+        if self.forget(attempt):
+            name = pb.RunError.Code.Name(error.code)
+            log.warning("attempt_failed", group_id=attempt.group_id, code=name, why=error.message)
+            self.worker.cancel(attempt.group_id)
+            attempt.outbox.put(attempt.failure(error))
+            self.worker.usage.forget(attempt, pb.FINISH_REASON_ERROR)
+
+    def expire(self, group_ids: Iterable[str]) -> None:
+        """Ends the attempts that the engine has found late."""
+        for group_id in group_ids:
+            attempt = self.attempts.get(group_id)
+            if attempt is not None:
+                self.fail(attempt, deadline_error())
+
+    def fail_unexpected(self, attempt: Attempt, error: Exception) -> None:
+        """Ends an attempt by an error that nobody foresaw; the stream's other attempts go on."""
+        log.error("attempt_broke", group_id=attempt.group_id, exc_info=error)
+        self.fail(attempt, pb.RunError(code=pb.RunError.CODE_INTERNAL, message="the worker could not run the request"))
+
+    def fail_all(self, error: pb.RunError) -> None:
+        for attempt in self.attempts:
+            self.fail(attempt, error)
+
+
+def _code_of(error: TorchrelayError) -> pb.RunError.Code.ValueType:
+    """What the gateway shall make of it: try elsewhere, or give up."""
+    if isinstance(error, Conflict | Overloaded):
+        return pb.RunError.CODE_WRONG_INSTANCE
+    if isinstance(error, Unavailable):
+        return pb.RunError.CODE_LOAD_FAILED
+    return pb.RunError.CODE_INTERNAL
+
+
+def load_roles(names: Sequence[str], worker: Worker) -> list[WorkerRole]:
+    """The installed roles of these names. Raises ``InvalidRequest`` naming the package to install."""
+    found = {point.name: point for point in entry_points(group="torchrelay.roles")}
+    for name in names:
+        if name not in found:
+            raise InvalidRequest(f"role {name!r} is not installed: pip install torchrelay-{name}", field="roles")
+    return [found[name].load()(worker) for name in names]

@@ -1,0 +1,165 @@
+"""Takes a model into the slot: holds its pack at this host's store, maps it, and follows the chunks as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING
+
+import grpc
+
+from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.process.telemetry import get_logger, span_of
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.engine.core import LoadFailed
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+from torchrelay.engine.kv.pool import KvPool
+from torchrelay.transfer.arena.slab import MappedSlab
+from torchrelay.worker.attempts.attempt import now_us
+from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.engine_thread import EngineThread
+from torchrelay.worker.slot.slot import LOADING, READY, Slot
+
+if TYPE_CHECKING:
+    from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub  # exists in the stubs only
+
+    HoldCall = grpc.aio.UnaryStreamCall[pb.HoldRequest, pb.HoldReply]
+
+log = get_logger(__name__)
+HOLD_RETRY_S = 0.5
+
+
+class Loader:
+    """One load, from Hold to the last layer; keeps the pack pinned until it is cancelled."""
+
+    def __init__(
+        self,
+        slot: Slot,
+        engine: EngineThread,
+        pool: KvPool,
+        store: ParamStoreAsyncStub,
+        settings: WorkerSettings,
+        active_processes: ActiveProcesses | None,
+    ) -> None:
+        self._slot, self._engine, self._pool, self._store = slot, engine, pool, store
+        self._settings, self._active_processes = settings, active_processes
+        self._instance: Instance | None = None
+        self._slab: MappedSlab | None = None
+        self._mapped_at = ("", 0)  # arena file and offset that are mapped
+        self._next_segment = 0
+        self._why_closed = "the instance was unloaded"
+        self.closing = False  # cleaning up; must not be cancelled again
+
+    async def run(self, pack_id: str, traceparent: str) -> None:
+        """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes do not come."""
+        request = pb.HoldRequest(pack_id=pack_id, owner_id=self._settings.worker_id)
+        hold = self._store.Hold(request)
+        try:
+            with span_of("worker.load", traceparent, pack_id=pack_id):
+                await self._load(hold)
+            while True:
+                await self._hold_until_lost(hold)
+                hold = self._store.Hold(request, wait_for_ready=True)
+                await self._check_mapping(hold)
+        except LoadFailed as error:
+            self._why_closed = error.message
+            raise
+        finally:
+            self.closing = True
+            try:
+                await self._close()
+            finally:
+                hold.cancel()  # only now: without the pin the range may be given to another pack
+
+    async def _hold_until_lost(self, hold: HoldCall) -> None:
+        """Keeps the pin. The mapping outlives the store; a store that comes back must learn of the pin again."""
+        try:
+            async for _ in hold:
+                pass
+        except grpc.aio.AioRpcError as error:
+            log.warning("hold_lost", why=error.details())
+        await asyncio.sleep(HOLD_RETRY_S)
+
+    async def _check_mapping(self, hold: HoldCall) -> None:
+        """The pack must lie where it was mapped: else its range may hold another one. Raises ``LoadFailed``."""
+        assert self._slab is not None
+        try:
+            reply = await anext(aiter(hold))
+        except (grpc.aio.AioRpcError, StopAsyncIteration) as error:
+            if isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.UNAVAILABLE:
+                return  # the store went away again: once more
+            raise LoadFailed("the store no longer holds the pack that this instance computes with") from error
+        if (reply.arena_path, reply.slab_offset) != self._mapped_at:
+            raise LoadFailed("the store holds the pack at another place than this instance has mapped")
+
+    async def _load(self, hold: HoldCall) -> None:
+        try:
+            await self._follow(hold.__aiter__())
+        except grpc.aio.AioRpcError as error:
+            raise LoadFailed(f"the store gave no pack: {error_from_rpc(error).message}") from error
+        except StopAsyncIteration:
+            raise LoadFailed("the store ended the hold before the pack was complete") from None
+
+    async def _follow(self, replies: AsyncIterator[pb.HoldReply]) -> None:
+        """Maps the pack at the first reply, and opens its segments as the next ones come."""
+        begin = now_us()
+        reply = await anext(replies)
+        self._slot.add_phase("hold", begin)
+        begin = now_us()
+        self._mapped_at = (reply.arena_path, reply.slab_offset)
+        slab = self._slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)
+        num_segments = len(slab.manifest.segments)
+        await self._engine.call(lambda: self._build(slab))
+        self._slot.add_phase("map", begin)
+        if self._slot.hosted is not None:
+            self._slot.hosted.settled.set()
+        begin = now_us()
+        self._advance(reply.num_segments_ready, num_segments, begin)
+        while self._next_segment < num_segments:
+            reply = await anext(replies)
+            if reply.error:
+                raise LoadFailed(reply.error)
+            self._advance(reply.num_segments_ready, num_segments, begin)
+        if self._slot.state == LOADING:  # else it drains already
+            await self._slot.move(READY)
+
+    def _build(self, slab: MappedSlab) -> None:
+        self._engine.instance = self._instance = Instance(
+            slab.manifest,
+            slab.data,
+            self._pool,
+            token_budget=self._settings.token_budget,
+            kv_block_tokens=self._settings.kv_block_tokens,
+            prefix_cache=self._settings.prefix_cache,
+            cpu_reorder=self._settings.cpu_reorder,
+            on_segment=self._engine.wake,
+            active_processes=self._active_processes,
+        )
+
+    def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:
+        """Opens every further segment that is whole. What watchers see of it, they see in the next report."""
+        assert self._instance is not None and self._slot.hosted is not None
+        for segment in range(self._next_segment, num_ready):
+            self._instance.segment_ready(segment)
+            if segment == 1:
+                self._slot.add_phase("first_layer", begin_us)
+        self._next_segment = num_ready
+        self._slot.hosted.num_layers_ready = max(0, min(num_ready - 1, num_segments - 2))
+        if num_ready == num_segments:
+            self._slot.add_phase("last_layer", begin_us)
+
+    async def _close(self) -> None:
+        if self._instance is not None:
+            self._instance.fail(self._why_closed)  # frees a step that waits for layers
+        await self._engine.call(self._forget)
+        if self._slab is not None:
+            self._slab.close()
+
+    def _forget(self) -> None:
+        """On the engine's thread, where a build that nobody waits for any more has been run before."""
+        instance, self._instance = self._instance, None
+        if instance is not None:
+            if self._engine.instance is instance:
+                self._engine.instance = None
+            instance.close()

@@ -1,0 +1,82 @@
+"""The decode side of a hand-over: follows one KV buffer from its prefill worker into the pages reserved for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from torchrelay.control.v1 import decode_pb2
+from torchrelay.engine.kv.kv_import import KvImport
+from torchrelay.engine.kv.layout import KvLayout
+from torchrelay.transfer.fetch.follow import Receiver, SourceAddress, follow
+from torchrelay.transfer.transport.auto import prefer_local
+from torchrelay.transfer.transport.interface import Transport
+
+
+class KvReceiver:
+    """One KV buffer on its way in. ``receive`` blocks and runs on a thread of its own; ``stop`` ends it early."""
+
+    def __init__(
+        self,
+        offer: decode_pb2.KvOffer,
+        layout: KvLayout,
+        kv_import: KvImport,
+        receiver: Receiver,
+        transport: Transport,
+        host_id: str = "",
+    ) -> None:
+        self.kv_import, self.layout = kv_import, layout
+        self.num_bytes = 0
+        self._receiver, self._transport = receiver, transport
+        self._source = _source(offer, host_id)
+        self._stop = threading.Event()
+        self._staged: dict[int, bytearray] = {}
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def receive(self, write: Callable[[Callable[[], None], threading.Event], None], stall_s: float) -> bytes:
+        """Follows the buffer; hands each verified chunk to ``write`` for the engine's thread. Returns the trailer.
+
+        Raises the transfer's errors when the buffer stops coming.
+        """
+        source = self._source
+        wanted = range(self.layout.num_chunks)
+        trailer = b""
+        for index in follow(
+            source.ticket.buffer_id,
+            wanted,
+            [source],
+            self,
+            self._receiver,
+            stop=self._stop,
+            stall_s=stall_s,
+            transport=self._transport,
+        ):
+            data = self._staged.pop(index)
+            self.num_bytes += len(data)
+            if index == self.layout.trailer_index:
+                trailer = bytes(data)
+            else:
+                write(partial(self.kv_import.write, index, memoryview(data)), self._stop)
+        return trailer
+
+    # -- transfer.Sink: chunks are staged, for the pages of a sequence do not lie in a row
+
+    def chunk(self, index: int) -> memoryview:
+        staged = self._staged[index] = bytearray(self.layout.chunk_bytes(index))
+        return memoryview(staged)
+
+    def digest(self, index: int) -> bytes | None:
+        return None  # known only to the prefill worker: the frame carries it
+
+    def accept(self, index: int) -> None:
+        """Nothing to mark: the generator hands the chunk on."""
+
+
+def _source(offer: decode_pb2.KvOffer, host_id: str) -> SourceAddress:
+    """The prefill worker; by its local door when both say that they are on the same host."""
+    source = offer.source
+    local_address = offer.local_address if host_id and offer.host_id == host_id else ""
+    return SourceAddress(source.holder_id, prefer_local(local_address, source.data_address), source.ticket)

@@ -1,0 +1,1 @@
+"""tenants, API keys, key format: who calls. Imports core, sql."""

@@ -1,0 +1,93 @@
+"""Tenants: who owns keys and models, and what they may store and spend."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from sqlalchemy import insert, select, update
+from sqlalchemy.exc import IntegrityError
+
+from torchrelay.common.errors import Conflict, InvalidRequest, NotFound
+from torchrelay.common.ids import new_id
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
+from torchrelay.gateway.sql.tables import balances, tenants
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    tenant_id: str
+    name: str
+    storage_quota_bytes: int | None  # None: unlimited
+    budget_nano: int | None
+    created_unix_us: int
+
+
+def is_name(name: str) -> bool:
+    """Whether a tenant or a model can have this name."""
+    return _NAME.fullmatch(name) is not None
+
+
+def check_name(name: str, field: str) -> str:
+    """``name`` itself when it can name a tenant or a model. Raises ``InvalidRequest`` about ``field``."""
+    if not is_name(name):
+        rule = "1 to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"
+        raise InvalidRequest(f"{name!r} is not a name: {rule}", field=field)
+    return name
+
+
+class Tenants:
+    """Owns the tenants table. With ``freshness`` a changed budget holds here at once, else within ``confirm_s``."""
+
+    def __init__(self, database: Database, table_versions: TableVersions | None = None) -> None:
+        self._database = database
+        self._table_versions = table_versions
+
+    async def create(self, name: str, storage_quota_bytes: int | None = None, budget_nano: int | None = None) -> Tenant:
+        """A new tenant with an empty balance. Raises ``Conflict`` when the name is taken."""
+        check_name(name, "name")
+        tenant = Tenant(new_id("ten"), name, storage_quota_bytes, budget_nano, time.time_ns() // 1000)
+        try:
+            async with self._database.write() as connection:
+                await connection.execute(
+                    insert(tenants).values(
+                        tenant_id=tenant.tenant_id,
+                        name=name,
+                        storage_quota_bytes=storage_quota_bytes,
+                        budget_nano=budget_nano,
+                        created_unix_us=tenant.created_unix_us,
+                    )
+                )
+                await connection.execute(insert(balances).values(tenant_id=tenant.tenant_id, spent_nano=0))
+        except IntegrityError as error:
+            raise Conflict(f"there is a tenant {name!r} already", field="name") from error
+        return tenant
+
+    async def change(self, name: str, limits: Mapping[str, int | None]) -> Tenant:
+        """Sets the limits that are given by the names of their fields (``None``: no limit). Raises ``NotFound``."""
+        async with self._database.write() as connection:
+            if limits:
+                await connection.execute(update(tenants).where(tenants.c.name == name).values(dict(limits)))
+                await bump_version(connection, "keys")  # what a key stands for includes its tenant's budget
+        if self._table_versions is not None:
+            self._table_versions.invalidate()
+        return await self.by_name(name)
+
+    async def by_name(self, name: str) -> Tenant:
+        """Raises ``NotFound``."""
+        async with self._database.read() as connection:
+            row = (await connection.execute(select(tenants).where(tenants.c.name == name))).one_or_none()
+        if row is None:
+            raise NotFound(f"there is no tenant {name!r}", field="tenant")
+        return Tenant(*row)
+
+    async def list(self) -> list[Tenant]:
+        """All tenants, oldest first."""
+        async with self._database.read() as connection:
+            rows = (await connection.execute(select(tenants).order_by(tenants.c.created_unix_us))).all()
+        return [Tenant(*row) for row in rows]

@@ -1,0 +1,125 @@
+"""The sweep: settles requests whose gateway is gone, from the registers their workers published.
+
+Every gateway sweeps; that several find the same request is harmless, since settling is exactly once (ledger.py).
+Nothing is settled while the registers cannot be read: the request waits for the next round. The bill of a swept request
+is what its workers had sent, so at least what the client saw and at most that and what was in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from typing import Protocol
+
+from sqlalchemy import select
+
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.billing.heartbeat import (
+    NO_ROW,
+    BeatObservation,
+    Heartbeat,
+    delete_gateways,
+    observe_beats,
+    stale_gateways,
+)
+from torchrelay.gateway.billing.ledger import Ledger, opened_of
+from torchrelay.gateway.billing.usage_register import usages_from_registers
+from torchrelay.gateway.billing.usage_register_reader import RegistersByRequest
+from torchrelay.gateway.core import OpenedRequest
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.tables import opened
+
+log = get_logger(__name__)
+_MAX_REQUESTS_PER_ROUND = 1000
+_MAX_MISSED_ROUNDS = 3
+
+
+class RegisterSource(Protocol):
+    async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
+        """Raises ``Unavailable`` when they cannot be read now."""
+
+
+class OrphanSweep:
+    """Beats for this gateway and settles for those that stopped."""
+
+    def __init__(
+        self,
+        database: Database,
+        ledger: Ledger,
+        heartbeat: Heartbeat,
+        registers: Callable[[], RegisterSource | None],
+        *,
+        every_s: float,
+        after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``registers`` gives the source, or ``None`` while NATS has not been reached yet."""
+        self._database = database
+        self._ledger = ledger
+        self._heartbeat = heartbeat
+        self._registers = registers
+        self._every_s = every_s
+        self._after_s = after_s
+        self._clock = clock
+        self._seen: dict[str, BeatObservation] = {}
+        self._looked_at = float("-inf")
+
+    async def run(self) -> None:
+        """Beats and sweeps until cancelled. A round that fails is logged; the next one tries again."""
+        while True:
+            try:
+                await self._heartbeat.beat()
+                await self.sweep()
+            except TorchrelayError as error:
+                log.warning("sweep_failed", error=error.message)
+            except Exception:  # the border of the job: what one round meets must not end the gateway and its streams
+                log.exception("sweep_crashed")
+            await asyncio.sleep(self._every_s)
+
+    async def sweep(self) -> int:
+        """One round; how many requests it settled. Raises ``Unavailable`` when SQL or JetStream is away."""
+        # In this order: a gateway beats before it opens anything, so the beats know every owner that has just begun.
+        unsettled = await self._unsettled_owners()
+        beats = await self._heartbeat.beats()
+        now = self._clock()
+        if now - self._looked_at > _MAX_MISSED_ROUNDS * self._every_s:
+            self._seen = {}  # SQL was away, or this process stood still: that a count did not rise then says nothing
+        self._looked_at = now
+        self._seen = observe_beats(self._seen, dict.fromkeys(unsettled, NO_ROW) | beats, now)
+        dead = stale_gateways(self._seen, now, self._after_s) - {self._heartbeat.gateway_id}
+        num_settled = 0
+        for gateway_id in sorted(dead):
+            num_settled += await self._settle_for(gateway_id)
+        return num_settled
+
+    async def _settle_for(self, gateway_id: str) -> int:
+        requests = await self._unsettled_of(gateway_id)
+        if not requests:
+            await delete_gateways(self._database, [gateway_id])
+            return 0
+        source = self._registers()
+        if source is None:
+            return 0
+        registers = await source.read(gateway_id, {request.request_id for request in requests})
+        settling = (
+            self._ledger.settle(
+                request.request_id, usages_from_registers(request, registers.get(request.request_id, {}))
+            )
+            for request in requests
+        )
+        await asyncio.gather(*settling)
+        log.info("swept", gateway_id=gateway_id, num_requests=len(requests))
+        return len(requests)
+
+    async def _unsettled_owners(self) -> set[str]:
+        query = select(opened.c.gateway_id).where(opened.c.settled_unix_us.is_(None)).distinct()
+        async with self._database.read() as connection:
+            return set((await connection.execute(query)).scalars())
+
+    async def _unsettled_of(self, gateway_id: str) -> list[OpenedRequest]:
+        query = select(opened).where(opened.c.gateway_id == gateway_id, opened.c.settled_unix_us.is_(None))
+        async with self._database.read() as connection:
+            rows = (await connection.execute(query.limit(_MAX_REQUESTS_PER_ROUND))).all()
+        return [opened_of(row) for row in rows]

@@ -1,0 +1,81 @@
+"""Reconciliation: opened rows, ledger and balances must tell the same story. Read-only; one snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sqlalchemy import func, select
+
+from torchrelay.gateway.billing.prices import cost_nano
+from torchrelay.gateway.core import Price
+from torchrelay.gateway.sql.database import Database, SqlConnection
+from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
+
+_MAX_FAULTS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """``faults`` is empty when the books are right; one sentence each, at most a hundred."""
+
+    num_opened: int
+    num_settled: int
+    num_ledger_rows: int
+    cost_nano: int
+    faults: tuple[str, ...]
+
+
+async def reconcile(database: Database) -> Reconciliation:
+    """Compares everything with everything. Reads the whole ledger: for tests and for an operator's nightly look."""
+    async with database.read() as connection:
+        faults = [*await _unbalanced(connection), *await _incomplete(connection), *await _mispriced(connection)]
+        num_opened = (await connection.execute(select(func.count()).select_from(opened))).scalar_one()
+        settled = select(func.count()).select_from(opened).where(opened.c.settled_unix_us.is_not(None))
+        num_settled = (await connection.execute(settled)).scalar_one()
+        totals = select(func.count(), func.coalesce(func.sum(ledger.c.cost_nano), 0)).select_from(ledger)
+        num_rows, cost = (await connection.execute(totals)).one()
+    return Reconciliation(num_opened, num_settled, num_rows, int(cost), tuple(faults[:_MAX_FAULTS]))
+
+
+async def _unbalanced(connection: SqlConnection) -> list[str]:
+    """Tenants whose balance is not the sum of their ledger rows."""
+    total = func.coalesce(func.sum(ledger.c.cost_nano), 0)
+    query = select(balances.c.tenant_id, balances.c.spent_nano, total.label("total"))
+    query = query.outerjoin_from(balances, ledger, balances.c.tenant_id == ledger.c.tenant_id)
+    query = query.group_by(balances.c.tenant_id, balances.c.spent_nano).having(balances.c.spent_nano != total)
+    return [
+        f"tenant {row.tenant_id}: the balance is {row.spent_nano} nano, the ledger sums to {int(row.total)}"
+        for row in await connection.execute(query)
+    ]
+
+
+async def _incomplete(connection: SqlConnection) -> list[str]:
+    """Requests that are settled without a row for every choice, or have rows without being settled."""
+    count = func.count(ledger.c.request_id)
+    query = select(opened.c.request_id, opened.c.num_choices, opened.c.settled_unix_us, count.label("num_rows"))
+    query = query.outerjoin_from(opened, ledger, opened.c.request_id == ledger.c.request_id)
+    query = query.group_by(opened.c.request_id, opened.c.num_choices, opened.c.settled_unix_us)
+    faults = []
+    for row in await connection.execute(query):
+        expected = 0 if row.settled_unix_us is None else row.num_choices
+        if row.num_rows != expected:
+            faults.append(f"request {row.request_id}: {expected} ledger rows expected, {row.num_rows} found")
+    return faults
+
+
+async def _mispriced(connection: SqlConnection) -> list[str]:
+    """Ledger rows whose cost is not their quantities at their price, or that say more than was opened."""
+    query = select(ledger, prices, opened.c.max_tokens, opened.c.num_prompt_tokens.label("opened_prompt"))
+    query = query.join_from(ledger, prices, ledger.c.price_id == prices.c.price_id)
+    query = query.join(opened, ledger.c.request_id == opened.c.request_id)
+    faults = []
+    for row in await connection.execute(query):
+        price = Price(
+            row.price_id, row.model, row.prompt_nano, row.cached_nano, row.output_nano, row.valid_from_unix_us
+        )
+        cost = cost_nano(price, row.num_prompt_tokens, row.num_cached_prompt_tokens, row.num_output_tokens)
+        if cost != row.cost_nano:
+            faults.append(f"request {row.request_id} choice {row.choice}: costs {cost} nano, billed {row.cost_nano}")
+        if row.num_output_tokens > row.max_tokens or row.num_prompt_tokens > row.opened_prompt:
+            faults.append(f"request {row.request_id} choice {row.choice}: more tokens than were opened")
+    return faults

@@ -1,0 +1,1 @@
+"""models and versions, uploads, garbage collection. Imports core, sql, clients, billing.prices, auth.tenants."""

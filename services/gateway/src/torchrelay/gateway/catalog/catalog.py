@@ -1,0 +1,174 @@
+"""The catalog: which models are published, which version each names, and what its tenant set for it.
+
+A model is found by ``tenant/model``, or by ``model`` alone within the caller's own tenant. Another tenant's model is
+``NotFound`` in the very words of one that does not exist.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+
+import msgspec
+from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, select, update
+
+from torchrelay.common.errors import NotFound
+from torchrelay.gateway.auth.tenants import is_name
+from torchrelay.gateway.billing.prices import Prices, price_at
+from torchrelay.gateway.core import Price, Principal, PublishedModel, Version
+from torchrelay.gateway.sql.database import Database, SqlConnection
+from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
+from torchrelay.gateway.sql.tables import models, retired_versions, tenants, versions
+from torchrelay.gateway.sql.versioned_cache import VersionedCache
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingSettings:
+    """What a tenant may set for a model. ``None``: as it was; for a new model 0, the scheduler's default."""
+
+    idle_timeout_s: float | None = None
+    max_instances: int | None = None
+
+    def values(self) -> dict[str, float | int]:
+        given = {"idle_timeout_s": self.idle_timeout_s, "max_instances": self.max_instances}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Catalog:
+    """Owns the tables of models and versions."""
+
+    def __init__(
+        self, database: Database, table_versions: TableVersions, prices: Prices, capacity: int = 10_000
+    ) -> None:
+        self._database = database
+        self._table_versions = table_versions
+        self._prices = prices
+        self._cache: VersionedCache[str, PublishedModel] = VersionedCache(capacity)
+
+    async def resolve(self, principal: Principal, name: str) -> PublishedModel:
+        """The model a caller means by ``name``, with the price valid now. Raises ``NotFound``."""
+        full_name = name if "/" in name else f"{principal.tenant}/{name}"
+        tenant, _, model = full_name.partition("/")
+        if (tenant != principal.tenant and not principal.is_admin) or not is_name(tenant) or not is_name(model):
+            raise _not_found(name)
+        version = await self._table_versions.confirmed("catalog")
+        found = self._cache.get(full_name, version)
+        if found is None:
+            found = await self._look_up(tenant, model)
+            if found is None:
+                raise _not_found(name)
+            self._cache.put(full_name, version, found)
+        price = await self._prices.current(full_name)
+        return found if found.price is price else replace(found, price=price)
+
+    async def _look_up(self, tenant: str, model: str) -> PublishedModel | None:
+        price = await self._prices.current(f"{tenant}/{model}")
+        async with self._database.read() as connection:
+            query = _joined().where(tenants.c.name == tenant, models.c.name == model)
+            row = (await connection.execute(query)).one_or_none()
+        return _published(row, price) if row is not None else None
+
+    async def models(self, principal: Principal) -> list[PublishedModel]:
+        """The models of the principal's tenant (of all tenants for the admin), by name."""
+        price_list = await self._prices.all()
+        query = _joined().order_by(tenants.c.name, models.c.name)
+        if not principal.is_admin:
+            query = query.where(models.c.tenant_id == principal.tenant_id)
+        async with self._database.read() as connection:
+            rows = (await connection.execute(query)).all()
+        now = time.time_ns() // 1000
+        return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now)) for row in rows]
+
+    async def set_scaling(self, model: PublishedModel, scaling: ScalingSettings) -> None:
+        """Changes settings of a model, without a new version. Raises ``NotFound`` when it was deleted meanwhile."""
+        values = scaling.values() | {"updated_unix_us": time.time_ns() // 1000}
+        async with self._database.write() as connection:
+            changed = await connection.execute(update(models).where(*_is(model)).values(values))
+            if changed.rowcount == 0:
+                raise _not_found(model.name)
+            await bump_version(connection, "catalog")
+        self._table_versions.invalidate()
+
+    async def delete(self, model: PublishedModel) -> None:
+        """Takes the model out of the catalog; its version is retired when no other model names it."""
+        async with self._database.write() as connection:
+            await bump_version(connection, "catalog")  # first: see publish_in
+            gone = await connection.execute(delete(models).where(*_is(model)).returning(models.c.version_id))
+            version_id = gone.scalar_one_or_none()  # perhaps newer than the one ``model`` was read with
+            if version_id is None:
+                raise _not_found(model.name)
+            await _retire(self._database, connection, version_id)
+        self._table_versions.invalidate()
+
+    async def publish_in(
+        self, connection: SqlConnection, tenant_id: str, name: str, version: Version, scaling: ScalingSettings
+    ) -> None:
+        """Within a transaction: the model names this version from now on; the one it named before is retired.
+
+        The caller calls ``published()`` after the commit. The table's version is raised first, which locks its row:
+        changes of the catalog wait for each other, so none overlooks which versions another names or lets go.
+        """
+        await bump_version(connection, "catalog")
+        now = time.time_ns() // 1000
+        await self._keep(connection, version)
+        await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version.version_id))
+        wanted = (models.c.tenant_id == tenant_id, models.c.name == name)
+        before = (await connection.execute(select(models.c.version_id).where(*wanted))).scalar_one_or_none()
+        values = scaling.values() | {"version_id": version.version_id, "updated_unix_us": now}
+        if before is None:
+            defaults = {"idle_timeout_s": 0.0, "max_instances": 0, "created_unix_us": now}
+            await connection.execute(insert(models).values(defaults | values | {"tenant_id": tenant_id, "name": name}))
+        else:
+            await connection.execute(update(models).where(*wanted).values(values))
+            await _retire(self._database, connection, before)
+
+    async def retire_in(self, connection: SqlConnection, version: Version) -> None:
+        """Within a transaction: an unpublished version is freed after a while, unless a model names it."""
+        await bump_version(connection, "catalog")
+        await self._keep(connection, version)
+        await _retire(self._database, connection, version.version_id)
+
+    async def _keep(self, connection: SqlConnection, version: Version) -> None:
+        row = self._database.insert(versions).values(
+            version_id=version.version_id,
+            description=msgspec.json.encode(version).decode(),
+            stored_bytes=version.stored_bytes,
+            created_unix_us=time.time_ns() // 1000,
+        )
+        await connection.execute(row.on_conflict_do_nothing())
+
+    def published(self) -> None:
+        """Our own commit changed the catalog: the caches here are stale now, not in half a second."""
+        self._table_versions.invalidate()
+
+
+async def _retire(database: Database, connection: SqlConnection, version_id: str) -> None:
+    named = exists().where(models.c.version_id == version_id)
+    if not (await connection.execute(select(named))).scalar_one():
+        row = database.insert(retired_versions).values(version_id=version_id, retired_unix_us=time.time_ns() // 1000)
+        await connection.execute(row.on_conflict_do_nothing())
+
+
+def _joined() -> Select[tuple[object, ...]]:
+    query = select(models, tenants.c.name.label("tenant"), versions.c.description)
+    return query.join_from(models, tenants).join(versions)
+
+
+def _published(row: Row[tuple[object, ...]], price: Price) -> PublishedModel:
+    return PublishedModel(
+        name=f"{row.tenant}/{row.name}",
+        tenant_id=row.tenant_id,
+        version=msgspec.json.decode(row.description, type=Version),
+        price=price,
+        idle_timeout_s=row.idle_timeout_s,
+        max_instances=row.max_instances,
+        created_unix_us=row.created_unix_us,
+    )
+
+
+def _is(model: PublishedModel) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
+    return models.c.tenant_id == model.tenant_id, models.c.name == model.name.partition("/")[2]
+
+
+def _not_found(name: str) -> NotFound:
+    return NotFound(f"the model {name[:200]!r} does not exist", field="model")

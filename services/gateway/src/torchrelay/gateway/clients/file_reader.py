@@ -1,0 +1,51 @@
+"""Small files of a version, read from the param-store by digest and checked against it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+from blake3 import blake3
+
+from torchrelay.common.errors import DataCorrupted
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
+from torchrelay.gateway.clients.endpoint import param_store_endpoint
+
+
+class StoreFileReader:
+    """Reads files; keeps none."""
+
+    def __init__(self, store: ParamStoreStub, address: str) -> None:
+        self._store = store
+        self._endpoint = param_store_endpoint(address)
+
+    async def read(self, digest: str, name: str, max_bytes: int) -> bytes:
+        """The file's bytes. Raises ``DataCorrupted`` naming the file, ``NotFound`` or ``Unavailable``."""
+        parts = [part async for part in self._parts(digest, name, max_bytes)]
+        return b"".join(parts)
+
+    async def save(self, digest: str, name: str, max_bytes: int, path: Path) -> int:
+        """Writes the file to ``path``, holding no more of it in memory than one message; returns its size."""
+        num_bytes = 0
+        with path.open("wb") as file:
+            async for part in self._parts(digest, name, max_bytes):
+                num_bytes += file.write(part)
+        return num_bytes
+
+    async def _parts(self, digest: str, name: str, max_bytes: int) -> AsyncIterator[bytes]:
+        hasher, num_bytes = blake3(), 0
+        try:
+            call: Any = self._store.ReadFile(pb.ReadFileRequest(digest=digest))
+            async for part in call:
+                hasher.update(part.data)
+                num_bytes += len(part.data)
+                if num_bytes > max_bytes:
+                    raise DataCorrupted(f"the model's {name} is larger than {max_bytes} bytes", field=name)
+                yield part.data
+        except grpc.aio.AioRpcError as error:
+            raise self._endpoint.error(error) from error
+        if hasher.hexdigest() != digest:
+            raise DataCorrupted(f"the model's {name} does not match its digest", field=name)

@@ -1,0 +1,37 @@
+"""The scheduler as the admin side of the gateway sees it: how large a slot can be, and why things happened."""
+
+from __future__ import annotations
+
+import grpc
+
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
+from torchrelay.gateway.clients.endpoint import scheduler_endpoint
+
+log = get_logger(__name__)
+
+
+class SchedulerClient:
+    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+        self._stub = SchedulerStub(channel)
+        self._endpoint = scheduler_endpoint(address)
+
+    async def largest_slot_bytes(self, timeout_s: float = 2.0) -> int:
+        """Weights that the largest known slot can hold; 0 when none is known or the scheduler is away."""
+        call = self._stub.WatchCluster(scheduler_pb2.WatchClusterRequest(), timeout=timeout_s)
+        try:
+            async for view in call:
+                return int(view.largest_slot_bytes)
+        except grpc.aio.AioRpcError as error:
+            log.info("largest_slot_unknown", error=self._endpoint.error(error).message)
+        finally:
+            call.cancel()
+        return 0
+
+    async def explain(self, request_id: str, timeout_s: float = 5.0) -> scheduler_pb2.ExplainReply:
+        """Raises what the scheduler raised (``NotFound`` for a request too old), or ``Unavailable``."""
+        try:
+            return await self._stub.Explain(scheduler_pb2.ExplainRequest(request_id=request_id), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise self._endpoint.error(error) from error

@@ -1,0 +1,1 @@
+"""inference.v1.Inference: servicer (+ converters after the split). Imports core, inference."""

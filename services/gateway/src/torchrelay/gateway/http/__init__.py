@@ -1,0 +1,3 @@
+"""ASGI router, uvicorn server, FastAPI app, its dependencies and error handlers. Imports everything below except
+inference.
+"""

@@ -1,0 +1,70 @@
+"""What the REST routes are made of, and who calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Header, Request
+
+from torchrelay.common.errors import InvalidRequest, PermissionDenied
+from torchrelay.gateway.auth.api_keys import ApiKeys
+from torchrelay.gateway.auth.tenants import Tenant, Tenants
+from torchrelay.gateway.billing.prices import Prices
+from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
+from torchrelay.gateway.catalog.uploads import Uploads
+from torchrelay.gateway.clients.scheduler import SchedulerClient
+from torchrelay.gateway.core import Principal, PublishedModel
+from torchrelay.gateway.sql.database import Database
+
+ModelChanged = Callable[[str, str, PublishedModel | None], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    database: Database
+    tenants: Tenants
+    keys: ApiKeys
+    catalog: Catalog
+    prices: Prices
+    uploads: Uploads
+    scheduler: SchedulerClient
+    default_scaling: ScalingSettings  # the scheduler's, for models that set none
+    model_changed: ModelChanged  # ("published" or "deleted", name, model): an event of the history
+
+
+def services_of(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
+
+
+ServicesOf = Annotated[Services, Depends(services_of)]
+
+
+async def _caller(services: ServicesOf, authorization: Annotated[str | None, Header()] = None) -> Principal:
+    return await services.keys.authenticate(authorization)
+
+
+Caller = Annotated[Principal, Depends(_caller)]
+
+
+def _admin(caller: Caller) -> Principal:
+    if not caller.is_admin:
+        raise PermissionDenied("this needs the admin key")
+    return caller
+
+
+Admin = Annotated[Principal, Depends(_admin)]
+
+
+async def tenant_of(services: Services, caller: Principal, named: str | None) -> Tenant:
+    """The tenant a request is about: the caller's own, or the one the admin names.
+
+    A tenant's key that names another tenant is refused, whether or not that one exists.
+    """
+    if caller.is_admin and not named:
+        raise InvalidRequest("the admin key must say which tenant", field="tenant")
+    if not caller.is_admin and named and named != caller.tenant:
+        raise PermissionDenied("this key is of another tenant", field="tenant")
+    return await services.tenants.by_name(named or caller.tenant)

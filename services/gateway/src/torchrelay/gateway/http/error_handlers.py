@@ -1,0 +1,62 @@
+"""Every error leaves in OpenAI's shape: ours, validation's, and the framework's 404 and 405."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.validation import describe_error
+from torchrelay.gateway.openai.errors import body, error_body, error_headers
+
+log = get_logger(__name__)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(TorchrelayError, _ours)
+    app.add_exception_handler(RequestValidationError, _malformed)
+    app.add_exception_handler(HTTPException, _frameworks)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _ours(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, TorchrelayError)
+    return JSONResponse(error_body(error), error.http_status, error_headers(error))
+
+
+async def _malformed(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    message, param = first_fault(error.errors())
+    return JSONResponse(body(400, message, param=param, code="invalid_request"), 400)
+
+
+def first_fault(faults: Sequence[Any]) -> tuple[str, str | None]:
+    """One sentence and the field it is about (``files.0.size``) of a validation error."""
+    fault = faults[0]
+    where = [str(part) for part in fault["loc"][1:]]
+    if fault["type"] == "json_invalid":
+        return "the body is not valid JSON", None
+    if fault["type"] == "missing" and not where:
+        return "the request has no body", None
+    field = ".".join(where)
+    return describe_error(field or "the body", fault), field or None
+
+
+async def _frameworks(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    messages = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    message = messages.get(error.status_code, str(error.detail))
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    code = codes.get(error.status_code, "invalid_request")
+    return JSONResponse(body(error.status_code, message, code=code), error.status_code, error.headers)
+
+
+async def _unexpected(_request: Request, error: Exception) -> JSONResponse:
+    log.error("unexpected", error=type(error).__name__)  # the traceback follows from the server
+    return JSONResponse(body(500, "the gateway failed at this request", code="internal"), 500)

@@ -1,0 +1,25 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from torchrelay.gateway.http.dependencies import Services
+from torchrelay.gateway.http.error_handlers import install_error_handlers
+from torchrelay.gateway.http.routes import billing, explain, keys, models, tenants, uploads
+
+
+def make_app(services: Services) -> FastAPI:
+    """All routes but the token path."""
+    app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None)
+    app.state.services = services
+    install_error_handlers(app)
+    for part in (tenants, keys, uploads, models, billing, explain):
+        app.include_router(part.router)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        """The process serves. It says nothing of the other services: they may come back by themselves."""
+        return {"status": "ok"}
+
+    return app

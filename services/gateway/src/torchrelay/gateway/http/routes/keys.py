@@ -1,0 +1,53 @@
+"""/v1/keys: a tenant's keys, made, listed and revoked by any of them, or by the admin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from torchrelay.gateway.auth.api_keys import KeyInfo
+from torchrelay.gateway.http.dependencies import Caller, ServicesOf, tenant_of
+
+router = APIRouter(prefix="/v1/keys")
+
+
+class NewKey(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str = Field(default="", max_length=200)
+    tenant: str | None = None
+    requests_per_minute: int | None = Field(default=None, ge=1, lt=2**31)
+
+
+@router.post("", status_code=201)
+async def create(services: ServicesOf, caller: Caller, wanted: NewKey) -> dict[str, Any]:
+    tenant = await tenant_of(services, caller, wanted.tenant)
+    limit = wanted.requests_per_minute
+    if caller.requests_per_minute is not None:  # a limited key makes no key that may do more than itself
+        limit = min(limit or caller.requests_per_minute, caller.requests_per_minute)
+    info, token = await services.keys.create(tenant.name, tenant.tenant_id, wanted.name, limit)
+    return {**_shown(info), "key": token}
+
+
+@router.get("")
+async def all_keys(services: ServicesOf, caller: Caller) -> dict[str, Any]:
+    infos = await services.keys.list(None if caller.is_admin else caller.tenant_id)
+    return {"object": "list", "data": [_shown(info) for info in infos]}
+
+
+@router.delete("/{key_id}", status_code=204)
+async def revoke(services: ServicesOf, caller: Caller, key_id: str) -> None:
+    await services.keys.revoke(key_id, None if caller.is_admin else caller.tenant_id)
+
+
+def _shown(info: KeyInfo) -> dict[str, Any]:
+    return {
+        "id": info.key_id,
+        "object": "key",
+        "name": info.name,
+        "tenant": info.tenant,
+        "created": info.created_unix_us // 1_000_000,
+        "requests_per_minute": info.requests_per_minute,
+        "revoked": info.is_revoked,
+    }

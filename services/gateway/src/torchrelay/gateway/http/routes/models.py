@@ -1,0 +1,70 @@
+"""/v1/models: OpenAI's list, with what is ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from torchrelay.gateway.catalog.catalog import ScalingSettings
+from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
+
+router = APIRouter(prefix="/v1/models")
+
+
+class ScalingSettingsBody(BaseModel):
+    """``None``: as it is; 0: the scheduler's default."""
+
+    model_config = ConfigDict(extra="forbid")
+    idle_timeout_s: float | None = Field(default=None, ge=0, le=30 * 86400)
+    max_instances: int | None = Field(default=None, ge=0, le=10_000)
+
+    def scaling(self) -> ScalingSettings:
+        return ScalingSettings(self.idle_timeout_s, self.max_instances)
+
+
+@router.get("")
+async def all_models(services: ServicesOf, caller: Caller) -> dict[str, Any]:
+    return {"object": "list", "data": [shown(services, model) for model in await services.catalog.models(caller)]}
+
+
+@router.get("/{name:path}")
+async def one_model(services: ServicesOf, caller: Caller, name: str) -> dict[str, Any]:
+    return shown(services, await services.catalog.resolve(caller, name))
+
+
+@router.patch("/{name:path}")
+async def change(services: ServicesOf, caller: Caller, name: str, wanted: ScalingSettingsBody) -> dict[str, Any]:
+    """Instances that run hear of it with the model's next request: settings travel to the scheduler with requests."""
+    await services.catalog.set_scaling(await services.catalog.resolve(caller, name), wanted.scaling())
+    return shown(services, await services.catalog.resolve(caller, name))
+
+
+@router.delete("/{name:path}")
+async def delete(services: ServicesOf, caller: Caller, name: str) -> dict[str, Any]:
+    model = await services.catalog.resolve(caller, name)
+    await services.catalog.delete(model)
+    await services.model_changed("deleted", model.name, None)
+    return {"id": model.name, "object": "model", "deleted": True}
+
+
+def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
+    """A model as OpenAI lists it, and as much of its version as its tenant may care for."""
+    version, default = model.version, services.default_scaling
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created_unix_us // 1_000_000,
+        "owned_by": model.name.partition("/")[0],
+        "version": version.version_id,
+        "context_length": version.shape.max_context_tokens,
+        "architecture": version.architecture,
+        "dtype": version.dtype,
+        "size_bytes": version.pack_bytes,
+        "idle_timeout_s": model.idle_timeout_s,
+        "max_instances": model.max_instances,
+        "effective_idle_timeout_s": model.idle_timeout_s or default.idle_timeout_s,
+        "effective_max_instances": model.max_instances or default.max_instances,
+    }

@@ -1,0 +1,146 @@
+"""/v1/uploads: declare files, send each in one or more pieces, commit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import ClientDisconnect
+
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.control.v1 import param_store_pb2
+from torchrelay.gateway.auth.tenants import check_name
+from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
+from torchrelay.gateway.clients.param_store import CommitProgress, DeclaredFile
+from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf, tenant_of
+from torchrelay.gateway.http.routes.models import ScalingSettingsBody, shown
+from torchrelay.gateway.openai.errors import error_body
+
+log = get_logger(__name__)
+router = APIRouter(prefix="/v1/uploads")
+NDJSON = "application/x-ndjson"
+
+
+class FileBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    path: str = Field(min_length=1, max_length=500)
+    size: int = Field(ge=0, lt=2**50)
+    sha256: str = Field(pattern="^[0-9a-fA-F]{64}$")
+
+
+class NewUpload(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    files: list[FileBody] = Field(min_length=1, max_length=MAX_FILES)
+
+
+@router.post("", status_code=201)
+async def begin(services: ServicesOf, caller: Caller, wanted: NewUpload) -> dict[str, Any]:
+    named, slash, model = wanted.model.rpartition("/")
+    tenant = await tenant_of(services, caller, named if slash else None)
+    check_name(model, "model")
+    files = [DeclaredFile(file.path, file.size, file.sha256.lower()) for file in wanted.files]
+    return _shown(*await services.uploads.begin(tenant, model, files))
+
+
+@router.get("/{upload_id}")
+async def state(services: ServicesOf, caller: Caller, upload_id: str) -> dict[str, Any]:
+    upload = await services.uploads.find(caller, upload_id)
+    return _shown(upload, await services.uploads.files(upload))
+
+
+@router.put("/{upload_id}/files/{path:path}")
+async def put_file(
+    services: ServicesOf,
+    caller: Caller,
+    request: Request,
+    upload_id: str,
+    path: str,
+    upload_offset: Annotated[int, Header()] = 0,
+) -> dict[str, Any]:
+    upload = await services.uploads.find(caller, upload_id)
+    return _file(await services.uploads.put(upload, path, upload_offset, _body_of(request)))
+
+
+@router.delete("/{upload_id}", status_code=204)
+async def abort(services: ServicesOf, caller: Caller, upload_id: str) -> None:
+    await services.uploads.abort(await services.uploads.find(caller, upload_id))
+
+
+@router.post("/{upload_id}/commit")
+async def commit(
+    services: ServicesOf,
+    caller: Caller,
+    upload_id: str,
+    wanted: ScalingSettingsBody | None = None,
+    accept: Annotated[str, Header()] = "",
+) -> Response:
+    """Publishes. With ``Accept: application/x-ndjson`` each step is a line, and the last line is the outcome."""
+    upload = await services.uploads.find(caller, upload_id)
+    slot_bytes = await services.scheduler.largest_slot_bytes()
+    steps = services.uploads.commit(upload, (wanted or ScalingSettingsBody()).scaling(), slot_bytes)
+    if NDJSON in accept:
+        return StreamingResponse(_lines(services, caller, upload, steps), media_type=NDJSON)
+    async with aclosing(steps):
+        async for _ in steps:
+            pass
+    return JSONResponse(shown(services, await _published(services, caller, upload)))
+
+
+async def _lines(
+    services: Services, caller: Caller, upload: Upload, steps: AsyncGenerator[CommitProgress]
+) -> AsyncIterator[bytes]:
+    try:
+        async with aclosing(steps):
+            async for step in steps:
+                yield _line({"stage": step.stage, "done": step.num_bytes_done, "total": step.num_bytes_total})
+        yield _line({"model": shown(services, await _published(services, caller, upload))})
+    except TorchrelayError as error:  # the status has gone out: the outcome is in the last line
+        yield _line(error_body(error))
+    except Exception:  # the same border as the application's own, which is too late for a last line
+        log.exception("commit_crashed", upload_id=upload.upload_id)
+        yield _line(error_body(TorchrelayError("the gateway failed at this commit")))
+
+
+async def _published(services: Services, caller: Caller, upload: Upload) -> PublishedModel:
+    model = await services.catalog.resolve(caller, upload.full_name)
+    await services.model_changed("published", model.name, model)
+    return model
+
+
+async def _body_of(request: Request) -> AsyncIterator[bytes]:
+    """The body as it arrives. A client that leaves ends it early: what came is kept, and can be gone on from."""
+    try:
+        async for piece in request.stream():
+            yield piece
+    except ClientDisconnect:
+        log.info("upload_interrupted")
+
+
+def _line(value: Any) -> bytes:
+    return json.dumps(value).encode() + b"\n"
+
+
+def _shown(upload: Upload, files: Files) -> dict[str, Any]:
+    return {
+        "id": upload.upload_id,
+        "object": "upload",
+        "model": upload.full_name,
+        "files": [_file(file) for file in files],
+    }
+
+
+def _file(said: param_store_pb2.FileState) -> dict[str, Any]:
+    return {
+        "path": said.path,
+        "size": said.num_bytes,
+        "received": said.num_bytes_received,
+        "complete": said.complete,
+    }

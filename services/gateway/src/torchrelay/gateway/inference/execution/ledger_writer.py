@@ -1,0 +1,105 @@
+"""Opened and settled rows of requests, each written by a task that outlives the request it is about."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from torchrelay.common.errors import NotFound, TorchrelayError
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Reservation
+from torchrelay.gateway.inference.ports import RequestLedger, RequestLimiter
+
+log = get_logger(__name__)
+T = TypeVar("T")
+RETRY_S = (0.05, 0.2, 0.5, 1.0, 1.0, 1.0, 5.0)
+
+
+class LedgerWriter:
+    """Owns the writes; on exit it waits ``drain_s`` for them. What is unsettled then, the sweep settles."""
+
+    def __init__(self, ledger: RequestLedger, limits: RequestLimiter, drain_s: float) -> None:
+        self._ledger = ledger
+        self._limits = limits
+        self._drain_s = drain_s
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._drain_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def num_waiting(self) -> int:
+        """Writes that are not committed yet."""
+        return len(self._tasks)
+
+    def open(self, opened: OpenedRequest) -> asyncio.Task[TorchrelayError | None]:
+        """Writes the opened row; the task's result is the error that kept it from being committed, or None."""
+        return self._own(self._open(opened))
+
+    def settle(
+        self,
+        opening: asyncio.Task[TorchrelayError | None],
+        reservation: Reservation,
+        request_id: str,
+        usages: Sequence[ChoiceUsage],
+    ) -> asyncio.Task[None]:
+        """Bills what was accepted, once the opened row is there, and ends the reservation."""
+        return self._own(self._settle(opening, reservation, request_id, usages))
+
+    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("bookkeeping_failed", exc_info=error)
+
+    async def _open(self, opened: OpenedRequest) -> TorchrelayError | None:
+        try:
+            await self._ledger.open(opened)
+        except TorchrelayError as error:
+            return error
+        except Exception:  # whatever it is, the request must end: it would wait for its row for ever
+            log.exception("opening_failed", request_id=opened.request_id)
+            return TorchrelayError("the ledger failed; the request id helps to find out why")
+        return None
+
+    async def _settle(
+        self,
+        opening: asyncio.Task[TorchrelayError | None],
+        reservation: Reservation,
+        request_id: str,
+        usages: Sequence[ChoiceUsage],
+    ) -> None:
+        cost_nano, num_failures = 0, 0
+        if await opening is not None:
+            # Nothing was delivered, so nothing is billed. Settled all the same: the row may be there, for an answer to
+            # a commit can get lost, and the sweep would bill it one day.
+            usages = ()
+        while True:
+            try:
+                cost_nano = await self._ledger.settle(request_id, usages)
+                break
+            except NotFound:
+                break
+            except TorchrelayError as error:
+                log.warning("settlement_failed", request_id=request_id, why=error.message)
+            except Exception:  # a deadlock is one of many: the bill is tried again for as long as the process lives
+                log.exception("settlement_crashed", request_id=request_id)
+            await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
+            num_failures += 1
+        await self._limits.release(reservation, cost_nano)

@@ -1,0 +1,175 @@
+"""Streams to workers: one per worker and role carries all requests of this gateway.
+
+A stream opens when an attempt is first sent to its worker, and closes when it has carried none for a while. When it
+breaks, every attempt on it is told; the next attempt opens a new one. Nothing here waits for a request: what a slow
+client has not read yet lies with its own request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, Self, TypeAlias
+
+import grpc
+
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.tls import Tls
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
+from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
+from torchrelay.gateway.inference.core import WorkerLost
+from torchrelay.gateway.inference.execution.admission_stream import AttemptId, Listener, attempt_id_of
+
+log = get_logger(__name__)
+
+RoleName: TypeAlias = Literal["prefill", "decode"]
+CONNECT_TIMEOUT_S = 3.0
+
+
+class RunStream:
+    """One ``Run`` stream. ``run()`` serves it until it breaks, idles out or is cancelled."""
+
+    def __init__(
+        self,
+        role: RoleName,
+        worker: scheduler_pb2.WorkerRef,
+        gateway_id: str,
+        idle_s: float,
+        on_end: Callable[[], None],
+        tls: Tls | None = None,
+    ) -> None:
+        self._role = role
+        self._worker = worker
+        self._gateway_id = gateway_id
+        self._idle_s = idle_s
+        self._on_end = on_end
+        self._tls = tls
+        self._routes: dict[AttemptId, Listener] = {}
+        self._unsent: deque[pb.RunCommand] = deque()
+        self._filled = asyncio.Event()
+
+    def start(self, start: pb.AttemptStart, listener: Listener) -> None:
+        """Sends an attempt; its outputs, or the loss of the worker, go to ``listener`` until ``forget``."""
+        self._routes[attempt_id_of(start.key)] = listener
+        self._send(pb.RunCommand(start=start))
+
+    def cancel(self, key: AttemptId) -> None:
+        """Stops an attempt that may still be running at the worker."""
+        if self._routes.pop(key, None) is not None:
+            self._send(
+                pb.RunCommand(cancel=pb.CancelAttempt(key=types_pb2.AttemptKey(request_id=key[0], attempt=key[1])))
+            )
+
+    def forget(self, key: AttemptId) -> None:
+        """Nothing more is wanted of an attempt that ended by itself."""
+        self._routes.pop(key, None)
+
+    async def run(self) -> None:
+        channel = open_channel(self._worker.grpc_address, self._tls)
+        try:
+            call: Any = (PrefillStub(channel) if self._role == "prefill" else DecodeStub(channel)).Run()
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await call.wait_for_connection()
+            await call.write(pb.RunCommand(hello=pb.RunHello(gateway_id=self._gateway_id)))
+            writer = asyncio.ensure_future(self._write(call))
+            try:
+                async for step in call:
+                    self._route(step)
+            finally:
+                writer.cancel()
+                await asyncio.gather(writer, return_exceptions=True)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
+            if self._routes:
+                why = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no connection"
+                log.warning("worker_lost", worker_id=self._worker.worker_id, role=self._role, why=why)
+        finally:
+            self._end()
+            await channel.close()
+
+    def _route(self, step: pb.StepOutput) -> None:
+        routes = self._routes
+        for output in step.outputs:
+            key = output.key
+            listener = routes.get((key.request_id, key.attempt))
+            if listener is not None:
+                listener(output)
+
+    async def _write(self, call: Any) -> None:
+        try:
+            while await self._has_more():
+                while self._unsent:
+                    await call.write(self._unsent.popleft())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            pass  # the reader sees the same end and says so
+        finally:
+            call.cancel()
+
+    async def _has_more(self) -> bool:
+        while not self._unsent:
+            self._filled.clear()
+            try:
+                async with asyncio.timeout(self._idle_s):
+                    await self._filled.wait()
+            except TimeoutError:
+                if not self._routes:
+                    self._on_end()  # before anything can be sent into a closing stream
+                    return False
+        return True
+
+    def _send(self, command: pb.RunCommand) -> None:
+        self._unsent.append(command)
+        self._filled.set()
+
+    def _end(self) -> None:
+        self._on_end()
+        routes, self._routes = self._routes, {}
+        for (_, attempt), listener in routes.items():
+            listener(WorkerLost(attempt, self._worker.worker_id))
+
+
+class WorkerStreams:
+    """All ``Run`` streams of this gateway; an async context manager that owns their tasks."""
+
+    def __init__(self, gateway_id: str, idle_s: float = 60.0, tls: Tls | None = None) -> None:
+        self._gateway_id = gateway_id
+        self._idle_s = idle_s
+        self._tls = tls
+        self._streams: dict[tuple[RoleName, str], RunStream] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def stream(self, role: RoleName, worker: scheduler_pb2.WorkerRef) -> RunStream:
+        """The stream to a worker in one of its roles; opened now if there is none."""
+        place = (role, worker.grpc_address)
+        stream = self._streams.get(place)
+        if stream is None:
+            stream = RunStream(
+                role, worker, self._gateway_id, self._idle_s, lambda: self._forget(place, stream), self._tls
+            )
+            self._streams[place] = stream
+            task = asyncio.get_running_loop().create_task(stream.run(), name=f"{role}@{worker.grpc_address}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return stream
+
+    @property
+    def num_open(self) -> int:
+        return len(self._streams)
+
+    def _forget(self, place: tuple[RoleName, str], stream: RunStream | None) -> None:
+        if self._streams.get(place) is stream:
+            del self._streams[place]

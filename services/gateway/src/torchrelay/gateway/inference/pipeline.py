@@ -1,0 +1,166 @@
+"""Takes a request in: the same steps whichever door it came by."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from torchrelay.common.errors import PermissionDenied, QueueFull, TorchrelayError, Unavailable
+from torchrelay.common.process.telemetry import span_of
+from torchrelay.gateway.core import FinishCause, Principal
+from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, ResolvedRequest
+from torchrelay.gateway.inference.execution.attempt import Upstreams
+from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
+from torchrelay.gateway.inference.execution.running_request import RunningRequest
+from torchrelay.gateway.inference.metrics import InferenceMetrics
+from torchrelay.gateway.inference.ports import ModelCatalog, RequestLimiter
+from torchrelay.gateway.inference.sampling import GenerationBounds, sampling_of
+from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
+from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
+from torchrelay.gateway.openai.logprobs import TokenBytes
+
+MAX_OPEN_REQUESTS = 8192  # requests inside this gateway at once; the scheduler's queue is the narrower place
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSession:
+    """A request under way, and the text of each of its choices."""
+
+    request: RunningRequest
+    texts: tuple[ChoiceDetokenizer, ...]
+    tokens: TokenBytes | None = None  # where logprobs are asked for
+
+    @property
+    def resolved(self) -> ResolvedRequest:
+        return self.request.resolved
+
+
+class RequestPipeline:
+    """Resolves, tokenizes, limits, and runs."""
+
+    def __init__(
+        self,
+        catalog: ModelCatalog,
+        limits: RequestLimiter,
+        prompts: PromptEncoder,
+        upstreams: Upstreams,
+        ledger_writer: LedgerWriter,
+        bounds: GenerationBounds,
+        *,
+        max_attempts: int,
+        keep_alive_s: float,
+        request_timeout_s: float = 0.0,
+    ) -> None:
+        self._catalog = catalog
+        self._limits = limits
+        self._prompts = prompts
+        self._upstreams = upstreams
+        self._ledger_writer = ledger_writer
+        self._bounds = bounds
+        self._max_attempts = max_attempts
+        self._keep_alive_s = keep_alive_s
+        self._request_timeout_s = request_timeout_s
+        self._requests: set[RunningRequest] = set()
+        self._num_inside = 0
+        self._metrics = InferenceMetrics(lambda: self.num_running, lambda: ledger_writer.num_waiting)
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @asynccontextmanager
+    async def session(
+        self,
+        principal: Principal,
+        params: GenerateParams,
+        request_id: str,
+        arrived_unix_us: int,
+        timeout_s: float | None = None,
+    ) -> AsyncIterator[RequestSession]:
+        """The request, started. When the block is left it is over, by whatever way: freed, released and settled.
+
+        ``arrived_unix_us``: when its door began with it, which is time zero of its timeline. ``patience_s``: how long
+        after that its caller waits; None: without end.
+        Raises ``TorchrelayError`` for everything that keeps it from starting.
+        """
+        if self._num_inside >= MAX_OPEN_REQUESTS:
+            raise QueueFull("this gateway has as many requests as it can hold", retry_after_s=1.0)
+        self._num_inside += 1
+        self._idle.clear()
+        outcome = TorchrelayError.code
+        try:
+            with span_of("gateway.request", request_id=request_id, model=params.model[:200]):
+                deadline_unix_us = self._deadline_unix_us(arrived_unix_us, timeout_s)
+                session = await self._start(principal, params, request_id, arrived_unix_us, deadline_unix_us)
+                try:
+                    yield session
+                except (asyncio.CancelledError, GeneratorExit, ClientDisconnected):
+                    session.request.close(FinishCause.CANCELLED)
+                    raise
+                finally:
+                    session.request.close()
+                    self._requests.discard(session.request)
+                    self._metrics.used(session.request.usage, session.request.ttft_s)
+            outcome = "ok"
+        except TorchrelayError as error:
+            outcome = error.code
+            raise
+        except (asyncio.CancelledError, GeneratorExit, ClientDisconnected):
+            outcome = "client_left"
+            raise
+        finally:
+            self._metrics.ended(outcome)
+            self._num_inside -= 1
+            if not self._num_inside:
+                self._idle.set()
+
+    def _deadline_unix_us(self, arrived_unix_us: int, timeout_s: float | None) -> int:
+        """The caller's or the operator's, whichever comes first; 0: neither has one."""
+        given_s = [limit_s for limit_s in (timeout_s, self._request_timeout_s or None) if limit_s is not None]
+        return arrived_unix_us + int(min(given_s) * 1e6) if given_s else 0
+
+    async def _start(
+        self, principal: Principal, params: GenerateParams, request_id: str, arrived_unix_us: int, deadline_unix_us: int
+    ) -> RequestSession:
+        if principal.is_admin:  # it has no tenant, whose models a short name could mean and who would be billed
+            raise PermissionDenied("the admin key cannot call models: make a key of a tenant (torchrelay key create)")
+        model = await self._catalog.resolve(principal, params.model)
+        prompt = await self._prompts.token_ids(model, params)
+        sampling = sampling_of(params, model, len(prompt), self._bounds)
+        tokenizer = await self._prompts.tokenizer(model)
+        num_output_tokens = sampling.max_tokens * params.num_choices
+        reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens)
+        request = RunningRequest(
+            ResolvedRequest(
+                request_id, principal, model, prompt, sampling, params.num_choices, arrived_unix_us, deadline_unix_us
+            ),
+            self._upstreams,
+            self._ledger_writer,
+            reservation,
+            max_attempts=self._max_attempts,
+            keep_alive_s=self._keep_alive_s,
+        )
+        self._requests.add(request)
+        request.start()
+        texts = tuple(ChoiceDetokenizer(tokenizer, params.stop) for _ in range(params.num_choices))
+        return RequestSession(request, texts, None if params.top_logprobs is None else TokenBytes(tokenizer))
+
+    async def drain(self, timeout_s: float, end_s: float) -> None:
+        """Lets running requests end for ``timeout_s``; then ends them, and waits ``end_s`` for their last words."""
+        await self._wait_idle(timeout_s)
+        await self.stop_all(end_s)
+
+    async def stop_all(self, timeout_s: float) -> None:
+        """The gateway goes away: every request ends with an error that says so. Waits until all are closed."""
+        for request in self._requests:
+            request.stop(Unavailable("the gateway is shutting down"))
+        await self._wait_idle(timeout_s)
+
+    async def _wait_idle(self, timeout_s: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._requests)

@@ -1,0 +1,65 @@
+"""From what was asked to the call that runs: defaults, limits, stop tokens, a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from torchrelay.common.errors import ContextLengthExceeded, InvalidRequest
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.inference.core import GenerateParams
+from torchrelay.gateway.inference.parameter_ranges import check_vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationBounds:
+    """What the operator allows."""
+
+    default_max_tokens: int
+    max_choices: int
+
+
+def sampling_of(
+    params: GenerateParams, model: PublishedModel, num_prompt_tokens: int, bounds: GenerationBounds
+) -> pb.Sampling:
+    """How all attempts of the request sample and stop; the seed is drawn here, once, when none was given.
+
+    A default ``max_tokens`` is cut to what the context leaves, a given one is not. Raises ``InvalidRequest``,
+    ``ContextLengthExceeded``.
+    """
+    if params.num_choices > bounds.max_choices:
+        said = f"n is {params.num_choices}: it must be at most {bounds.max_choices} here"
+        raise InvalidRequest(said, field="n")
+    vocab_size = model.version.shape.vocab_size
+    check_vocabulary((token for token, _ in params.logit_bias), vocab_size, "logit_bias")
+    check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")
+    eos_token_ids = () if params.ignore_eos else model.version.eos_token_ids
+    return pb.Sampling(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        top_logprobs=params.top_logprobs,
+        seed=random.getrandbits(64) if params.seed is None else params.seed,
+        max_tokens=_max_tokens(params, model.version.shape.max_context_tokens, num_prompt_tokens, bounds),
+        stop_token_ids=(*eos_token_ids, *params.stop_token_ids),
+        stop_strings=params.stop,
+        ignore_eos=params.ignore_eos,
+    )
+
+
+def _max_tokens(params: GenerateParams, context: int, num_prompt_tokens: int, bounds: GenerationBounds) -> int:
+    room = context - num_prompt_tokens
+    if room < 1:
+        message = f"the prompt has {num_prompt_tokens} tokens; prompt and answer together may have {context}"
+        raise ContextLengthExceeded(message, field=params.prompt_field)
+    if params.max_tokens is None:
+        return min(bounds.default_max_tokens, room)
+    if params.max_tokens > room:
+        message = f"a prompt of {num_prompt_tokens} tokens and {params.max_tokens} more are too many for {context}"
+        raise ContextLengthExceeded(message, field=params.max_tokens_field)
+    return params.max_tokens

@@ -1,0 +1,85 @@
+"""Tokenizers of recently used versions, within a number of bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from torchrelay.common.errors import Unavailable
+from torchrelay.common.tokens.text import load_tokenizer
+from torchrelay.gateway.clients.file_reader import StoreFileReader
+
+MAX_FILE_BYTES = 64 << 20
+LOAD_TIMEOUT_S = 60.0
+BYTES_PER_FILE_BYTE = 5.5  # what a loaded BPE takes of memory, per byte of its JSON without white space
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    tokenizer: Tokenizer
+    num_bytes: int
+
+
+class TokenizerCache:
+    """Least recently used out first; the one asked for last always stays. Loads one at a time, each digest once.
+
+    A request keeps its tokenizer by holding it: eviction only ends the cache's own hold.
+    """
+
+    def __init__(self, files: StoreFileReader, max_bytes: int) -> None:
+        self._files = files
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._loading = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self.num_loads = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What the cached tokenizers take, estimated."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    async def get(self, digest: str) -> Tokenizer:
+        """The tokenizer of this BLAKE3 digest. Raises ``TorchrelayError`` when it cannot be had."""
+        entry = self._entries.get(digest)
+        if entry is None:
+            try:
+                async with asyncio.timeout(LOAD_TIMEOUT_S), self._loading:
+                    entry = self._entries.get(digest) or await self._load(digest)
+            except TimeoutError:
+                raise Unavailable(f"the model's tokenizer was not there within {LOAD_TIMEOUT_S:g} s") from None
+        self._entries[digest] = entry
+        self._entries.move_to_end(digest)
+        self._evict()
+        return entry.tokenizer
+
+    async def _load(self, digest: str) -> _Entry:
+        loop = asyncio.get_running_loop()
+        with tempfile.TemporaryDirectory(prefix="torchrelay-tokenizer-") as folder:
+            path = Path(folder, "tokenizer.json")
+            num_bytes = await self._files.save(digest, "tokenizer.json", MAX_FILE_BYTES, path)
+            self._make_room(int(num_bytes * BYTES_PER_FILE_BYTE))
+            tokenizer = await loop.run_in_executor(self._thread, load_tokenizer, path)
+        self.num_loads += 1
+        return _Entry(tokenizer, int(num_bytes * BYTES_PER_FILE_BYTE))
+
+    def _make_room(self, num_bytes: int) -> None:
+        while self._entries and self.num_bytes + num_bytes > self._max_bytes:
+            self._entries.popitem(last=False)
+
+    def _evict(self) -> None:
+        while len(self._entries) > 1 and self.num_bytes > self._max_bytes:
+            self._entries.popitem(last=False)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError`` when the cache holds more than it may."""
+        assert len(self._entries) <= 1 or self.num_bytes <= self._max_bytes, "tokenizers take more than their bytes"

@@ -1,0 +1,1 @@
+"""rate and budget limits in Redis. Imports core, sql, billing (cost, dollars)."""

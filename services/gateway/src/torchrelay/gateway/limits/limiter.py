@@ -1,0 +1,125 @@
+"""Limits that gateways share through Redis: requests per minute of a key, and a tenant's budget.
+
+Both are optional: a key or tenant without a limit costs no round trip, one with limits costs one. Redis holds only what
+can be rebuilt: token buckets, the reservations of running requests (each with a lease, for gateways that die), and what
+the tenant has spent, copied from SQL for at most a minute. Without Redis requests are *allowed*, and that is logged
+once: hot state that is away must not stop a paying tenant. A budget is therefore kept to within what was admitted
+meanwhile, and to within the requests that settled while the copy from SQL was being made.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from sqlalchemy import select
+
+from torchrelay.common.errors import QuotaExceeded, RateLimited
+from torchrelay.common.ids import new_id
+from torchrelay.gateway.billing.bills import dollars
+from torchrelay.gateway.billing.prices import cost_nano
+from torchrelay.gateway.core import Principal, PublishedModel, Reservation
+from torchrelay.gateway.limits.lua_scripts import ADMIT, RELEASE
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.tables import balances
+
+if TYPE_CHECKING:
+    from torchrelay.gateway.limits.script_runner import RedisScriptRunner
+
+_SPENT_TTL_S = 60
+
+
+class Limiter:
+    """Admits requests against their key's rate and their tenant's budget."""
+
+    def __init__(
+        self, redis_url: str, database: Database, lease_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        """``redis_url`` may be empty: then nothing is limited. ``lease_s``: longest life of a reservation.
+
+        ``clock`` is the wall clock: gateways share buckets and leases.
+        """
+        self._clock = clock
+        self._redis_url = redis_url
+        self._database = database
+        self._lease_s = lease_s
+        self._scripts: RedisScriptRunner | None = None
+
+    async def close(self) -> None:
+        if self._scripts is not None:
+            await self._scripts.close()
+
+    async def admit(
+        self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
+    ) -> Reservation:
+        """Takes one request from the key's bucket, and the largest possible cost from the tenant's budget.
+
+        ``max_output_tokens`` is of all choices together. Raises ``RateLimited`` or ``QuotaExceeded``.
+        """
+        if principal.requests_per_minute is None and principal.budget_nano is None:
+            return Reservation("", principal.tenant_id, 0)
+        cost = cost_nano(model.price, num_prompt_tokens, 0, max_output_tokens)
+        reserved = cost if principal.budget_nano is not None else 0
+        reservation = Reservation(new_id("rsv"), principal.tenant_id, reserved)
+        answer = await self._ask(principal, reservation, spent_nano=-1)
+        if answer[0] == b"spent?":
+            answer = await self._ask(principal, reservation, await self._spent(principal.tenant_id))
+        if answer[0] == b"rate":
+            raise RateLimited(
+                f"this key may make {principal.requests_per_minute} requests a minute", retry_after_s=float(answer[1])
+            )
+        if answer[0] == b"budget":
+            raise _over_budget(principal, reservation, *map(int, answer[1:]))
+        return reservation
+
+    async def release(self, reservation: Reservation, cost_nano: int) -> None:
+        """Ends the reservation; ``cost_nano`` is what the request was billed. Never raises for an absent Redis."""
+        if reservation.reserved_nano > 0:
+            keys = _budget_keys(reservation.tenant_id)
+            await self._run(RELEASE, keys, [reservation.reservation_id, cost_nano])
+
+    async def _ask(self, principal: Principal, reservation: Reservation, spent_nano: int) -> list[bytes]:
+        keys = [f"relay:{{{principal.tenant_id}}}:rate:{principal.key_id}", *_budget_keys(principal.tenant_id)]
+        args: list[str | int | float] = [
+            self._clock(),
+            principal.requests_per_minute or 0,
+            -1 if principal.budget_nano is None else principal.budget_nano,
+            reservation.reservation_id,
+            reservation.reserved_nano,
+            self._lease_s,
+            spent_nano,
+            _SPENT_TTL_S,
+        ]
+        return await self._run(ADMIT, keys, args)
+
+    async def _run(self, script: str, keys: list[str], args: list[str | int | float]) -> list[bytes]:
+        """What the script answers; ``ok`` when there is nobody to ask."""
+        if not self._redis_url:
+            return [b"ok"]
+        if self._scripts is None:
+            # Loaded when the first limit is met: redis-py is 6 MB that an install without limits never needs.
+            from torchrelay.gateway.limits.script_runner import RedisScriptRunner
+
+            self._scripts = RedisScriptRunner(self._redis_url)
+        return await self._scripts.run(script, keys, args)
+
+    async def _spent(self, tenant_id: str) -> int:
+        query = select(balances.c.spent_nano).where(balances.c.tenant_id == tenant_id)
+        async with self._database.read() as connection:
+            spent_nano: int = (await connection.execute(query)).scalar_one()
+        return spent_nano
+
+
+def _over_budget(principal: Principal, wanted: Reservation, spent_nano: int, reserved_nano: int) -> QuotaExceeded:
+    tenant, budget = principal.tenant, dollars(principal.budget_nano or 0)
+    return QuotaExceeded(
+        f"the budget of {tenant} is {budget}: {dollars(spent_nano)} is spent, {dollars(reserved_nano)} is reserved by "
+        f"running requests, and this one may cost {dollars(wanted.reserved_nano)}; ask for fewer (max_tokens), or "
+        f"have the admin raise it: torchrelay tenant set {tenant} --budget DOLLARS"
+    )
+
+
+def _budget_keys(tenant_id: str) -> list[str]:
+    """All keys of a tenant share a hash tag, so that a script finds them on one node of a cluster."""
+    return [f"relay:{{{tenant_id}}}:{part}" for part in ("spent", "reserved", "amounts", "leases")]

@@ -1,0 +1,89 @@
+"""NATS for the gateway: the hint that a key was revoked, the history of published models, the usage registers.
+
+Nothing here must work for a request to be served: the connection is made in the background and made again for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+
+from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.billing.usage_register_reader import UsageRegisterReader
+from torchrelay.gateway.core import PublishedModel
+
+log = get_logger(__name__)
+
+
+class NatsEvents:
+    """Owns the NATS connection; ``run()`` makes it and keeps it until cancelled."""
+
+    def __init__(self, url: str, prefix: str, gateway_id: str, on_key_hint: Callable[[], None]) -> None:
+        self._url = url
+        self._gateway_id = gateway_id
+        self._subjects = Subjects(prefix)
+        self._on_key_hint = on_key_hint
+        self._client: Client | None = None
+        self._streams_made = False
+
+    def registers(self) -> UsageRegisterReader | None:
+        """Where the sweep reads registers; ``None`` until the streams are known to exist."""
+        if self._client is None or not self._streams_made:
+            return None
+        return UsageRegisterReader(self._client, self._subjects)
+
+    async def run(self, retry_s: float = 1.0) -> None:
+        """Connects, subscribes, makes sure of the streams; then waits to be cancelled, and closes."""
+        try:
+            while not self._streams_made:
+                try:
+                    await self._set_up()
+                except (NatsError, OSError) as error:
+                    log.warning("nats_away", error=repr(error)[:200])
+                    await asyncio.sleep(retry_s)
+            await asyncio.Event().wait()
+        finally:
+            if self._client is not None:
+                await self._client.close()
+
+    async def _set_up(self) -> None:
+        if self._client is None:
+            client = await connect(self._url, self._gateway_id)
+            self._client = client
+            await client.subscribe(self._subjects.key_hint, cb=self._key_hint)
+        await ensure_streams(self._client.jetstream(), self._subjects)
+        self._streams_made = True
+
+    async def _key_hint(self, _message: Msg) -> None:
+        self._on_key_hint()
+
+    async def key_revoked(self) -> None:
+        """Tells the other gateways, best effort: without the hint they notice within half a second."""
+        await self._publish(self._subjects.key_hint, b"{}", durable=False)
+
+    async def model_changed(self, kind: str, name: str, model: PublishedModel | None) -> None:
+        """An event of the history: ``kind`` is published or deleted."""
+        event = {"at_unix_us": time.time_ns() // 1000, "model": name}
+        if model is not None:
+            event |= {"version_id": model.version.version_id, "pack_id": model.version.pack_id}
+            event |= {"pack_bytes": model.version.pack_bytes}
+        await self._publish(self._subjects.event(f"model.{kind}"), json.dumps(event).encode(), durable=True)
+
+    async def _publish(self, subject: str, payload: bytes, durable: bool) -> None:
+        client = self._client
+        if client is None or not client.is_connected:
+            return
+        try:
+            if durable:
+                await client.jetstream().publish(subject, payload, timeout=1.0)
+            else:
+                await client.publish(subject, payload)
+        except (NatsError, OSError) as error:
+            log.warning("event_not_published", subject=subject, error=repr(error)[:200])

@@ -1,0 +1,231 @@
+"""``/v1/chat/completions`` and ``/v1/completions`` as a bare ASGI application: nothing stands between a token and its
+socket but one ``send``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from torchrelay.common.errors import InvalidRequest, TorchrelayError
+from torchrelay.common.ids import new_id
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, LogprobDelta, TokenDelta
+from torchrelay.gateway.inference.execution.attempt import now_unix_us
+from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
+from torchrelay.gateway.inference.ports import Authenticator
+from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
+from torchrelay.gateway.openai import errors, replies, requests
+from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
+from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, StreamReply
+
+log = get_logger(__name__)
+
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+
+PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
+SETTLE_TIMEOUT_S = 1.0
+# A stream faster than this has the tokens of one gap written together, each still an event of its own: a write costs
+# several times what all the rest of a token does. Streams of up to a hundred tokens a second never wait, nor does the
+# last token of any.
+WRITE_GAP_S = 0.010
+_JSON = (b"content-type", b"application/json")
+_EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class BodyTooLarge(InvalidRequest):
+    """More bytes than a body may have: a 413."""
+
+
+class CompletionsApp:
+    """The ASGI application."""
+
+    def __init__(self, keys: Authenticator, pipeline: RequestPipeline, max_body_bytes: int) -> None:
+        self._keys = keys
+        self._pipeline = pipeline
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"the token paths speak no {scope['type']}")
+        exchange = HttpExchange(receive, send, new_id("req"))
+        is_chat = PATHS.get(scope["path"])
+        if is_chat is None:
+            await exchange.refuse(404, errors.body(404, f"there is no {scope['path']}", code="not_found"))
+        elif scope["method"] != "POST":
+            said = f"{scope['path']} does not take {scope['method']}: use POST"
+            body = errors.body(405, said, code="method_not_allowed")
+            await exchange.refuse(405, body, [(b"allow", b"POST")])
+        else:
+            await self._serve(exchange, is_chat, dict(scope["headers"]).get(b"authorization"))
+
+    async def _serve(self, exchange: HttpExchange, is_chat: bool, authorization: bytes | None) -> None:
+        arrived_unix_us = now_unix_us()
+        try:
+            principal = await self._keys.authenticate(
+                None if authorization is None else authorization.decode("latin-1")
+            )
+            encoded = await exchange.read_body(self._max_body_bytes)
+            params, form, is_stream = _decode_request(encoded, is_chat)
+            async with self._pipeline.session(principal, params, exchange.request_id, arrived_unix_us) as session:
+                await exchange.answer(session, form, is_stream)
+        except ClientDisconnected:
+            return
+        except BodyTooLarge as error:
+            await exchange.refuse(413, errors.body(413, error.message, code="invalid_request"))
+        except TorchrelayError as error:
+            await exchange.fail(error)
+        except Exception:  # the border of the process: whoever asked gets an answer, the operator gets the traceback
+            log.exception("request_crashed", request_id=exchange.request_id)
+            await exchange.fail(TorchrelayError("the gateway failed; the request id helps to find out why"))
+
+
+def _decode_request(encoded: bytes, is_chat: bool) -> tuple[GenerateParams, ReplyFormat, bool]:
+    body: requests.BaseBody
+    if is_chat:
+        body = chat = requests.decode_chat(encoded)
+        params = requests.params_of_chat(chat)
+    else:
+        body = completion = requests.decode_completion(encoded)
+        params = requests.params_of_completion(completion)
+    return params, ReplyFormat(is_chat, body.wants_usage, bool(body.return_token_ids)), bool(body.stream)
+
+
+class HttpExchange:
+    """One HTTP request and its answer."""
+
+    def __init__(self, receive: Receive, send: Send, request_id: str) -> None:
+        self._receive = receive
+        self._send = send
+        self._has_begun = False
+        self.request_id = request_id
+
+    async def read_body(self, max_bytes: int) -> bytes:
+        """Raises ``BodyTooLarge`` for too much of it, ``ClientLeft`` when it does not come to its end."""
+        parts: list[bytes] = []
+        num_bytes, has_more = 0, True
+        while has_more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            parts.append(message.get("body", b""))
+            num_bytes += len(parts[-1])
+            if num_bytes > max_bytes:
+                raise BodyTooLarge(errors.too_large(max_bytes))
+            has_more = message.get("more_body", False)
+        return b"".join(parts)
+
+    async def answer(self, session: RequestSession, form: ReplyFormat, is_stream: bool) -> None:
+        """Runs the request to its end, unless its client leaves before."""
+        watcher = asyncio.ensure_future(self._watch(session))
+        try:
+            await (self._stream(session, form) if is_stream else self._answer_at_once(session, form))
+        finally:
+            watcher.cancel()
+            await asyncio.gather(watcher, return_exceptions=True)
+
+    async def refuse(self, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        await self._begin(status, [_JSON, *headers])
+        await self._send({"type": "http.response.body", "body": msgspec.json.encode(body)})
+
+    async def fail(self, error: TorchrelayError) -> None:
+        """Says what went wrong: by status and body, or by a last event when the answer has begun."""
+        body = errors.error_body(error)
+        if self._has_begun:
+            await self._send({"type": "http.response.body", "body": replies.error_event(body)})
+            return
+        headers = [(name.encode(), value.encode()) for name, value in errors.error_headers(error).items()]
+        await self.refuse(error.http_status, body, headers)
+
+    async def _watch(self, session: RequestSession) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        session.request.stop()
+
+    async def _begin(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self._has_begun = True
+        listed = [*headers, (b"x-request-id", self.request_id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": listed})
+
+    async def _answer_at_once(self, session: RequestSession, form: ReplyFormat) -> None:
+        request, logprobs = session.request, _logprob_form(session, form)
+        choices = [ChoiceBuffer() for _ in session.texts]
+        while not request.is_finished:
+            for delivery in await request.next():
+                choice, text = choices[delivery.choice], session.texts[delivery.choice]
+                choice.token_ids += delivery.token_ids
+                if logprobs is None:
+                    choice.text += [text.step(token_id) for token_id in delivery.token_ids]
+                else:
+                    for piece, told in _text_and_logprobs(text, delivery):
+                        choice.text.append(piece)
+                        choice.told.append(told)
+                if delivery.finish is not None:
+                    choice.text.append(text.flush())
+                    choice.finish = delivery.finish
+        await request.settled(SETTLE_TIMEOUT_S)
+        reply = replies.whole_reply(session.resolved, form, choices, request.usage, logprobs)
+        await self._begin(200, [_JSON, (b"content-length", str(len(reply)).encode())])
+        await self._send({"type": "http.response.body", "body": reply})
+
+    async def _stream(self, session: RequestSession, form: ReplyFormat) -> None:
+        request, events = session.request, SseEncoder(session, form)
+        loop, written_at = asyncio.get_running_loop(), 0.0
+        while not request.is_finished:
+            deliveries = await request.next()
+            if not self._has_begun:
+                await self._begin(200, _EVENTS)
+            body = events.of(deliveries) if deliveries else replies.KEEP_ALIVE
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+            last_at, written_at = written_at, loop.time()
+            is_fast = len(deliveries) > len(session.texts) or written_at - last_at < WRITE_GAP_S
+            if is_fast and not request.is_finished:
+                await request.pause(WRITE_GAP_S)
+        await request.settled(SETTLE_TIMEOUT_S)
+        end = events.reply.usage(request.usage) + replies.DONE
+        await self._send({"type": "http.response.body", "body": end})
+
+
+class SseEncoder:
+    """Deliveries as server-sent events."""
+
+    def __init__(self, session: RequestSession, form: ReplyFormat) -> None:
+        self.reply = StreamReply(session.resolved, form)
+        self._logprobs = _logprob_form(session, form)
+        self._texts = session.texts
+        self._silent = set(range(len(session.texts)))  # choices that have not begun
+
+    def of(self, deliveries: Iterable[TokenDelta]) -> bytes:
+        """One event per token, with a role before the first of a choice and an end after the last."""
+        reply, silent = self.reply, self._silent
+        events: list[bytes] = []
+        for delivery in deliveries:
+            choice = delivery.choice
+            text = self._texts[choice]
+            if silent and choice in silent:
+                silent.discard(choice)
+                events.append(reply.role(choice))
+            if self._logprobs is None:
+                for token_id in delivery.token_ids:
+                    events.append(reply.token(choice, text.step(token_id), token_id))
+            else:
+                for piece, told in _text_and_logprobs(text, delivery):
+                    events.append(reply.told(choice, piece, told.token_id, self._logprobs.of([told])))
+            if delivery.finish is not None:
+                events.append(reply.finish(choice, text.flush(), delivery.finish))
+        return b"".join(events)
+
+
+def _logprob_form(session: RequestSession, form: ReplyFormat) -> LogprobFormatter | None:
+    return None if session.tokens is None else LogprobFormatter(session.tokens, form.is_chat)
+
+
+def _text_and_logprobs(text: ChoiceDetokenizer, delivery: TokenDelta) -> Iterator[tuple[str, LogprobEntry]]:
+    """Each token's text and logarithms, of a request that asked for these."""
+    for token_id, logprobs in LogprobDelta.told(delivery):
+        piece, offset = text.step_placed(token_id)
+        yield piece, LogprobEntry(token_id, logprobs, offset)

@@ -1,0 +1,87 @@
+"""JSON bodies into structs, with errors that name the field at fault."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.validation import BOOLEAN, LIST, NUMBER, OBJECT, TEXT, WHOLE, quote_value
+from torchrelay.gateway.openai.typo_hints import typo_hint
+
+B = TypeVar("B", bound=msgspec.Struct)
+_NAMES: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
+_FIELD = re.compile(r"required field `(\w+)`")
+_EXPECTED = re.compile(r"Expected `([^`]+)`(?: ([<>]=?) (-?\d+))?")
+_GOT = re.compile(r"got `(\w+)`")
+_KINDS = {"int": WHOLE, "float": NUMBER, "str": TEXT, "bool": BOOLEAN, "array": LIST, "object": OBJECT}
+_BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+_PRIVATE_FIELDS = {"messages", "prompt"}  # what is in them is nobody's but the tenant's
+_MAX_INSPECTED_BYTES = 1 << 16  # bytes: looking for a wrong number costs seconds in a body of megabytes
+
+
+def decode(decoder: msgspec.json.Decoder[B], encoded: bytes) -> B:
+    """Raises ``InvalidRequest``."""
+    try:
+        body = decoder.decode(encoded)
+        if slip := typo_hint(_NAMES.decode(encoded).keys(), type(body).__struct_fields__):
+            raise InvalidRequest(f"{slip[0]} is not known: is {slip[1]} meant?", field=slip[0])
+        return body
+    except msgspec.ValidationError as error:
+        message, name = _explain(str(error), encoded)
+        raise InvalidRequest(message, field=name) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        if number := _not_a_number(encoded):
+            said = f"{number}: JSON has no NaN and no infinity; it must be a finite number"
+            raise InvalidRequest(said, field=number) from error
+        raise InvalidRequest(f"the body is not JSON: {error}") from error
+
+
+def _explain(fault: str, encoded: bytes) -> tuple[str, str | None]:
+    """What msgspec says in a sentence, and the field of the body that it is about."""
+    path, missing, expected = _PATH.search(fault), _FIELD.search(fault), _EXPECTED.match(fault)
+    where = path[1] if path else ""
+    if missing:
+        where = f"{where}.{missing[1]}".lstrip(".")
+    name = re.split(r"[.\[]", where)[0] or None
+    if missing:
+        return f"{where} is missing", name
+    if expected is None:
+        return f"{where}: {_PATH.sub('', fault)}".removeprefix(": "), name
+    kinds = [_KINDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
+    wanted = f"{_BOUNDS[expected[2]]} {expected[3]}" if expected[2] else " or ".join(kinds)
+    got = _GOT.search(fault)
+    given = _given(where, encoded) or (_KINDS.get(got[1], got[1]) if got else "")
+    return f"{where or 'the body'} must be {wanted}{f', not {given}' if given else ''}", name
+
+
+def _given(field: str, encoded: bytes) -> str:
+    """What the body has there, in so few letters; empty where it is deeper in the body, or not to be told."""
+    if len(encoded) > _MAX_INSPECTED_BYTES or field in _PRIVATE_FIELDS:
+        return ""
+    try:
+        return quote_value(json.loads(encoded)[field])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+
+
+def _not_a_number(encoded: bytes) -> str | None:
+    """The field in which a body, otherwise JSON, has NaN or an infinity as Python's own encoder writes them."""
+    if len(encoded) > _MAX_INSPECTED_BYTES or (b"NaN" not in encoded and b"Infinity" not in encoded):
+        return None
+    try:
+        body = json.loads(encoded)
+        fields = body.items() if isinstance(body, dict) else ()
+        return next((name for name, value in fields if not _is_finite(value)), None)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _is_finite(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(map(_is_finite, inner)) and (not isinstance(value, float) or math.isfinite(value))

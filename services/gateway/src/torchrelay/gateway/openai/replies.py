@@ -1,0 +1,143 @@
+"""Answers in OpenAI's shape. Streamed chunks are spliced from bytes made once per request: only the text is encoded.
+
+Extensions: ``token_ids`` per choice and chunk, and ``prompt_token_ids`` once, for who asked with ``return_token_ids``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.inference.core import ResolvedRequest, Usage
+from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting\n\n"
+_encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """Which of the shapes a reply has."""
+
+    is_chat: bool
+    include_usage: bool = False
+    return_token_ids: bool = False
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_prompt_tokens},
+    }
+
+
+@dataclass(slots=True)
+class ChoiceBuffer:
+    """One choice of a reply that is not streamed, as it grows."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    finish: FinishCause | None = None
+    told: list[LogprobEntry] = field(default_factory=list)  # one per token, where asked for
+
+
+def whole_reply(
+    resolved: ResolvedRequest,
+    form: ReplyFormat,
+    choices: Sequence[ChoiceBuffer],
+    usage: Usage,
+    logprobs: LogprobFormatter | None = None,
+) -> bytes:
+    """The JSON of a finished request."""
+    listed: list[dict[str, Any]] = []
+    for index, choice in enumerate(choices):
+        text = "".join(choice.text)
+        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if form.is_chat else {"text": text}
+        told = None if logprobs is None else logprobs.of(choice.told)
+        entry = {"index": index, **said, "logprobs": told, "finish_reason": str(choice.finish)}
+        listed.append({**entry, "token_ids": choice.token_ids} if form.return_token_ids else entry)
+    reply = {
+        "id": resolved.request_id,
+        "object": "chat.completion" if form.is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": resolved.model.name,
+        "choices": listed,
+        "usage": usage_object(usage),
+    }
+    return _encode({**reply, "prompt_token_ids": resolved.prompt} if form.return_token_ids else reply)
+
+
+class StreamReply:
+    """The events of one streamed reply: one per token, one at the end of each choice, then usage if asked for."""
+
+    def __init__(self, resolved: ResolvedRequest, form: ReplyFormat) -> None:
+        kind = b"chat.completion.chunk" if form.is_chat else b"text_completion"
+        self._form = form
+        self._head = b'data: {"id":%s,"object":"%s","created":%d,"model":%s' % (
+            _encode(resolved.request_id),
+            kind,
+            int(time.time()),
+            _encode(resolved.model.name),
+        )
+        opening = b'"delta":{"content":' if form.is_chat else b'"text":'
+        self._heads = [
+            b'%s,"choices":[{"index":%d,%s' % (self._head, choice, opening) for choice in range(resolved.num_choices)
+        ]
+        self._after_text = b"}" if form.is_chat else b""
+        self._usage_field = b',"usage":null' if form.include_usage else b""
+        self._token_tail = b'%s,"logprobs":null,"finish_reason":null}]%s}\n\n' % (self._after_text, self._usage_field)
+        self._prompt = resolved.prompt if form.return_token_ids else None
+
+    def role(self, choice: int) -> bytes:
+        """The event that begins a choice of a chat; completions have none."""
+        if not self._form.is_chat:
+            return b""
+        head = b'%s,"choices":[{"index":%d,"delta":{"role":"assistant","content":""}' % (self._head, choice)
+        return head + b',"logprobs":null,"finish_reason":null}]' + self._usage_field + self._once() + b"}\n\n"
+
+    def token(self, choice: int, text: str, token_id: int) -> bytes:
+        """The event of one token; ``text`` is empty while a character is unfinished or a stop string possible."""
+        if not self._form.return_token_ids:
+            return self._heads[choice] + _encode(text) + self._token_tail
+        return self.told(choice, text, token_id, None)
+
+    def told(self, choice: int, text: str, token_id: int, logprobs: Any) -> bytes:
+        """The event of one token with all that may go with it."""
+        ids = b',"token_ids":[%d]' % token_id if self._form.return_token_ids else b""
+        tail = b'%s%s,"logprobs":%s,"finish_reason":null}]' % (self._after_text, ids, _encode(logprobs))
+        return self._heads[choice] + _encode(text) + tail + self._usage_field + self._once() + b"}\n\n"
+
+    def finish(self, choice: int, text: str, cause: FinishCause) -> bytes:
+        """The event that ends a choice, with the text that was held back."""
+        if self._form.is_chat and not text:
+            head = b'%s,"choices":[{"index":%d,"delta":{}' % (self._head, choice)
+        else:
+            head = self._heads[choice] + _encode(text) + self._after_text
+        ids = b',"token_ids":[]' if self._form.return_token_ids else b""
+        tail = b'%s,"logprobs":null,"finish_reason":"%s"}]' % (ids, cause.encode())
+        return head + tail + self._usage_field + self._once() + b"}\n\n"
+
+    def usage(self, usage: Usage) -> bytes:
+        """The event without choices that says what was used; empty unless asked for."""
+        if not self._form.include_usage:
+            return b""
+        return b'%s,"choices":[],"usage":%s}\n\n' % (self._head, _encode(usage_object(usage)))
+
+    def _once(self) -> bytes:
+        if self._prompt is None:
+            return b""
+        prompt, self._prompt = self._prompt, None
+        return b',"prompt_token_ids":' + _encode(prompt)
+
+
+def error_event(body: Any) -> bytes:
+    """The last event of a stream that failed."""
+    return b"data: " + _encode(body) + b"\n\n"

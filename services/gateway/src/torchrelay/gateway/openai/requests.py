@@ -1,0 +1,227 @@
+"""What OpenAI clients send: request bodies of ``/v1/chat/completions`` and ``/v1/completions``, decoded and checked.
+
+Fields this version does not know are ignored, except those that would change the answer and those that look like a slip
+of the pen (``max_token``): they are refused by name rather than passed over.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
+from torchrelay.gateway.inference.parameter_ranges import (
+    MAX_COMPLETION_LOGPROBS,
+    bias_tokens,
+    check_biases,
+    check_ranges,
+    check_stop_tokens,
+    check_stops,
+    check_top_logprobs,
+)
+from torchrelay.gateway.openai.body_decoder import decode
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+Count = Annotated[int, Meta(ge=1)]
+TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool | None = None
+
+
+class ContentPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class ChatMessageBody(msgspec.Struct):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+
+
+class BaseBody(msgspec.Struct, kw_only=True):
+    """The fields both paths share."""
+
+    model: str
+    max_tokens: Count | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=1 << 31)] | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: Count | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    return_token_ids: bool | None = None
+    # Of other servers; refused unless they ask for nothing.
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatBody(BaseBody, kw_only=True):
+    messages: list[ChatMessageBody]
+    max_completion_tokens: Count | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class CompletionBody(BaseBody, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+_CHAT: msgspec.json.Decoder[ChatBody] = msgspec.json.Decoder(ChatBody)
+_COMPLETION: msgspec.json.Decoder[CompletionBody] = msgspec.json.Decoder(CompletionBody)
+
+
+def decode_chat(encoded: bytes) -> ChatBody:
+    """Raises ``InvalidRequest`` naming the field that is wrong."""
+    body = decode(_CHAT, encoded)
+    response_format = body.response_format or {}
+    _refuse(
+        _shared_refusals(body)
+        | {
+            "tools": bool(body.tools),
+            "tool_choice": body.tool_choice not in (None, "none", "auto"),
+            "functions": bool(body.functions),
+            "response_format": response_format.get("type", "text") != "text",
+        }
+    )
+    return body
+
+
+def decode_completion(encoded: bytes) -> CompletionBody:
+    """Raises ``InvalidRequest`` naming the field that is wrong."""
+    body = decode(_COMPLETION, encoded)
+    _refuse(
+        _shared_refusals(body)
+        | {
+            "best_of": body.best_of is not None and body.best_of > 1,
+            "echo": bool(body.echo),
+            "suffix": bool(body.suffix),
+        }
+    )
+    return body
+
+
+def params_of_chat(body: ChatBody) -> GenerateParams:
+    """Raises ``InvalidRequest``."""
+    if not body.messages:
+        raise InvalidRequest("there is no message", field="messages")
+    max_tokens, field = body.max_tokens, "max_tokens"
+    if body.max_completion_tokens is not None:
+        max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", field="logprobs")
+    return _params(
+        body,
+        messages=tuple(_message(message, place) for place, message in enumerate(body.messages)),
+        max_tokens=max_tokens,
+        max_tokens_field=field,
+        top_logprobs=check_top_logprobs(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def params_of_completion(body: CompletionBody) -> GenerateParams:
+    """Raises ``InvalidRequest``."""
+    fields: dict[str, Any] = {"max_tokens": body.max_tokens}
+    if body.logprobs is not None:
+        fields["top_logprobs"] = check_top_logprobs(body.logprobs, MAX_COMPLETION_LOGPROBS, "logprobs")
+    prompt = body.prompt
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = list(prompt[0]) if isinstance(prompt[0], list) else prompt[0]
+    if isinstance(prompt, str):
+        return _params(body, text=prompt, **fields)
+    if not set(map(type, prompt)) <= {int}:
+        raise InvalidRequest("one prompt per request: more are not supported yet", field="prompt")
+    token_ids: tuple[Any, ...] = tuple(prompt)
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 32:
+        raise InvalidRequest("a token id is a number from 0", field="prompt")
+    return _params(body, token_ids=token_ids, **fields)
+
+
+def _params(body: BaseBody, **fields: Any) -> GenerateParams:
+    if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
+        raise InvalidRequest("a seed has 64 bits", field="seed")
+    check_ranges(
+        {
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "min_p": body.min_p,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+        }
+    )
+    return GenerateParams(
+        model=body.model,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(body.top_k or 0, 0),
+        min_p=body.min_p or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=check_biases(bias_tokens(body.logit_bias or {})),
+        seed=None if body.seed is None else body.seed % (1 << 64),
+        num_choices=body.n or 1,
+        stop=check_stops([body.stop] if isinstance(body.stop, str) else body.stop or []),
+        stop_token_ids=check_stop_tokens(body.stop_token_ids or []),
+        ignore_eos=bool(body.ignore_eos),
+        **fields,
+    )
+
+
+def check_role(role: str, place: int) -> None:
+    """Raises ``InvalidRequest`` for a message by nobody: most templates would take it for a user's."""
+    if role not in ROLES:
+        said = f"messages[{place}].role is {role[:40]!r}: it is one of {', '.join(ROLES)}"
+        raise InvalidRequest(said, field="messages")
+
+
+def _message(message: ChatMessageBody, place: int) -> ChatMessage:
+    check_role(message.role, place)
+    content = message.content
+    if content in (None, []) and message.role != "assistant":
+        raise InvalidRequest(f"messages[{place}] of role {message.role} has no content", field="messages")
+    if isinstance(content, list):
+        for part in content:
+            if part.type != "text" or part.text is None:
+                raise InvalidRequest(f"content of type {part.type!r} is not supported yet", field="messages")
+        content = "".join(part.text or "" for part in content)
+    plain = {"role": message.role, "content": content or ""}
+    return plain if message.name is None else {**plain, "name": message.name}
+
+
+def _shared_refusals(body: BaseBody) -> dict[str, bool]:
+    return {
+        "repetition_penalty": body.repetition_penalty not in (None, 1),
+        "min_tokens": bool(body.min_tokens),
+    }
+
+
+def _refuse(refusals: dict[str, bool]) -> None:
+    for name, is_asked in refusals.items():
+        if is_asked:
+            raise InvalidRequest(f"{name} is not supported yet", field=name)

@@ -1,0 +1,37 @@
+"""Names that are one slip of the pen away from a known one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import islice
+
+MIN_CHARS = 4  # of shorter names nearly everything is one edit away
+MAX_UNKNOWN = 32  # so many of a body's names are looked at
+
+
+def typo_hint(given: Collection[str], known: Collection[str]) -> tuple[str, str] | None:
+    """The first unknown name of ``given`` that is one edit away from a known one, and that one; None: there is none.
+
+    A known name that is given too was not meant: beside ``model``, ``models`` is somebody's extension.
+    """
+    unknown = list(islice((name for name in given if name not in known), MAX_UNKNOWN))
+    if not unknown:
+        return None
+    missing = [name for name in known if name not in given and len(name) >= MIN_CHARS]
+    return next(((name, meant) for name in unknown for meant in _near(name, missing)), None)
+
+
+def _near(name: str, known: Iterable[str]) -> Iterable[str]:
+    return (one for one in known if is_one_edit_away(name, one))
+
+
+def is_one_edit_away(name: str, other: str) -> bool:
+    """Whether one letter more, less or other, or two neighbours swapped, makes ``other`` of ``name``."""
+    if abs(len(name) - len(other)) > 1 or name == other:
+        return False
+    differ = next((place for place, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), None)
+    if differ is None:  # one begins with the other, and has one letter more
+        return True
+    rest, other_rest = name[differ:], other[differ:]
+    swapped = rest[:2] == other_rest[:2][::-1] and rest[2:] == other_rest[2:]
+    return swapped or rest[1:] == other_rest[1:] or rest[1:] == other_rest or rest == other_rest[1:]

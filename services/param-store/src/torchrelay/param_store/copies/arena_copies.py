@@ -1,0 +1,216 @@
+"""All copies of packs in this host's arena: which are filled, from where, and which failed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+
+from torchrelay.common.errors import Overloaded
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.quantities import format_count
+from torchrelay.param_store.copies.pack_download import CopyRecord, DownloadPlan, PackDownload
+from torchrelay.param_store.remote.remote_store import RemoteStore
+from torchrelay.transfer.arena.arena import Arena
+from torchrelay.transfer.arena.slab import Slab
+from torchrelay.transfer.fetch.follow import Receiver, SourceAddress
+from torchrelay.transfer.transport.interface import TransferClass, Transport
+
+log = get_logger(__name__)
+_MAX_FAILURES_KEPT = 16
+_HOLD = "hold:"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyReport:
+    """One pack as the store reports it."""
+
+    record: CopyRecord
+    num_chunks_verified: int
+    num_pins: int
+
+
+class ArenaCopies:
+    """Owns the filling threads. Methods may run on any thread."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        remote: RemoteStore,
+        receiver: Receiver,
+        on_change: Callable[[], None],
+        max_relays: int = 16,
+        num_remote_readers: int = 4,
+        transport: Transport | None = None,
+    ) -> None:
+        self._arena = arena
+        self._remote = remote
+        self._receiver = receiver
+        self._on_change = on_change
+        self._max_relays = max_relays
+        self._num_remote_readers = num_remote_readers
+        self._transport = transport
+        self._downloads: dict[str, tuple[PackDownload, threading.Thread]] = {}
+        self._records: dict[str, CopyRecord] = {}
+        self._num_holds = 0
+        self._closed = False
+        self._lock = threading.Lock()
+        self.num_bytes_received = 0
+
+    def relay(
+        self,
+        pack_id: str,
+        sources: Sequence[SourceAddress | None],
+        relay_id: str = "",
+        keep_guarded: bool = False,
+        num_striped: int = 1,
+        transfer_class: TransferClass = TransferClass.URGENT,
+    ) -> Future[bool]:
+        """Sees to it that the pack is filled. The future ends once its range is reserved; True: it was whole already.
+
+        Asking again while a filling runs adds the peers named to its alternates, before those it has, and raises the
+        number followed at once, and an urgent one makes it urgent; after one that has failed or is being stopped, a new
+        one runs.
+        Raises ``Overloaded`` when as many run as may.
+        """
+        with self._lock:
+            running = self._downloads.get(pack_id)
+            if running is not None and not running[0].is_ending:
+                peers = (source for source in sources if source is not None)
+                running[0].updates.add(peers, num_striped, transfer_class != TransferClass.IDLE)
+                return running[0].reserved
+            slab = self._arena.get(pack_id)
+            if slab is not None and slab.complete:
+                whole: Future[bool] = Future()
+                whole.set_result(True)
+                return whole
+            if self._closed or len(self._downloads) >= self._max_relays:
+                raise Overloaded(f"this store fills {format_count(len(self._downloads), 'pack')} already")
+            plan = DownloadPlan(
+                pack_id,
+                tuple(sources),
+                self._receiver,
+                self._num_remote_readers,
+                relay_id,
+                keep_guarded,
+                self._transport,
+                num_striped,
+                transfer_class,
+            )
+            return self._start(plan, None if running is None else running[1])
+
+    def _start(self, plan: DownloadPlan, after: threading.Thread | None) -> Future[bool]:
+        record = self._records[plan.pack_id] = CopyRecord(plan.pack_id)
+        download = PackDownload(plan, self._arena, self._remote, record, self._count_bytes, self._on_change)
+        thread = threading.Thread(
+            target=self._run, args=(download, after), name=f"fill-{plan.pack_id[:8]}", daemon=True
+        )
+        download.reserved.set_running_or_notify_cancel()  # from now on, who stops waiting for it cannot cancel it
+        thread.start()  # first, for it may fail
+        self._downloads[plan.pack_id] = (download, thread)
+        return download.reserved
+
+    def _run(self, download: PackDownload, after: threading.Thread | None) -> None:
+        if after is not None:
+            after.join()
+        download.run()
+        pack_id = download.plan.pack_id
+        with self._lock:
+            if self._downloads[pack_id][0] is download:
+                del self._downloads[pack_id]
+            slab = self._arena.get(pack_id)
+            if slab is not None and not slab.complete and not self._closed:  # a kept arena keeps what it has
+                self._arena.drop(pack_id, when_unpinned=True)  # it is held, or its followers are not yet told
+            self._forget_old_failures()
+        self._on_change()
+
+    def hold(self, pack_id: str, owner_id: str) -> tuple[Slab, str]:
+        """Pins the pack; give both back to ``release``. Raises ``NotFound`` when it is not in the arena."""
+        with self._lock:
+            self._num_holds += 1
+            owner = f"{_HOLD}{owner_id}/{self._num_holds}"  # one worker may hold twice for a moment, after a restart
+            self._arena.pin(pack_id, owner)
+            slab = self._arena.get(pack_id)
+            assert slab is not None  # it is pinned
+        self._on_change()
+        return slab, owner
+
+    def release(self, slab: Slab, owner: str) -> None:
+        with self._lock:
+            self._arena.unpin(slab.pack_id, owner)
+            if slab.error and slab.pack_id not in self._downloads and not self._closed:
+                self._arena.drop(slab.pack_id)
+        self._on_change()
+
+    def drop(self, pack_id: str) -> bool:
+        """Ends the filling, if one runs, and gives the range back; False: it is held or read, or not there. Blocks."""
+        with self._lock:
+            if self._num_pins(pack_id):
+                return False
+            running = self._downloads.get(pack_id)
+        if running is not None:
+            download, thread = running
+            download.stop.set()
+            thread.join()
+        with self._lock:
+            if pack_id not in self._downloads:
+                self._records.pop(pack_id, None)
+            gone = self._arena.drop(pack_id) or (running is not None and self._arena.get(pack_id) is None)
+        self._on_change()
+        return gone
+
+    def failure(self, pack_id: str) -> str:
+        """Why the last filling of this pack failed; empty when it did not."""
+        with self._lock:
+            record = self._records.get(pack_id)
+            return record.error if record else ""
+
+    def copies(self) -> list[CopyReport]:
+        """What is in the arena or on its way there, and what failed lately."""
+        with self._lock:
+            slabs = {slab.pack_id: slab for slab in self._arena.slabs()}
+            for pack_id, record in list(self._records.items()):
+                if pack_id not in slabs and pack_id not in self._downloads and not record.error:
+                    del self._records[pack_id]  # evicted
+            found = [self._copy(slab) for slab in slabs.values()]
+            absent = [record for pack_id, record in self._records.items() if pack_id not in slabs]
+            return found + [CopyReport(replace(record), 0, 0) for record in absent]
+
+    def _copy(self, slab: Slab) -> CopyReport:
+        record = self._records.get(slab.pack_id)
+        shown = replace(record) if record else CopyRecord(slab.pack_id, slab.num_bytes, slab.num_chunks)
+        shown.error = shown.error or slab.error
+        return CopyReport(shown, slab.num_verified, self._num_pins(slab.pack_id))
+
+    def _num_pins(self, pack_id: str) -> int:
+        return sum(owner.startswith(_HOLD) for owner in self._arena.owners(pack_id))
+
+    def recheck(self) -> None:
+        """Hashes what an earlier process left in the arena; what is incomplete will not come by itself. Blocks."""
+        for slab in self._arena.slabs():
+            slab.recheck()
+            with self._lock:
+                if not slab.complete and slab.pack_id not in self._downloads:
+                    slab.fail("the store was restarted while it was filled")
+            self._on_change()
+            log.info("slab_rechecked", pack_id=slab.pack_id, num_verified=slab.num_verified, num_chunks=slab.num_chunks)
+
+    def close(self) -> None:
+        """Stops all fillings and waits for their threads."""
+        with self._lock:
+            self._closed = True
+            running = list(self._downloads.values())
+        for download, _ in running:
+            download.stop.set()
+        for _, thread in running:
+            thread.join()
+
+    def _count_bytes(self, num_bytes: int) -> None:
+        with self._lock:
+            self.num_bytes_received += num_bytes
+
+    def _forget_old_failures(self) -> None:
+        failed = [pack_id for pack_id, record in self._records.items() if record.error]
+        for pack_id in failed[:-_MAX_FAILURES_KEPT]:
+            del self._records[pack_id]

@@ -1,0 +1,269 @@
+"""The filling of one pack of the arena: one thread that walks the given sources until every chunk is verified.
+
+opening (manifest, range) -> filling -> complete
+            |                    `----> failed (or dropped): what is missing will not come, until a later Relay
+            `-> refused: nothing was reserved
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import groupby, takewhile
+
+from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
+from torchrelay.common.process.telemetry import get_logger, record_span
+from torchrelay.param_store.copies.remote_download import download_from_remote
+from torchrelay.param_store.remote.remote_store import RemoteStore
+from torchrelay.param_store.remote.versions import manifest_key, pack_key
+from torchrelay.transfer.arena.arena import Arena
+from torchrelay.transfer.arena.slab import Slab
+from torchrelay.transfer.fetch.follow import STALL_S, Receiver, SourceAddress, fetch_head, follow
+from torchrelay.transfer.fetch.sources import SourceUpdates
+from torchrelay.transfer.fetch.statistics import TransferStats
+from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.transport.interface import TransferClass, Transport
+
+log = get_logger(__name__)
+REMOTE = "remote"
+STARVATION_TIMEOUT_S = (
+    10.0  # a peer that is alive is left for the next source when no chunk has come from anywhere for so long
+)
+SILENCE_TIMEOUT_S = 2.0  # one of which nothing is heard, if others come after all peers: the remote store
+DOWNLOAD_PIN = "download"  # pins the slab while its chunks arrive
+
+
+@dataclass(slots=True)
+class CopyRecord:
+    """What is told of one pack's copy beside what its slab says. Times are unix microseconds, 0: not yet."""
+
+    pack_id: str
+    pack_bytes: int = 0
+    num_chunks: int = 0
+    error: str = ""
+    begin_unix_us: int = 0
+    first_unix_us: int = 0
+    end_unix_us: int = 0
+    stats: TransferStats = field(default_factory=TransferStats)  # what each source has brought
+
+    @property
+    def source(self) -> str:
+        """The holder that has brought most, or ``REMOTE``."""
+        return self.stats.largest
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadPlan:
+    """Where a pack comes from. None among the sources stands for the remote store.
+
+    Of the first peers, ``num_striped`` are followed at once; the others, and the remote store, are for repair.
+    """
+
+    pack_id: str
+    sources: tuple[SourceAddress | None, ...]
+    receiver: Receiver
+    num_remote_readers: int
+    relay_id: str = ""
+    keep_guarded: bool = False  # rather fail than evict what the scheduler guards
+    transport: Transport | None = None  # how peers are followed; None: plain TCP
+    num_striped: int = 1
+    transfer_class: TransferClass = TransferClass.URGENT
+
+    def groups(self) -> Iterator[tuple[SourceAddress, ...]]:
+        """Neighbouring peers, to be followed with one another as alternates; empty: the remote store."""
+        for remote, group in groupby(self.sources, key=lambda source: source is None):
+            yield () if remote else tuple(source for source in group if source is not None)
+
+
+@dataclass(slots=True)
+class PackDownload:
+    """Runs ``run`` on a thread of its own; ``reserved`` tells when the range is there: True if the pack was whole."""
+
+    plan: DownloadPlan
+    arena: Arena
+    remote: RemoteStore
+    record: CopyRecord
+    on_bytes: Callable[[int], None]
+    on_change: Callable[[], None]
+    stop: threading.Event = field(default_factory=threading.Event)
+    reserved: Future[bool] = field(default_factory=Future)
+    updates: SourceUpdates = field(default_factory=SourceUpdates)  # peers named since it began
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it has failed, or is being stopped: it brings nothing more."""
+        return self.stop.is_set() or bool(self.record.error)
+
+    def run(self) -> None:
+        """Never raises: what goes wrong is told by ``reserved``, the record and the slab."""
+        self.record.begin_unix_us = _now_us()
+        slab: Slab | None = None
+        try:
+            slab = self._reserve()
+            self.reserved.set_result(slab.complete)
+            self._fill(slab)
+        except Exception as error:
+            self._failed(error, slab)
+        else:
+            self.record.end_unix_us = _now_us()
+            self._trace(complete=True)
+        finally:
+            if slab is not None:
+                self.arena.unpin(self.plan.pack_id, DOWNLOAD_PIN)
+            self.on_change()
+
+    def _failed(self, error: Exception, slab: Slab | None) -> None:
+        expected = isinstance(error, TorchrelayError | OSError)
+        message = str(error) if expected else f"internal error: {error!r}"
+        (log.warning if expected else log.exception)("relay_failed", pack_id=self.plan.pack_id, error=message)
+        self.record.error = message
+        if slab is None:
+            self.reserved.set_exception(error if isinstance(error, TorchrelayError) else Unavailable(message))
+        else:
+            slab.fail(message)
+        self._trace(complete=False)
+
+    def _trace(self, *, complete: bool) -> None:
+        record = self.record
+        begin, end = record.begin_unix_us * 1000, _now_us() * 1000
+        about = {"pack_id": record.pack_id, "relay_id": self.plan.relay_id, "source": record.source}
+        record_span("param_store.relay", "", begin, end, **about, complete=complete)
+
+    def _reserve(self) -> Slab:
+        """The slab of an earlier, interrupted filling, or a new one by the manifest of the first source that has it."""
+        slab = self.arena.get(self.plan.pack_id)
+        head = self._head() if slab is None else slab.head
+        slab = self.arena.reserve(head, DOWNLOAD_PIN, self.plan.keep_guarded)
+        self.record.pack_bytes, self.record.num_chunks = slab.num_bytes, slab.num_chunks
+        self.on_change()
+        return slab
+
+    def _head(self) -> bytes:
+        failures, is_gone = [], False
+        for source in self.plan.sources:
+            try:
+                head = self._head_from(source)
+            except (TorchrelayError, OSError) as error:
+                failures.append(f"{_source_name(source)}: {error}")
+                is_gone |= source is None and isinstance(error, NotFound)
+                continue
+            if pack_id_of(head) == self.plan.pack_id:
+                return head
+            failures.append(f"{_source_name(source)}: its manifest is damaged")
+        # What the remote store has not is not published: whoever wants the pack need not ask other stores.
+        kind = NotFound if is_gone else Unavailable
+        raise kind(f"no source gave the manifest of pack {self.plan.pack_id}: {'; '.join(failures)}")
+
+    def _head_from(self, source: SourceAddress | None) -> bytes:
+        if source is None:
+            return self.remote.get_bytes(manifest_key(self.plan.pack_id))
+        return fetch_head(source, self.plan.receiver, self.stop, transport=self.plan.transport)
+
+    def _fill(self, slab: Slab) -> None:
+        failures = []
+        groups = deque(self.plan.groups())
+        while groups and not self.stop.is_set() and (missing := slab.missing()):
+            peers = groups.popleft()
+            name = peers[0].holder_id if peers else REMOTE
+            try:
+                if peers:
+                    self._fill_from_peers(peers, slab, missing, SILENCE_TIMEOUT_S if groups else STALL_S)
+                else:
+                    self._fill_from_remote(slab, missing)
+            except (TorchrelayError, OSError) as error:
+                failures.append(f"{name}: {error}")
+                log.warning("source_failed", pack_id=slab.pack_id, source=name, error=str(error))
+            if (not peers or not groups) and (late := self.updates.take()):
+                groups.appendleft(tuple(late))
+                if not peers:
+                    groups.insert(1, ())  # the remote store has what they lack
+        if slab.complete:  # even when it was stopped at that very moment
+            return
+        if self.stop.is_set():
+            raise Unavailable("the download was stopped")
+        raise Unavailable(f"no source has the missing chunks: {'; '.join(failures)}")
+
+    def _fill_from_peers(
+        self, peers: Sequence[SourceAddress], slab: Slab, missing: Sequence[int], stall_s: float
+    ) -> None:
+        plan = self.plan
+        for _ in follow(
+            slab.pack_id,
+            missing,
+            peers,
+            _NotifyingSink(slab, self._on_chunk),
+            plan.receiver,
+            self.stop,
+            stall_s,
+            plan.transport,
+            STARVATION_TIMEOUT_S,
+            plan.num_striped,
+            plan.transfer_class,
+            self.record.stats,
+            self.updates,
+        ):
+            pass  # each was told of as it was accepted, by the thread that received it
+
+    def _fill_from_remote(self, slab: Slab, missing: Sequence[int]) -> None:
+        """All that is missing, or as much of it as comes until peers are named."""
+        stats = self.record.stats
+
+        def on_chunk(index: int) -> None:
+            stats.received(REMOTE, len(slab.chunk(index)))
+            self._on_chunk(slab, index)
+
+        stats.joined(REMOTE)
+        try:
+            with closing(self.remote.open_range(pack_key(slab.pack_id))) as reader:
+                download_from_remote(
+                    slab.pack_id,
+                    reader,
+                    slab.manifest.chunk_bytes,
+                    slab,
+                    takewhile(lambda _: not self.updates.any_waiting, missing),
+                    self.stop,
+                    on_chunk,
+                    self.plan.num_remote_readers,
+                )
+        except (TorchrelayError, OSError) as error:
+            stats.failed(REMOTE, str(error))
+            raise
+        finally:
+            stats.left(REMOTE)
+
+    def _on_chunk(self, slab: Slab, index: int) -> None:
+        if not self.record.first_unix_us:
+            self.record.first_unix_us = _now_us()
+        self.on_bytes(len(slab.chunk(index)))
+        self.on_change()
+
+
+@dataclass(frozen=True, slots=True)
+class _NotifyingSink:
+    """The slab as a ``Sink`` that tells of each chunk at once: the iteration may wait for a source that is silent."""
+
+    slab: Slab
+    notify: Callable[[Slab, int], None]
+
+    def chunk(self, index: int) -> memoryview:
+        return self.slab.chunk(index)
+
+    def digest(self, index: int) -> bytes:
+        return self.slab.digest(index)
+
+    def accept(self, index: int) -> None:
+        self.slab.accept(index)
+        self.notify(self.slab, index)
+
+
+def _source_name(source: SourceAddress | None) -> str:
+    return REMOTE if source is None else source.holder_id
+
+
+def _now_us() -> int:
+    return time.time_ns() // 1000

@@ -1,0 +1,75 @@
+"""Fills a pack from the remote store: several reads under way, straight into the arena, each verified as it lands."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from blake3 import blake3
+
+from torchrelay.common.errors import DataCorrupted, Unavailable
+from torchrelay.common.quantities import format_count
+from torchrelay.param_store.remote.remote_store import RangeReader
+from torchrelay.transfer.buffers import Sink
+
+_MAX_LISTED_CHUNKS = 8  # damaged chunks in an error
+
+
+def download_from_remote(
+    pack_id: str,
+    reader: RangeReader,
+    chunk_bytes: int,
+    sink: Sink,
+    wanted: Iterable[int],
+    stop: threading.Event,
+    on_chunk: Callable[[int], None],
+    num_readers: int,
+) -> None:
+    """Reads the wanted chunks in order, ``num_readers`` at a time: while one thread hashes, the others read.
+
+    Ends early, without an error, when ``stop`` is set. A chunk that does not match its digest is read again where that
+    may help; a damaged one is left out and the others still come; then raises ``DataCorrupted``. Whatever else the
+    reader or the sink raises ends it at once. ``wanted`` is asked for the next chunk only when a reader is free.
+
+    NOTE: bytes land in the sink's own memory before they are verified. Nobody else may bring a chunk that was taken
+    from ``wanted``.
+    """
+    todo = iter(wanted)
+    damaged: list[int] = []
+    lock = threading.Lock()
+    broken = threading.Event()
+
+    def next_index() -> int | None:
+        with lock:
+            return None if stop.is_set() or broken.is_set() else next(todo, None)
+
+    def fetch_chunk(index: int) -> bool:
+        offset, view, digest = index * chunk_bytes, sink.chunk(index), sink.digest(index)
+        reader.read_into(offset, view, stop)
+        if blake3(view).digest() == digest:
+            return True
+        return reader.read_again(offset, view, stop) and blake3(view).digest() == digest
+
+    def read() -> None:
+        try:
+            while (index := next_index()) is not None:
+                if fetch_chunk(index):
+                    sink.accept(index)
+                    on_chunk(index)
+                else:
+                    damaged.append(index)
+        except BaseException as error:
+            broken.set()  # the other readers end; this error is raised by result() below
+            if not (isinstance(error, Unavailable) and stop.is_set()):
+                raise
+
+    with ThreadPoolExecutor(num_readers, thread_name_prefix="remote-read") as pool:
+        reads = [pool.submit(read) for _ in range(num_readers)]
+    for done in reads:
+        done.result()
+    if damaged:
+        named = sorted(damaged)[:_MAX_LISTED_CHUNKS]
+        where = ", ".join(map(str, named)) + (", ..." if len(named) < len(damaged) else "")
+        num = format_count(len(damaged), "chunk")
+        raise DataCorrupted(f"pack {pack_id} is damaged in the remote store: {num} ({where})")

@@ -1,0 +1,1 @@
+"""disk tier: cached packs, its writer, RemoteStore decorator; may import remote, durable_files"""

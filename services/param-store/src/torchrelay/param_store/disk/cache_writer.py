@@ -1,0 +1,90 @@
+"""Writes packs of the arena to the disk tier: in the background, after they were filled from the remote store.
+
+The writer copies one chunk at a time out of the arena and pins the slab only for that moment: a pack that is dropped or
+evicted meanwhile is given up, and nobody waits for the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchrelay.common.errors import TorchrelayError, Unavailable
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.param_store.disk.cache import DiskCache
+from torchrelay.transfer.arena.slab import Slab
+from torchrelay.transfer.manifest import MAX_CHUNK_BYTES
+
+log = get_logger(__name__)
+_OWNER = "disk"
+_SYNC_EVERY_BYTES = 64 << 20  # so that hardly more waits in the page cache
+
+
+def write_to_cache(cache: DiskCache, slab: Slab, stop: threading.Event) -> bool:
+    """Writes a complete slab's pack; True: it is on disk, whole and durable. Takes as long as the disk does.
+
+    False, and nothing is left of it: the disk is full or faulty, the slab was dropped, or ``stop`` was set.
+    """
+    draft = cache.drafts / slab.pack_id
+    manifest_draft = draft.with_suffix(".manifest")
+    try:
+        cache.make_room(slab.num_bytes + len(slab.head))
+        _write(draft, slab, stop)
+        manifest_draft.write_bytes(slab.head)
+        cache.publish(slab.pack_id, draft, manifest_draft)
+    except (OSError, TorchrelayError) as error:
+        log.warning("pack_not_written_to_disk", pack_id=slab.pack_id, error=str(error))
+        return False
+    finally:
+        _remove(draft, manifest_draft)
+    log.info("pack_written_to_disk", pack_id=slab.pack_id, num_bytes=slab.num_bytes)
+    return True
+
+
+def _write(draft: Path, slab: Slab, stop: threading.Event) -> None:
+    buffer = memoryview(bytearray(MAX_CHUNK_BYTES))
+    with _opened(draft) as file:
+        os.posix_fallocate(file, 0, slab.num_bytes)  # a disk that is too full says so now
+        synced = 0
+        for index in range(slab.num_chunks):
+            if stop.is_set():
+                raise Unavailable("the store is being closed")
+            span = slab.manifest.chunk_range(index)
+            piece = buffer[: span.end - span.begin]
+            slab.acquire(_OWNER)
+            try:
+                piece[:] = slab.chunk(index)
+            finally:
+                slab.release(_OWNER)
+            _write_all(file, piece, span.begin)
+            if span.end - synced >= _SYNC_EVERY_BYTES:
+                os.fdatasync(file)
+                os.posix_fadvise(file, synced, span.end - synced, os.POSIX_FADV_DONTNEED)
+                synced = span.end
+        os.fsync(file)
+
+
+def _write_all(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(file, data, offset)
+        data, offset = data[count:], offset + count
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _remove(*drafts: Path) -> None:
+    for draft in drafts:
+        try:
+            draft.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("draft_not_removed", draft=draft.name, error=str(error))

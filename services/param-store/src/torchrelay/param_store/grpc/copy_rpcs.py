@@ -1,0 +1,116 @@
+"""The RPCs about the copies of packs in this host's arena."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from torchrelay.common.errors import InvalidRequest, NotFound, Unavailable
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.control.v1 import reports_pb2, types_pb2
+from torchrelay.param_store.remote.versions import checked_digest
+from torchrelay.param_store.store import Store
+from torchrelay.transfer.arena.slab import Slab
+from torchrelay.transfer.fetch.follow import SourceAddress
+from torchrelay.transfer.transport.interface import TransferClass
+
+Context = grpc.aio.ServicerContext[Any, Any]
+log = get_logger(__name__)
+_MAX_LEASE_S = 3600.0
+_MIN_REPORT_INTERVAL_S = 0.05  # at most 20 reports a second to each watcher
+
+
+class CopyRpcs:
+    """Hold, Relay, Drop, WatchCopies, Guard."""
+
+    store: Store
+
+    async def Hold(self, request: pb.HoldRequest, context: Context) -> AsyncIterator[pb.HoldReply]:
+        checked_digest(request.pack_id, "pack_id")
+        arena_copies = self.store.arena_copies
+        try:
+            slab, owner = arena_copies.hold(request.pack_id, request.owner_id)
+        except NotFound:
+            if failure := arena_copies.failure(request.pack_id):
+                raise Unavailable(f"pack {request.pack_id} is not here: {failure}") from None
+            raise
+        log.info("pack_held", pack_id=request.pack_id, owner_id=request.owner_id)
+        try:
+            with self.store.changes.listen() as changed:
+                sent = None
+                while True:
+                    changed.clear()
+                    now = (slab.num_segments_ready, slab.error)
+                    if sent is None and slab.error:
+                        raise Unavailable(slab.error)
+                    if now != sent:
+                        sent = now
+                        yield self._hold_reply(slab, *now)
+                    await changed.wait()
+        finally:
+            arena_copies.release(slab, owner)
+            log.info("pack_released", pack_id=request.pack_id, owner_id=request.owner_id)
+
+    def _hold_reply(self, slab: Slab, num_segments_ready: int, error: str) -> pb.HoldReply:
+        return pb.HoldReply(
+            arena_path=str(self.store.arena.path),
+            slab_offset=slab.offset,
+            slab_bytes=slab.num_slab_bytes,
+            num_segments_ready=num_segments_ready,
+            error=error,
+        )
+
+    async def Relay(self, request: pb.RelayRequest, context: Context) -> pb.RelayReply:
+        self.store.epoch.check(request.epoch)
+        checked_digest(request.pack_id, "pack_id")
+        sources = [_source(source) for source in request.sources if source.holder_id != self.store.settings.store_id]
+        if not sources:
+            raise InvalidRequest("a relay needs at least one source other than the store itself", field="sources")
+        reserved = self.store.arena_copies.relay(
+            request.pack_id,
+            sources,
+            request.relay_id,
+            request.keep_guarded,
+            max(request.num_striped, 1),
+            TransferClass.IDLE if request.urgency == pb.RELAY_URGENCY_IDLE else TransferClass.URGENT,
+        )
+        complete = await asyncio.shield(asyncio.wrap_future(reserved))
+        names = [source.holder_id for source in request.sources]
+        log.info("relay", pack_id=request.pack_id, relay_id=request.relay_id, sources=names, complete=complete)
+        return pb.RelayReply(already_complete=complete)
+
+    async def Drop(self, request: pb.DropRequest, context: Context) -> pb.DropReply:
+        self.store.epoch.check(request.epoch)
+        checked_digest(request.pack_id, "pack_id")
+        dropped = await asyncio.to_thread(self.store.arena_copies.drop, request.pack_id)
+        log.info("drop", pack_id=request.pack_id, dropped=dropped)
+        return pb.DropReply(dropped=dropped)
+
+    async def Guard(self, request: pb.GuardRequest, context: Context) -> pb.GuardReply:
+        self.store.epoch.check(request.epoch)
+        if not 0 <= request.lease_s <= _MAX_LEASE_S:
+            raise InvalidRequest(f"a guard is leased for at most {_MAX_LEASE_S:g} seconds", field="lease_s")
+        self.store.arena.retention.renew(request.pack_ids, request.lease_s)
+        self.store.changes.notify()
+        return pb.GuardReply()
+
+    async def WatchCopies(
+        self, request: pb.WatchCopiesRequest, context: Context
+    ) -> AsyncIterator[reports_pb2.StoreReport]:
+        with self.store.changes.listen() as changed:
+            while True:
+                changed.clear()
+                yield self.store.report()
+                await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
+                await changed.wait()
+
+
+def _source(source: types_pb2.Source) -> SourceAddress | None:
+    """None: the remote store."""
+    if not source.data_address:
+        return None
+    return SourceAddress(source.holder_id, source.data_address, source.ticket)

@@ -1,0 +1,16 @@
+"""``control.v1.ParamStore``: its calls by concern, put together."""
+
+from __future__ import annotations
+
+from torchrelay.control.v1 import param_store_pb2_grpc
+from torchrelay.param_store.grpc.copy_rpcs import CopyRpcs
+from torchrelay.param_store.grpc.upload_rpcs import UploadRpcs
+from torchrelay.param_store.grpc.version_rpcs import VersionRpcs
+from torchrelay.param_store.store import Store
+
+
+class ParamStoreServicer(UploadRpcs, VersionRpcs, CopyRpcs, param_store_pb2_grpc.ParamStoreServicer):
+    """Serves one store."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store

@@ -1,0 +1,55 @@
+"""What the host's network interfaces have carried, as Linux counts it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+_COUNTERS = Path("/proc/self/net/dev")  # of this process's own network namespace, unlike /sys
+_DEVICES = Path("/sys/class/net")
+_RECEIVED, _SENT = 0, 8  # columns
+_MBIT = 1e6 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class NicCounters:
+    """All interfaces but loopback, together. ``bytes_per_s``: their speed in either direction; 0: not known."""
+
+    bytes_sent: int
+    bytes_received: int
+    bytes_per_s: float = 0.0
+
+
+def read_nic_counters(counters: Path = _COUNTERS, devices: Path = _DEVICES) -> NicCounters | None:
+    """The counters now; None where the system has none.
+
+    A bond or a bridge carries what its devices carry: where there are devices of hardware only those count.
+    """
+    try:
+        lines = counters.read_text().splitlines()
+    except OSError:
+        return None
+    found = dict(_row(line) for line in lines if ":" in line)
+    found.pop("lo", None)
+    real = [name for name in found if (devices / name / "device").exists()]
+    names = real or list(found)
+    if not names:
+        return None
+    return NicCounters(
+        bytes_sent=sum(found[name][_SENT] for name in names),
+        bytes_received=sum(found[name][_RECEIVED] for name in names),
+        bytes_per_s=sum(_speed_mbit(devices / name) for name in names) * _MBIT,
+    )
+
+
+def _row(line: str) -> tuple[str, list[int]]:
+    name, _, columns = line.partition(":")
+    return name.strip(), [int(column) for column in columns.split()]
+
+
+def _speed_mbit(device: Path) -> int:
+    """0: the device does not tell, is down, or is a virtual one that has none."""
+    try:
+        return max(int((device / "speed").read_text()), 0)
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,103 @@
+"""Streams tensors into a pack file, chunk by chunk through one buffer; looks at every weight and digests the chunks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from torchrelay.modelspec.tensor_order import DTYPE_BYTES
+from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
+from torchrelay.param_store.packer.finite_values import first_not_finite
+from torchrelay.transfer.manifest import chunk_bytes_for
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Part of a chunk that comes from one tensor, of which ``num_skipped`` bytes went before."""
+
+    begin: int
+    end: int
+    source: StoredTensor
+    num_skipped: int
+
+
+def write_pack(
+    plan: PackPlan, folder: Path, path: Path, on_progress: Callable[[int], None]
+) -> tuple[int, tuple[bytes, ...]]:
+    """Writes the pack to ``path``, durably. Returns the chunk size and each chunk's BLAKE3 digest.
+
+    Raises ``Refused`` at the first weight that is not a finite number.
+    """
+    chunk_bytes = chunk_bytes_for(plan.num_bytes)
+    buffer = memoryview(bytearray(chunk_bytes))
+    digests: list[bytes] = []
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context((folder / name).open("rb", buffering=0)).fileno()
+            for name in sorted({source.file for source in plan.sources})
+        }
+        out = stack.enter_context(path.open("wb", buffering=0))
+        for begin, end, pieces in _chunks(plan, chunk_bytes):
+            chunk = buffer[: end - begin]
+            _fill(chunk, pieces, files)
+            _check_numbers(chunk, pieces)
+            digests.append(blake3(chunk).digest())
+            _write_all(out.fileno(), chunk)
+            on_progress(end)
+        os.fsync(out.fileno())
+    return chunk_bytes, tuple(digests)
+
+
+def _chunks(plan: PackPlan, chunk_bytes: int) -> Iterator[tuple[int, int, list[_Piece]]]:
+    """Each chunk's range of the pack and the pieces in it, relative to the chunk's beginning."""
+    tensor = 0
+    for begin in range(0, plan.num_bytes, chunk_bytes):
+        end = min(begin + chunk_bytes, plan.num_bytes)
+        pieces: list[_Piece] = []
+        while tensor < len(plan.entries) and plan.entries[tensor].offset < end:
+            entry, source = plan.entries[tensor], plan.sources[tensor]
+            first, last = max(entry.offset, begin), min(entry.offset + entry.num_bytes, end)
+            if first < last:
+                pieces.append(_Piece(first - begin, last - begin, source, first - entry.offset))
+            if entry.offset + entry.num_bytes > end:
+                break  # it goes on in the next chunk
+            tensor += 1
+        yield begin, end, pieces
+
+
+def _fill(chunk: memoryview, pieces: list[_Piece], files: dict[str, int]) -> None:
+    position = 0
+    for piece in pieces:
+        chunk[position : piece.begin] = bytes(piece.begin - position)
+        _read_all(files[piece.source.file], chunk[piece.begin : piece.end], piece)
+        position = piece.end
+    chunk[position:] = bytes(len(chunk) - position)
+
+
+def _read_all(descriptor: int, into: memoryview, piece: _Piece) -> None:
+    done = 0
+    while done < len(into):
+        count = os.preadv(descriptor, [into[done:]], piece.source.offset + piece.num_skipped + done)
+        if count == 0:
+            raise PackRefused(piece.source.file, "it became shorter while it was read")
+        done += count
+
+
+def _check_numbers(chunk: memoryview, pieces: list[_Piece]) -> None:
+    for piece in pieces:
+        source = piece.source
+        if found := first_not_finite(chunk[piece.begin : piece.end], source.dtype):
+            index, what = found
+            index += piece.num_skipped // DTYPE_BYTES[source.dtype]
+            detail = f"tensor {quoted(source.name)}: element {index:,} is {what}; all weights must be finite numbers"
+            raise PackRefused(source.file, detail)
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

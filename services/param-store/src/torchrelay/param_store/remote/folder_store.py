@@ -1,0 +1,106 @@
+"""A folder as remote store: the embedded default, or a network file system. Packs are read past the page cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from torchrelay.common.errors import InvalidRequest, NotFound
+from torchrelay.common.ids import new_id
+from torchrelay.param_store.durable_files import sync_folder
+from torchrelay.param_store.remote.file_reader import FileReader, ReadBuffers
+from torchrelay.param_store.remote.remote_store import RangeReader, RemoteOptions, RemoteStore
+
+_DRAFTS = "drafts"
+_DRAFT_EXPIRY_S = 86400.0
+
+
+class FolderStore(RemoteStore):
+    """Keys are paths below ``root``. Objects are drafted in ``drafts/`` and renamed into place."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._buffers = ReadBuffers()
+        (root / _DRAFTS).mkdir(parents=True, exist_ok=True)
+        self._remove_abandoned(time.time())
+
+    @classmethod
+    def from_url(cls, url: str, options: RemoteOptions) -> FolderStore:
+        """``file:///an/absolute/folder``, or ``file:a/relative/one``; there is nothing to choose."""
+        parts = urlsplit(url)
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise InvalidRequest(f"{url!r} does not name a folder of this machine", field="remote_url")
+        return cls(Path(unquote(parts.path)))
+
+    def put_file(self, key: str, path: Path) -> None:
+        draft = self._draft()
+        try:
+            try:
+                os.link(path, draft)  # on the same file system nothing is copied
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+                    raise
+                shutil.copyfile(path, draft)
+            self._publish(draft, key)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        draft = self._draft()
+        try:
+            draft.write_bytes(data)
+            self._publish(draft, key)
+        finally:
+            draft.unlink(missing_ok=True)
+
+    def get_bytes(self, key: str) -> bytes:
+        try:
+            return self._path(key).read_bytes()
+        except FileNotFoundError:
+            raise NotFound(f"the remote store has no {key}") from None
+
+    def open_range(self, key: str) -> RangeReader:
+        return FileReader(self._path(key), key, self._buffers)
+
+    def size(self, key: str) -> int:
+        try:
+            return self._path(key).stat().st_size
+        except FileNotFoundError:
+            raise NotFound(f"the remote store has no {key}") from None
+
+    def delete(self, key: str) -> None:
+        self._path(key).unlink(missing_ok=True)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        folder = self._path(prefix)
+        if folder.is_dir():
+            yield from sorted(f"{prefix}{path.name}" for path in folder.iterdir() if path.is_file())
+
+    def _path(self, key: str) -> Path:
+        parts = key.rstrip("/").split("/")
+        if any(part in ("", ".", "..") for part in parts) or "\0" in key:
+            raise InvalidRequest(f"{key!r} is not a key", field="key")
+        return self._root.joinpath(*parts)
+
+    def _draft(self) -> Path:
+        return self._root / _DRAFTS / new_id("drf")
+
+    def _publish(self, draft: Path, key: str) -> None:
+        final = self._path(key)
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("rb") as file:
+            os.fsync(file.fileno())
+        draft.replace(final)
+        # NOTE: rename does nothing when both are links to one file; the draft is unlinked by the caller then.
+        sync_folder(final.parent)
+
+    def _remove_abandoned(self, now_unix_s: float) -> None:
+        """Drafts whose store died while it wrote them. Others may be another store's, at work."""
+        for draft in (self._root / _DRAFTS).iterdir():
+            if now_unix_s - draft.stat().st_mtime > _DRAFT_EXPIRY_S and draft.stat().st_nlink == 1:
+                draft.unlink(missing_ok=True)

@@ -1,0 +1,116 @@
+"""An object store as remote store: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+
+obstore reads credentials and regions where its users expect it to: the environment (AWS_*, GOOGLE_*, AZURE_*) and the
+machine's own role. Retries of whole requests are obstore's; those of ranges, which carry on, are the reader's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.param_store.remote.object_errors import OBJECT_ERRORS, platform_error
+from torchrelay.param_store.remote.object_reader import ObjectReader
+from torchrelay.param_store.remote.remote_store import RangeReader, RemoteOptions, RemoteStore
+
+if TYPE_CHECKING:
+    from obstore.store import BackoffConfig, ClientConfig, RetryConfig
+    from obstore.store import ObjectStore as Client
+
+_PART_BYTES = 8 << 20
+_NUM_PARTS_AT_ONCE = 4  # 32 MiB of a pack in memory while it is uploaded
+_PART_TIMEOUT_S = 120.0
+_ENDPOINT = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
+
+
+class ObjectStore(RemoteStore):
+    """Keys are object names below the prefix of the URL. Puts overwrite: what was damaged is mended by a new upload."""
+
+    def __init__(self, url: str, options: RemoteOptions) -> None:
+        self._scheme = urlsplit(url).scheme
+        self._give_up_s = options.give_up_s
+        silence: ClientConfig = {"read_timeout": timedelta(seconds=options.timeout_s), "timeout": "1h"}
+        # While a part is sent nothing is read, so silence says nothing: writes are limited as wholes.
+        whole: ClientConfig = {"timeout": timedelta(seconds=max(_PART_TIMEOUT_S, options.timeout_s))}
+        retries = _retries(options.give_up_s)
+        self._ranges = _client(url, options, silence, {"max_retries": 0})
+        self._reads = _client(url, options, silence, retries)
+        self._writes = _client(url, options, whole, retries)
+
+    @classmethod
+    def from_url(cls, url: str, options: RemoteOptions) -> ObjectStore:
+        """``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``; the prefix may be missing."""
+        if not urlsplit(url).netloc:
+            raise InvalidRequest(f"{url!r} names no bucket", field="remote_url")
+        return cls(url, options)
+
+    def put_file(self, key: str, path: Path) -> None:
+        with self._translating(key):
+            obstore.put(self._writes, key, path, chunk_size=_PART_BYTES, max_concurrency=_NUM_PARTS_AT_ONCE)
+
+    def put_bytes(self, key: str, data: bytes) -> None:
+        with self._translating(key):
+            obstore.put(self._writes, key, data, use_multipart=False)
+
+    def get_bytes(self, key: str) -> bytes:
+        with self._translating(key):
+            return bytes(obstore.get(self._reads, key).bytes())
+
+    def open_range(self, key: str) -> RangeReader:
+        return ObjectReader(self._ranges, key, self._scheme, self._give_up_s)
+
+    def size(self, key: str) -> int:
+        with self._translating(key):
+            return obstore.head(self._reads, key)["size"]
+
+    def delete(self, key: str) -> None:
+        with self._translating(key):
+            try:
+                obstore.delete(self._reads, key)
+            except FileNotFoundError as error:  # S3 does not tell, the others do
+                if "NoSuchBucket" in str(error):
+                    raise
+
+    def list(self, prefix: str) -> Iterator[str]:
+        with self._translating(prefix):
+            for page in obstore.list(self._reads, prefix):
+                yield from (found["path"] for found in page)
+
+    @contextmanager
+    def _translating(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OBJECT_ERRORS as error:
+            raise platform_error(error, key, self._scheme) from error
+
+
+def _client(url: str, options: RemoteOptions, limits: ClientConfig, retries: RetryConfig) -> Client:
+    config: Any = {}  # obstore types one per provider
+    if options.endpoint:
+        config[_ENDPOINT[urlsplit(url).scheme]] = options.endpoint
+        if urlsplit(options.endpoint).scheme == "http":  # said in so many words; the environment must say it twice
+            limits = {**limits, "allow_http": True}
+    try:
+        client: Client = from_url(url, config=config, client_options=limits, retry_config=retries)
+        return client
+    except (BaseError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise InvalidRequest(f"the remote store {url!r} cannot be used: {reason}", field="remote_url") from error
+
+
+def _retries(give_up_s: float) -> RetryConfig:
+    backoff: BackoffConfig = {
+        "init_backoff": timedelta(seconds=0.1),
+        "max_backoff": timedelta(seconds=3),
+        "base": 2,
+    }
+    return {"max_retries": 10, "retry_timeout": timedelta(seconds=give_up_s), "backoff": backoff}

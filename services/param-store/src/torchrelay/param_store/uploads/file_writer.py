@@ -1,0 +1,89 @@
+"""The writing of one file of an upload."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from torchrelay.common.errors import Conflict, UploadRefused
+from torchrelay.param_store.uploads.declared_files import DeclaredFile
+
+_READ_BYTES = 1 << 20
+
+
+class FileWriter:
+    """Appends to one file and digests it. ``close`` may come from another thread, at any time, and more than once."""
+
+    def __init__(
+        self,
+        path: Path,
+        declared: DeclaredFile,
+        num_bytes_received: int,
+        on_complete: Callable[[], None],
+        on_close: Callable[[], None],
+    ) -> None:
+        """``path`` has ``num_bytes_received`` already. ``on_complete`` is called once it is whole and durable."""
+        self._path, self._declared = path, declared
+        self._num_bytes = num_bytes_received
+        self._on_complete, self._on_close = on_complete, on_close
+        self._sha256 = hashlib.sha256()
+        self._file = path.open("ab", buffering=0)
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def resume(self) -> None:
+        """Digests what an earlier call left. Takes about a second per gigabyte."""
+        with self._path.open("rb", buffering=0) as stored:
+            buffer = memoryview(bytearray(_READ_BYTES))
+            left = self._num_bytes
+            while left and not self._closed:
+                count = stored.readinto(buffer[: min(left, _READ_BYTES)])
+                if not count:
+                    raise Conflict(f"{self._declared.path}: the upload has ended", field="upload_id")
+                self._sha256.update(buffer[:count])
+                left -= count
+
+    def write(self, data: bytes) -> None:
+        """Raises ``UploadRefused`` when there are more bytes than declared, ``Conflict`` after ``close``."""
+        with self._lock:
+            if self._closed:
+                raise Conflict(f"{self._declared.path}: the upload has ended", field="upload_id")
+            if self._num_bytes + len(data) > self._declared.num_bytes:
+                raise UploadRefused(
+                    f"{self._declared.path}: more bytes were sent than the {self._declared.num_bytes:,} declared",
+                    field=self._declared.path,
+                )
+            self._sha256.update(data)
+            rest = memoryview(data)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+            self._num_bytes += len(data)
+
+    def finish(self) -> None:
+        """The client has no more: when all bytes are there, compares the digest and makes the file durable.
+
+        Raises ``UploadRefused`` when the digest differs; the bytes are dropped then, and the file can be sent again.
+        """
+        with self._lock:
+            if self._closed or self._num_bytes < self._declared.num_bytes:
+                return
+            found = self._sha256.hexdigest()
+            if found != self._declared.sha256:
+                self._file.truncate(0)
+                raise UploadRefused(
+                    f"{self._declared.path}: its SHA-256 is {found} and {self._declared.sha256} was declared; "
+                    "the bytes were dropped, send the file again",
+                    field=self._declared.path,
+                )
+            os.fsync(self._file.fileno())
+            self._on_complete()
+
+    def close(self) -> None:
+        """What was written stays."""
+        self._closed = True  # ends a resume
+        with self._lock:
+            self._file.close()
+        self._on_close()

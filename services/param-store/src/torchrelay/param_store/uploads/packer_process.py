@@ -1,0 +1,107 @@
+"""Runs the packer, one process per commit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, UploadRefused
+
+
+@dataclass(frozen=True, slots=True)
+class PackProgress:
+    """``stage`` is "validate" or "pack"; bytes of the pack."""
+
+    stage: str
+    num_bytes_done: int
+    num_bytes_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackJob:
+    """The packer writes the pack to ``pack_path`` and its manifest beside it (suffix .manifest)."""
+
+    folder: Path
+    pack_path: Path
+    largest_slot_bytes: int
+    memory_bytes: int
+
+    def encode(self) -> bytes:
+        return json.dumps(
+            {
+                "folder": str(self.folder),
+                "pack_path": str(self.pack_path),
+                "largest_slot_bytes": self.largest_slot_bytes,
+                "memory_bytes": self.memory_bytes,
+            }
+        ).encode()
+
+
+class PackerQueue:
+    """One packer at a time, so that their memory does not add up; a bounded number of commits waits."""
+
+    def __init__(self, max_waiting: int) -> None:
+        self._turn = asyncio.Lock()
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+
+    @asynccontextmanager
+    async def acquired(self) -> AsyncIterator[None]:
+        """Waits for the turn and has it inside the block. Raises ``Overloaded`` when too many wait already."""
+        if self._num_waiting >= self._max_waiting:
+            raise Overloaded(f"as many commits wait to be packed as may: {self._num_waiting}", retry_after_s=10.0)
+        self._num_waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._num_waiting -= 1
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+
+async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
+    """Validates and packs; the pack is whole when the iteration has ended. Closing the iterator kills the packer.
+
+    Raises ``UploadRefused`` for what is wrong with the upload, ``Unavailable`` for what is wrong with this machine.
+    """
+    command = (sys.executable, "-m", "torchrelay.param_store.packer")
+    # numpy's algebra takes memory for every core as it is imported, and is not used.
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(job.encode())
+        process.stdin.write_eof()
+        async for encoded in process.stdout:
+            line = json.loads(encoded)
+            if "stage" in line:
+                yield PackProgress(line["stage"], line["done"], line["total"])
+            else:
+                _check_result(line)
+                return
+        raise TorchrelayError(f"the packer ended early, with status {await process.wait()}")
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+def _check_result(line: dict[str, Any]) -> None:
+    if refused := line.get("refused"):
+        file, detail = refused["file"], refused["detail"]
+        raise UploadRefused(f"{file}: {detail}" if file else detail, field=file or None)
+    if "failed" in line:
+        raise Unavailable(f"the upload could not be packed: {line['failed']}")

@@ -1,0 +1,168 @@
+"""One upload on disk: its folder with ``state.json`` and the bytes so far, and who writes them."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from torchrelay.common.errors import Conflict, NotFound, UploadRefused
+from torchrelay.param_store.durable_files import write_durably
+from torchrelay.param_store.uploads.declared_files import DeclaredFile
+from torchrelay.param_store.uploads.file_writer import FileWriter
+
+
+class UploadRecord(msgspec.Struct, frozen=True):
+    """What of an upload is kept in its state.json; how much of a file is there is its length on disk."""
+
+    upload_id: str
+    tenant_id: str
+    files: tuple[DeclaredFile, ...]
+    complete: tuple[str, ...] = ()
+    version_id: str = ""  # once published; the files are gone then
+
+
+@dataclass(frozen=True, slots=True)
+class FileProgress:
+    path: str
+    num_bytes: int
+    num_bytes_received: int
+    complete: bool
+
+
+class StagedUpload:
+    """The folder of one upload, its files below ``files/``. Methods may run on any thread."""
+
+    def __init__(self, folder: Path, record: UploadRecord) -> None:
+        self.folder = folder
+        self.record = record
+        self.committing = False
+        self._writers: dict[str, FileWriter] = {}
+        self._aborted = False
+        self._lock = threading.Lock()
+
+    @classmethod
+    def begin(cls, folder: Path, record: UploadRecord) -> StagedUpload:
+        (folder / "files").mkdir(parents=True, exist_ok=True)  # an earlier try may have ended here, on a full disk
+        upload = cls(folder, record)
+        upload._save(record)
+        return upload
+
+    @classmethod
+    def load(cls, folder: Path) -> StagedUpload:
+        """Raises ``OSError`` or ``msgspec.DecodeError`` when the folder is no upload."""
+        return cls(folder, msgspec.json.decode((folder / "state.json").read_bytes(), type=UploadRecord))
+
+    @property
+    def files(self) -> Path:
+        return self.folder / "files"
+
+    @property
+    def pack_path(self) -> Path:
+        return self.folder / "draft.pack"
+
+    def progress(self) -> list[FileProgress]:
+        return [self.file_progress(file.path) for file in self.record.files]
+
+    def file_progress(self, path: str) -> FileProgress:
+        file = self.declared(path)
+        if path in self.record.complete:
+            return FileProgress(path, file.num_bytes, file.num_bytes, True)
+        return FileProgress(path, file.num_bytes, _length(self.files / path), False)
+
+    def declared(self, path: str) -> DeclaredFile:
+        for file in self.record.files:
+            if file.path == path:
+                return file
+        raise NotFound(f"the upload does not declare a file {path!r}", field="path")
+
+    def last_touched_unix_s(self) -> float:
+        paths = [self.folder / "state.json", *(self.files / file.path for file in self.record.files)]
+        return max(map(_modified_unix_s, paths))
+
+    def open_file(self, path: str, offset: int) -> FileWriter | None:
+        """A writer that goes on at ``offset``, which must be what is there already; None: the file is complete."""
+        with self._lock:
+            progress = self.file_progress(path)
+            if self._aborted or self.committing or self.record.version_id:
+                raise Conflict("the upload takes no more bytes: it is being committed, or has ended", field="upload_id")
+            if path in self._writers:
+                raise Conflict(f"{path}: another call is sending this file", field="path")
+            if offset != progress.num_bytes_received:
+                right = progress.num_bytes_received
+                raise Conflict(f"{path}: the offset must be {right}, not {offset}", field="offset")
+            if progress.complete:
+                return None
+            writer = self._writers[path] = FileWriter(
+                self.files / path,
+                self.declared(path),
+                offset,
+                on_complete=lambda: self._completed(path),
+                on_close=lambda: self._writer_closed(path),
+            )
+            return writer
+
+    def begin_commit(self) -> None:
+        """Raises ``UploadRefused`` naming the first incomplete file, ``Conflict`` when a commit runs already."""
+        for progress in self.progress():
+            if not progress.complete:
+                have, need = progress.num_bytes_received, progress.num_bytes
+                raise UploadRefused(
+                    f"{progress.path}: it is not complete, {have:,} of {need:,} bytes are here", field=progress.path
+                )
+        with self._lock:
+            if self.committing or self._aborted:
+                raise Conflict("the upload is being committed, or has ended", field="upload_id")
+            self.committing = True
+
+    def end_commit(self, version_id: str = "") -> None:
+        """With a version: notes it and removes the files. Without: back to where it was."""
+        with self._lock:
+            if version_id and not self._aborted:
+                self._save(msgspec.structs.replace(self.record, version_id=version_id))
+                shutil.rmtree(self.files, ignore_errors=True)
+            for draft in (self.pack_path, self.pack_path.with_suffix(".manifest")):
+                draft.unlink(missing_ok=True)
+            self.committing = False
+
+    def remove(self) -> None:
+        """Ends the writers and removes everything. Raises ``Conflict`` while a commit runs."""
+        with self._lock:
+            if self.committing:
+                raise Conflict("the upload is being committed", field="upload_id")
+            self._aborted = True
+            writers = list(self._writers.values())
+        for writer in writers:
+            writer.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _writer_closed(self, path: str) -> None:
+        with self._lock:
+            self._writers.pop(path, None)
+
+    def _completed(self, path: str) -> None:
+        with self._lock:
+            if not self._aborted:
+                complete = (*self.record.complete, path)
+                self._save(msgspec.structs.replace(self.record, complete=complete))
+
+    def _save(self, record: UploadRecord) -> None:
+        write_durably(self.folder / "state.json", msgspec.json.encode(record))
+        self.record = record
+
+
+def _modified_unix_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # not begun yet, or removed by an abort just now
+        return 0.0
+
+
+def _length(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,82 @@
+"""The prefill side of a hand-over: the KV of one attempt, published chunk by chunk as its layers finish."""
+
+from __future__ import annotations
+
+import asyncio
+
+from torchrelay.control.v1 import decode_pb2, types_pb2
+from torchrelay.engine.core import NewToken
+from torchrelay.engine.kv.layout import KvBlock, KvLayout
+from torchrelay.transfer.buffers import MemoryBuffer
+from torchrelay.worker.attempts.attempt import Attempt
+
+
+class KvSendBuffer(MemoryBuffer):
+    """A KV buffer that tells when the decode worker has taken it: the stream that was sent the trailer has ended."""
+
+    def __init__(self, buffer_id: str, layout: KvLayout) -> None:
+        super().__init__(buffer_id, layout.chunk_sizes)
+        self.received = asyncio.Event()
+        self._trailer = layout.trailer_index
+        self._trailer_sent = False
+        self._loop = asyncio.get_running_loop()
+
+    def chunk(self, index: int) -> memoryview:
+        self._trailer_sent |= index == self._trailer
+        return super().chunk(index)
+
+    def acquire(self, owner: str) -> None:
+        """transfer.LeasedBuffer: a stream begins to read."""
+
+    def release(self, owner: str) -> None:
+        """transfer.LeasedBuffer: a stream has ended."""
+        if self._trailer_sent:
+            self._loop.call_soon_threadsafe(self.received.set)
+
+
+class KvSender:
+    """Gathers what one attempt hands over: KV blocks from the engine's thread, first tokens from the event loop."""
+
+    def __init__(self, attempt: Attempt, layout: KvLayout) -> None:
+        self.attempt, self.layout = attempt, layout
+        self.buffer = KvSendBuffer(attempt.group_id, layout)
+        self.complete = asyncio.Event()  # the trailer is published, or nothing more will be
+        self._first_tokens: list[NewToken] = []
+
+    def publish(self, block: KvBlock) -> None:
+        """Called on the engine's thread for each finished block of one layer."""
+        self.buffer.publish(block.index, block.data)
+
+    def add_first_token(self, token: NewToken) -> None:
+        """Publishes the trailer once every choice has its first token."""
+        self._first_tokens.append(token)
+        if len(self._first_tokens) == len(self.attempt.start.choices):
+            self.buffer.publish(self.layout.trailer_index, self.layout.pack_trailer(self._first_tokens))
+            self.complete.set()
+
+    def abandon(self) -> None:
+        """The attempt is over: whoever still follows the buffer is told, unless it was taken."""
+        if not self.buffer.received.is_set():
+            self.buffer.fail("the attempt ended")
+        self.complete.set()
+        self.buffer.received.set()
+
+    def offer(
+        self, pack_id: str, holder_id: str, data_address: str, host_id: str = "", local_address: str = ""
+    ) -> decode_pb2.KvOffer:
+        """Where the KV can be followed from; ``local_address``: where it can be from within ``host_id``."""
+        start = self.attempt.start
+        return decode_pb2.KvOffer(
+            key=start.key,
+            instance_id=start.decode.instance_id,
+            pack_id=pack_id,
+            sequences=[
+                decode_pb2.KvSequence(choices=sequence.choices, num_context_tokens=sequence.num_context_tokens)
+                for sequence in self.layout.sequences
+            ],
+            source=types_pb2.Source(holder_id=holder_id, data_address=data_address, ticket=start.kv_ticket),
+            max_tokens=start.sampling.max_tokens,
+            block_tokens=self.layout.block_tokens,
+            host_id=host_id,
+            local_address=local_address,
+        )

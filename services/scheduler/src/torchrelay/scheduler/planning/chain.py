@@ -1,0 +1,127 @@
+"""The line of stores that the pack passes, and the arrows drawn along it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torchrelay.scheduler.planning.edge import MAX_ALTERNATES, MAX_STRIPED, TransferEdge
+from torchrelay.scheduler.planning.nodes import MIN_BYTES_PER_S, Node, ReceiveProgress
+from torchrelay.scheduler.planning.rate_allocation import ChainMember, fair_rate
+from torchrelay.scheduler.planning.sender_pool import SenderPool, SourceAllocation
+from torchrelay.scheduler.policy.core import REMOTE
+
+_CHUNKS = 256  # of a pack, by its layout: what a host is behind the one it follows
+_SIMILAR_RATES = 1.25  # rates in such a proportion are about the same
+_NUM_DOWNSTREAM_ALTERNATES = 1  # alternates that come later in the line, of MAX_ALTERNATES
+
+
+@dataclass
+class Chain:
+    """Stores in the order in which the pack passes them, and the arrows drawn so far."""
+
+    nodes: Mapping[str, Node]
+    pool: SenderPool
+    whole: tuple[str, ...]
+    num_bytes: float
+    began: list[str] = field(default_factory=list)  # after the whole ones, each before those it may feed
+    _drawn: list[TransferEdge] = field(default_factory=list)
+
+    def begin(self, filling: Sequence[str], arriving: Mapping[str, ReceiveProgress]) -> None:
+        for store in self.whole:
+            self.pool.add(store, self.nodes[store])
+        for store in filling:
+            progress = arriving.get(store, ReceiveProgress())
+            cap = progress.serves_bytes_per_s
+            self.pool.add(store, self.nodes[store], cap, self._fill_s(cap), 0.0)
+            self.began.append(store)
+
+    def _fill_s(self, rate: float) -> float:
+        return self.num_bytes / max(rate, MIN_BYTES_PER_S)
+
+    def feed(self, wave: Sequence[str]) -> None:
+        """Draws the arrows of targets that are fed together: the fastest first, of equal ones the better sender."""
+        if not wave:
+            return
+        nodes, senders = self.nodes, self.pool.senders
+        members = [ChainMember(nodes[target].into, nodes[target].out) for target in wave]
+        members += [ChainMember(senders[store].cap, senders[store].left, 0) for store in self.began]
+        members.sort(key=lambda member: (-member.into, member.takes))
+        sent = sum(senders[store].left for store in self.whole)
+        if not senders:  # the remote store heads a chain: one target reads it, however much more it could send
+            sent = min(nodes[REMOTE].out, members[0].into)
+        rate = fair_rate(sent, members) if sent > 0 or self.began else members[0].into
+        needs = {target: max(min(nodes[target].into, rate), MIN_BYTES_PER_S) for target in wave}
+        for target in self._chain_order(wave, needs):
+            allocations = self.pool.allocate(needs[target], nodes[target].leaf, MAX_STRIPED)
+            self._draw(target, allocations or [SourceAllocation(REMOTE, min(nodes[REMOTE].out, needs[target]))])
+
+    def _chain_order(self, wave: Sequence[str], needs: Mapping[str, float]) -> list[str]:
+        """The fastest first, of equal ones the better sender. Where there are several leaves, those of one stand
+        together among targets about as fast, beginning with a leaf that has the pack.
+        """
+        nodes = self.nodes
+        having = {nodes[store].leaf for store in self.pool.senders}
+        if len(having | {nodes[target].leaf for target in wave}) <= 1:
+            return sorted(wave, key=lambda store: (-needs[store], -nodes[store].out))
+
+        def place(store: str) -> tuple[int, bool, str, float, float]:
+            leaf = nodes[store].leaf
+            return (
+                -int(math.log(needs[store], _SIMILAR_RATES)),
+                leaf not in having,
+                leaf,
+                -needs[store],
+                -nodes[store].out,
+            )
+
+        return sorted(wave, key=place)
+
+    def fan_out(self, target: str, leader: str) -> None:
+        """A copy inside the host, at memory speed: it ends with the leader's."""
+        sender = self.pool.senders[leader]
+        self._draw(target, [SourceAllocation(leader, min(sender.cap, self.nodes[target].into))])
+
+    def _draw(self, target: str, allocations: Sequence[SourceAllocation]) -> None:
+        total = sum(draw.bytes_per_s for draw in allocations)
+        upstream = [self.pool.senders[draw.store] for draw in allocations if draw.store != REMOTE]
+        # Nobody is fed faster than the furthest of its sources gets on.
+        rate = max(min(total, max((sender.cap for sender in upstream), default=total)), MIN_BYTES_PER_S)
+        delay_s = max((sender.delay_s for sender in upstream), default=0.0) + self._fill_s(rate) / _CHUNKS
+        ready_s = max(delay_s + self._fill_s(rate), *(sender.ready_s for sender in upstream), 0.0)
+        striped = tuple(draw.store for draw in allocations)
+        shares = tuple(draw.bytes_per_s / total for draw in allocations)
+        self._drawn.append(
+            TransferEdge(target, striped, False, len(striped), shares, rate, ready_s if self.num_bytes else 0.0)
+        )
+        self.pool.add(target, self.nodes[target], rate, ready_s, delay_s)
+        self.began.append(target)
+
+    def edges(self, already: Sequence[str]) -> tuple[TransferEdge, ...]:
+        """All of them with their alternates; those of stores that need nothing come first."""
+        rank = {store: number for number, store in enumerate(self.began)}
+        there = [
+            TransferEdge(target, self._alternates(target, (), rank), True, whole=target in self.whole)
+            for target in already
+        ]
+        drawn = [
+            replace(edge, sources=(*edge.sources, *self._alternates(edge.target, edge.sources, rank)))
+            for edge in self._drawn
+        ]
+        return (*there, *drawn)
+
+    def _alternates(self, target: str, striped: Sequence[str], rank: Mapping[str, int]) -> tuple[str, ...]:
+        """Whole holders, then those before the target, the nearest first, then one that comes after it, last the remote
+        store. Who heads a chain out of the remote store has nobody else: all others have the pack through it.
+        """
+        if REMOTE in striped:
+            return ()
+        place = rank.get(target, 0)
+        taken = {target, *striped}
+        before = [store for store in self.whole[: MAX_ALTERNATES + len(taken)] if store not in taken]
+        nearest = self.began[max(place - MAX_ALTERNATES - len(taken), 0) : place]
+        before += [store for store in reversed(nearest) if store not in taken]
+        later = self.began[place + 1 : place + 1 + _NUM_DOWNSTREAM_ALTERNATES] if target in rank else []
+        chosen = [*before[: MAX_ALTERNATES - len(later)], *later]
+        return (*chosen, REMOTE)

@@ -1,0 +1,55 @@
+"""What a plan is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchrelay.scheduler.policy.reasons import format_duration
+
+MAX_STRIPED = 4  # sources followed at once
+MAX_ALTERNATES = 4  # besides those and the remote store
+
+
+@dataclass(frozen=True)
+class TransferEdge:
+    """One store's incoming copy. ``sources``: the first ``num_striped`` are followed at once, each as fast as it turns
+    out to be; the others are for repair, best first, the remote store last.
+
+    ``shares`` say which part of the pack each striped source is to bring; they add up to one. ``bytes_per_s`` and
+    ``ready_s`` (from the start of the plan) are predictions; 0: nothing is predicted.
+    """
+
+    target: str
+    sources: tuple[str, ...]
+    already_there: bool = False  # or on its way: nothing new will flow
+    num_striped: int = 1
+    shares: tuple[float, ...] = (1.0,)
+    bytes_per_s: float = 0.0
+    ready_s: float = 0.0
+    whole: bool = False  # it is already there, all of it
+
+    @property
+    def upstream(self) -> str:
+        return self.sources[0]
+
+    @property
+    def striped(self) -> tuple[str, ...]:
+        return self.sources[: self.num_striped]
+
+    def __str__(self) -> str:
+        """For people: ``s3 from s1 60 % and s2 40 % at 480 MB/s, ready in 900 ms``."""
+        if self.whole:
+            return f"{self.target} from its host copy"
+        if self.already_there:
+            return f"{self.target} by a relay under way already"
+        if len(self.striped) == 1:
+            origin = self.upstream
+        else:
+            parts = zip(self.striped, self.shares, strict=True)
+            origin = " and ".join(f"{source} {share * 100:.0f} %" for source, share in parts)
+        text = f"{self.target} from {origin}"
+        return (
+            f"{text} at {self.bytes_per_s / 1e6:.3g} MB/s, ready in {format_duration(self.ready_s)}"
+            if self.ready_s
+            else text
+        )

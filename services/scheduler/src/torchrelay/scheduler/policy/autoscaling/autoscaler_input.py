@@ -1,0 +1,80 @@
+"""What scaling looks at and what it may decide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
+from torchrelay.scheduler.policy.core import BOTH, Instance, Model, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.reasons import Reason
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What one model version is asked for now."""
+
+    model: Model
+    num_waiting: int
+    num_cold: int  # placed on instances that are still loading
+    oldest_wait_s: float
+    backlog_s: float = 0.0  # prompts queued at its instances, in seconds of one instance; 0 where no rate is measured
+    not_before: float = 0.0  # after a failed load
+    avoid: frozenset[str] = frozenset()
+    by_tenant: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # both numbers, where several share it
+
+
+@dataclass(frozen=True)
+class InstanceLoad:
+    """An instance and what it has to do."""
+
+    instance: Instance
+    num_open: int  # attempts placed there
+    num_reported: int  # running and waiting, as the worker counts
+    tenants: frozenset[str] = frozenset()  # whose models it serves: identical uploads share an instance
+
+    @property
+    def busy(self) -> bool:
+        return self.num_open > 0 or self.num_reported > 0
+
+    def is_idle_since(self, when: float) -> bool:
+        """Whether the worker has it and nobody has used it after ``when``."""
+        return self.instance.accepted and not self.busy and self.instance.last_active <= when
+
+
+@dataclass(frozen=True)
+class AutoscalerInput:
+    now: float
+    demands: Sequence[Demand]
+    loads: Sequence[InstanceLoad]
+    workers: Mapping[str, WorkerStatus]  # all that may be given work
+    stores: Mapping[str, StoreStatus]  # by host
+    idle_timeouts_s: Mapping[str, float]  # by version; absent: the default
+
+
+@dataclass(frozen=True)
+class Wake:
+    model: Model
+    assignments: tuple[SlotAssignment, ...]
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class SetRoles:
+    instance_id: str
+    roles: Roles
+    reason: Reason
+
+
+@dataclass(frozen=True)
+class Drain:
+    instance_id: str
+    reason: Reason  # its cause: "idle", "cancel", "evict", "share", "turn"
+
+
+Action = Wake | SetRoles | Drain
+
+
+def cover_both_roles(instances: Iterable[Instance]) -> bool:
+    """Whether they play both roles between them."""
+    return frozenset(role for instance in instances for role in instance.target_roles) >= BOTH

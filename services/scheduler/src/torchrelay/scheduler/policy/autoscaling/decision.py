@@ -1,0 +1,207 @@
+"""Scaling: what is loaded, drained or given other roles, decided from the whole situation at once.
+
+Up: straight to the number of prefill and decode instances that the queue justifies; free slots first, then the roles of
+the model's own instances, then the slot of an idle model, the second slot of a busy one, and last a busy model's only
+slot, in turns. Down: after the idle timeout, to zero; a load that nobody waits for any more is given up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    Action,
+    AutoscalerInput,
+    Demand,
+    Drain,
+    InstanceLoad,
+    SetRoles,
+    Wake,
+    cover_both_roles,
+)
+from torchrelay.scheduler.policy.autoscaling.eviction import evict
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, Role, Roles, WorkerStatus
+from torchrelay.scheduler.policy.reasons import Reason
+
+
+def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig) -> tuple[Action, ...]:
+    """Everything to be done now. Applying it and deciding again at once gives nothing more.
+
+    First every model that is waited for gets what it needs to serve at all, longest wait first; then models grow, but
+    not into slots that a model without any is still waiting for.
+    """
+    actions: list[Action] = []
+    free = _free_workers(autoscaler_input)
+    granted: dict[str, list[Roles]] = {}
+    starving: list[Demand] = []
+    demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.oldest_wait_s)
+    for demand in demands:
+        played = _roles_covered(_loads_of(demand.model, autoscaler_input))
+        if not demand.num_waiting or played >= BOTH or autoscaler_input.now < demand.not_before:
+            continue
+        started, served = _scale_from_zero(demand, played, autoscaler_input, free, actions, config)
+        _mark_taken(started, free, granted)
+        actions += started
+        if not served:
+            starving.append(demand)
+    for demand in starving:
+        for slot in free_slots(demand.model, free.values(), autoscaler_input.stores, frozenset()):
+            del free[slot.worker_id]
+    for demand in demands:
+        grown = _scale_up(demand, autoscaler_input, free, granted.get(demand.model.version_id, []), config)
+        _mark_taken(grown, free, granted)
+        actions += grown
+    actions += _scale_down(autoscaler_input, actions, config)
+    return tuple(actions)
+
+
+def _free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
+    occupied = {load.instance.worker_id for load in autoscaler_input.loads}
+    return {
+        worker_id: worker
+        for worker_id, worker in autoscaler_input.workers.items()
+        if worker_id not in occupied and worker.slot.phase is InstancePhase.FREE
+    }
+
+
+def _loads_of(model: Model, autoscaler_input: AutoscalerInput) -> list[InstanceLoad]:
+    loads = autoscaler_input.loads
+    return [load for load in loads if load.instance.version_id == model.version_id and load.instance.staying]
+
+
+def _roles_covered(loads: Sequence[InstanceLoad]) -> Roles:
+    return frozenset(role for load in loads for role in load.instance.target_roles)
+
+
+def _mark_taken(actions: Sequence[Action], free: dict[str, WorkerStatus], granted: dict[str, list[Roles]]) -> None:
+    """Slots given away are not free any more."""
+    for action in actions:
+        if isinstance(action, Wake):
+            for assignment in action.assignments:
+                del free[assignment.worker_id]
+                granted.setdefault(action.model.version_id, []).append(assignment.roles)
+
+
+def wanted_instances(demand: Demand, num_ready: int, num_loading: int, config: PolicyConfig) -> int:
+    """Instances per role that the demand justifies now, at most the model's maximum."""
+    unserved = demand.num_waiting + demand.num_cold
+    batches = unserved / config.requests_per_instance
+    by_count = num_ready + math.floor(batches) if num_ready else math.ceil(batches)
+    by_backlog = 0
+    if demand.backlog_s > config.queue_target_s:
+        by_backlog = math.ceil(demand.backlog_s / config.queue_target_s)
+    by_wait = num_ready + 1 if demand.oldest_wait_s > config.queue_target_s and num_ready and not num_loading else 0
+    least = 1 if demand.num_waiting else 0
+    return min(max(by_count, by_backlog, by_wait, least), demand.model.max_instances or config.max_instances)
+
+
+def _scale_from_zero(
+    demand: Demand,
+    played: Roles,
+    autoscaler_input: AutoscalerInput,
+    free: Mapping[str, WorkerStatus],
+    decided: Sequence[Action],
+    config: PolicyConfig,
+) -> tuple[list[Action], bool]:
+    """What gives a waiting model the roles it lacks, and whether that serves it without more ado."""
+    missing = BOTH - played
+    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
+    assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
+    if assignments:
+        return [Wake(demand.model, assignments, _wake_reason(demand, "role_missing" if played else "at_zero"))], True
+    if spread := _assign_both_roles(_loads_of(demand.model, autoscaler_input), autoscaler_input.workers, missing):
+        return [spread], True
+    return list(evict(demand, missing, autoscaler_input, decided, config)), False
+
+
+def _scale_up(
+    demand: Demand,
+    autoscaler_input: AutoscalerInput,
+    free: Mapping[str, WorkerStatus],
+    granted: Sequence[Roles],
+    config: PolicyConfig,
+) -> list[Action]:
+    """More instances for a model that has what it needs to serve."""
+    own = _loads_of(demand.model, autoscaler_input)
+    roles = [*(load.instance.target_roles for load in own), *granted]
+    if not frozenset(role for one in roles for role in one) >= BOTH or autoscaler_input.now < demand.not_before:
+        return []
+    num_loading = sum(load.instance.phase is InstancePhase.LOADING for load in own) + len(granted)
+    ready = [load.instance for load in own if load.instance.phase is InstancePhase.READY]
+    num_ready = min(sum(instance.plays(role) for instance in ready) for role in Role)
+    wanted = wanted_instances(demand, num_ready, num_loading, config)
+    missing = {role: max(wanted - sum(role in one for one in roles), 0) for role in Role}
+    slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
+    assignments = assign(slots, missing[Role.PREFILL], missing[Role.DECODE])
+    reason = _wake_reason(demand, "growth", f"{wanted} per role wanted", num_wanted=wanted)
+    return [Wake(demand.model, assignments, reason)] if assignments else []
+
+
+def _wake_reason(demand: Demand, cause: str, why: str = "", **figures: int) -> Reason:
+    """``why`` may speak of all requests together: tenants that share the model read ``cause`` in its place."""
+
+    def told(why: str, num_waiting: int, num_cold: int) -> str:
+        return f"{why}, {num_waiting} waiting" + (f", {num_cold} placed on what still loads" if num_cold else "")
+
+    plain = cause.replace("_", " ")
+    waiting = {"num_waiting": demand.num_waiting, "num_cold": demand.num_cold}
+    by_tenant = {tenant: told(plain, *numbers) for tenant, numbers in demand.by_tenant.items()}
+    return Reason(cause, told(why or plain, demand.num_waiting, demand.num_cold), waiting | figures, by_tenant)
+
+
+def _assign_both_roles(
+    own: Sequence[InstanceLoad], workers: Mapping[str, WorkerStatus], missing: Roles
+) -> SetRoles | None:
+    """The missing role goes to an instance of the other one: no weights move, so its requests go on at once."""
+    for load in sorted(own, key=lambda load: (load.instance.phase is not InstancePhase.READY, load.num_open)):
+        worker = workers.get(load.instance.worker_id)
+        if worker and worker.playable_roles >= BOTH and load.instance.placeable and load.instance.pending_roles is None:
+            names = " and ".join(role.name.lower() for role in sorted(missing))
+            reason = Reason("role_missing", f"no instance plays {names}, and no slot is free")
+            return SetRoles(load.instance.instance_id, BOTH, reason)
+    return None
+
+
+def _is_abandoned(load: InstanceLoad, when: float) -> bool:
+    """Whether it still loads, and those who waited for it have been gone since ``when``."""
+    return load.instance.phase is InstancePhase.LOADING and load.is_idle_since(when)
+
+
+def _scale_down(autoscaler_input: AutoscalerInput, decided: Sequence[Action], config: PolicyConfig) -> list[Action]:
+    """Drains of what nobody has used for the idle timeout: a whole model, or instances the others can do without."""
+    waited_for = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_waiting}
+    placed_cold = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_cold}
+    drained = {action.instance_id for action in decided if isinstance(action, Drain)}
+    staying: dict[str, list[InstanceLoad]] = {}
+    for load in autoscaler_input.loads:
+        if load.instance.staying and load.instance.instance_id not in drained:
+            staying.setdefault(load.instance.version_id, []).append(load)
+    actions: list[Action] = []
+    for version_id, loads in staying.items():
+        if version_id in waited_for:
+            continue
+        timeout_s = autoscaler_input.idle_timeouts_s.get(version_id) or config.idle_timeout_s
+        after = {"idle_timeout_s": timeout_s}
+        if all(_is_abandoned(load, autoscaler_input.now - config.cancel_after_s) for load in loads):
+            cancelled = Reason("cancel", "nobody waits for it any more")
+            actions += [Drain(load.instance.instance_id, cancelled) for load in loads]
+            continue
+        idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - timeout_s)]
+        reason = Reason("idle", f"idle for {timeout_s:g} s", after)
+        if len(idle) == len(loads):
+            actions += [Drain(load.instance.instance_id, reason) for load in idle]
+            continue
+        # What still loads may be meant for requests that have a place, cold as it is: it would be loaded again at once.
+        for load in (
+            load for load in idle if load.instance.phase is InstancePhase.READY or version_id not in placed_cold
+        ):
+            rest = [other for other in loads if other is not load]
+            if cover_both_roles(other.instance for other in rest):
+                loads = rest
+                spared = replace(reason, text=f"{reason.text}; others of the model remain")
+                actions.append(Drain(load.instance.instance_id, spared))
+    return actions

@@ -1,0 +1,184 @@
+"""Room for a model that waits without any slot: an idle model's slot, the second slot of a busy model, or a busy
+model's turn ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    Action,
+    AutoscalerInput,
+    Demand,
+    Drain,
+    InstanceLoad,
+    SetRoles,
+    cover_both_roles,
+)
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import free_slots
+from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, Role, Roles, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.reasons import Reason
+
+
+def evict(
+    demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, decided: Sequence[Action], config: PolicyConfig
+) -> list[SetRoles | Drain]:
+    """Drains that free the least that serves the model: one slot that plays all ``missing`` roles, else one for each.
+
+    Nothing while a slot that will do is being freed already.
+    """
+    usable = _usable_workers(demand.model, autoscaler_input)
+    emptied = {action.instance_id for action in decided if isinstance(action, Drain)}
+    leaving = [
+        load
+        for load in autoscaler_input.loads
+        if load.instance.phase is InstancePhase.DRAINING or load.instance.instance_id in emptied
+    ]
+    if any(usable.get(load.instance.worker_id, frozenset()) >= missing for load in leaving):
+        return []
+    idle = _idle_victims(demand.model, autoscaler_input)
+    victims = [load for load in idle if load.instance.worker_id in usable and load.instance.instance_id not in emptied]
+    if chosen := _min_victims(victims, missing, usable):
+        return [
+            Drain(
+                load.instance.instance_id,
+                Reason("evict", f"idle, and {_visible_name(demand.model, load)} waits for a slot"),
+            )
+            for load in chosen
+        ]
+    # Busy models give up one slot at a time, so that two that wait for each other do not swap places.
+    if leaving or demand.oldest_wait_s < config.share_after_s:
+        return []
+    if shared := _share_slots(demand.model, missing, autoscaler_input, usable):
+        return shared
+    return _end_turn(demand, missing, autoscaler_input, usable, config)
+
+
+def _usable_workers(model: Model, autoscaler_input: AutoscalerInput) -> dict[str, Roles]:
+    """Workers that could take the model if their slot and the arena were rid of what is idle or leaving, with the roles
+    they can play.
+    """
+    idle = [load.instance.instance_id for load in _idle_victims(model, autoscaler_input)]
+    held: dict[str, set[str]] = {
+        host_id: set() for host_id in autoscaler_input.stores
+    }  # packs that stay pinned, by host
+    leaving: dict[str, set[str]] = {host_id: set() for host_id in autoscaler_input.stores}
+    for load in autoscaler_input.loads:
+        instance = load.instance
+        goes = instance.phase is InstancePhase.DRAINING or instance.instance_id in idle
+        (leaving if goes else held).setdefault(instance.host_id, set()).add(instance.pack_id)
+    stores = {
+        host_id: _unpinned(store, leaving[host_id] - held[host_id])
+        for host_id, store in autoscaler_input.stores.items()
+    }
+    slots = free_slots(model, autoscaler_input.workers.values(), stores, frozenset())
+    return {slot.worker_id: slot.playable_roles for slot in slots}
+
+
+def _unpinned(store: StoreStatus, packs: set[str]) -> StoreStatus:
+    copies = {
+        pack_id: replace(copy, num_pins=0) if pack_id in packs else copy for pack_id, copy in store.copies.items()
+    }
+    return replace(store, copies=copies)
+
+
+def _idle_victims(model: Model, autoscaler_input: AutoscalerInput) -> list[InstanceLoad]:
+    """Instances of other models that nobody uses or waits for, longest idle first."""
+    waited_for = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_waiting}
+    idle = [
+        load
+        for load in autoscaler_input.loads
+        if load.instance.staying
+        and load.is_idle_since(autoscaler_input.now)
+        and load.instance.version_id not in waited_for | {model.version_id}
+    ]
+    return sorted(idle, key=lambda load: (load.instance.last_active, load.instance.instance_id))
+
+
+def _min_victims(victims: Sequence[InstanceLoad], missing: Roles, usable: Mapping[str, Roles]) -> list[InstanceLoad]:
+    for load in victims:
+        if usable[load.instance.worker_id] >= missing:
+            return [load]
+    chosen: list[InstanceLoad] = []
+    for role in sorted(missing):
+        found = next((load for load in victims if role in usable[load.instance.worker_id] and load not in chosen), None)
+        if found is None:
+            return []
+        chosen.append(found)
+    return chosen
+
+
+def _share_slots(
+    model: Model, missing: Roles, autoscaler_input: AutoscalerInput, usable: Mapping[str, Roles]
+) -> list[SetRoles | Drain]:
+    """A model with two slots or more gives one up: the others cover its roles, or one of them takes both; or it cannot
+    serve with what it has anyway.
+
+    The prefill instance goes first: its work ends soon, while decoding goes on undisturbed.
+    """
+    by_version: dict[str, list[InstanceLoad]] = {}
+    for load in autoscaler_input.loads:
+        if load.instance.staying and load.instance.version_id != model.version_id:
+            by_version.setdefault(load.instance.version_id, []).append(load)
+    best: tuple[tuple[bool, bool, int, str], list[SetRoles | Drain]] | None = None
+    for loads in by_version.values():
+        for victim in loads:
+            instance = victim.instance
+            if instance.phase is not InstancePhase.READY or not usable.get(instance.worker_id, frozenset()) >= missing:
+                continue
+            waits = f"{_visible_name(model, victim)} waits for a slot, and this model can do without this one"
+            reason = Reason("share", waits)
+            kept = _role_takeover(loads, victim, autoscaler_input.workers, reason)
+            if kept is None:
+                continue
+            cost = (bool(kept), instance.plays(Role.DECODE), victim.num_open, instance.instance_id)
+            if best is None or cost < best[0]:
+                best = (cost, [*kept, Drain(instance.instance_id, reason)])
+    return best[1] if best else []
+
+
+def _end_turn(
+    demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, usable: Mapping[str, Roles], config: PolicyConfig
+) -> list[SetRoles | Drain]:
+    """More models are busy than there are slots: who waited a whole turn takes the slot that was held longest, if that
+    was a whole turn too. The model that held it waits for its next turn in its queue.
+    """
+    if demand.oldest_wait_s < config.turn_s:
+        return []
+    held = [
+        load
+        for load in autoscaler_input.loads
+        if load.instance.version_id != demand.model.version_id
+        and load.instance.phase is InstancePhase.READY
+        and load.instance.since <= autoscaler_input.now - config.turn_s
+        and load.instance.worker_id in usable
+    ]
+    held.sort(key=lambda load: (load.instance.since, load.instance.instance_id))
+    waited = f"has waited {demand.oldest_wait_s:.0f} s, and no slot can be spared"
+    return [
+        Drain(load.instance.instance_id, Reason("turn", f"{_visible_name(demand.model, load)} {waited}"))
+        for load in _min_victims(held, missing, usable)
+    ]
+
+
+def _visible_name(model: Model, victim: InstanceLoad) -> str:
+    """The model that waits, as the victim's tenants may know it: they read why their own went."""
+    return model.name if victim.tenants == {tenant_of(model.name)} else "a model of another tenant"
+
+
+def _role_takeover(
+    loads: Sequence[InstanceLoad], victim: InstanceLoad, workers: Mapping[str, WorkerStatus], reason: Reason
+) -> list[SetRoles] | None:
+    """What lets a model go on without ``victim``; None when nothing does."""
+    rest = [load for load in loads if load is not victim]
+    if cover_both_roles(load.instance for load in rest) or not cover_both_roles(load.instance for load in loads):
+        return []
+    for load in rest:
+        worker = workers.get(load.instance.worker_id)
+        ready = load.instance.phase is InstancePhase.READY and load.instance.pending_roles is None
+        if ready and worker is not None and worker.playable_roles >= BOTH:
+            return [SetRoles(load.instance.instance_id, BOTH, reason)]
+    return None

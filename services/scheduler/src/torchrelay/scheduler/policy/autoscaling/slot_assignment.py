@@ -1,0 +1,95 @@
+"""Which free slots take a model: prefill and decode apart on one host if possible, nearest copy first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import product
+
+from torchrelay.scheduler.policy.cluster.tiers import Tier, tier_of
+from torchrelay.scheduler.policy.core import BOTH, Model, Role, Roles, StoreStatus, WorkerStatus
+
+
+@dataclass(frozen=True)
+class FreeSlot:
+    """A free slot seen from one model."""
+
+    worker_id: str
+    host_id: str
+    playable_roles: Roles
+    tier: Tier
+    avoided: bool = False  # the model failed to load here lately
+    preferred_role: Role | None = None
+
+    @property
+    def cost(self) -> tuple[bool, int, int, str]:
+        """Less is better. Slots that can play one role only are used up first."""
+        return (self.avoided, int(self.tier), len(self.playable_roles), self.worker_id)
+
+
+@dataclass(frozen=True)
+class SlotAssignment:
+    worker_id: str
+    host_id: str
+    roles: Roles
+
+
+def free_slots(
+    model: Model, workers: Iterable[WorkerStatus], stores: Mapping[str, StoreStatus], avoid: frozenset[str]
+) -> list[FreeSlot]:
+    """The slots of ``workers`` (all free) whose host has a store with room for the pack; ``stores`` by host."""
+    return [
+        FreeSlot(
+            worker.worker_id,
+            worker.host_id,
+            worker.playable_roles,
+            tier_of(model.pack_id, store, stores.values()),
+            worker.worker_id in avoid,
+            worker.preferred_role,
+        )
+        for worker in workers
+        if (store := stores.get(worker.host_id)) and store.room_for(model.pack_id, model.pack_bytes)
+    ]
+
+
+def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tuple[SlotAssignment, ...]:
+    """Slots for that many missing prefill and decode instances, as far as they go.
+
+    Where both are missing they are filled in pairs: two slots of one host (one copy serves both), else two slots of
+    different hosts, else one slot playing both roles. Half a pair is never loaded.
+    """
+    left = sorted(slots, key=lambda slot: slot.cost)
+    chosen: list[SlotAssignment] = []
+    while num_prefill or num_decode:
+        missing = Role.PREFILL if num_prefill else Role.DECODE
+        taken = _pair(left) if num_prefill and num_decode else _single(left, missing)
+        if not taken:
+            break
+        for slot, roles in taken:
+            left.remove(slot)
+            chosen.append(SlotAssignment(slot.worker_id, slot.host_id, roles))
+            num_prefill -= Role.PREFILL in roles and num_prefill > 0
+            num_decode -= Role.DECODE in roles and num_decode > 0
+    return tuple(chosen)
+
+
+def _single(left: list[FreeSlot], role: Role) -> list[tuple[FreeSlot, Roles]]:
+    able = [slot for slot in left if role in slot.playable_roles]
+    best = min(able, key=lambda slot: (slot.avoided, slot.preferred_role is not role), default=None)
+    return [(best, frozenset((role,)))] if best else []
+
+
+def _pair(left: list[FreeSlot]) -> list[tuple[FreeSlot, Roles]]:
+    prefills = [slot for slot in left if Role.PREFILL in slot.playable_roles]
+    decodes = [slot for slot in left if Role.DECODE in slot.playable_roles]
+    pairs = [(prefill, decode) for prefill, decode in product(prefills, decodes) if prefill is not decode]
+    if pairs:
+        best = min(pairs, key=lambda pair: (*_pair_cost(*pair), pair[0].cost, pair[1].cost))
+        return [(best[0], frozenset((Role.PREFILL,))), (best[1], frozenset((Role.DECODE,)))]
+    return next(([(slot, BOTH)] for slot in left if slot.playable_roles >= BOTH), [])
+
+
+def _pair_cost(prefill: FreeSlot, decode: FreeSlot) -> tuple[bool, bool, int, int]:
+    avoided = prefill.avoided or decode.avoided
+    misfits = (prefill.preferred_role is Role.DECODE) + (decode.preferred_role is Role.PREFILL)
+    return (avoided, prefill.host_id != decode.host_id, max(prefill.tier, decode.tier), misfits)

@@ -1,0 +1,171 @@
+"""The instances: ordered by the scheduler, or found in the reports of workers after a restart."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, Roles, WorkerStatus
+from torchrelay.scheduler.policy.reasons import Reason
+
+_RESTARTED = Reason("worker_restarted", "the worker was restarted")
+_SLOT_TAKEN = Reason("slot_taken", "another instance took the slot")
+_CONFIRM_S = 0.5  # an accepted instance shows in a report by then, or its load has failed already
+
+
+class TransitionKind(enum.Enum):
+    """What a report means for an instance."""
+
+    ADOPTED = "adopted"  # found running; ordered by an earlier scheduler
+    MOVED = "moved"  # came into another phase
+    RELEASED = "released"  # drained, the slot is free again
+    FAILED = "failed"  # the load did not succeed
+    STOPPED = "stopped"  # its worker was told to end, and said so
+    LOST = "lost"  # the worker's process ended without a word, or another instance sits in the slot
+
+
+@dataclass(frozen=True)
+class InstanceTransition:
+    kind: TransitionKind
+    instance: Instance  # as it is now; as it was last when it is gone
+    before: Instance | None = None
+    reason: Reason = field(default_factory=Reason)  # of a change nobody here ordered
+
+    @property
+    def gone(self) -> bool:
+        return self.kind in (
+            TransitionKind.RELEASED,
+            TransitionKind.FAILED,
+            TransitionKind.STOPPED,
+            TransitionKind.LOST,
+        )
+
+
+class Instances:
+    """Instances by id; at most one per worker."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, Instance] = {}
+        self._on_worker: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[Instance]:
+        return iter(self._by_id.values())
+
+    def get(self, instance_id: str) -> Instance | None:
+        return self._by_id.get(instance_id)
+
+    def on_worker(self, worker_id: str) -> Instance | None:
+        instance_id = self._on_worker.get(worker_id)
+        return self._by_id[instance_id] if instance_id else None
+
+    def of_version(self, version_id: str) -> tuple[Instance, ...]:
+        return tuple(instance for instance in self if instance.version_id == version_id)
+
+    def put(self, instance: Instance) -> None:
+        """Adds an instance, or replaces its record."""
+        assert self._on_worker.get(instance.worker_id, instance.instance_id) == instance.instance_id
+        self._by_id[instance.instance_id] = instance
+        self._on_worker[instance.worker_id] = instance.instance_id
+
+    def remove(self, instance_id: str) -> Instance | None:
+        instance = self._by_id.pop(instance_id, None)
+        if instance is not None:
+            del self._on_worker[instance.worker_id]
+        return instance
+
+    def touch(self, instance_id: str, now: float) -> None:
+        """An attempt came or went."""
+        if instance := self._by_id.get(instance_id):
+            self._by_id[instance_id] = replace(instance, last_active=now)
+
+    def observe(self, worker: WorkerStatus, now: float) -> list[InstanceTransition]:
+        """Brings the record of the worker's slot in line with its report."""
+        changes: list[InstanceTransition] = []
+        known = self.on_worker(worker.worker_id)
+        if known is not None:
+            change = _transition(known, worker, now)
+            if change is None:
+                return changes
+            if not change.gone:
+                self.put(change.instance)
+                return [change] if change.kind is TransitionKind.MOVED and change.before != change.instance else changes
+            self.remove(known.instance_id)
+            changes.append(change)
+        if worker.slot.phase is not InstancePhase.FREE:
+            found = _adopted(worker, now)
+            self.put(found)
+            changes.append(InstanceTransition(TransitionKind.ADOPTED, found))
+        return changes
+
+    def leave(self, worker_id: str, kind: TransitionKind, reason: Reason) -> list[InstanceTransition]:
+        """The worker is gone, and its instance with it."""
+        instance = self.on_worker(worker_id)
+        if instance is None:
+            return []
+        self.remove(instance.instance_id)
+        return [InstanceTransition(kind, instance, instance, reason)]
+
+
+def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTransition | None:
+    """What the report says of the instance we know in this slot; None: nothing that counts."""
+    slot = worker.slot
+    if known.incarnation != worker.incarnation:
+        return InstanceTransition(TransitionKind.LOST, known, known, _RESTARTED)
+    if slot.phase is not InstancePhase.FREE and slot.instance_id == known.instance_id:
+        return InstanceTransition(TransitionKind.MOVED, _updated(known, worker, now), known)
+    if not known.accepted:
+        return None  # the Load is under way; its own answer decides
+    if slot.phase is not InstancePhase.FREE:
+        return InstanceTransition(TransitionKind.LOST, known, known, _SLOT_TAKEN)
+    news = slot.error != known.error_before
+    if not known.confirmed and not news and now - known.accepted_at < _CONFIRM_S:
+        return None  # a report from before the Load, arriving after its answer
+    if known.phase is InstancePhase.DRAINING:
+        return InstanceTransition(TransitionKind.RELEASED, known, known)
+    if known.phase is InstancePhase.LOADING:
+        why = slot.error or "the worker gave the load up without a reason"
+        return InstanceTransition(TransitionKind.FAILED, known, known, Reason("load_failed", why, {"error": why}))
+    return InstanceTransition(
+        TransitionKind.LOST, known, known, Reason("slot_freed", slot.error or "the worker freed its slot")
+    )
+
+
+def _updated(known: Instance, worker: WorkerStatus, now: float) -> Instance:
+    slot = worker.slot
+    # A drain that was decided here is not undone by a report sent before the worker heard of it.
+    phase = known.phase if known.phase is InstancePhase.DRAINING else slot.phase
+    roles: Roles = slot.roles or known.roles
+    return replace(
+        known,
+        phase=phase,
+        since=now if phase is not known.phase else known.since,
+        roles=roles,
+        accepted_at=known.accepted_at or now,
+        confirmed=True,
+        num_layers_ready=slot.num_layers_ready,
+        num_layers=slot.num_layers,
+    )
+
+
+def _adopted(worker: WorkerStatus, now: float) -> Instance:
+    slot = worker.slot
+    return Instance(
+        instance_id=slot.instance_id,
+        model=slot.model,
+        version_id=slot.version_id,
+        pack_id=slot.pack_id,
+        worker_id=worker.worker_id,
+        incarnation=worker.incarnation,
+        host_id=worker.host_id,
+        roles=slot.roles,
+        phase=slot.phase,
+        since=now,
+        created_at=now,
+        last_active=now,
+        accepted_at=now,
+        confirmed=True,
+        num_layers_ready=slot.num_layers_ready,
+        num_layers=slot.num_layers,
+        reason=Reason("adopted", "found running"),
+    )

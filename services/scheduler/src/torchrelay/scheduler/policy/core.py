@@ -1,0 +1,299 @@
+"""The nouns of the scheduler: frozen, without I/O and without a clock.
+
+Times are seconds since the Unix epoch, by one clock that is given in as ``now`` and never goes back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torchrelay.common.latency_model import LatencyModel
+from torchrelay.scheduler.policy.prediction import UNPREDICTED, Prediction
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.timed_phase import TimedPhase
+
+REMOTE = "remote"  # holder id of the remote store: the last source of every relay
+KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
+
+
+class Role(enum.IntEnum):
+    """What an instance does for a request; the numbers are the protocol's."""
+
+    PREFILL = 1
+    DECODE = 2
+
+
+Roles = frozenset[Role]
+BOTH: Roles = frozenset(Role)
+
+
+class InstancePhase(enum.Enum):
+    """State of a slot, and of the instance in it.
+
+    FREE --Load--> LOADING --all layers--> READY --Unload--> DRAINING --empty--> FREE. The worker moves it; the
+    scheduler stamps DRAINING at once when it decides a drain, so that nothing more is placed there. A failed load
+    goes back to FREE.
+    """
+
+    FREE = "free"
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class AttemptKey(NamedTuple):
+    """One attempt at one request; rises with every admission of the request."""
+
+    request_id: str
+    attempt: int
+
+    @property
+    def buffer_id(self) -> str:
+        """Name of the KV buffer handed over in this attempt."""
+        return f"{self.request_id}/{self.attempt}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """One published version of a model and the settings of its scaling."""
+
+    name: str
+    version_id: str
+    pack_id: str
+    pack_bytes: int
+    kv_bytes_per_token: int
+    idle_timeout_s: float = 0.0  # 0: the scheduler's default
+    max_instances: int = 0  # per role; 0: the scheduler's default
+    routing_block_tokens: int = 0  # of a prompt, per hash; 0: no hashes
+
+
+@dataclass(frozen=True)
+class SlotStatus:
+    """What a worker says of its slot."""
+
+    phase: InstancePhase = InstancePhase.FREE
+    instance_id: str = ""
+    model: str = ""
+    version_id: str = ""
+    pack_id: str = ""
+    roles: Roles = frozenset()
+    num_layers_ready: int = 0
+    num_layers: int = 0
+    load_phases: tuple[TimedPhase, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """A worker as last reported; ``seen_at`` is when."""
+
+    worker_id: str
+    incarnation: str
+    host_id: str
+    grpc_address: str
+    data_address: str
+    playable_roles: Roles
+    seen_at: float
+    preferred_role: Role | None = None  # the role it names first: taken for it where there is a choice
+    epoch: int = 0
+    slot: SlotStatus = field(default_factory=SlotStatus)
+    kv_pool_bytes: int = 0
+    kv_free_bytes: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_queued_prefill_tokens: int = 0
+    prefill_tokens_per_s: float = 0.0  # 0: not measured yet
+    step_s: float = 0.0  # median decode step; 0: not measured yet
+    kv_bytes_sent: int = 0  # since start
+    kv_bytes_received: int = 0
+    device: str = ""
+    latency: LatencyModel | None = None  # of the pack in its slot; None: nothing learned
+    queued_prefill_s: float = 0.0  # by that model
+    keeps_prefixes: bool = False  # prompts that begin alike compute the common part once
+
+
+@dataclass(frozen=True)
+class SourceShare:
+    """What one source has to do with a copy."""
+
+    holder_id: str  # or REMOTE
+    num_bytes: int
+    bytes_per_s: float  # of late; 0: it brings nothing now
+    following: bool = False  # it is asked for chunks now
+    error: str = ""  # why it was given up
+
+
+@dataclass(frozen=True)
+class PackCopy:
+    """A pack, or the part of one that has arrived, in a host's arena."""
+
+    pack_id: str
+    pack_bytes: int
+    num_chunks: int
+    num_chunks_verified: int
+    num_pins: int = 0
+    error: str = ""
+    relay_begin_us: int = 0
+    relay_first_us: int = 0
+    relay_end_us: int = 0
+    source: str = ""
+    shares: tuple[SourceShare, ...] = ()  # by source
+    guarded: bool = False  # by a scheduler's lease that has not run out
+    num_repairs: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.num_chunks > 0 and self.num_chunks_verified == self.num_chunks
+
+    @property
+    def receiving(self) -> bool:
+        return not self.complete and not self.error
+
+
+@dataclass(frozen=True)
+class NicCounters:
+    """A host's network interfaces taken together; the counters rise, and hold all traffic."""
+
+    bytes_sent: int
+    bytes_received: int
+    bytes_per_s: float = 0.0  # link speed, either direction; 0: not known
+
+
+@dataclass(frozen=True)
+class StoreStatus:
+    """A param-store, hence a host's arena, as last reported."""
+
+    store_id: str
+    incarnation: str
+    host_id: str
+    grpc_address: str
+    data_address: str
+    seen_at: float
+    epoch: int = 0
+    arena_target_bytes: int = 0
+    copies: Mapping[str, PackCopy] = field(default_factory=dict)
+    failure_domain: str = ""
+    bytes_sent: int = 0  # by the data plane since the store began
+    bytes_received: int = 0  # by the data plane and from the remote store
+    nic: NicCounters | None = None  # None: the host has no counters
+
+    @property
+    def domain(self) -> str:
+        """What fails together with this host; at least the host itself."""
+        return self.failure_domain or self.host_id
+
+    def room_for(self, pack_id: str, pack_bytes: int) -> bool:
+        """Whether the arena has the pack, or can make room for it by evicting what nobody pins."""
+        pinned = sum(copy.pack_bytes for copy in self.copies.values() if copy.num_pins)
+        return pack_id in self.copies or pinned + pack_bytes <= self.arena_target_bytes
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A model in a worker's slot, from the decision to load it until the slot is free again."""
+
+    instance_id: str
+    model: str
+    version_id: str
+    pack_id: str
+    worker_id: str
+    incarnation: str  # of the worker
+    host_id: str
+    roles: Roles
+    phase: InstancePhase
+    since: float  # when it came into this phase
+    created_at: float
+    last_active: float  # when an attempt last came or went
+    accepted_at: float = 0.0  # when the worker took the Load; 0: not yet
+    confirmed: bool = False  # a report has shown it
+    error_before: str = ""  # what the slot said of its load before this one
+    pending_roles: Roles | None = None  # ordered, not confirmed
+    num_layers_ready: int = 0
+    num_layers: int = 0
+    reason: Reason = field(default_factory=Reason)  # why it was loaded; of one on its way out, why it goes
+    unload_retry_at: float | None = None
+
+    def plays(self, role: Role) -> bool:
+        return role in self.roles
+
+    @property
+    def accepted(self) -> bool:
+        return self.accepted_at > 0
+
+    @property
+    def placeable(self) -> bool:
+        """Whether requests may be sent to it: the worker has it, and it is not on its way out."""
+        return self.accepted and self.phase in (InstancePhase.LOADING, InstancePhase.READY)
+
+    @property
+    def staying(self) -> bool:
+        return self.phase in (InstancePhase.LOADING, InstancePhase.READY)
+
+    @property
+    def target_roles(self) -> Roles:
+        return self.roles if self.pending_roles is None else self.pending_roles
+
+
+@dataclass(frozen=True)
+class Admission:
+    """A gateway's wish to run one attempt."""
+
+    key: AttemptKey
+    gateway_id: str
+    version_id: str
+    num_prompt_tokens: int
+    num_forced_tokens: int
+    max_tokens: int
+    num_choices: int
+    admitted_at: float
+    lost_workers: frozenset[str] = frozenset()
+    traceparent: str = ""
+    block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt
+    model: str = ""  # as its tenant names the version; another may have uploaded the same
+
+    @property
+    def num_contexts(self) -> int:
+        """At most: choices with forced output may each have a context of their own."""
+        return max(self.num_choices, 1) if self.num_forced_tokens else 1
+
+    @property
+    def num_context_tokens(self) -> int:
+        return self.num_prompt_tokens + self.num_forced_tokens
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Positions that prefill computes at most."""
+        return self.num_context_tokens * self.num_contexts
+
+    def kv_bytes(self, model: Model) -> int:
+        """KV that decode needs at most: every choice to its last token, in whole pages, sharing nothing."""
+        pages = -(-(self.num_prompt_tokens + self.max_tokens) // KV_PAGE_TOKENS)
+        return max(self.num_choices, 1) * pages * KV_PAGE_TOKENS * model.kv_bytes_per_token
+
+
+@dataclass(frozen=True)
+class WorkerRef:
+    """One end of a placement."""
+
+    worker_id: str
+    grpc_address: str
+    instance_id: str
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where an attempt runs."""
+
+    key: AttemptKey
+    prefill: WorkerRef
+    decode: WorkerRef
+    cold: bool
+    predicted: Prediction = UNPREDICTED
+
+    @property
+    def needs_kv_transfer(self) -> bool:
+        """Whether KV crosses from one worker to another."""
+        return self.prefill.worker_id != self.decode.worker_id

@@ -1,0 +1,3 @@
+"""Where one attempt runs: placement.place, latency models, kv_transfer_time, reservations, prefix_index. Imports core,
+prediction, config, cluster.
+"""

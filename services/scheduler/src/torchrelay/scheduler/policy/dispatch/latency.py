@@ -1,0 +1,90 @@
+"""Predictions: how long a prompt, a step, a load still take. What was measured where there is any, defaults before."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torchrelay.common.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.cluster.tiers import Tier
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
+
+_MIN_STEPS = 8  # a model learned from fewer gives way to what others of the same device have learned
+_BATCH_FREE = 8  # so many sequences decode in twice the time of none, where nothing is known
+_MAX_LEARNED = 4096
+
+
+class LatencyModels:
+    """The last model that any worker had of each (pack, kind of device): what a worker new to a pack is judged by."""
+
+    def __init__(self) -> None:
+        self._learned: OrderedDict[tuple[str, str], LatencyModel] = OrderedDict()
+
+    def observe(self, worker: WorkerStatus) -> None:
+        """A report came."""
+        found = worker.latency
+        if found is None or not worker.slot.pack_id:
+            return
+        key = (worker.slot.pack_id, worker.device)
+        known = self._learned.pop(key, LatencyModel())
+        self._learned[key] = _merged(found, known)
+        if len(self._learned) > _MAX_LEARNED:
+            self._learned.popitem(last=False)
+
+    def of(self, worker: WorkerStatus, pack_id: str, config: PolicyConfig) -> LatencyModel:
+        """How fast the worker is, or will be, with a pack; complete: guesses stand where nothing is known."""
+        shared = self._learned.get((pack_id, worker.device), LatencyModel())
+        own = worker.latency if worker.latency is not None and worker.slot.pack_id == pack_id else LatencyModel()
+        return _merged(_merged(own, shared), _default_model(worker, config))
+
+
+def _merged(first: LatencyModel, second: LatencyModel) -> LatencyModel:
+    """Each line of the first, where it has seen enough or the second has seen less."""
+    return LatencyModel(
+        prefill=_better(first.prefill, second.prefill),
+        decode=_better(first.decode, second.decode),
+        token_budget=first.token_budget if first.prefill.known else second.token_budget,
+    )
+
+
+def _better(first: StepCost, second: StepCost) -> StepCost:
+    return first if first.num_steps >= min(_MIN_STEPS, second.num_steps + 1) else second
+
+
+def _default_model(worker: WorkerStatus, config: PolicyConfig) -> LatencyModel:
+    """From rates: what the worker reports of whatever it computed last, or the defaults."""
+    decode_s = step_s(worker, config)
+    return LatencyModel(
+        prefill=StepCost(per_position_s=1 / prefill_tokens_per_s(worker, config)),
+        decode=StepCost(base_s=decode_s, per_position_s=decode_s / _BATCH_FREE),
+    )
+
+
+def prefill_tokens_per_s(worker: WorkerStatus, config: PolicyConfig) -> float:
+    return worker.prefill_tokens_per_s or config.default_prefill_tokens_per_s
+
+
+def step_s(worker: WorkerStatus, config: PolicyConfig) -> float:
+    """Median decode step."""
+    return worker.step_s or config.default_step_s
+
+
+def load_s(pack_bytes: int, tier: Tier, config: PolicyConfig) -> float:
+    """From an empty slot to all layers ready."""
+    rate = config.map_bytes_per_s if tier is Tier.HOST else config.relay_bytes_per_s
+    return config.slot_setup_s + pack_bytes / rate
+
+
+def load_left_s(instance: Instance, whole_load_s: float, now: float) -> float:
+    """Time until all layers are there; extrapolated from the layers that are, once there are any."""
+    if instance.phase is not InstancePhase.LOADING:
+        return 0.0
+    elapsed_s = max(now - instance.created_at, 0.0)
+    if instance.num_layers_ready:
+        return elapsed_s * (instance.num_layers - instance.num_layers_ready) / instance.num_layers_ready
+    return max(whole_load_s - elapsed_s, _min_load_left_s(whole_load_s))
+
+
+def _min_load_left_s(whole_load_s: float) -> float:
+    """A load that is overdue is still not done: at least a tenth of it is taken as left."""
+    return whole_load_s / 10

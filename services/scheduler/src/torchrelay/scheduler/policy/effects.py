@@ -1,0 +1,157 @@
+"""What the core wants done: commands to workers and stores, answers to gateways, and what is to be remembered."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchrelay.scheduler.policy.core import AttemptKey, Model, Placement, Roles
+
+
+@dataclass(frozen=True)
+class LoadOrder:
+    instance_id: str
+    worker_id: str
+    roles: Roles
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One host of a wake: its store gets the pack from ``sources`` (best first), then its workers load it."""
+
+    store_id: str
+    sources: tuple[str, ...]
+    loads: tuple[LoadOrder, ...]
+    num_striped: int = 1  # of the sources, followed at once
+
+
+@dataclass(frozen=True)
+class WakeCommand:
+    """Hops are relayed in order; each host's loads follow its own relay at once."""
+
+    model: Model
+    hops: tuple[Hop, ...]
+    traceparent: str = ""  # of the request that woke it
+
+
+@dataclass(frozen=True)
+class RerouteCommand:
+    """A relay that runs gets other sources; what it has it keeps."""
+
+    model: Model
+    hop: Hop  # without loads
+    urgent: bool
+
+
+@dataclass(frozen=True)
+class SetRolesCommand:
+    instance_id: str
+    worker_id: str
+    roles: Roles
+
+
+@dataclass(frozen=True)
+class UnloadCommand:
+    instance_id: str
+    worker_id: str
+    drain_s: float
+
+
+@dataclass(frozen=True)
+class CopyCommand:
+    """A store gets a copy that no request waits for; with ``keep_guarded`` not in the place of a guarded one."""
+
+    model: Model
+    hop: Hop  # without loads
+    urgent: bool
+    keep_guarded: bool
+
+
+@dataclass(frozen=True)
+class GuardCommand:
+    """A store keeps these packs for as long as the lease runs, and gives way with the first ones first."""
+
+    store_id: str
+    pack_ids: tuple[str, ...]
+    lease_s: float
+
+
+Command = WakeCommand | RerouteCommand | SetRolesCommand | UnloadCommand | CopyCommand | GuardCommand
+
+
+class RefusalReason(enum.IntEnum):
+    """The numbers are the protocol's."""
+
+    QUEUE_FULL = 1
+    NO_CAPACITY = 2
+    LOAD_FAILED = 3
+    WITHDRAWN = 4
+
+
+@dataclass(frozen=True)
+class Placed:
+    gateway_id: str
+    placement: Placement
+
+
+@dataclass(frozen=True)
+class Waiting:
+    gateway_id: str
+    key: AttemptKey
+    queue_position: int
+    state: str  # "queued", "loading"
+    predicted_wait_s: float
+
+
+@dataclass(frozen=True)
+class AdmissionRefused:
+    gateway_id: str
+    key: AttemptKey
+    reason: RefusalReason
+    message: str
+    retry_after_s: float = 0.0
+
+
+Answer = Placed | Waiting | AdmissionRefused
+
+
+@dataclass(frozen=True)
+class SchedulerEvent:
+    """A decision or a transition: shown by Explain, and published to the history when ``event`` names a subject."""
+
+    at: float
+    kind: str  # "wake", "place", "drain", "set_roles", "ready", ...
+    model: str
+    subject: str  # instance or model
+    reason: str
+    topic: str = ""  # "instance.ready", "scale.up", ...
+    fields: Mapping[str, str | int | float] = field(default_factory=dict)
+    bytes_by_source: Mapping[str, int] = field(default_factory=dict)  # bytes by source, of a relay that has ended
+    aliases: tuple[str, ...] = ()  # the models it concerns, where more than one share the version
+    by_tenant: Mapping[str, str] = field(default_factory=dict)  # the reason as each of them may know it; see Reason
+
+
+@dataclass(frozen=True)
+class AttemptPlaced:
+    """A request's wait is over: times for its timeline."""
+
+    key: AttemptKey
+    model: str
+    admitted_at: float
+    placed_at: float
+    placement: Placement
+    traceparent: str = ""
+
+
+@dataclass
+class Effects:
+    """Everything one input brought about, in order."""
+
+    commands: list[Command] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
+    events: list[SchedulerEvent] = field(default_factory=list)
+    opened: list[AttemptPlaced] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.commands or self.answers or self.events or self.opened)

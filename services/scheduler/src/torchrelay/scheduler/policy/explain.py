@@ -1,0 +1,191 @@
+"""What happened to a request and why: bounded rings of timelines and decisions, for ``Explain`` and ``torchrelay
+explain``.
+
+A timeline is put together when it is asked for: the queue and the plan from the scheduler's own times, the relay and
+the mapping from the reports of the instances that served the request cold, the rest from what its gateway sent with
+the release.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from torchrelay.common.sizes import format_bytes
+from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.core import AttemptKey, Instance, PackCopy, Placement, SlotStatus
+from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
+from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.timed_phase import TimedPhase
+
+_MAX_PHASES = 64  # per request
+_MAX_DECISIONS_PER_MODEL = 100
+_MAX_MODELS = 256
+_MAX_INSTANCES = 512
+
+
+def unix_us(at: float) -> int:
+    """Unix microseconds of a time of the scheduler's clock."""
+    return int(at * 1e6)
+
+
+@dataclass
+class _RequestTimeline:
+    model: str = ""
+    phases: list[TimedPhase] = field(default_factory=list)
+    places: list[SchedulerEvent] = field(default_factory=list)
+    cold_instances: list[str] = field(default_factory=list)
+
+    def add(self, phases: Iterable[TimedPhase]) -> None:
+        self.phases += list(phases)[: max(_MAX_PHASES - len(self.phases), 0)]
+
+
+@dataclass
+class _LoadTimeline:
+    created_us: int
+    accepted_us: int = 0
+    worker_id: str = ""
+    pack_id: str = ""
+    relay: TimedPhase | None = None
+    load_phases: tuple[TimedPhase, ...] = ()
+
+    def phases(self) -> list[TimedPhase]:
+        found = []
+        if self.accepted_us:
+            found.append(
+                TimedPhase("plan", self.created_us, self.accepted_us, "scheduler", f"load on {self.worker_id}")
+            )
+        if self.relay is not None:
+            found.append(self.relay)
+        return [*found, *self.load_phases]
+
+
+class ExplainLog:
+    """Keeps the last ``max_requests`` timelines and the last decisions of each model."""
+
+    def __init__(self, max_requests: int = 2048) -> None:
+        self._max_requests = max_requests
+        self._requests: OrderedDict[str, _RequestTimeline] = OrderedDict()
+        self._decisions: OrderedDict[str, deque[SchedulerEvent]] = OrderedDict()
+        self._instances: OrderedDict[str, _LoadTimeline] = OrderedDict()
+
+    def happened(self, happening: SchedulerEvent) -> None:
+        """Told of each model that it concerns, by its own name: their tenants know nothing of each other."""
+        for name in {happening.model, *happening.aliases}:
+            subject = name if happening.subject == happening.model else happening.subject
+            reason = happening.by_tenant.get(tenant_of(name), happening.reason)
+            told = replace(happening, model=name, subject=subject, reason=reason, aliases=(), by_tenant={})
+            self._note(name, told)
+
+    def _note(self, model: str, happening: SchedulerEvent) -> None:
+        ring = self._decisions.setdefault(model, deque(maxlen=_MAX_DECISIONS_PER_MODEL))
+        ring.append(happening)
+        self._decisions.move_to_end(model)
+        if len(self._decisions) > _MAX_MODELS:
+            self._decisions.popitem(last=False)
+
+    def opened(self, opened: AttemptPlaced) -> None:
+        """A request was placed."""
+        timeline = self._timeline(opened.key)
+        timeline.model = opened.model
+        where = opened.placement
+        attempt = f"attempt {opened.key.attempt}"
+        timeline.add(
+            [TimedPhase("queue", unix_us(opened.admitted_at), unix_us(opened.placed_at), "scheduler", attempt)]
+        )
+        if len(timeline.places) < _MAX_PHASES:
+            timeline.places.append(_placement_event(opened))
+        if where.cold:
+            for instance_id in dict.fromkeys((where.prefill.instance_id, where.decode.instance_id)):
+                timeline.cold_instances.append(instance_id)
+
+    def released(self, key: AttemptKey, phases: Iterable[TimedPhase]) -> None:
+        """A request ended; ``phases`` are what its gateway and workers measured. The queue is measured here."""
+        self._timeline(key).add(phase for phase in phases if phase.name != "queue")
+
+    def record_accuracy(self, key: AttemptKey, placement: Placement, outcome: Outcome) -> None:
+        """What was predicted when the attempt was placed, beside what was measured in the end."""
+        timeline = self._timeline(key)
+        if outcome.ended_at and placement.predicted.ttft_s and len(timeline.places) < _MAX_PHASES:
+            timeline.places.append(_accuracy_event(timeline.model, key, placement, outcome))
+
+    def _timeline(self, key: AttemptKey) -> _RequestTimeline:
+        timeline = self._requests.setdefault(key.request_id, _RequestTimeline())
+        self._requests.move_to_end(key.request_id)
+        if len(self._requests) > self._max_requests:
+            self._requests.popitem(last=False)
+        return timeline
+
+    def observe(self, instance: Instance, slot: SlotStatus, store_id: str, copy: PackCopy | None) -> None:
+        """Notes how an instance came to its weights, from the reports of its worker and its host's store."""
+        times = self._instances.get(instance.instance_id)
+        if times is None:
+            times = _LoadTimeline(unix_us(instance.created_at), 0, instance.worker_id, instance.pack_id)
+            self._instances[instance.instance_id] = times
+            if len(self._instances) > _MAX_INSTANCES:
+                self._instances.popitem(last=False)
+        times.accepted_us = unix_us(instance.accepted_at)
+        if slot.instance_id == instance.instance_id and slot.load_phases:
+            times.load_phases = slot.load_phases
+        if copy is not None:
+            times.relay = _relay_phase(copy, store_id, times) or times.relay
+
+    def request(self, request_id: str) -> tuple[list[TimedPhase], list[SchedulerEvent]] | None:
+        """Phases in order of begin, and the decisions on its model since it came; None for an unknown request."""
+        timeline = self._requests.get(request_id)
+        if timeline is None:
+            return None
+        phases = list(timeline.phases)
+        for instance_id in dict.fromkeys(timeline.cold_instances):
+            if times := self._instances.get(instance_id):
+                phases += [phase for phase in times.phases() if phase not in phases]
+        phases.sort(key=lambda phase: (phase.begin_us, phase.end_us))
+        begin_us = min((phase.begin_us for phase in timeline.phases), default=0)
+        decisions = [one for one in self._decisions.get(timeline.model, ()) if unix_us(one.at) >= begin_us]
+        return phases, sorted([*decisions, *timeline.places], key=lambda one: one.at)
+
+    def model(self, name: str) -> list[SchedulerEvent]:
+        """The model's last decisions, newest last."""
+        return list(self._decisions.get(name, ()))
+
+
+def _placement_event(opened: AttemptPlaced) -> SchedulerEvent:
+    placement = opened.placement
+    reason = (
+        f"attempt {opened.key.attempt}: prefill on {placement.prefill.worker_id}, decode on "
+        f"{placement.decode.worker_id}; first token predicted in {_ms(placement.predicted.ttft_s)}"
+        f"{', still loading' if placement.cold else ''}"
+    )
+    return SchedulerEvent(opened.placed_at, "place", opened.model, opened.key.request_id, reason)
+
+
+def _accuracy_event(model: str, key: AttemptKey, placement: Placement, outcome: Outcome) -> SchedulerEvent:
+    found = [
+        ("first token", placement.predicted.ttft_s, outcome.ttft_s),
+        ("between tokens", placement.predicted.tbt_s, outcome.tbt_s),
+    ]
+    parts = [
+        f"{name} predicted {_ms(predicted_s)}, measured {_ms(measured_s)}"
+        for name, predicted_s, measured_s in found
+        if measured_s is not None
+    ]
+    cached = placement.predicted.num_cached_tokens
+    reason = f"attempt {key.attempt}: {'; '.join(parts)}{f'; {cached} tokens thought cached' if cached else ''}"
+    return SchedulerEvent(outcome.ended_at, "predict", model, key.request_id, reason)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
+
+
+def _relay_phase(copy: PackCopy, store_id: str, times: _LoadTimeline) -> TimedPhase | None:
+    """The relay that filled a host for an instance; of no length when the copy was whole before it was decided."""
+    if not copy.relay_begin_us:
+        return None
+    if copy.relay_end_us and copy.relay_end_us < times.created_us:
+        at = times.accepted_us or times.created_us
+        return TimedPhase("relay", at, at, store_id, "host copy present, nothing to transfer")
+    first_ms = max(copy.relay_first_us - copy.relay_begin_us, 0) / 1e3
+    detail = f"{format_bytes(copy.pack_bytes)} from {copy.source or 'unknown'}, first chunk after {first_ms:.1f} ms"
+    return TimedPhase("relay", copy.relay_begin_us, copy.relay_end_us, store_id, detail)

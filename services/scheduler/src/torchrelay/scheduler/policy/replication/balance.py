@@ -1,0 +1,48 @@
+"""Which kept copy would be better off on an emptier host: one at a time, when nothing else is to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torchrelay.scheduler.policy.replication.copy_index import CopyIndex
+from torchrelay.scheduler.policy.replication.copy_placement import CopyPlacement
+
+_IMBALANCE = 1.2  # a store this much fuller than the mean gives copies away
+
+
+@dataclass(frozen=True)
+class CopyMove:
+    """A copy of ``pack_id`` on ``target`` lets the one on ``source`` go."""
+
+    pack_id: str
+    source: str
+    target: str
+
+
+def next_move(sizes: Mapping[str, int], copy_index: CopyIndex, copy_placement: CopyPlacement) -> CopyMove | None:
+    """The largest pack whose move from the fullest to the emptiest store leaves the former no emptier than the latter,
+    and the pack in as many failure domains: no move is ever undone.
+    """
+    live = sorted(copy_index.live, key=lambda store_id: (copy_index.fullness(store_id), store_id))
+    if len(live) < 2:
+        return None
+    target, source = live[0], live[-1]
+    mean = sum(map(copy_index.fullness, live)) / len(live)
+    if copy_index.fullness(source) <= _IMBALANCE * mean:
+        return None
+    for pack_id in sorted(copy_index.kept_at(source), key=lambda pack_id: (-sizes[pack_id], pack_id)):
+        num_bytes = sizes[pack_id]
+        evener = copy_index.fullness(target, num_bytes) <= copy_index.fullness(source, -num_bytes)
+        if evener and _keeps_domains(copy_index, pack_id, source, target) and copy_placement.has_room(pack_id, target):
+            copy_placement.take(pack_id, target)
+            return CopyMove(pack_id, source, target)
+    return None
+
+
+def _keeps_domains(copy_index: CopyIndex, pack_id: str, source: str, target: str) -> bool:
+    copies = copy_index.of(pack_id)
+    if not copies.is_settled or any(holder.store_id == target for holder in copies.holders):
+        return False
+    elsewhere = {holder.domain for holder in copies.kept if holder.store_id != source}
+    return copy_index.live[target].domain not in elsewhere or copy_index.live[source].domain in elsewhere

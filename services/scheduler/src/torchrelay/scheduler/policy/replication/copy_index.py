@@ -1,0 +1,155 @@
+"""Where the copies of packs are, and which of them are kept."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torchrelay.scheduler.policy.core import PackCopy, StoreStatus
+
+
+class CopyLocation(NamedTuple):
+    """A store with a copy of a pack, whole or arriving."""
+
+    store_id: str
+    domain: str
+    pinned: bool = False
+    away: bool = False
+
+
+@dataclass
+class CopySet:
+    """The copies of one pack."""
+
+    whole: list[CopyLocation] = field(default_factory=list)
+    incoming_copies: list[CopyLocation] = field(default_factory=list)
+    num_wanted: int = 0  # as many as there should be, and stores to hold them
+    kept: tuple[CopyLocation, ...] = ()  # of the whole ones; the first is the last to go
+
+    @property
+    def holders(self) -> list[CopyLocation]:
+        return self.whole + self.incoming_copies
+
+    @property
+    def is_settled(self) -> bool:
+        return 0 < self.num_wanted <= len(self.kept)
+
+    @property
+    def num_missing(self) -> int:
+        return max(self.num_wanted - len(self.kept) - len(self.incoming_copies), 0)
+
+    @property
+    def domains(self) -> set[str]:
+        return {holder.domain for holder in self.holders}
+
+
+class CopyIndex:
+    """All copies in ``stores`` (by id), those of the stores ``away`` among them; ``under_way``: (pack, store) ordered.
+
+    ``sizes``: bytes by pack; others are of no concern and only take room.
+    """
+
+    def __init__(
+        self,
+        stores: Mapping[str, StoreStatus],
+        away: frozenset[str],
+        under_way: frozenset[tuple[str, str]],
+        sizes: Mapping[str, int],
+    ) -> None:
+        self.stores, self.away, self.sizes = stores, away, sizes
+        self.live = {store_id: store for store_id, store in stores.items() if store_id not in away}
+        self.num_domains = len({store.domain for store in self.live.values()})
+        self.incoming: Counter[str] = Counter()  # copies arriving, by store
+        self.unseen_bytes: Counter[str] = Counter()  # of those ordered that no report shows yet, by store
+        self.kept_bytes: Counter[str] = Counter()  # by store, with what arrives
+        self._last_bytes: Counter[str] = Counter()
+        self._of: defaultdict[str, CopySet] = defaultdict(CopySet)
+        for store in stores.values():
+            for copy in store.copies.values():
+                self._count(store, copy)
+        for pack_id, store_id in under_way:
+            ordered_at = self.live.get(store_id)
+            if ordered_at is None or pack_id not in sizes:
+                continue
+            shown = ordered_at.copies.get(pack_id)
+            if shown is None or shown.error:
+                self.expect(pack_id, ordered_at, sizes[pack_id])
+                self.unseen_bytes[store_id] += sizes[pack_id]
+
+    def _count(self, store: StoreStatus, copy: PackCopy) -> None:
+        holder = CopyLocation(store.store_id, store.domain, copy.num_pins > 0, store.store_id in self.away)
+        if copy.complete:
+            self._of[copy.pack_id].whole.append(holder)
+        elif copy.receiving and not holder.away:
+            self.expect(copy.pack_id, store, copy.pack_bytes, holder.pinned)
+
+    def expect(self, pack_id: str, store: StoreStatus, num_bytes: int, pinned: bool = False) -> None:
+        """A copy will come there."""
+        self._of[pack_id].incoming_copies.append(CopyLocation(store.store_id, store.domain, pinned))
+        self.incoming[store.store_id] += 1
+        self.kept_bytes[store.store_id] += num_bytes
+
+    def of(self, pack_id: str) -> CopySet:
+        return self._of[pack_id]
+
+    def choose(self, goals: Mapping[str, int]) -> None:
+        """Chooses which copies are kept, ``goals`` of each pack. Where there is no choice first, then the largest."""
+        for pack_id, goal in goals.items():
+            self._of[pack_id].num_wanted = min(goal, len(self.stores))
+        free = sorted(goals, key=lambda pack_id: (self._has_choice(pack_id), -self.sizes[pack_id], pack_id))
+        for pack_id in free:
+            copies = self._of[pack_id]
+            # The last one of a pack goes where fewest are: so that every store has some that are not.
+            kept = sorted(self._keepers(copies), key=lambda holder: (holder.away, self._last_bytes[holder.store_id]))
+            copies.kept = tuple(kept)
+            if kept:
+                self._last_bytes[kept[0].store_id] += self.sizes[pack_id]
+            for holder in copies.kept:
+                self.kept_bytes[holder.store_id] += self.sizes[pack_id]
+
+    def _has_choice(self, pack_id: str) -> bool:
+        copies = self._of[pack_id]
+        return len(copies.whole) > copies.num_wanted
+
+    def _keepers(self, copies: CopySet) -> list[CopyLocation]:
+        """In different domains, of stores that are there; then what is pinned anyway; then the emptiest store's."""
+        if len(copies.whole) <= copies.num_wanted:
+            return copies.whole
+        left, kept = list(copies.whole), list[CopyLocation]()
+        while left and len(kept) < copies.num_wanted:
+            domains = {holder.domain for holder in kept}
+            best = min(
+                left,
+                key=lambda holder: (
+                    holder.away,
+                    holder.domain in domains,
+                    not holder.pinned,
+                    self.fullness(holder.store_id),
+                    holder.store_id,
+                ),
+            )
+            left.remove(best)
+            kept.append(best)
+        return kept
+
+    def kept_at(self, store_id: str) -> list[str]:
+        """Packs whose kept copy is there, and not pinned."""
+        return [
+            pack_id
+            for pack_id, copies in self._of.items()
+            if any(holder.store_id == store_id and not holder.pinned for holder in copies.kept)
+        ]
+
+    def fullness(self, store_id: str, more_bytes: int = 0) -> float:
+        """The part of the arena that kept and arriving copies take, with ``more_bytes`` besides."""
+        return (self.kept_bytes[store_id] + more_bytes) / max(self.stores[store_id].arena_target_bytes, 1)
+
+    def released(self, pack_ids: Iterable[str]) -> Iterator[tuple[str, str]]:
+        """(pack, store) of whole copies that nobody uses and that are not kept."""
+        for pack_id in pack_ids:
+            copies = self._of[pack_id]
+            for holder in copies.whole:
+                if not holder.pinned and not holder.away and holder not in copies.kept:
+                    yield pack_id, holder.store_id

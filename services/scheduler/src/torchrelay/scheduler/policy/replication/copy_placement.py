@@ -1,0 +1,107 @@
+"""Where a new copy of a pack can go: a store that has room, and is not receiving too much already."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import StoreStatus
+from torchrelay.scheduler.policy.replication.copy_index import CopyIndex
+
+
+class CopyPlacement:
+    """The room that is left while a decision is made; a copy that gets a place is counted at once.
+
+    ``guarded``: packs whose kept copies make room for no other. ``num_running``: copies ordered before.
+    """
+
+    def __init__(
+        self,
+        copy_index: CopyIndex,
+        guarded: Iterable[str],
+        num_running: int,
+        avoid: frozenset[tuple[str, str]],
+        config: PolicyConfig,
+    ) -> None:
+        self._copy_index, self._avoid, self._rules = copy_index, avoid, config
+        self._num_running = num_running
+        self.someone_waits = False  # for a place that is there, because too many copies are under way
+        self.room: dict[str, int] = {}  # bytes by store, when all goes that is neither pinned, arriving nor guarded
+        self.last_room: dict[str, int] = {}  # when guarded copies go too, as long as another of the pack is kept
+        self.idle_room: dict[str, int] = {}  # when nothing goes, within the budget
+        fixed: defaultdict[str, set[str]] = defaultdict(set)
+        spare: defaultdict[str, set[str]] = defaultdict(set)
+        for pack_id in guarded:
+            for rank, holder in enumerate(copy_index.of(pack_id).kept):
+                (spare if rank and not holder.pinned else fixed)[holder.store_id].add(pack_id)
+        for store_id, store in copy_index.live.items():
+            self._measure(store, fixed[store_id], spare[store_id])
+
+    def _measure(self, store: StoreStatus, fixed: set[str], spare: set[str]) -> None:
+        num_fixed = num_spare = num_other = 0
+        for copy in store.copies.values():
+            if copy.num_pins or copy.receiving or copy.pack_id in fixed:
+                num_fixed += copy.pack_bytes
+            elif copy.pack_id in spare:
+                num_spare += copy.pack_bytes
+            else:
+                num_other += copy.pack_bytes
+        num_fixed += self._copy_index.unseen_bytes[store.store_id]
+        total = store.arena_target_bytes
+        self.last_room[store.store_id] = total - num_fixed
+        self.room[store.store_id] = total - num_fixed - num_spare
+        budget = int(total * self._rules.cache_share)
+        self.idle_room[store.store_id] = budget - num_fixed - num_spare - num_other
+
+    def find(
+        self, pack_id: str, room: Mapping[str, int], urgent: bool, domains: Iterable[str] = (), strictly: bool = False
+    ) -> StoreStatus | None:
+        """The store whose arena the copy would fill least, outside of ``domains`` if there is one, or only then.
+
+        None when none has room, or when all that have are receiving as much as they may; then somebody waits.
+        """
+        if self._num_running >= self._limit(urgent) and (self.someone_waits or not urgent):
+            return None
+        copy_index, taken = self._copy_index, set(domains)
+        num_bytes = copy_index.sizes[pack_id]
+        holding = {holder.store_id for holder in copy_index.of(pack_id).holders}
+        able = [
+            store
+            for store_id, store in copy_index.live.items()
+            if room[store_id] >= num_bytes
+            and store_id not in holding
+            and (pack_id, store_id) not in self._avoid
+            and not (strictly and store.domain in taken)
+        ]
+        ready = [store for store in able if copy_index.incoming[store.store_id] < self._incoming_limit(urgent)]
+        if not ready or self._num_running >= self._limit(urgent):
+            self.someone_waits |= bool(able)
+            return None
+        return min(
+            ready,
+            key=lambda store: (store.domain in taken, copy_index.fullness(store.store_id, num_bytes), store.store_id),
+        )
+
+    def has_room(self, pack_id: str, store_id: str) -> bool:
+        """Whether the copy may go there, though nothing presses."""
+        fits = self.room[store_id] >= self._copy_index.sizes[pack_id]
+        return fits and (pack_id, store_id) not in self._avoid and not self._copy_index.incoming[store_id]
+
+    def take(self, pack_id: str, store_id: str) -> None:
+        """A copy goes there."""
+        num_bytes = self._copy_index.sizes[pack_id]
+        for room in (self.room, self.last_room, self.idle_room):
+            room[store_id] -= num_bytes
+        self._copy_index.expect(pack_id, self._copy_index.live[store_id], num_bytes)
+        self._num_running += 1
+
+    # What is not urgent leaves half of the places free, so that a rebuild never waits for it.
+
+    def _limit(self, urgent: bool) -> int:
+        limit = self._rules.max_replications
+        return limit if urgent else max(limit // 2, 1)
+
+    def _incoming_limit(self, urgent: bool) -> int:
+        limit = self._rules.max_replications_per_store
+        return limit if urgent else max(limit // 2, 1)

@@ -1,0 +1,189 @@
+"""Replication: which copies of packs are kept in the hosts' RAM, where new ones are made, and which may go.
+
+Of a pack used of late, ``recent_copies`` are kept, in different failure domains where there are any; of another pack
+that lost its last copy with a host, one, while there is room that nobody wants. Kept copies of recent packs are
+guarded: their stores evict them last. Copies beyond that are not dropped, they cost nothing until their room is
+wanted; so a pack has O(1) copies that take room from others, however many hosts it once ran on.
+
+A copy lost with a host is rebuilt before any other copy is begun. New copies go where the kept ones take the least
+part of the arena. A decision never depends on more hosts or domains than there are: it does what it can, and asks for
+nothing when nothing can be done.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import StoreStatus
+from torchrelay.scheduler.policy.replication.balance import next_move
+from torchrelay.scheduler.policy.replication.copy_index import CopyIndex, CopySet
+from torchrelay.scheduler.policy.replication.copy_placement import CopyPlacement
+
+
+class CopyCause(enum.Enum):
+    """Why a copy is made, the most pressing first."""
+
+    REBUILD = "rebuild"  # a copy was lost, and the pack is used
+    REPLICATE = "replicate"  # used of late, and not yet in as many places as it should be
+    SPREAD = "spread"  # its copies would fail together
+    KEEP = "keep"  # not used of late; its last copy was lost
+    BALANCE = "balance"  # a fuller host may then let its copy go
+
+
+@dataclass(frozen=True)
+class PackDemand:
+    """A pack that somebody has used, as long as it is remembered."""
+
+    pack_id: str
+    num_bytes: int
+    last_used: float
+    settled: bool = False  # has had all copies it should have: fewer are a loss, not a beginning
+    lost: bool = False  # every copy went with a host that did not come back
+
+
+@dataclass(frozen=True)
+class ReplicationInput:
+    """What is known of all copies."""
+
+    now: float
+    stores: Mapping[str, StoreStatus]  # by id
+    packs: Sequence[PackDemand]
+    away: frozenset[str] = frozenset()  # stores that fell silent a moment ago: their copies may come back
+    under_way: frozenset[tuple[str, str]] = frozenset()  # (pack, store) ordered; no report shows the end
+    avoid: frozenset[tuple[str, str]] = frozenset()  # (pack, store) that failed lately
+
+
+@dataclass(frozen=True)
+class CopyOrder:
+    """A store is to get a copy of a pack."""
+
+    pack_id: str
+    store_id: str
+    cause: CopyCause
+    reason: str
+    may_evict_guarded: bool = False
+
+    @property
+    def urgent(self) -> bool:
+        return self.cause is CopyCause.REBUILD
+
+
+@dataclass(frozen=True)
+class ReplicationPlan:
+    """What is to be done, and what is permitted."""
+
+    orders: tuple[CopyOrder, ...]
+    guards: Mapping[str, tuple[str, ...]]  # by store: packs to be kept, in the order in which they go if some must
+    released: frozenset[tuple[str, str]]  # (pack, store) of whole copies that may go
+    settled: frozenset[str]  # recent packs with all the copies they should have
+    num_short: int  # recent packs without
+
+
+@dataclass(frozen=True)
+class _MissingCopy:
+    pack: PackDemand
+    copies: CopySet
+    cause: CopyCause
+    reason: str
+
+
+def repair(replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan:
+    """Decides on the whole cluster. ``orders`` are in the order in which they are to be begun."""
+    recent_since = replication_input.now - config.recent_s
+    packs = sorted(replication_input.packs, key=lambda pack: (-pack.last_used, pack.pack_id))
+    recent = [pack for pack in packs if pack.last_used >= recent_since]
+    others = packs[len(recent) :]
+    sizes = {pack.pack_id: pack.num_bytes for pack in packs}
+    copy_index = CopyIndex(replication_input.stores, replication_input.away, replication_input.under_way, sizes)
+    copy_index.choose({pack.pack_id: config.recent_copies for pack in recent} | {pack.pack_id: 1 for pack in others})
+    copy_placement = CopyPlacement(
+        copy_index, [pack.pack_id for pack in recent], len(replication_input.under_way), replication_input.avoid, config
+    )
+    settled = frozenset(pack.pack_id for pack in recent if copy_index.of(pack.pack_id).is_settled)
+    orders = _orders(recent, others, copy_index, copy_placement)
+    if not orders and not replication_input.under_way and (move := next_move(sizes, copy_index, copy_placement)):
+        orders = [CopyOrder(move.pack_id, move.target, CopyCause.BALANCE, f"{move.source} is much fuller")]
+    return ReplicationPlan(
+        orders=tuple(orders),
+        guards=_guarded_packs(recent, copy_index),
+        released=frozenset(copy_index.released(sizes)),
+        settled=settled,
+        num_short=len(recent) - len(settled),
+    )
+
+
+def _orders(
+    recent: Sequence[PackDemand], others: Sequence[PackDemand], copy_index: CopyIndex, copy_placement: CopyPlacement
+) -> list[CopyOrder]:
+    """What is lost first; what is not urgent begins only when all of that has."""
+    wishes = [wish for pack in recent if (wish := _missing_copy(pack, copy_index))]
+    orders = [order for wish in wishes if wish.cause is CopyCause.REBUILD and (order := _rebuild(wish, copy_placement))]
+    if copy_placement.someone_waits:
+        return orders
+    for cause in (CopyCause.REPLICATE, CopyCause.SPREAD):
+        orders += [order for wish in wishes if wish.cause is cause and (order := _add_copy(wish, copy_placement))]
+    for pack in others:
+        lost = pack.lost and not copy_index.of(pack.pack_id).holders
+        if lost and (store := copy_placement.find(pack.pack_id, copy_placement.idle_room, urgent=False)):
+            copy_placement.take(pack.pack_id, store.store_id)
+            reason = "its last copy was lost with a host, and there is room"
+            orders.append(CopyOrder(pack.pack_id, store.store_id, CopyCause.KEEP, reason))
+    return orders
+
+
+def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | None:
+    """What a recent pack lacks. A pack whose copies all went by permit comes back when somebody wakes it."""
+    copies = copy_index.of(pack.pack_id)
+    if not copies.holders:
+        return (
+            _MissingCopy(pack, copies, CopyCause.REBUILD, "its last copy was lost with a host") if pack.lost else None
+        )
+    places = ", ".join(sorted(holder.store_id for holder in copies.holders))
+    if copies.num_missing:
+        if pack.settled:
+            return _MissingCopy(pack, copies, CopyCause.REBUILD, f"a copy was lost; it is left on {places}")
+        return _MissingCopy(pack, copies, CopyCause.REPLICATE, f"used of late, and only on {places}")
+    if len(copies.domains) < min(copies.num_wanted, copy_index.num_domains):
+        return _MissingCopy(pack, copies, CopyCause.SPREAD, f"{places} may fail together")
+    return None
+
+
+def _rebuild(wish: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
+    """A pack without any copy may take the room of guarded ones that are not the last of theirs."""
+    pack_id, domains = wish.pack.pack_id, wish.copies.domains
+    evicts = False
+    store = copy_placement.find(pack_id, copy_placement.room, urgent=True, domains=domains)
+    if store is None and not domains and not copy_placement.someone_waits:
+        store, evicts = copy_placement.find(pack_id, copy_placement.last_room, urgent=True), True
+    if store is None:
+        return None
+    copy_placement.take(pack_id, store.store_id)
+    return CopyOrder(pack_id, store.store_id, wish.cause, wish.reason, evicts)
+
+
+def _add_copy(wish: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
+    pack_id, spread = wish.pack.pack_id, wish.cause is CopyCause.SPREAD
+    store = copy_placement.find(
+        pack_id, copy_placement.room, urgent=False, domains=wish.copies.domains, strictly=spread
+    )
+    if store is None:
+        return None
+    copy_placement.take(pack_id, store.store_id)
+    return CopyOrder(pack_id, store.store_id, wish.cause, wish.reason)
+
+
+def _guarded_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict[str, tuple[str, ...]]:
+    """By store, the recent packs it keeps: first those that are kept elsewhere too, then the last ones; of both the
+    longest unused first. What arrives and is wanted is named already.
+    """
+    spare: dict[str, list[str]] = {store_id: [] for store_id in copy_index.live}
+    last: dict[str, list[str]] = {store_id: [] for store_id in copy_index.live}
+    for pack in reversed(recent):
+        copies = copy_index.of(pack.pack_id)
+        wanted = [*copies.kept, *copies.incoming_copies[: copies.num_wanted - len(copies.kept)]]
+        for rank, holder in enumerate(holder for holder in wanted if not holder.away):
+            (spare if rank else last)[holder.store_id].append(pack.pack_id)
+    return {store_id: (*spare[store_id], *last[store_id]) for store_id in copy_index.live}

@@ -1,0 +1,131 @@
+"""Everything the scheduler knows, in one place with one owner, and the small questions asked of it everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torchrelay.common.latency_model import LatencyModel
+from torchrelay.scheduler.planning import RunningRelays
+from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
+from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
+from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
+from torchrelay.scheduler.policy.cluster.instances import Instances
+from torchrelay.scheduler.policy.cluster.membership import Membership
+from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import Instance, Model
+from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
+from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
+from torchrelay.scheduler.policy.dispatch.reservations import KvReservations
+from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
+from torchrelay.scheduler.policy.prediction import queue_s
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.relay.links import Links
+from torchrelay.scheduler.policy.relay.transfers import Transfers
+from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
+
+_MAX_MODELS = 4096
+_MAX_FRUITLESS = 4096
+_REPORT_LAG_S = 0.02  # a report arriving now was made this long ago at most
+
+
+@dataclass
+class State:
+    """Owned by the policy; changed only by its steps, one at a time."""
+
+    config: PolicyConfig
+    new_id: Callable[[], str]  # a fresh instance id
+    started_at: float
+    queues: AdmissionQueues
+    load_failures: LoadFailures
+    gateways: GatewaySessions
+    membership: Membership
+    instances: Instances = field(default_factory=Instances)
+    reservations: KvReservations = field(default_factory=KvReservations)
+    relays: RunningRelays = field(default_factory=RunningRelays)
+    links: Links = field(default_factory=Links)
+    latency_models: LatencyModels = field(default_factory=LatencyModels)
+    kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)
+    prefix_index: PrefixIndex = field(default_factory=PrefixIndex)
+    transfers: Transfers = field(default_factory=Transfers)
+    replication_state: ReplicationState = field(default_factory=ReplicationState)
+    aliases: VersionAliases = field(default_factory=VersionAliases)
+    models: dict[str, Model] = field(default_factory=dict)  # by version id
+    effects: Effects = field(default_factory=Effects)
+    instances_without_token: dict[str, frozenset[str]] = field(
+        default_factory=dict
+    )  # request id -> instances; see note_fruitless
+    largest_slot_bytes: int = 0  # ever seen: a host that is away for now may come back
+    largest_kv_pool_bytes: int = 0
+
+    @classmethod
+    def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float) -> State:
+        queues = AdmissionQueues(config.queue_limit, config.queue_limit_total)
+        gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
+        links = Links(config.link_cap_bytes_per_s)
+        return cls(config, new_id, now, queues, LoadFailures(config), gateways, membership, links=links)
+
+    def take_effects(self) -> Effects:
+        effects, self.effects = self.effects, Effects()
+        return effects
+
+    def note_model(self, model: Model, now: float) -> None:
+        """Remembers the newest settings of a version; bounded, unused ones go first."""
+        timeout_s = model.idle_timeout_s or self.config.idle_timeout_s
+        self.aliases.note(model.version_id, model.pack_id, model.name, timeout_s, now)
+        self.models.pop(model.version_id, None)
+        self.models[model.version_id] = model
+        if len(self.models) > _MAX_MODELS:
+            used = {instance.version_id for instance in self.instances} | set(self.queues.versions)
+            unused = next((version_id for version_id in self.models if version_id not in used), None)
+            if unused is not None:
+                del self.models[unused]
+
+    def idle_timeout_s(self, version_id: str, now: float) -> float:
+        """After which an instance of the version goes; whoever uses it has it for at least as long as it asked for."""
+        return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s
+
+    def model_of_pack(self, pack_id: str, pack_bytes: int = 0) -> Model:
+        """The model that a pack belongs to; under the beginning of the pack's id while nobody has named it."""
+        for model in self.models.values():
+            if model.pack_id == pack_id:
+                return model
+        if pack_id in self.replication_state.recent_packs:
+            return self.replication_state.recent_packs.model(pack_id)
+        name = next((instance.model for instance in self.instances if instance.pack_id == pack_id), pack_id[:12])
+        return Model(name, "", pack_id, pack_bytes, 0)
+
+    def note_no_token(self, request_id: str, instance_ids: frozenset[str]) -> None:
+        """An attempt ended without a token. Should the request come again, these instances are doubted."""
+        self.instances_without_token[request_id] = instance_ids
+        if len(self.instances_without_token) > _MAX_FRUITLESS:
+            del self.instances_without_token[next(iter(self.instances_without_token))]
+
+    def happened(
+        self,
+        now: float,
+        kind: str,
+        subject: Instance | Model,
+        reason: Reason | str,
+        event: str = "",
+        fields: Mapping[str, str | int | float] | None = None,
+    ) -> None:
+        """Notes a decision or transition for Explain, and for the history when ``event`` names its subject."""
+        model, name = (
+            (subject.name, subject.name) if isinstance(subject, Model) else (subject.model, subject.instance_id)
+        )
+        why = reason if isinstance(reason, Reason) else Reason("", reason)
+        named = self.aliases.of(subject.version_id)
+        figures = {**(fields or {}), **why.fields}
+        told = SchedulerEvent(now, kind, model, name, why.text, event, figures, {}, named, why.by_tenant)
+        self.effects.events.append(told)
+
+    def queue_s(self, instance: Instance, latency: LatencyModel) -> float:
+        """How long the prompts take that wait at the instance: reported, and placed since the report."""
+        worker = self.membership.workers.get(instance.worker_id)
+        if worker is None:
+            return 0.0
+        placed = self.reservations.predicted_since(instance.instance_id, worker.seen_at - _REPORT_LAG_S)
+        return queue_s(latency, worker.num_queued_prefill_tokens, worker.queued_prefill_s, placed)

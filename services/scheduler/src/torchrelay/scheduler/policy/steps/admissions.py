@@ -1,0 +1,263 @@
+"""The life of an admission: admit -> (wait) -> placed -> released. Each key once, however often it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchrelay.common.latency_model import attended_positions
+from torchrelay.scheduler.policy.cluster.tiers import tier_of
+from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.core import (
+    Admission,
+    AttemptKey,
+    Instance,
+    InstancePhase,
+    Model,
+    Placement,
+    Role,
+    WorkerStatus,
+)
+from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
+from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
+from torchrelay.scheduler.policy.dispatch.reservations import OpenAttempt
+from torchrelay.scheduler.policy.effects import (
+    AdmissionRefused,
+    Answer,
+    AttemptPlaced,
+    Placed,
+    RefusalReason,
+    SchedulerEvent,
+    Waiting,
+)
+from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.policy.state import State
+
+_RETRY_AFTER_S = (1.0, 60.0)
+
+
+def admit(state: State, admission: Admission, model: Model, current: Placement | None, now: float) -> bool:
+    """Takes an admission in. True when it waits now, for the first time or still: it may be served."""
+    key = admission.key
+    state.gateways.confirm(admission.gateway_id, key)
+    state.note_model(model, now)
+    _suspect_failed_workers(state, admission, now)
+    if opened := state.reservations.get(key):
+        if current is None:
+            _answer(state, Placed(admission.gateway_id, opened.placement))
+        return False
+    if key in state.queues:
+        return True
+    if current is not None:
+        _open(state, admission, current, now)  # placed by an earlier scheduler: it runs, nothing is to be answered
+        return False
+    if state.queues.is_full(model.version_id):
+        retry_s = min(max(predicted_wait_s(state, model, now), _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
+        tenant = tenant_of(model.name)
+        own = sum(tenant_of(each.model) == tenant for each in state.queues.waiting(model.version_id))
+        message = f"The queue of {model.name} is full (your requests in it: {own})."
+        refuse(state, admission, RefusalReason.QUEUE_FULL, message, now, retry_s)
+        return False
+    state.queues.push(admission)
+    return True
+
+
+def _suspect_failed_workers(state: State, admission: Admission, now: float) -> None:
+    """Workers that failed the request are not used until they have reported again.
+
+    A gateway may know of a failure before we do: when a load breaks, its attempts end and come again in a millisecond.
+    """
+    for worker_id in admission.lost_workers:
+        state.membership.suspect(worker_id, now)
+    for instance_id in state.instances_without_token.pop(admission.key.request_id, frozenset()):
+        if instance := state.instances.get(instance_id):
+            state.membership.suspect(instance.worker_id, now)
+
+
+def send_waiting(state: State, admission: Admission, now: float) -> None:
+    """Tells the gateway that the request waits, if it still does."""
+    if admission.key in state.queues:
+        _answer(state, _waiting(state, admission, now))
+
+
+def withdraw(state: State, key: AttemptKey, now: float) -> None:
+    """The client left. If a placement crossed the withdrawal, its resources are free again."""
+    admission = state.queues.remove(key)
+    if admission is not None:
+        _answer(
+            state, AdmissionRefused(admission.gateway_id, key, RefusalReason.WITHDRAWN, "The request was withdrawn.")
+        )
+    release(state, key, now)
+
+
+def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
+    """The attempt is over, wherever it stood."""
+    state.gateways.forget(key)
+    state.queues.remove(key)
+    attempt = state.reservations.close(key)
+    if attempt is not None:
+        state.aliases.used(attempt.admission.version_id, attempt.admission.model, now)
+        for instance_id in attempt.instance_ids:
+            state.instances.touch(instance_id, now)
+    return attempt
+
+
+def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
+    """Takes in how long the hand-over took; what steps take the workers learn themselves."""
+    model, admission = state.models.get(attempt.admission.version_id), attempt.admission
+    workers = state.membership.workers
+    prefill = workers.get(attempt.placement.prefill.worker_id)
+    decode = workers.get(attempt.placement.decode.worker_id)
+    if outcome.kv_transfer_s is None or model is None or prefill is None or decode is None or prefill is decode:
+        return
+    kv_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token
+    state.kv_transfer_times.observe(prefill.host_id, decode.host_id, kv_bytes, outcome.kv_transfer_s)
+
+
+def refuse(
+    state: State, admission: Admission, reason: RefusalReason, message: str, now: float, retry_after_s: float = 0.0
+) -> None:
+    release(state, admission.key, now)
+    _answer(state, AdmissionRefused(admission.gateway_id, admission.key, reason, message, retry_after_s))
+    told = SchedulerEvent(now, "refuse", admission.model, admission.model, message)
+    state.effects.events.append(told)
+
+
+def refuse_infeasible(state: State, now: float) -> None:
+    """Refuses all waiting requests that no slot could ever take."""
+    for admission in list(state.queues):
+        refuse_if_infeasible(state, admission, now)
+
+
+def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
+    """Refuses a waiting request that no slot could ever take; slots may still show up shortly after a start."""
+    if now - state.started_at < state.config.refusal_settle_s or not state.largest_slot_bytes:
+        return
+    if message := _infeasible(state, state.models[admission.version_id], admission):
+        refuse(state, admission, RefusalReason.NO_CAPACITY, message, now)
+
+
+def _infeasible(state: State, model: Model, admission: Admission) -> str:
+    available = state.largest_slot_bytes
+    if model.pack_bytes > available:
+        weights = f"The weights of {admission.model} take {model.pack_bytes:,} bytes"
+        return f"{weights}; the largest slot holds {available:,}."
+    needed, pool = admission.kv_bytes(model), state.largest_kv_pool_bytes
+    if needed > pool:
+        return f"The request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}."
+    return ""
+
+
+def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
+    """Places waiting requests, first come first, for as long as there is a place for the first."""
+    for version_id in state.queues.versions if version_ids is None else version_ids:
+        model = state.models.get(version_id)
+        if model is None or not state.queues.num_waiting(version_id):
+            continue
+        instances = [instance for instance in state.instances.of_version(version_id) if instance.placeable]
+        for admission in state.queues.waiting(version_id) if instances else ():
+            if not state.gateways.is_confirmed(admission.key):
+                continue  # its gateway is away; it keeps its turn
+            found = candidates(state, admission, model, instances, now)
+            placement = place(admission, model, found, state.kv_transfer_times, state.config)
+            if isinstance(placement, NoPlacement):
+                break
+            state.queues.remove(admission.key)
+            _open(state, admission, placement, now)
+            _answer(state, Placed(admission.gateway_id, placement))
+            state.effects.opened.append(
+                AttemptPlaced(
+                    admission.key, admission.model, admission.admitted_at, now, placement, admission.traceparent
+                )
+            )
+
+
+def _open(state: State, admission: Admission, placement: Placement, now: float) -> None:
+    model = state.models[admission.version_id]
+    state.reservations.open(OpenAttempt(admission, placement, now, admission.kv_bytes(model)))
+    for worker_ref in (placement.prefill, placement.decode):
+        state.instances.touch(worker_ref.instance_id, now)
+    worker = state.membership.workers.get(placement.prefill.worker_id)
+    if worker is not None and worker.keeps_prefixes and model.routing_block_tokens:
+        block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
+        max_blocks = worker.kv_pool_bytes // block_bytes
+        state.prefix_index.note(placement.prefill.instance_id, admission.block_hashes, max_blocks)
+
+
+def candidates(
+    state: State, admission: Admission, model: Model, instances: Iterable[Instance], now: float
+) -> list[Candidate]:
+    """The instances requests may be sent to, with what a placement of ``admission`` has to weigh."""
+    return [
+        _candidate(state, admission, model, instance, worker, now)
+        for instance in instances
+        if (worker := state.membership.workers.get(instance.worker_id))
+        and not state.membership.is_suspect(worker.worker_id)
+    ]
+
+
+def _candidate(
+    state: State, admission: Admission, model: Model, instance: Instance, worker: WorkerStatus, now: float
+) -> Candidate:
+    reserved_bytes = state.reservations.reserved_bytes(instance.instance_id)
+    latency = state.latency_models.of(worker, model.pack_id, state.config)
+    num_blocks = state.prefix_index.num_blocks(instance.instance_id, admission.block_hashes)
+    return Candidate(
+        instance=instance,
+        worker=worker,
+        latency=latency,
+        load_left_s=_load_left_s(state, model, instance, now),
+        queue_s=state.queue_s(instance, latency),
+        kv_unreserved_bytes=worker.kv_pool_bytes - reserved_bytes,
+        num_open=state.reservations.num_decoding(instance.instance_id),
+        num_decoding=state.reservations.num_choices(instance.instance_id),
+        num_decode_attended=reserved_bytes // max(model.kv_bytes_per_token, 1),
+        num_cached_tokens=num_blocks * model.routing_block_tokens,
+    )
+
+
+def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> float:
+    if instance.phase is not InstancePhase.LOADING:
+        return 0.0
+    store = state.membership.store_of(instance.host_id)
+    if store is None:
+        return load_left_s(instance, state.config.slot_setup_s, now)
+    tier = tier_of(model.pack_id, store, state.membership.stores.values())
+    return load_left_s(instance, load_s(model.pack_bytes, tier, state.config), now)
+
+
+def predicted_wait_s(state: State, model: Model, now: float) -> float:
+    """Until a request that arrives now gets its first token: load left, and the prompts before it."""
+    instances = [instance for instance in state.instances.of_version(model.version_id) if instance.staying]
+    prefills = [instance for instance in instances if instance.plays(Role.PREFILL)]
+    waiting = state.queues.waiting(model.version_id)
+    if not prefills:
+        ahead = sum(admission.num_prefill_tokens for admission in waiting)
+        ahead_s = ahead / state.config.default_prefill_tokens_per_s
+        return state.config.slot_setup_s + model.pack_bytes / state.config.relay_bytes_per_s + ahead_s
+    # Summed once: this is asked for every request that comes while others wait.
+    num_tokens = sum(each.num_prefill_tokens for each in waiting)
+    num_attended = sum(each.num_contexts * attended_positions(0, each.num_context_tokens) for each in waiting)
+    backlog_s = [
+        state.queue_s(instance, latency) + latency.queued_s(num_tokens, num_attended) / len(prefills)
+        for instance in prefills
+        if (worker := state.membership.workers.get(instance.worker_id))
+        and (latency := state.latency_models.of(worker, model.pack_id, state.config))
+    ]
+    load_s_left = min(_load_left_s(state, model, instance, now) for instance in prefills)
+    return load_s_left + min(backlog_s, default=0.0)
+
+
+def _waiting(state: State, admission: Admission, now: float) -> Waiting:
+    version_id = admission.version_id
+    loading = any(instance.phase is InstancePhase.LOADING for instance in state.instances.of_version(version_id))
+    return Waiting(
+        admission.gateway_id,
+        admission.key,
+        state.queues.position(admission.key),
+        "loading" if loading else "queued",
+        predicted_wait_s(state, state.models[version_id], now),
+    )
+
+
+def _answer(state: State, answer: Answer) -> None:
+    state.effects.answers.append(answer)

@@ -1,0 +1,129 @@
+"""From the state to the replicator's decision, and from that to commands and their reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchrelay.scheduler.policy.core import Instance, Model, StoreStatus
+from torchrelay.scheduler.policy.effects import CopyCommand, GuardCommand, Hop, SchedulerEvent
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand, ReplicationInput, repair
+from torchrelay.scheduler.policy.replication.replication_state import EndedCopy
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.steps import relays
+
+
+def replicate(state: State, now: float) -> None:
+    """Decides on all copies, a few times a second; not before a start has heard of all stores."""
+    config, replication_state = state.config, state.replication_state
+    if not config.replicate or now < max(replication_state.due_at, state.started_at + config.refusal_settle_s):
+        return
+    replication_state.due_at = now + config.replicate_every_s
+    for instance in state.instances:
+        if instance.staying and (model := _model_of(state, instance)):
+            replication_state.recent_packs.note(model, now)
+    for ended in list(replication_state.ended(state.membership.stores, now, config)):
+        _record_ended(state, ended, now)
+    decided = repair(_replication_input(state, now), config)
+    recent = {use.model.pack_id for use in replication_state.recent_packs if use.last_used >= now - config.recent_s}
+    replication_state.settled, replication_state.num_short = (
+        (replication_state.settled & recent) | decided.settled,
+        decided.num_short,
+    )
+    for order in decided.orders:
+        _order_copy(state, order, now)
+    for store_id, packs in replication_state.untold(decided.guards, state.membership.stores, now, config):
+        state.effects.commands.append(GuardCommand(store_id, packs, config.guard_s))
+
+
+def _model_of(state: State, instance: Instance) -> Model | None:
+    """The model of an instance; of one that an earlier scheduler loaded, what its host's copy tells."""
+    if model := state.models.get(instance.version_id):
+        return model
+    store = state.membership.store_of(instance.host_id)
+    copy = store.copies.get(instance.pack_id) if store else None
+    return Model(instance.model, instance.version_id, copy.pack_id, copy.pack_bytes, 0) if copy else None
+
+
+def _replication_input(state: State, now: float) -> ReplicationInput:
+    replication_state = state.replication_state
+    away = replication_state.away(now)
+    stores = {**away, **state.membership.stores}
+    held = {copy.pack_id for store in stores.values() for copy in store.copies.values() if copy.complete}
+    replication_state.keep_lost(held)
+    packs = [
+        PackDemand(
+            use.model.pack_id,
+            use.model.pack_bytes,
+            use.last_used,
+            settled=use.model.pack_id in replication_state.settled,
+            lost=use.model.pack_id in replication_state.lost,
+        )
+        for use in replication_state.recent_packs
+    ]
+    return ReplicationInput(
+        now, stores, packs, frozenset(away), replication_state.under_way, replication_state.avoid(now, state.config)
+    )
+
+
+def _order_copy(state: State, order: CopyOrder, now: float) -> None:
+    model = state.replication_state.recent_packs.model(order.pack_id)
+    (edge,) = relays.plan_relay(
+        state,
+        order.pack_id,
+        model.pack_bytes,
+        [order.store_id],
+        now,
+        urgent=order.urgent,
+        reason=Reason(order.cause.value, order.reason),
+    )
+    state.replication_state.order((order.pack_id, order.store_id), order.cause, now)
+    hop = Hop(edge.target, edge.sources, (), edge.num_striped)
+    state.effects.commands.append(CopyCommand(model, hop, order.urgent, not order.may_evict_guarded))
+    cause = order.cause.value
+    fields = {"cause": cause, "pack_id": order.pack_id, "store_id": order.store_id, "source": edge.upstream}
+    _record_event(state, now, cause, model, f"{order.reason}: {edge}", f"scale.{cause}", fields)
+
+
+def copy_begun(state: State, pack_id: str, store_id: str, now: float) -> None:
+    """The store has taken the order."""
+    state.replication_state.begun((pack_id, store_id), now)
+
+
+def copy_failed(state: State, pack_id: str, store_id: str, cause: str, now: float, gone: bool = False) -> None:
+    """The store could not be given the order, or refused it. ``gone``: the pack was deleted, so it is forgotten."""
+    relays.relay_refused(state, pack_id, store_id, cause, now)
+    if ended := state.replication_state.fail((pack_id, store_id), cause, now, state.config):
+        _record_ended(state, ended, now)
+    if gone:
+        state.replication_state.forget(pack_id)
+
+
+def _record_ended(state: State, ended: EndedCopy, now: float) -> None:
+    if ended.pack_id not in state.replication_state.recent_packs:
+        return
+    model = state.replication_state.recent_packs.model(ended.pack_id)
+    fields: dict[str, str | float] = {"pack_id": ended.pack_id, "store_id": ended.store_id, "took_s": ended.took_s}
+    fields |= {"cause": ended.cause.value} | ({"error": ended.error} if ended.error else {})
+    kind, reason = ("copy_failed", ended.error) if ended.error else ("copied", f"{ended.cause.value} is done")
+    _record_event(state, now, kind, model, f"{ended.store_id}: {reason}", f"scale.{kind}", fields)
+
+
+def _record_event(
+    state: State, now: float, kind: str, model: Model, reason: str, event: str, fields: Mapping[str, str | float]
+) -> None:
+    state.effects.events.append(SchedulerEvent(now, kind, model.name, model.name, reason, event, fields))
+
+
+def store_left(state: State, store: StoreStatus, now: float) -> None:
+    """A store is gone, or silent: it may come back with its arena."""
+    state.replication_state.left(store, now + state.config.loss_grace_s)
+
+
+def store_seen(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:
+    """A store reports; ``before``: what it said last. Packs that an earlier scheduler guarded were used of late."""
+    replication_state = state.replication_state
+    replication_state.returned(store, before)
+    for copy in store.copies.values():
+        if copy.guarded and copy.pack_id not in replication_state.recent_packs:
+            replication_state.recent_packs.note(Model(copy.pack_id[:12], "", copy.pack_id, copy.pack_bytes, 0), now)

@@ -1,0 +1,198 @@
+"""From the state to a situation, and from what scaling decides to orders, commands and their reasons."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    AutoscalerInput,
+    Demand,
+    Drain,
+    InstanceLoad,
+    SetRoles,
+    Wake,
+)
+from torchrelay.scheduler.policy.autoscaling.decision import decide
+from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Role, Roles
+from torchrelay.scheduler.policy.dispatch.reservations import OpenAttempt
+from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.steps import relays
+
+_UNLOAD_RETRY_S = 1.0
+
+
+def scale(state: State, now: float) -> None:
+    """Decides on the whole cluster and turns the decisions into commands."""
+    for action in decide(autoscaler_input(state, now), state.config):
+        match action:
+            case Wake():
+                _wake(state, action, now)
+            case SetRoles():
+                _set_roles(state, action, now)
+            case Drain():
+                _drain(state, action, now)
+
+
+def autoscaler_input(state: State, now: float) -> AutoscalerInput:
+    settled = now - state.started_at >= state.config.settle_s
+    loads = tuple(_instance_load(state, instance) for instance in state.instances)
+    versions = set(state.queues.versions) | {instance.version_id for instance in state.instances if instance.staying}
+    models = [state.models[version_id] for version_id in sorted(versions) if version_id in state.models]
+    return AutoscalerInput(
+        now=now,
+        demands=tuple(_demand(state, model, now) for model in models) if settled else (),
+        loads=loads,
+        workers={
+            worker_id: worker
+            for worker_id, worker in state.membership.workers.items()
+            if not state.membership.is_suspect(worker_id)
+        },
+        stores={store.host_id: store for store in state.membership.stores.values()},
+        idle_timeouts_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
+    )
+
+
+def _instance_load(state: State, instance: Instance) -> InstanceLoad:
+    worker = state.membership.workers.get(instance.worker_id)
+    reported = worker.num_running + worker.num_waiting if worker else 0
+    names = state.aliases.of(instance.version_id) or (instance.model,)
+    return InstanceLoad(
+        instance, state.reservations.num_open(instance.instance_id), reported, frozenset(map(tenant_of, names))
+    )
+
+
+def _demand(state: State, model: Model, now: float) -> Demand:
+    version_id = model.version_id
+    instances = [instance for instance in state.instances.of_version(version_id) if instance.staying]
+    loading = [instance.instance_id for instance in instances if instance.phase is InstancePhase.LOADING]
+    cold = state.reservations.attempts_at(loading)
+    return Demand(
+        model=model,
+        num_waiting=state.queues.num_waiting(version_id),
+        num_cold=len(cold),
+        oldest_wait_s=state.queues.oldest_wait_s(version_id, now),
+        backlog_s=_backlog_s(state, instances),
+        not_before=state.load_failures.not_before(version_id),
+        avoid=state.load_failures.avoid(version_id, now),
+        by_tenant=_of_tenants(state, version_id, cold),
+    )
+
+
+def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> dict[str, tuple[int, int]]:
+    """How many requests of each tenant wait, and are placed on what still loads; nothing where there is one tenant."""
+    tenants = {tenant_of(name) for name in state.aliases.of(version_id)}
+    if len(tenants) < 2:
+        return {}
+    num_waiting = Counter(tenant_of(admission.model) for admission in state.queues.waiting(version_id))
+    num_cold = Counter(tenant_of(attempt.admission.model) for attempt in cold)
+    return {tenant: (num_waiting[tenant], num_cold[tenant]) for tenant in tenants}
+
+
+def _backlog_s(state: State, instances: Sequence[Instance]) -> float:
+    """Prompts queued at the instances, in seconds of one instance at the rate measured."""
+    backlog_s = 0.0
+    for instance in instances:
+        worker = state.membership.workers.get(instance.worker_id)
+        if worker and worker.prefill_tokens_per_s and instance.plays(Role.PREFILL):
+            latency = state.latency_models.of(worker, instance.pack_id, state.config)
+            backlog_s += state.queue_s(instance, latency)
+    return backlog_s
+
+
+def _wake(state: State, action: Wake, now: float) -> None:
+    model = action.model
+    orders: dict[str, list[LoadOrder]] = {}  # by host, in the order assigned
+    for assignment in action.assignments:
+        worker = state.membership.workers[assignment.worker_id]
+        instance = Instance(
+            instance_id=state.new_id(),
+            model=model.name,
+            version_id=model.version_id,
+            pack_id=model.pack_id,
+            worker_id=worker.worker_id,
+            incarnation=worker.incarnation,
+            host_id=worker.host_id,
+            roles=assignment.roles,
+            phase=InstancePhase.LOADING,
+            since=now,
+            created_at=now,
+            last_active=now,
+            reason=action.reason,
+            error_before=worker.slot.error,
+        )
+        state.instances.put(instance)
+        order = LoadOrder(instance.instance_id, worker.worker_id, assignment.roles)
+        orders.setdefault(worker.host_id, []).append(order)
+        state.happened(now, "wake", instance, action.reason, "instance.loading", event_fields(instance))
+    stores = {host_id: store for host_id in orders if (store := state.membership.store_of(host_id))}
+    store_ids = [store.store_id for store in stores.values()]
+    edges = relays.plan_relay(state, model.pack_id, model.pack_bytes, store_ids, now, reason=action.reason)
+    by_store = {stores[host_id].store_id: tuple(loads) for host_id, loads in orders.items()}
+    waiting = state.queues.waiting(model.version_id)
+    hops = tuple(Hop(edge.target, edge.sources, by_store[edge.target], edge.num_striped) for edge in edges)
+    state.effects.commands.append(WakeCommand(model, hops, waiting[0].traceparent if waiting else ""))
+    chain = ", ".join(map(str, edges))
+    num = len(action.assignments)
+    state.happened(now, "plan", model, chain)
+    state.happened(now, "scale_up", model, action.reason, "scale.up", {"num_instances": num, "relay": chain})
+
+
+def _set_roles(state: State, action: SetRoles, now: float) -> None:
+    instance = state.instances.get(action.instance_id)
+    assert instance is not None
+    state.instances.put(replace(instance, pending_roles=action.roles))
+    state.effects.commands.append(SetRolesCommand(instance.instance_id, instance.worker_id, action.roles))
+    fields = event_fields(instance) | {"roles": role_names(action.roles)}
+    state.happened(now, "set_roles", instance, action.reason, "scale.set_roles", fields)
+
+
+def _drain(state: State, action: Drain, now: float) -> None:
+    instance = state.instances.get(action.instance_id)
+    assert instance is not None
+    drained = replace(instance, phase=InstancePhase.DRAINING, since=now, reason=action.reason)
+    state.instances.put(drained)
+    _unload(state, drained)
+    fields = event_fields(instance) | {"in_state_s": now - instance.since}
+    kind = action.reason.cause
+    state.happened(now, "drain", instance, action.reason, "instance.draining", fields)
+    state.happened(now, kind, instance, action.reason, f"scale.{_SCALE_EVENTS[kind]}", event_fields(instance))
+
+
+_SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
+
+
+def _unload(state: State, instance: Instance) -> None:
+    state.effects.commands.append(UnloadCommand(instance.instance_id, instance.worker_id, state.config.drain_s))
+
+
+def unload_failed(state: State, instance_id: str, now: float) -> None:
+    """The worker did not answer; it is asked again for as long as it reports the instance."""
+    instance = state.instances.get(instance_id)
+    if instance is not None and instance.phase is InstancePhase.DRAINING:
+        state.instances.put(replace(instance, unload_retry_at=now + _UNLOAD_RETRY_S))
+
+
+def retry_unloads(state: State, now: float) -> None:
+    for instance in list(state.instances):
+        if instance.unload_retry_at is not None and instance.unload_retry_at <= now:
+            state.instances.put(replace(instance, unload_retry_at=None))
+            _unload(state, instance)
+
+
+def role_names(roles: Roles) -> str:
+    return ",".join(role.name.lower() for role in sorted(roles))
+
+
+def event_fields(instance: Instance) -> dict[str, str | int | float]:
+    return {
+        "instance_id": instance.instance_id,
+        "version_id": instance.version_id,
+        "pack_id": instance.pack_id,
+        "worker_id": instance.worker_id,
+        "host_id": instance.host_id,
+        "roles": role_names(instance.roles),
+    }

@@ -1,0 +1,218 @@
+"""Carries decisions out over gRPC and tells the desk how it went. Each command is a task of its own with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from torchrelay.common.errors import NotFound, StaleEpoch, TorchrelayError, Unavailable
+from torchrelay.common.ids import new_id
+from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
+from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
+from torchrelay.scheduler.policy.effects import (
+    Command,
+    CopyCommand,
+    GuardCommand,
+    Hop,
+    LoadOrder,
+    RerouteCommand,
+    SetRolesCommand,
+    UnloadCommand,
+    WakeCommand,
+)
+from torchrelay.scheduler.service import converters
+from torchrelay.scheduler.service.controller import Controller
+from torchrelay.scheduler.service.peer_channels import PeerChannels
+
+if TYPE_CHECKING:
+    from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub
+    from torchrelay.control.v1.worker_pb2_grpc import WorkerAsyncStub  # exists in the stubs only
+
+log = get_logger(__name__)
+
+_TIMEOUT_S = 5.0  # Load and SetRoles answer at once, and Relay where memory is faulted in
+_FAULTING_BYTES_PER_S = 0.25e9  # a store may have to fault its arena in before it can reserve a range
+_TRIES = 2  # of a call that did not reach the peer
+_RETRY_S = 0.05
+
+
+class Actuator:
+    """``tasks`` owns the commands under way."""
+
+    def __init__(self, controller: Controller, channels: PeerChannels, tasks: asyncio.TaskGroup) -> None:
+        self._controller = controller
+        self._channels = channels
+        self._tasks = tasks
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Nothing more is begun: the service ends."""
+        self._stopped = True
+
+    def start(self, command: Command) -> None:
+        if self._stopped:
+            return
+        match command:
+            case WakeCommand():
+                self._tasks.create_task(self._wake(command), name=f"wake {command.model.name}")
+            case SetRolesCommand():
+                self._tasks.create_task(self._set_roles(command), name=f"set roles {command.instance_id}")
+            case UnloadCommand():
+                self._tasks.create_task(self._unload(command), name=f"unload {command.instance_id}")
+            case RerouteCommand():
+                self._tasks.create_task(self._reroute(command), name=f"reroute {command.hop.store_id}")
+            case CopyCommand():
+                self._tasks.create_task(self._copy(command), name=f"copy {command.model.name}")
+            case GuardCommand():
+                self._tasks.create_task(self._guard(command), name=f"guard {command.store_id}")
+
+    async def _wake(self, command: WakeCommand) -> None:
+        """Relays in the order of the chain; each host's loads start as soon as its store has taken its relay."""
+        async with asyncio.TaskGroup() as loads:
+            for hop in command.hops:
+                try:
+                    await self._relay(command, hop)
+                except TorchrelayError as error:
+                    cause = f"the relay to {hop.store_id} could not be started: {error.message}"
+                    for order in hop.loads:
+                        self._controller.load_failed(order.instance_id, cause, relay_failed=hop.store_id)
+                    continue
+                for order in hop.loads:
+                    loads.create_task(self._load(command, order))
+
+    async def _relay(self, command: WakeCommand | CopyCommand | RerouteCommand, hop: Hop) -> None:
+        stores = self._controller.policy.state.membership.stores
+        store = stores.get(hop.store_id)
+        if store is None:
+            raise Unavailable("the store is gone")
+        holders = [stores[source] for source in hop.sources if source in stores]
+        model, cluster_tickets = command.model, self._controller.cluster_tickets
+        sources = [cluster_tickets.source(model.pack_id, holder, hop.store_id) for holder in holders]
+        sources.append(cluster_tickets.source(model.pack_id, None, hop.store_id))
+        request = param_store_pb2.RelayRequest(
+            epoch=self._controller.epoch.value,
+            pack_id=model.pack_id,
+            pack_bytes=model.pack_bytes,
+            sources=sources,
+            relay_id=new_id("relay"),
+            num_striped=max(sum(source in stores for source in hop.sources[: hop.num_striped]), 1),
+            urgency=RELAY_URGENCY_URGENT,
+        )
+        if isinstance(command, CopyCommand):
+            request.keep_guarded = command.keep_guarded
+        if not (isinstance(command, WakeCommand) or command.urgent):
+            request.urgency = RELAY_URGENCY_IDLE
+        stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address))
+        timeout_s = _TIMEOUT_S + request.pack_bytes / _FAULTING_BYTES_PER_S
+        await self._call(lambda: stub.Relay(request, timeout=timeout_s))
+
+    async def _reroute(self, command: RerouteCommand) -> None:
+        """The relay goes on as it is when its store cannot be told."""
+        try:
+            await self._relay(command, command.hop)
+        except TorchrelayError as error:
+            log.info("reroute_failed", store_id=command.hop.store_id, error=error.message)
+
+    async def _copy(self, command: CopyCommand) -> None:
+        pack_id, store_id = command.model.pack_id, command.hop.store_id
+        try:
+            await self._relay(command, command.hop)
+        except TorchrelayError as error:
+            cause = f"the relay could not be started: {error.message}"
+            self._controller.copy_failed(pack_id, store_id, cause, gone=isinstance(error, NotFound))
+            return
+        self._controller.copy_begun(pack_id, store_id)
+
+    async def _guard(self, command: GuardCommand) -> None:
+        request = param_store_pb2.GuardRequest(
+            epoch=self._controller.epoch.value, pack_ids=command.pack_ids, lease_s=command.lease_s
+        )
+        try:
+            stub = self._store(command.store_id)
+            await self._call(lambda: stub.Guard(request, timeout=_TIMEOUT_S))
+        except TorchrelayError as error:
+            log.info("guard_failed", store_id=command.store_id, error=error.message)
+            self._controller.guard_failed(command.store_id)
+
+    def _store(self, store_id: str) -> ParamStoreAsyncStub:
+        store = self._controller.policy.state.membership.stores.get(store_id)
+        if store is None:
+            raise Unavailable("the store is gone")
+        return param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address))
+
+    async def _load(self, command: WakeCommand, order: LoadOrder) -> None:
+        request = worker_pb2.LoadRequest(
+            epoch=self._controller.epoch.value,
+            instance_id=order.instance_id,
+            version=self._controller.version(command.model.version_id),
+            roles=converters.roles_to_proto(order.roles),
+            traceparent=command.traceparent,
+        )
+        try:
+            stub = self._worker(order.worker_id)
+            await self._call(lambda: stub.Load(request, timeout=_TIMEOUT_S))
+        except TorchrelayError as error:
+            cause = f"worker {order.worker_id} did not take the load: {error.message}"
+            self._controller.load_failed(order.instance_id, cause)
+            return
+        self._controller.load_accepted(order.instance_id)
+
+    async def _set_roles(self, command: SetRolesCommand) -> None:
+        request = worker_pb2.SetRolesRequest(
+            epoch=self._controller.epoch.value,
+            instance_id=command.instance_id,
+            roles=converters.roles_to_proto(command.roles),
+        )
+        try:
+            stub = self._worker(command.worker_id)
+            await self._call(lambda: stub.SetRoles(request, timeout=_TIMEOUT_S))
+        except TorchrelayError as error:
+            self._controller.roles_failed(command.instance_id, error.message)
+            return
+        self._controller.roles_set(command.instance_id)
+
+    async def _unload(self, command: UnloadCommand) -> None:
+        request = worker_pb2.UnloadRequest(
+            epoch=self._controller.epoch.value, instance_id=command.instance_id, drain_s=command.drain_s
+        )
+        try:
+            stub = self._worker(command.worker_id)
+            await self._call(lambda: stub.Unload(request, timeout=command.drain_s + _TIMEOUT_S))
+        except TorchrelayError as error:
+            self._controller.unload_failed(command.instance_id, error.message)
+
+    def _worker(self, worker_id: str) -> WorkerAsyncStub:
+        worker = self._controller.policy.state.membership.workers.get(worker_id)
+        if worker is None:
+            raise Unavailable("the worker is gone")
+        return worker_pb2_grpc.WorkerStub(self._channels.channel(worker.grpc_address))
+
+    async def _call(self, call: Callable[[], Awaitable[object]]) -> None:
+        """One RPC, tried again when the peer was not reached. ``StaleEpoch`` ends the service after start-up."""
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                await call()
+                return
+            except asyncio.CancelledError:
+                # Either we are cancelled, or the peer was lost and its channel closed under the call.
+                if (task := asyncio.current_task()) is None or task.cancelling():
+                    raise
+                raise Unavailable("the peer was lost during the call") from None
+            except grpc.aio.UsageError as error:
+                raise Unavailable("the peer was lost before the call") from error
+            except grpc.aio.AioRpcError as error:
+                failure = error_from_rpc(error)
+                if isinstance(failure, StaleEpoch) and self._controller.epoch.refused(self._controller.clock.now()):
+                    self._tasks.create_task(_step_down(failure))
+                if error.code() != grpc.StatusCode.UNAVAILABLE or not tries_left:
+                    raise failure from error
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _step_down(error: StaleEpoch) -> None:
+    raise error

@@ -1,0 +1,66 @@
+"""The cluster as the CLI and the gateways see it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.scheduler.policy.core import Instance
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.service import converters
+from torchrelay.scheduler.service.controller import Controller
+from torchrelay.scheduler.service.relay_view import relay_views
+
+
+def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
+    """Everything known now: reports as they came, instances and demand as the scheduler counts them."""
+    state = controller.policy.state
+    now = controller.clock.now()
+    waiting: Counter[str] = Counter()
+    running: Counter[str] = Counter()
+    for admission in state.queues:
+        waiting[admission.model] += 1
+    for attempt in state.reservations.attempts():
+        running[attempt.admission.model] += 1
+    return scheduler_pb2.ClusterView(
+        epoch=controller.epoch.value,
+        workers=[
+            report for worker_id, report in controller.worker_reports.items() if worker_id in state.membership.workers
+        ],
+        stores=[report for store_id, report in controller.store_reports.items() if store_id in state.membership.stores],
+        instances=[_instance_view(controller, instance, now) for instance in state.instances],
+        demand=[
+            scheduler_pb2.ModelDemand(model=name, num_waiting=waiting[name], num_running=running[name])
+            for name in sorted(waiting.keys() | running.keys())
+        ],
+        largest_slot_bytes=state.membership.largest_slot_bytes,
+        relays=relay_views(state, now),
+        versions=_version_views(state),
+    )
+
+
+def _version_views(state: State) -> list[scheduler_pb2.VersionView]:
+    """Of the packs that somebody holds, or is to get."""
+    held = {pack_id for store in state.membership.stores.values() for pack_id in store.copies}
+    held |= {instance.pack_id for instance in state.instances}
+    return [
+        scheduler_pb2.VersionView(version_id=version_id, pack_id=pack_id, models=models)
+        for version_id, pack_id, models in state.aliases
+        if pack_id in held
+    ]
+
+
+def _instance_view(controller: Controller, instance: Instance, now: float) -> scheduler_pb2.InstanceView:
+    num_open = controller.policy.state.reservations.num_open(instance.instance_id)
+    return scheduler_pb2.InstanceView(
+        instance_id=instance.instance_id,
+        model=instance.model,
+        version_id=instance.version_id,
+        pack_id=instance.pack_id,
+        worker_id=instance.worker_id,
+        roles=converters.roles_to_proto(instance.roles),
+        state=instance.phase.value,
+        in_state_s=now - instance.since,
+        num_running=num_open,
+        idle_s=0.0 if num_open else now - instance.last_active,
+    )

@@ -1,0 +1,243 @@
+"""Between the protocol's messages and the core's nouns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.latency_model import LatencyModel, StepCost
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.scheduler.policy.core import (
+    Admission,
+    AttemptKey,
+    InstancePhase,
+    Model,
+    NicCounters,
+    PackCopy,
+    Placement,
+    Role,
+    Roles,
+    SlotStatus,
+    SourceShare,
+    StoreStatus,
+    WorkerRef,
+    WorkerStatus,
+)
+from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
+from torchrelay.scheduler.policy.explain import unix_us
+from torchrelay.scheduler.policy.timed_phase import TimedPhase
+
+_PHASES = {
+    reports_pb2.SlotState.STATE_UNSPECIFIED: InstancePhase.FREE,
+    reports_pb2.SlotState.STATE_FREE: InstancePhase.FREE,
+    reports_pb2.SlotState.STATE_LOADING: InstancePhase.LOADING,
+    reports_pb2.SlotState.STATE_READY: InstancePhase.READY,
+    reports_pb2.SlotState.STATE_DRAINING: InstancePhase.DRAINING,
+}
+
+
+def roles_from_proto(roles: Iterable[int]) -> Roles:
+    """Roles this version knows; others are left out."""
+    known = {int(role) for role in Role}
+    return frozenset(Role(role) for role in roles if role in known)
+
+
+def preferred_role(roles: Iterable[int]) -> Role | None:
+    """The first role of this version that a worker names."""
+    known = {int(role) for role in Role}
+    return next((Role(role) for role in roles if role in known), None)
+
+
+def roles_to_proto(roles: Roles) -> list[types_pb2.Role.ValueType]:
+    return [types_pb2.ROLE_PREFILL if role is Role.PREFILL else types_pb2.ROLE_DECODE for role in sorted(roles)]
+
+
+def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> WorkerStatus:
+    slot = report.slot
+    return WorkerStatus(
+        worker_id=report.worker_id,
+        incarnation=report.incarnation,
+        host_id=report.host_id,
+        grpc_address=report.grpc_address,
+        data_address=report.data_address,
+        playable_roles=roles_from_proto(report.roles),
+        seen_at=now,
+        preferred_role=preferred_role(report.roles),
+        epoch=report.epoch,
+        slot=SlotStatus(
+            phase=_PHASES.get(slot.state, InstancePhase.FREE),
+            instance_id=slot.instance_id,
+            model=slot.model,
+            version_id=slot.version_id,
+            pack_id=slot.pack_id,
+            roles=roles_from_proto(slot.roles),
+            num_layers_ready=slot.num_layers_ready,
+            num_layers=slot.num_layers,
+            load_phases=tuple(
+                TimedPhase(phase.name, phase.begin_unix_us, phase.end_unix_us, report.worker_id)
+                for phase in slot.load_phases
+            ),
+            error=slot.error,
+        ),
+        kv_pool_bytes=report.kv_pool_bytes,
+        kv_free_bytes=report.kv_free_bytes,
+        num_running=report.num_running,
+        num_waiting=report.num_waiting,
+        num_queued_prefill_tokens=report.num_queued_prefill_tokens,
+        prefill_tokens_per_s=report.prefill_tokens_per_s,
+        step_s=report.step_s,
+        kv_bytes_sent=report.kv_bytes_sent,
+        kv_bytes_received=report.kv_bytes_received,
+        device=report.device,
+        latency=_latency_from_proto(report.latency) if report.HasField("latency") else None,
+        queued_prefill_s=report.queued_prefill_s,
+        keeps_prefixes=report.keeps_prefixes,
+    )
+
+
+def _latency_from_proto(learned: reports_pb2.LatencyModel) -> LatencyModel:
+    prefill, decode = (
+        StepCost(cost.base_s, cost.per_position_s, cost.per_attended_s, cost.num_steps, cost.error)
+        for cost in (learned.prefill, learned.decode)
+    )
+    return LatencyModel(prefill, decode, max(learned.token_budget, 1))
+
+
+def store_from_proto(report: reports_pb2.StoreReport, now: float) -> StoreStatus:
+    return StoreStatus(
+        store_id=report.store_id,
+        incarnation=report.incarnation,
+        host_id=report.host_id,
+        grpc_address=report.grpc_address,
+        data_address=report.data_address,
+        seen_at=now,
+        epoch=report.epoch,
+        arena_target_bytes=report.arena_target_bytes,
+        copies={
+            copy.pack_id: PackCopy(
+                pack_id=copy.pack_id,
+                pack_bytes=copy.pack_bytes,
+                num_chunks=copy.num_chunks,
+                num_chunks_verified=copy.num_chunks_verified,
+                num_pins=copy.num_pins,
+                error=copy.error,
+                relay_begin_us=copy.relay_begin_unix_us,
+                relay_first_us=copy.relay_first_unix_us,
+                relay_end_us=copy.relay_end_unix_us,
+                source=copy.source,
+                shares=tuple(
+                    SourceShare(share.holder_id, share.num_bytes, share.bytes_per_s, share.following, share.error)
+                    for share in copy.shares
+                ),
+                guarded=copy.guarded,
+                num_repairs=copy.num_repairs,
+            )
+            for copy in report.copies
+        },
+        failure_domain=report.failure_domain,
+        bytes_sent=report.bytes_sent,
+        bytes_received=report.bytes_received,
+        nic=_nic_from_proto(report.link) if report.HasField("link") else None,
+    )
+
+
+def _nic_from_proto(link: reports_pb2.LinkReport) -> NicCounters:
+    return NicCounters(link.bytes_sent, link.bytes_received, link.bytes_per_s)
+
+
+def model_from_proto(version: types_pb2.ModelVersion) -> Model:
+    shape = version.shape
+    return Model(
+        name=version.model,
+        version_id=version.version_id,
+        pack_id=version.pack_id,
+        pack_bytes=version.pack_bytes,
+        kv_bytes_per_token=2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.kv_dtype_bytes,
+        idle_timeout_s=version.scaling.idle_timeout_s,
+        max_instances=version.scaling.max_instances,
+        routing_block_tokens=version.routing_block_tokens,
+    )
+
+
+def key_from_proto(key: types_pb2.AttemptKey) -> AttemptKey:
+    if not key.request_id:
+        raise InvalidRequest("an attempt needs a request id", field="key.request_id")
+    return AttemptKey(key.request_id, key.attempt)
+
+
+def key_to_proto(key: AttemptKey) -> types_pb2.AttemptKey:
+    return types_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt)
+
+
+def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: float) -> Admission:
+    if not request.version.version_id or not request.version.pack_id:
+        raise InvalidRequest("an admission names a version and its pack", field="version")
+    return Admission(
+        key=key_from_proto(request.key),
+        gateway_id=gateway_id,
+        version_id=request.version.version_id,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_forced_tokens=request.num_forced_tokens,
+        max_tokens=request.max_tokens,
+        num_choices=max(request.num_choices, 1),
+        admitted_at=now,
+        lost_workers=frozenset(request.lost_workers),
+        traceparent=request.traceparent,
+        block_hashes=tuple(request.block_hashes),
+        model=request.version.model,
+    )
+
+
+def placement_from_proto(placement: scheduler_pb2.Placement, key: AttemptKey) -> Placement:
+    """A placement an earlier scheduler made."""
+    return Placement(
+        key, _worker_ref_from_proto(placement.prefill), _worker_ref_from_proto(placement.decode), placement.cold
+    )
+
+
+def _worker_ref_from_proto(ref: scheduler_pb2.WorkerRef) -> WorkerRef:
+    return WorkerRef(ref.worker_id, ref.grpc_address, ref.instance_id)
+
+
+def placement_to_proto(placement: Placement, ticket: types_pb2.Ticket | None) -> scheduler_pb2.Placement:
+    return scheduler_pb2.Placement(
+        key=key_to_proto(placement.key),
+        prefill=_worker_ref_to_proto(placement.prefill),
+        decode=_worker_ref_to_proto(placement.decode),
+        kv_ticket=ticket,
+        cold=placement.cold,
+    )
+
+
+def _worker_ref_to_proto(worker_ref: WorkerRef) -> scheduler_pb2.WorkerRef:
+    return scheduler_pb2.WorkerRef(
+        worker_id=worker_ref.worker_id, grpc_address=worker_ref.grpc_address, instance_id=worker_ref.instance_id
+    )
+
+
+def phases_from_proto(phases: Iterable[scheduler_pb2.Phase]) -> list[TimedPhase]:
+    return [TimedPhase(one.name, one.begin_unix_us, one.end_unix_us, one.where, one.detail) for one in phases]
+
+
+def phase_to_proto(phase: TimedPhase) -> scheduler_pb2.Phase:
+    return scheduler_pb2.Phase(
+        name=phase.name,
+        begin_unix_us=phase.begin_us,
+        end_unix_us=phase.end_us,
+        where=phase.where,
+        detail=phase.detail,
+    )
+
+
+def decision_to_proto(happening: SchedulerEvent) -> scheduler_pb2.Decision:
+    return scheduler_pb2.Decision(
+        at_unix_us=unix_us(happening.at), kind=happening.kind, subject=happening.subject, reason=happening.reason
+    )
+
+
+REFUSAL_REASONS = {
+    RefusalReason.QUEUE_FULL: scheduler_pb2.Refusal.REASON_QUEUE_FULL,
+    RefusalReason.NO_CAPACITY: scheduler_pb2.Refusal.REASON_NO_CAPACITY,
+    RefusalReason.LOAD_FAILED: scheduler_pb2.Refusal.REASON_LOAD_FAILED,
+    RefusalReason.WITHDRAWN: scheduler_pb2.Refusal.REASON_WITHDRAWN,
+}

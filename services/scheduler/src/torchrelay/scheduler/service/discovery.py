@@ -1,0 +1,157 @@
+"""Who is there: discovered from load reports on the broker, then watched by a stream to each.
+
+A stream brings every change of a slot or a copy at once. A worker that is told to stop ends its stream. When a stream
+breaks, the peer's port tells whether the process is gone; if it is, the peer is lost that moment, else after three
+seconds without a report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import grpc
+from google.protobuf.message import DecodeError
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
+from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
+from torchrelay.scheduler.service.controller import Controller
+from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
+
+log = get_logger(__name__)
+
+_RETRY_S = 0.1
+
+Report = TypeVar("Report", WorkerReport, StoreReport)
+
+
+@dataclass(frozen=True)
+class _Watch:
+    incarnation: str
+    task: asyncio.Task[None]
+
+
+class Discovery:
+    """Owns one following task per peer; ``tasks`` sees to their end."""
+
+    def __init__(
+        self, controller: Controller, channels: PeerChannels, nats: Client, subjects: Subjects, tasks: asyncio.TaskGroup
+    ) -> None:
+        self._controller = controller
+        self._channels = channels
+        self._nats = nats
+        self._subjects = subjects
+        self._tasks = tasks
+        self._stopped = False
+        self._following: dict[str, _Watch] = {}  # by "worker <id>" or "store <id>"
+
+    async def start(self) -> None:
+        await self._nats.subscribe(self._subjects.worker_load(), cb=self._on_worker)
+        await self._nats.subscribe(self._subjects.store_load(), cb=self._on_store)
+
+    def stop(self) -> None:
+        """Reports that still come are ignored: their tasks would come too late."""
+        self._stopped = True
+
+    async def _on_worker(self, message: Msg) -> None:
+        report = _parsed(WorkerReport, message)
+        if report is None or self._stopped:
+            return
+        self._report(self._controller.worker_reported, report, False)
+        if report.worker_id in self._controller.policy.state.membership.workers:
+            self._follow(f"worker {report.worker_id}", report.incarnation, lambda: self._follow_worker(report))
+
+    async def _on_store(self, message: Msg) -> None:
+        report = _parsed(StoreReport, message)
+        if report is None or self._stopped:
+            return
+        self._report(self._controller.store_reported, report)
+        if report.store_id in self._controller.policy.state.membership.stores:
+            self._follow(f"store {report.store_id}", report.incarnation, lambda: self._follow_store(report))
+
+    def _report(self, take: Callable[..., None], *args: object) -> None:
+        # The broker's client only logs what a callback raises: an error here must end the service.
+        try:
+            take(*args)
+        except Exception as error:
+            self._stopped = True
+            self._tasks.create_task(_fail(error))
+
+    def _follow(self, name: str, incarnation: str, follow: Callable[[], Coroutine[None, None, None]]) -> None:
+        present = self._following.get(name)
+        if present is not None and present.incarnation == incarnation and not present.task.done():
+            return
+        if present is not None:
+            present.task.cancel()
+
+        self._following[name] = _Watch(incarnation, self._tasks.create_task(follow(), name=f"watch {name}"))
+
+    async def _follow_worker(self, first: WorkerReport) -> None:
+        membership, worker_id = self._controller.policy.state.membership, first.worker_id
+        stub = worker_pb2_grpc.WorkerStub(self._channels.channel(first.grpc_address))
+        while worker_id in membership.workers:
+            stream = _ReportStream(stub.WatchSlot(worker_pb2.WatchSlotRequest()), worker_id)
+            async for report in stream:
+                if report.worker_id != worker_id or report.incarnation != first.incarnation:
+                    break  # the port belongs to somebody else by now
+                self._controller.worker_reported(report, streamed=True)
+            self._controller.worker_stream_closed(worker_id)
+            if stream.was_ended:
+                self._controller.worker_left(worker_id)
+                await self._channels.forget(first.grpc_address)
+                return
+            if await is_refused(first.grpc_address):
+                self._controller.worker_gone(worker_id)
+                await self._channels.forget(first.grpc_address)
+                return
+            await asyncio.sleep(_RETRY_S)
+
+    async def _follow_store(self, first: StoreReport) -> None:
+        membership, store_id = self._controller.policy.state.membership, first.store_id
+        stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(first.grpc_address))
+        while store_id in membership.stores:
+            async for report in _ReportStream(stub.WatchCopies(param_store_pb2.WatchCopiesRequest()), store_id):
+                if report.store_id != store_id or report.incarnation != first.incarnation:
+                    break
+                self._controller.store_reported(report)
+            if await is_refused(first.grpc_address):
+                self._controller.store_gone(store_id)
+                await self._channels.forget(first.grpc_address)
+                return
+            await asyncio.sleep(_RETRY_S)
+
+
+async def _fail(error: Exception) -> None:
+    raise error
+
+
+class _ReportStream(Generic[Report]):
+    """A peer's reports until its stream ends or breaks. ``was_ended``: by the peer itself, which is its farewell."""
+
+    def __init__(self, reports: AsyncIterable[Report], peer: str) -> None:
+        self._reports: AsyncIterable[Report] = reports
+        self._peer = peer
+        self.was_ended = False
+
+    async def __aiter__(self) -> AsyncIterator[Report]:
+        try:
+            async for report in self._reports:
+                yield report
+        except grpc.aio.AioRpcError as error:
+            log.info("watch_broken", peer=self._peer, status=error.code().name, detail=error.details())
+        else:
+            self.was_ended = True
+
+
+def _parsed(kind: type[Report], message: Msg) -> Report | None:
+    try:
+        return kind.FromString(message.data)
+    except DecodeError as error:
+        log.warning("report_unreadable", subject=message.subject, error=str(error))
+        return None

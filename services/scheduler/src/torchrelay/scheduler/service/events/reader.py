@@ -1,0 +1,145 @@
+"""The history, read back from JetStream: as it was since a time, and as it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from datetime import UTC, datetime
+from typing import Any
+
+import nats.errors
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.errors import Error as JetStreamError
+from nats.js.errors import NotFoundError
+
+from torchrelay.common.cancellation import cancellable, raise_if_cancelled
+from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.control.v1.scheduler_pb2 import Event
+
+log = get_logger(__name__)
+
+KINDS = ("relay", "instance", "scale", "model")
+MAX_READERS = 64
+_BATCH = 100
+_LATEST_US = 1 << 52  # in the year 2112
+FIRST_EVENT_US = 1
+_WAIT_S = 1.0  # for one event, before it is asked again
+_INACTIVE_S = 30.0  # after which the broker forgets a reader that went away
+_AWAY = "The history cannot be read: its broker does not answer."
+
+
+class _ConsumerGone(Exception):
+    """By a broker that was started again, or that waited too long for a slow reader."""
+
+
+class EventReader:
+    """``MAX_READERS`` may read at once, each by a reader of its own that the broker forgets when it is gone."""
+
+    def __init__(self, js: JetStreamContext, subjects: Subjects) -> None:
+        self._js = js
+        self._subjects = subjects
+        self._num_readers = 0
+
+    async def events(
+        self, kinds: Sequence[str], since_unix_us: int, after_sequence: int, follow: bool
+    ) -> AsyncGenerator[Event, None]:
+        """Oldest first, as ``WatchEventsRequest`` says.
+
+        Raises ``InvalidRequest``, ``Overloaded`` beyond ``MAX_READERS``, or ``Unavailable`` without a broker.
+
+        A batch is asked for when the one before it has been taken: a slow reader holds nothing up.
+        """
+        if unknown := [kind for kind in kinds if kind not in KINDS]:
+            raise InvalidRequest(f"There are no events of kind {unknown[0]!r}: {', '.join(KINDS)}.", field="kinds")
+        if not 0 <= since_unix_us <= _LATEST_US:
+            raise InvalidRequest(f"{since_unix_us} is no time in microseconds since 1970.", field="since_unix_us")
+        if not (since_unix_us or after_sequence or follow):
+            return
+        if self._num_readers >= MAX_READERS:
+            raise Overloaded(f"{MAX_READERS} readers of the history are served already.")
+        self._num_readers += 1
+        try:
+            async with aclosing(self._messages(kinds, _start(since_unix_us, after_sequence), follow)) as messages:
+                async for message in messages:
+                    event = self._event(message)
+                    if event is not None and (not kinds or event.kind.partition(".")[0] in kinds):
+                        yield event
+        except (nats.errors.Error, JetStreamError, TimeoutError) as error:
+            raise Unavailable(_AWAY) from error
+        finally:
+            self._num_readers -= 1
+
+    async def _messages(self, kinds: Sequence[str], start: ConsumerConfig, follow: bool) -> AsyncGenerator[Msg, None]:
+        # One subject can be asked for; with more kinds than one the others are left out afterwards.
+        subject = self._subjects.event(f"{kinds[0]}.>" if len(kinds) == 1 else ">")
+        if start.deliver_policy is DeliverPolicy.NEW:  # named, so that a second reader misses nothing
+            state = (await self._js.stream_info(self._subjects.history_stream)).state
+            start = _start(0, state.last_seq) if state.last_seq else _start(FIRST_EVENT_US, 0)
+        while True:
+            try:
+                async with aclosing(self._read(subject, start, follow)) as messages:
+                    async for message in messages:
+                        start = _start(0, message.metadata.sequence.stream)
+                        yield message
+                return
+            except _ConsumerGone:
+                log.info("history_reader_forgotten", subject=subject)
+
+    async def _read(self, subject: str, start: ConsumerConfig, follow: bool) -> AsyncGenerator[Msg, None]:
+        reader = await self._js.pull_subscribe(subject, stream=self._subjects.history_stream, config=start)
+        try:
+            num_pending = (await reader.consumer_info()).num_pending or 0
+            while num_pending or follow:
+                raise_if_cancelled()  # what came before may have been deaf to it
+                try:
+                    messages = await cancellable(reader.fetch(min(num_pending, _BATCH) or 1, timeout=_WAIT_S))
+                except nats.errors.TimeoutError:
+                    await _check_known(reader)
+                    if num_pending:
+                        raise
+                    continue  # nothing has happened
+                for message in messages:
+                    num_pending = message.metadata.num_pending
+                    yield message
+        finally:
+            await reader.unsubscribe()
+
+    def _event(self, message: Msg) -> Event | None:
+        try:
+            body: dict[str, Any] = json.loads(message.data)
+            known = {name: body.pop(name, kind()) for name, kind in _KNOWN.items()}
+            return Event(
+                sequence=message.metadata.sequence.stream,
+                kind=message.subject.removeprefix(self._subjects.event("")),
+                fields_json=json.dumps(body),
+                **known,
+            )
+        except (ValueError, TypeError, AttributeError) as error:
+            log.warning("event_unreadable", subject=message.subject, error=str(error))
+            return None
+
+
+_KNOWN = {"at_unix_us": int, "model": str, "reason": str}
+
+
+async def _check_known(reader: JetStreamContext.PullSubscription) -> None:
+    """The broker says nothing to one who asks by a reader that it has forgotten."""
+    try:
+        await reader.consumer_info()
+    except NotFoundError as error:
+        raise _ConsumerGone from error
+
+
+def _start(since_unix_us: int, after_sequence: int) -> ConsumerConfig:
+    made = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=_INACTIVE_S, mem_storage=True)
+    if after_sequence:
+        return made.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after_sequence + 1)
+    if since_unix_us:
+        since = datetime.fromtimestamp(since_unix_us / 1e6, UTC)
+        return made.evolve(deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=since)
+    return made.evolve(deliver_policy=DeliverPolicy.NEW)

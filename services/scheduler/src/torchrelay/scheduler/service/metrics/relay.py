@@ -1,0 +1,42 @@
+"""The metrics of relays, whoever ordered them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from torchrelay.common.process.telemetry import seconds_histogram
+from torchrelay.scheduler.policy.effects import SchedulerEvent
+from torchrelay.scheduler.policy.relay.transfer_events import EVENT_PREFIX
+
+
+class RelayMetrics:
+    """``num_running`` is called when metrics are collected."""
+
+    def __init__(self, num_running: Callable[[], int]) -> None:
+        meter = metrics.get_meter("torchrelay.scheduler")
+        self._turns = meter.create_counter(
+            "torchrelay_scheduler_relay_events",
+            description="Relays begun, repaired, slow, finished and failed, by event.",
+        )
+        self._took = seconds_histogram(
+            meter, "torchrelay_scheduler_relay_duration", "From the first chunk asked for to the end, by event."
+        )
+
+        def under_way(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(num_running())]
+
+        meter.create_observable_gauge(
+            "torchrelay_scheduler_relays_running", [under_way], description="Relays planned or running."
+        )
+
+    def happened(self, happening: SchedulerEvent) -> None:
+        """Counts what concerns relays."""
+        if not happening.topic.startswith(EVENT_PREFIX):
+            return
+        event = {"event": happening.topic.removeprefix(EVENT_PREFIX)}
+        self._turns.add(1, event)
+        if "took_s" in happening.fields:
+            self._took.record(float(happening.fields["took_s"]), event)

@@ -1,0 +1,50 @@
+"""The replicator's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from opentelemetry import metrics
+from opentelemetry.metrics import CallbackOptions, Observation
+
+from torchrelay.common.process.telemetry import seconds_histogram
+from torchrelay.scheduler.policy.effects import SchedulerEvent
+from torchrelay.scheduler.policy.replication.repair import CopyCause
+from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
+
+_CAUSES = frozenset(cause.value for cause in CopyCause)
+
+
+class ReplicationMetrics:
+    """``book`` is read when metrics are collected."""
+
+    def __init__(self, replication_state: Callable[[], ReplicationState]) -> None:
+        meter = metrics.get_meter("torchrelay.scheduler")
+        self._begun = meter.create_counter(
+            "torchrelay_scheduler_copies_started", description="Copies ordered, by cause."
+        )
+        self._took = seconds_histogram(
+            meter, "torchrelay_scheduler_copy_duration", "From the order of a copy to its end."
+        )
+
+        def short(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(replication_state().num_short)]
+
+        def under_way(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(len(replication_state().under_way))]
+
+        meter.create_observable_gauge(
+            "torchrelay_scheduler_packs_under_replicated",
+            [short],
+            description="Packs used of late that lack copies in RAM.",
+        )
+        meter.create_observable_gauge(
+            "torchrelay_scheduler_copies_running", [under_way], description="Copies ordered and not there yet."
+        )
+
+    def happened(self, happening: SchedulerEvent) -> None:
+        """Counts what concerns copies."""
+        if happening.kind in _CAUSES:
+            self._begun.add(1, {"cause": happening.kind})
+        elif happening.kind in ("copied", "copy_failed"):
+            self._took.record(float(happening.fields["took_s"]), {"failed": happening.kind == "copy_failed"})

@@ -1,0 +1,110 @@
+"""The RPCs of the scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
+from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
+from torchrelay.scheduler.service import converters
+from torchrelay.scheduler.service.admit_streams import AdmitStream
+from torchrelay.scheduler.service.cluster_view import cluster_view
+from torchrelay.scheduler.service.controller import Controller
+from torchrelay.scheduler.service.events.reader import EventReader
+
+_VIEW_EVERY_S = 0.1
+
+Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callbacks
+
+
+class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
+    def __init__(self, controller: Controller, event_reader: EventReader) -> None:
+        self._controller = controller
+        self._event_reader = event_reader
+
+    async def Admit(
+        self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommand], context: Context
+    ) -> AsyncIterator[scheduler_pb2.AdmitEvent]:
+        """Reads commands beside sending events; when either ends, the stream does."""
+        stream = self._controller.streams.open()
+        reading = asyncio.create_task(self._read(request_iterator, stream), name="admit-read")
+        # A stream that breaks may leave this generator suspended: leaving must not wait until it is collected.
+        context.add_done_callback(lambda _: self._leave(stream, reading))
+        try:
+            await context.send_initial_metadata(())  # the gateway counts itself connected from here
+            async for event in stream.events():
+                yield event
+            if reading.done() and not reading.cancelled():
+                reading.result()  # a fault of our own breaks the stream, and is seen
+        finally:
+            self._leave(stream, reading)
+            await asyncio.wait((reading,))
+
+    async def _read(self, commands: AsyncIterator[scheduler_pb2.AdmitCommand], stream: AdmitStream) -> None:
+        try:
+            async for command in commands:
+                self._dispatch_command(command, stream)
+        except TorchrelayError as error:
+            stream.close(error)
+        finally:
+            stream.close()
+
+    def _dispatch_command(self, command: scheduler_pb2.AdmitCommand, stream: AdmitStream) -> None:
+        kind = command.WhichOneof("command")
+        if kind == "hello":
+            if stream.gateway_id or not command.hello.gateway_id:
+                raise InvalidRequest("a stream says hello once, with the gateway's id", field="hello")
+            self._controller.streams.arrived(stream, command.hello.gateway_id)
+            self._controller.gateway_arrived(stream.gateway_id)
+        elif not stream.gateway_id:
+            raise InvalidRequest("the first message of a stream is its hello", field="command")
+        elif kind == "admit":
+            self._controller.admit(stream.gateway_id, command.admit)
+        elif kind == "withdraw":
+            self._controller.withdraw(converters.key_from_proto(command.withdraw.key))
+        elif kind == "release":
+            self._controller.release(command.release)
+
+    def _leave(self, stream: AdmitStream, reading: asyncio.Task[None]) -> None:
+        reading.cancel()
+        stream.close()
+        if self._controller.streams.left(stream):
+            self._controller.gateway_left(stream.gateway_id)
+
+    async def Explain(self, request: scheduler_pb2.ExplainRequest, context: Context) -> scheduler_pb2.ExplainReply:
+        if not request.request_id:
+            decisions = self._controller.explain.model(request.model)
+            return scheduler_pb2.ExplainReply(decisions=[converters.decision_to_proto(one) for one in decisions])
+        found = self._controller.explain.request(request.request_id)
+        if found is None:
+            raise NotFound(f"No recent request has the id {request.request_id!r}.", field="request_id")
+        phases, decisions = found
+        return scheduler_pb2.ExplainReply(
+            phases=[converters.phase_to_proto(phase) for phase in phases],
+            decisions=[converters.decision_to_proto(one) for one in decisions],
+        )
+
+    async def WatchCluster(
+        self, request: scheduler_pb2.WatchClusterRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.ClusterView]:
+        changed = self._controller.watch()
+        context.add_done_callback(lambda _: self._controller.unwatch(changed))
+        try:
+            while True:
+                changed.clear()
+                yield cluster_view(self._controller)
+                await asyncio.sleep(_VIEW_EVERY_S)  # the bound on the rate
+                await changed.wait()
+        finally:
+            self._controller.unwatch(changed)
+
+    async def WatchEvents(
+        self, request: scheduler_pb2.WatchEventsRequest, context: Context
+    ) -> AsyncIterator[scheduler_pb2.Event]:
+        begin_us, after = request.since_unix_us, request.after_sequence
+        async with aclosing(self._event_reader.events(request.kinds, begin_us, after, request.follow)) as events:
+            async for event in events:
+                yield event

@@ -1,0 +1,234 @@
+"""Bad input at the tenants' doors gets a clear error that names the field; nobody sees another tenant's things."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from tests.e2e.conftest import Tenant
+from tests.support.completions import complete, headers
+from tests.support.platform import Platform
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.errors import CliError
+from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
+
+pytestmark = pytest.mark.e2e
+
+
+def post(platform: Platform, key: str, body: dict[str, Any], path: str = "/v1/completions") -> httpx.Response:
+    return httpx.post(f"{platform.http}{path}", json=body, headers=headers(key), timeout=60)
+
+
+def error(response: httpx.Response) -> dict[str, Any]:
+    found: dict[str, Any] = response.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return found
+
+
+def test_unknown_and_revoked_keys_are_refused_within_a_second(platform: Platform, tenant: Tenant) -> None:
+    assert post(platform, "tr-nobody", {}).status_code == 401
+    with GatewayClient(platform.http, tenant.key) as client:
+        made = client.call("POST", "/v1/keys", json={"name": "short-lived"})
+        body = {"model": tenant.model(), "prompt": "hello", "max_tokens": 1}
+        assert post(platform, made["key"], body).status_code == 200
+        client.call("DELETE", f"/v1/keys/{made['id']}")
+    began = time.monotonic()
+    while post(platform, made["key"], {"model": "x"}).status_code != 401:
+        assert time.monotonic() - began < 1.0, "the revoked key still works"
+
+
+def test_another_tenants_model_is_as_absent_as_one_that_never_was(platform: Platform, tenant: Tenant) -> None:
+    stranger = platform.tenant("stranger")
+    theirs = post(platform, stranger, {"model": tenant.model(), "prompt": "hello"})
+    nobodys = post(platform, stranger, {"model": "acme/never-was", "prompt": "hello"})
+    assert theirs.status_code == nobodys.status_code == 404
+    told = [
+        error(theirs)["message"].replace(tenant.model(), ""),
+        error(nobodys)["message"].replace("acme/never-was", ""),
+    ]
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"top_p": -0.1}, "top_p"),
+        ({"n": 0}, "n"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [999999]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"stream": "yes"}, "stream"),
+        ({"seed": "lucky"}, "seed"),
+    ],
+    ids=lambda value: json.dumps(value) if isinstance(value, dict) else value,
+)
+def test_a_malformed_body_names_its_field(
+    platform: Platform, tenant: Tenant, change: dict[str, Any], param: str
+) -> None:
+    response = post(platform, tenant.key, {"model": tenant.model(), "prompt": "hello", **change})
+    assert response.status_code == 400, response.text
+    assert error(response)["param"] == param
+
+
+def test_a_prompt_longer_than_the_context_is_told_so(platform: Platform, tenant: Tenant) -> None:
+    response = post(platform, tenant.key, {"model": tenant.model(), "prompt": [1] * 600})
+    assert response.status_code == 400
+    assert error(response)["code"] == "context_length_exceeded"
+
+
+def test_body_that_is_no_json(platform: Platform, tenant: Tenant) -> None:
+    url = f"{platform.http}/v1/chat/completions"
+    response = httpx.post(url, content=b"{nonsense", headers=headers(tenant.key))
+    assert response.status_code == 400 and error(response)["message"]
+
+
+def test_the_official_client_is_served(platform: Platform, tenant: Tenant) -> None:
+    client = openai.OpenAI(base_url=f"{platform.http}/v1", api_key=tenant.key)
+    assert tenant.model() in [model.id for model in client.models.list()]
+    answer = client.chat.completions.create(
+        model=tenant.model(), messages=[{"role": "user", "content": "hello"}], max_tokens=6, seed=1, stop=["zzzz"]
+    )
+    assert answer.usage is not None and 1 <= answer.usage.completion_tokens <= 6
+    chunks = list(
+        client.chat.completions.create(
+            model=tenant.model(),
+            messages=[{"role": "user", "content": "hello"}],
+            max_tokens=6,
+            seed=1,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    assert text == answer.choices[0].message.content
+    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == answer.usage.completion_tokens
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="acme/absent", messages=[{"role": "user", "content": "hello"}])
+
+
+def test_grpc_gives_the_same_tokens_as_rest(platform: Platform, tenant: Tenant) -> None:
+    expected = complete(platform, tenant.key, tenant.model(), [3, 4, 5], max_tokens=7, ignore_eos=True)
+    request = inference_pb2.GenerateRequest(
+        model=tenant.model(),
+        prompt_token_ids=inference_pb2.TokenIds(ids=[3, 4, 5]),
+        max_tokens=7,
+        temperature=0,
+        return_token_ids=True,
+        ignore_eos=True,
+    )
+    with grpc.insecure_channel(platform.endpoints["grpc"]) as channel:
+        stub = inference_pb2_grpc.InferenceStub(channel)
+        events = list(stub.Generate(request, metadata=(("authorization", f"Bearer {tenant.key}"),)))
+        with pytest.raises(grpc.RpcError) as refused:
+            list(stub.Generate(request, metadata=(("authorization", "Bearer tr-nobody"),)))
+    tokens = [token for event in events for choice in event.choices for token in choice.token_ids]
+    assert tokens == expected["choices"][0]["token_ids"]
+    assert events[-1].usage.completion_tokens == 7
+    assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_an_upload_goes_on_where_it_stopped(platform: Platform, tenant: Tenant) -> None:
+    folder = tenant.checkpoint("qwen3", tied=True)
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in (".json", ".safetensors")]
+    declared = [
+        {"path": path.name, "size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in files
+    ]
+    with GatewayClient(platform.http, tenant.key) as client:
+        upload = client.call("POST", "/v1/uploads", json={"model": "resumed", "files": declared})
+        for path in files:
+            url, data = f"/v1/uploads/{upload['id']}/files/{path.name}", path.read_bytes()
+            half = len(data) // 2
+            with pytest.raises(httpx.TransportError), httpx.Client(base_url=platform.http) as broken:
+                declared_length = {**headers(tenant.key), "Content-Length": str(len(data))}
+                broken.put(url, content=cut_off(data[:half]), headers=declared_length)
+            assert put_rest(client, str(upload["id"]), path.name, data)["complete"]
+        model = client.call("POST", f"/v1/uploads/{upload['id']}/commit", json={})
+    assert model["id"] == "acme/resumed"
+    assert complete(platform, tenant.key, "resumed", [1, 2], max_tokens=2)["usage"]["prompt_tokens"] == 2
+
+
+def put_rest(client: GatewayClient, upload_id: str, path: str, data: bytes) -> dict[str, Any]:
+    """What a client does after a break: asks how much is there and sends the rest, until the platform agrees."""
+    for _ in range(20):
+        states = client.call("GET", f"/v1/uploads/{upload_id}")["files"]
+        received = next(int(state["received"]) for state in states if state["path"] == path)
+        try:
+            url, offset = f"/v1/uploads/{upload_id}/files/{path}", {"Upload-Offset": str(received)}
+            state: dict[str, Any] = client.call("PUT", url, content=data[received:], headers=offset)
+        except CliError:
+            continue  # the broken transfer was still being written
+        return state
+    raise AssertionError(f"{path} could not be resumed")
+
+
+def cut_off(data: bytes) -> Any:
+    """A body that breaks off."""
+    yield data
+    raise httpx.WriteError("the line went dead")
+
+
+@pytest.mark.parametrize(
+    ("damage", "field"),
+    [
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64), "model.safetensors"),
+        (lambda folder: change_config(folder, architectures=["BertModel"]), "config.json"),
+        (lambda folder: change_config(folder, hidden_size=65), None),
+        (lambda folder: (folder / "tokenizer.json").write_text("[]"), "tokenizer.json"),
+        (lambda folder: spoil_weight(folder), "model.safetensors"),
+    ],
+    ids=["header", "architecture", "shape", "tokenizer", "NaN"],
+)
+def test_a_bad_model_is_refused_with_file_and_nothing_is_published(
+    platform: Platform, tenant: Tenant, tmp_path: Path, damage: Any, field: str | None
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for path in tenant.checkpoint("llama").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    damage(folder)
+    declared = [
+        {"path": path.name, "size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in folder.iterdir()
+    ]
+    with GatewayClient(platform.http, tenant.key) as client:
+        upload = client.call("POST", "/v1/uploads", json={"model": "refused", "files": declared})
+        for path in folder.iterdir():
+            client.call("PUT", f"/v1/uploads/{upload['id']}/files/{path.name}", content=path.read_bytes())
+    url = f"{platform.http}/v1/uploads/{upload['id']}/commit"
+    refused = httpx.post(url, json={}, headers=headers(tenant.key), timeout=60)
+    assert refused.status_code == 422, refused.text
+    assert field is None or error(refused)["param"] == field
+    listed = httpx.get(f"{platform.http}/v1/models", headers=headers(tenant.key)).json()["data"]
+    assert "acme/refused" not in [model["id"] for model in listed]
+
+
+def spoil_weight(folder: Path) -> None:
+    """The last weight becomes NaN."""
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-4] + b"\xff\xff\xff\x7f")
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def test_a_pickle_is_refused_by_its_name(platform: Platform, tenant: Tenant) -> None:
+    files = [{"path": "pytorch_model.bin", "size": 10, "sha256": "0" * 64}]
+    url = f"{platform.http}/v1/uploads"
+    refused = httpx.post(url, json={"model": "pickled", "files": files}, headers=headers(tenant.key))
+    assert refused.status_code == 422
+    assert "safetensors" in error(refused)["message"]

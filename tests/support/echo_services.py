@@ -1,0 +1,129 @@
+"""A scheduler and a store that go with echo workers: they place everything, and know files by digest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+from tests.support.echo_worker import EchoWorker
+from tests.support.partial_service import serve
+from torchrelay.common.net.rpc import RpcServer
+from torchrelay.control.v1 import param_store_pb2 as store_pb
+from torchrelay.control.v1 import scheduler_pb2 as admit_pb
+
+
+class EchoScheduler:
+    """Places every admission on the first worker that is not lost; ``refusals`` answer the next ones."""
+
+    def __init__(self, workers: Sequence[EchoWorker], *, decode: Sequence[EchoWorker] = ()) -> None:
+        self.prefill_workers = list(workers)
+        self.decode_workers = list(decode) or self.prefill_workers
+        self.refusals: list[admit_pb.Refusal] = []
+        self.open_gate = asyncio.Event()  # cleared: everybody waits
+        self.open_gate.set()
+        self.hellos: list[str] = []
+        self.admits: list[admit_pb.AdmitRequest] = []
+        self.releases: list[admit_pb.Release] = []
+        self.withdrawals: list[admit_pb.Withdraw] = []
+        self._server = self._new_server(0)
+        self.port = self._server.port
+
+    def _new_server(self, port: int) -> RpcServer:
+        server = RpcServer("127.0.0.1", port)
+        serve(server, "Scheduler/Admit", self.Admit, admit_pb.AdmitCommand.FromString)
+        return server
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def kill(self) -> None:
+        """Breaks every stream at once."""
+        await self._server.server.stop(None)
+
+    async def revive(self) -> None:
+        """Comes back on its port after ``kill``; what tests look at is kept."""
+        self._server = self._new_server(self.port)
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    async def Admit(
+        self, commands: AsyncIterator[admit_pb.AdmitCommand], context: object
+    ) -> AsyncIterator[admit_pb.AdmitEvent]:
+        events: asyncio.Queue[admit_pb.AdmitEvent] = asyncio.Queue(10_000)
+        reader = asyncio.ensure_future(self._read(commands, events))
+        try:
+            while True:
+                yield await events.get()
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(
+        self, commands: AsyncIterator[admit_pb.AdmitCommand], events: asyncio.Queue[admit_pb.AdmitEvent]
+    ) -> None:
+        async with asyncio.TaskGroup() as placing:
+            async for command in commands:
+                match command.WhichOneof("command"):
+                    case "hello":
+                        self.hellos.append(command.hello.gateway_id)
+                    case "admit":
+                        self.admits.append(command.admit)
+                        placing.create_task(self._place(command.admit, events))
+                    case "release":
+                        self.releases.append(command.release)
+                    case "withdraw":
+                        self.withdrawals.append(command.withdraw)
+
+    async def _place(self, request: admit_pb.AdmitRequest, events: asyncio.Queue[admit_pb.AdmitEvent]) -> None:
+        if request.HasField("current"):
+            return
+        if self.refusals:
+            refusal = self.refusals.pop(0)
+            refusal.key.CopyFrom(request.key)
+            await events.put(admit_pb.AdmitEvent(refusal=refusal))
+            return
+        if not self.open_gate.is_set():
+            waiting = admit_pb.Waiting(key=request.key, queue_position=1, state="loading")
+            await events.put(admit_pb.AdmitEvent(waiting=waiting))
+            await self.open_gate.wait()
+        placement = admit_pb.Placement(
+            key=request.key,
+            prefill=self._alive(self.prefill_workers, request).ref,
+            decode=self._alive(self.decode_workers, request).ref,
+        )
+        await events.put(admit_pb.AdmitEvent(placement=placement))
+
+    def _alive(self, workers: Sequence[EchoWorker], request: admit_pb.AdmitRequest) -> EchoWorker:
+        return next((one for one in workers if one.worker_id not in request.lost_workers), workers[-1])
+
+
+class EchoStore:
+    """A param-store that knows ``ReadFile`` alone."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self.files = dict(files)  # by digest
+        self.reads: list[str] = []
+        self._server = RpcServer("127.0.0.1")
+        serve(self._server, "ParamStore/ReadFile", self.ReadFile, store_pb.ReadFileRequest.FromString)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._server.port}"
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(0)
+
+    async def ReadFile(self, request: store_pb.ReadFileRequest, context: object) -> AsyncIterator[store_pb.FileBytes]:
+        self.reads.append(request.digest)
+        data = self.files[request.digest]
+        for begin in range(0, len(data), 1 << 20):
+            yield store_pb.FileBytes(data=data[begin : begin + (1 << 20)])

@@ -1,0 +1,110 @@
+"""Keys, catalog, ledger and limits in memory: what the token path asks of the rest of the gateway."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from torchrelay.common.errors import NotFound, TorchrelayError, Unauthenticated
+from torchrelay.gateway.auth.api_keys import ADMIN
+from torchrelay.gateway.core import (
+    ChoiceUsage,
+    ModelShape,
+    OpenedRequest,
+    Price,
+    Principal,
+    PublishedModel,
+    Reservation,
+    Version,
+)
+
+PRINCIPAL = Principal(tenant_id="t-1", tenant="acme", key_id="k-1")
+KEY, ADMIN_KEY = "tr-test", "tr-admin"
+
+
+def published_model(
+    name: str = "acme/echo",
+    *,
+    file_digests: Mapping[str, str],
+    vocab_size: int = 1 << 20,
+    context: int = 4096,
+    eos_token_ids: tuple[int, ...] = (),
+) -> PublishedModel:
+    """A model whose numbers mean nothing to anybody but the gateway."""
+    version = Version(
+        version_id=f"v-{name}",
+        pack_id="p" * 64,
+        pack_bytes=1 << 20,
+        architecture="LlamaForCausalLM",
+        dtype="F32",
+        shape=ModelShape(2, 2, 16, 4, context, vocab_size),
+        routing_block_tokens=64,
+        stored_bytes=1 << 20,
+        eos_token_ids=eos_token_ids,
+        file_digests=dict(file_digests),
+    )
+    price = Price("price-1", "", 1, 1, 2, 0)
+    return PublishedModel(name, PRINCIPAL.tenant_id, version, price, 0.0, 0, 1_700_000_000_000_000)
+
+
+class InMemoryPorts:
+    """All four at once."""
+
+    def __init__(self, models: Sequence[PublishedModel]) -> None:
+        self._models = {model.name: model for model in models}
+        self.opened: list[OpenedRequest] = []
+        self.settled: dict[str, list[ChoiceUsage]] = {}
+        self.reserved: set[str] = set()
+        self.released: dict[str, int] = {}
+        self.admitted: list[tuple[int, int]] = []  # tokens of prompt and of output at most, per call of ``admit``
+        self.refusal: TorchrelayError | None = None  # what ``admit`` raises
+        self.open_error: Exception | None = None
+        self.is_open_error_late = False  # the row is there, its answer got lost
+        self.settle_errors: list[Exception] = []
+        self.may_open = asyncio.Event()
+        self.may_open.set()
+
+    async def authenticate(self, authorization: str | None) -> Principal:
+        if authorization == f"Bearer {ADMIN_KEY}":
+            return ADMIN
+        if authorization != f"Bearer {KEY}":
+            raise Unauthenticated("unknown key")
+        return PRINCIPAL
+
+    async def resolve(self, principal: Principal, name: str) -> PublishedModel:
+        model = self._models.get(name if "/" in name else f"{principal.tenant}/{name}")
+        if model is None:
+            raise NotFound(f"there is no model {name!r}", field="model")
+        return model
+
+    async def models(self, principal: Principal) -> list[PublishedModel]:
+        return list(self._models.values())
+
+    async def open(self, opened: OpenedRequest) -> None:
+        await self.may_open.wait()
+        if self.open_error is None or self.is_open_error_late:
+            self.opened.append(opened)
+        if self.open_error is not None:
+            raise self.open_error
+
+    async def settle(self, request_id: str, usages: Sequence[ChoiceUsage]) -> int:
+        if self.settle_errors:
+            raise self.settle_errors.pop(0)
+        if request_id not in {one.request_id for one in self.opened}:
+            raise NotFound(f"request {request_id} was never opened")
+        self.settled.setdefault(request_id, list(usages))
+        return sum(usage.num_output_tokens for usage in usages)
+
+    async def admit(
+        self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
+    ) -> Reservation:
+        if self.refusal is not None:
+            raise self.refusal
+        self.admitted.append((num_prompt_tokens, max_output_tokens))
+        reservation = Reservation(f"r-{len(self.reserved) + len(self.released)}", principal.tenant_id, 1)
+        self.reserved.add(reservation.reservation_id)
+        return reservation
+
+    async def release(self, reservation: Reservation, cost_nano: int) -> None:
+        self.reserved.discard(reservation.reservation_id)
+        self.released[reservation.reservation_id] = cost_nano

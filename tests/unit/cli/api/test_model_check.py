@@ -1,0 +1,83 @@
+"""What is told of a model before anything is hashed or sent."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.conftest import CONFIG, Run
+from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
+from torchrelay.cli.api.model_check import check_folder, check_name, is_model_name
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.home import Home
+from torchrelay.gateway.auth.tenants import is_name
+
+NAMES = ["tiny", "a", "qwen2.5-0.5b_it", "9b", "", "-a", ".a", "Tiny", "a b", "a" * 64, "a" * 65, "ä", "tiny\n", "a/b"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_are_judged_as_the_gateway_does(name: str) -> None:
+    assert is_model_name(name) == is_name(name)
+
+
+def test_the_tenant_may_stand_before_the_model() -> None:
+    check_name("tiny")
+    check_name("acme/tiny")
+    for wrong in ("Acme/tiny", "acme/", "a/b/c", "/tiny"):
+        with pytest.raises(CliError, match="is not a name"):
+            check_name(wrong)
+
+
+def faults_of(folder: Path) -> list[str]:
+    try:
+        check_folder(folder)
+    except CliError as problem:
+        return [problem.message]
+    return []
+
+
+def test_a_good_folder_passes(model_folder: Path) -> None:
+    assert faults_of(model_folder) == []
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{", "is no JSON"),
+        ("[]", "no JSON object"),
+        ("\udcff", "is no JSON"),
+        (json.dumps({**CONFIG, "architectures": ["BertModel"]}), "'BertModel' is not supported"),
+        (json.dumps({**CONFIG, "hidden_size": "64"}), "hidden_size"),
+    ],
+)
+def test_a_config_that_cannot_be_served(model_folder: Path, config: str, said: str) -> None:
+    (model_folder / "config.json").write_bytes(config.encode(errors="surrogateescape"))
+    with pytest.raises(CliError, match=said):
+        check_folder(model_folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "claims 0 bytes and the file has 0"),
+        (b"\xff" * 64, "claims 18,446,744,073,709,551,615 bytes and the file has 56"),
+        ((100).to_bytes(8, "little") + b"{" * 99, "claims 100 bytes and the file has 99"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "claims"),
+        ((2).to_bytes(8, "little") + b"[]", "does not begin"),
+    ],
+)
+def test_weights_that_are_cut_off_or_something_else(model_folder: Path, content: bytes, said: str) -> None:
+    (model_folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(CliError, match=said):
+        check_folder(model_folder)
+
+
+def test_upload_asks_nothing_of_the_gateway_then(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:
+    home.save_key(TENANT_KEY)
+    problems = [run("upload", str(model_folder), "--name", "My Model").exception]
+    (model_folder / "config.json").write_text(json.dumps({**CONFIG, "mlp_bias": True}))
+    problems.append(run("upload", str(model_folder)).exception)
+    assert all(isinstance(problem, CliError) for problem in problems)
+    assert door.asked == []

@@ -1,0 +1,281 @@
+"""The command line as a person uses it, against a gateway that answers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.cli.conftest import Run
+from tests.unit.cli.fake_gateway import ADMIN_KEY, TENANT_KEY, FakeGateway
+from torchrelay.cli import main as program
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.commands import chat as chat_module
+from torchrelay.cli.commands import models as models_module
+from torchrelay.cli.commands.key import id_of
+from torchrelay.cli.errors import ApiError, CliError, api_error
+from torchrelay.cli.home import Home
+
+COMMANDS = ["up", "upload", "models", "chat", "usage", "bill", "top", "explain"]
+PROGRAM = (sys.executable, "-c", "from torchrelay.cli.main import main; main()")
+NESTED = ["key create", "key list", "key revoke", "tenant create", "tenant list", "tenant set"]
+NESTED += ["models set", "models delete"]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, *NESTED])
+def test_every_command_teaches(run: Run, command: str) -> None:
+    shown = run(*command.split(), "--help")
+    assert shown.exit_code == 0
+    assert f"torchrelay {command}" in shown.stdout.split("Example:")[1]
+
+
+def test_the_program_lists_its_commands_and_the_first_steps(run: Run) -> None:
+    shown = run("--help").stdout
+    assert all(f" {command} " in shown for command in COMMANDS)
+    assert "torchrelay key create --tenant acme" in shown
+
+
+@pytest.mark.parametrize("wrong", [("nonsense",), ("chat",), ("upload", ".", "--max-instances", "-1")])
+def test_wrong_usage_is_status_2(run: Run, wrong: tuple[str, ...]) -> None:
+    assert run(*wrong).exit_code == 2
+
+
+def test_a_problem_is_a_sentence_and_status_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["torchrelay", "models", "--home", str(tmp_path / "[bold]none")])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "torchrelay: no platform runs at" in said
+    assert "[bold]none" in said  # what others wrote is no markup
+    assert "torchrelay up" in said
+    assert "Traceback" not in said
+
+
+def test_a_tenant_that_exists_is_no_reason_to_try_again(run: Run, home: Home) -> None:
+    assert run("tenant", "create", "acme").exit_code == 0
+    problem = run("tenant", "create", "acme").exception
+    assert isinstance(problem, CliError)
+    assert "already" in problem.message
+    assert problem.hint == "give it a key: torchrelay key create --tenant acme"
+
+
+def test_local_keys_are_not_sent_to_another_gateway(run: Run, home: Home, door: FakeGateway) -> None:
+    refused = run("models", "--url", "http://127.0.0.1:1")
+    assert isinstance(refused.exception, CliError)
+    assert "no key" in refused.exception.message
+    assert run("models", "--url", door.url + "/v1/").exit_code == 0  # the local one by its address
+
+
+def test_models_as_a_table_and_as_json(run: Run, home: Home) -> None:
+    shown = run("models").stdout
+    assert "acme/tiny" in shown
+    assert "1.5 MB" in shown
+    assert json.loads(run("models", "--json").stdout)["data"][0]["id"] == "acme/tiny"
+
+
+def test_a_model_is_set_and_deleted(run: Run, home: Home, door: FakeGateway) -> None:
+    door.published = {"tiny"}
+    shown = run("models", "set", "tiny", "--idle-timeout-s", "5")
+    assert door.asked[-1] == ("PATCH", "/v1/models/tiny", {"idle_timeout_s": 5})
+    assert "acme/tiny: idle s 60, max instances per role 2" in shown.stdout
+    assert "with the model's next request" in shown.stderr
+    assert isinstance(run("models", "set", "tiny").exception, CliError)
+    assert "deleted acme/tiny" in run("models", "delete", "acme/tiny", "--yes").stdout
+    assert door.asked[-1][:2] == ("DELETE", "/v1/models/acme/tiny")
+    unknown = run("models", "delete", "other", "--yes").exception
+    assert isinstance(unknown, CliError)
+    assert (unknown.message, unknown.hint) == ("the model 'other' does not exist", "see: torchrelay models")
+    door.asked.clear()
+    assert run("models", "--url", door.url, "delete", "tiny").exit_code == 2
+    assert door.asked == []
+
+
+def test_a_model_is_not_deleted_unasked(
+    run: Run, home: Home, door: FakeGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    door.published = {"tiny"}
+    unasked = run("models", "delete", "tiny", said="y\n").exception  # a pipe is nobody who was asked
+    assert isinstance(unasked, CliError) and "--yes" in (unasked.hint or "")
+    with monkeypatch.context() as patched:
+        patched.setattr(models_module, "sys", SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True)))
+        assert run("models", "delete", "tiny", said="n\n").exit_code == 1
+        assert door.asked == []
+        assert "deleted" in run("models", "delete", "tiny", said="y\n").stdout
+    assert [asked[:2] for asked in door.asked] == [("DELETE", "/v1/models/tiny")]
+
+
+def test_a_tenants_limits_are_set(run: Run, home: Home, door: FakeGateway) -> None:
+    shown = run("tenant", "set", "acme", "--budget", "12.5", "--storage-quota-gb", "none")
+    assert door.asked[-1] == (
+        "PATCH",
+        "/v1/tenants/acme",
+        {"storage_quota_bytes": None, "budget_nano": 12_500_000_000},
+    )
+    assert "acme: storage quota no limit, budget $12.50" in shown.stdout
+    assert isinstance(run("tenant", "set", "acme").exception, CliError)
+    for wrong in ("-1", "nan", "inf", "much"):
+        assert run("tenant", "set", "acme", f"--budget={wrong}").exit_code == 2
+        assert run("tenant", "create", "acme", f"--budget={wrong}").exit_code == 2
+
+
+def test_the_version(run: Run) -> None:
+    shown = run("--version")
+    assert (shown.exit_code, shown.stdout) == (0, f"torchrelay {metadata.version('torchrelay')}\n")
+
+
+def test_an_address_is_looked_at_before_a_key(run: Run, home: Home) -> None:
+    problem = run("models", "--url", "localhost:8080").exception
+    assert isinstance(problem, CliError)
+    assert "--url: 'localhost:8080' is not an address" in problem.message
+
+
+def test_options_are_named_instead_of_the_doors_fields() -> None:
+    def said(message: str, param: str) -> str:
+        return api_error(json.dumps({"error": {"message": message, "param": param}}).encode(), 400).message
+
+    assert said("'x' is no time", "from") == "--from: 'x' is no time"
+    assert said("'x' is no month: write it like 2026-11", "period") == "--month: 'x' is no month: write it like 2026-11"
+    assert said("budget_nano must be at least 0, not -1", "budget_nano") == "--budget must be at least 0, not -1"
+    assert said("'soon' is no time", "from") == "--from: 'soon' is no time"
+    assert said("is no JSON", "config.json") == "is no JSON (config.json)"
+    assert said("config.json is no JSON", "config.json") == "config.json is no JSON"
+
+
+def test_a_model_that_does_not_exist_has_no_decisions(run: Run, home: Home, door: FakeGateway) -> None:
+    for name in ("nothing", "acme/nothing"):
+        problem = run("explain", name).exception
+        assert isinstance(problem, ApiError)
+        assert problem.hint == "see: torchrelay models"
+
+
+def test_a_name_of_somebody_else_is_refused_before_anything_is_read(
+    run: Run, home: Home, door: FakeGateway, model_folder: Path
+) -> None:
+    home.save_key(TENANT_KEY)
+    refusal = run("upload", str(model_folder), "--name", "zoo/tiny").exception
+    assert isinstance(refusal, CliError)
+    assert (refusal.message, refusal.hint) == (
+        "this key is of acme, not of zoo",
+        "give --name acme/..., or a key of zoo",
+    )
+    unknown = run("upload", str(model_folder), "--name", "zoo/tiny", "--key", ADMIN_KEY).exception
+    assert isinstance(unknown, CliError)
+    assert unknown.hint == "make it: torchrelay tenant create zoo"
+    assert all(method == "GET" for method, _, _ in door.asked)
+    assert run("upload", str(model_folder), "--name", "acme/tiny").exit_code == 0
+
+
+def test_an_upload_that_changes_nothing_says_so(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:
+    home.save_key(TENANT_KEY)
+    assert "published acme/tiny" in run("upload", str(model_folder)).stdout
+    door.published = {"tiny"}
+    assert "unchanged acme/tiny" in run("upload", str(model_folder)).stdout
+
+
+def test_usage_with_its_cost(run: Run, home: Home, door: FakeGateway) -> None:
+    shown = run("usage", "--from", "2026-11-01", "--tenant", "acme").stdout
+    assert "1,200" in shown
+    assert "$0.000015000" in shown
+    assert door.asked[-1][1] == "/v1/usage?group_by=model&from=2026-11-01&tenant=acme"
+
+
+def test_upload_names_the_model_after_its_folder(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:
+    hint = run("upload", str(model_folder)).exception
+    assert isinstance(hint, CliError)
+    assert "key create" in hint.hint
+    home.save_key(TENANT_KEY)
+    shown = run("upload", str(model_folder), "--idle-timeout-s", "5")
+    assert shown.exit_code == 0, shown.exception
+    assert "published acme/tiny" in shown.stdout
+    begun = next(body for method, path, body in door.asked if (method, path) == ("POST", "/v1/uploads"))
+    assert begun["model"] == "tiny"
+    assert door.asked[-1][2] == {"idle_timeout_s": 5}
+
+
+def test_one_question_streams_to_standard_output(run: Run, home: Home) -> None:
+    hint = run("chat", "tiny", "hi").exception
+    assert isinstance(hint, CliError)
+    assert "tenant's key" in hint.message
+    home.save_key(TENANT_KEY)
+    shown = run("chat", "tiny", "hi", "--system", "be short")
+    assert shown.stdout == "Hello\u2028there\n"
+    assert "first token after" in shown.stderr
+    assert "req-1" in shown.stderr
+
+
+def test_a_piped_question(run: Run, home: Home, door: FakeGateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_API_KEY", TENANT_KEY)
+    assert run("chat", "tiny", said="what is\na pack?\n").exit_code == 0
+    assert door.asked[-1][2]["messages"] == [{"role": "user", "content": "what is\na pack?"}]
+    for said in ("", b"\xff\xfe\x00"):
+        assert isinstance(run("chat", "tiny", said=said).exception, CliError)
+    assert isinstance(run("chat", "tiny", "\udcff").exception, CliError)  # an argument that is no UTF-8
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_was_said(
+    home: Home, door: FakeGateway, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    door.hang_after_pieces = True
+    written: list[str] = []
+
+    def interrupted(text: str) -> None:
+        written.append(text)
+        if len(written) == len(door.pieces):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat_module, "write", interrupted)
+    with GatewayClient(door.url, TENANT_KEY) as client:
+        talk = chat_module.Conversation(client, "tiny", None, {})
+        assert not talk.ask("hi")
+        assert "stopped" in capsys.readouterr().err
+        door.hang_after_pieces = False
+        written.clear()
+        monkeypatch.setattr(chat_module, "write", written.append)
+        assert talk.ask("go on")
+    said = [message["content"] for message in door.asked[-1][2]["messages"]]
+    assert said == ["hi", "".join(door.pieces), "go on"]
+
+
+def test_ctrl_c_ends_a_single_question_with_one_message(run: Run, home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(text: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TORCHRELAY_API_KEY", TENANT_KEY)
+    monkeypatch.setattr(chat_module, "write", interrupted)
+    shown = run("chat", "tiny", "hi")
+    assert shown.exit_code == 130
+    assert shown.stderr.count("stopped") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is always full")
+@pytest.mark.parametrize("arguments", [("models",), ("chat", "tiny", "hi"), ("--help",)])
+def test_a_full_disk_is_a_sentence(home: Home, arguments: tuple[str, ...]) -> None:
+    home.save_key(TENANT_KEY)
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([*PROGRAM, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "No space left on device" in ended.stderr
+    assert "Traceback" not in ended.stderr and "Exception ignored" not in ended.stderr
+
+
+def test_a_reader_that_went_away_is_no_news(home: Home) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as gone:
+        ended = subprocess.run([*PROGRAM, "models"], stdout=gone, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_the_id_inside_a_key() -> None:
+    assert id_of("tr-abc-secret") == "abc"
+    assert id_of("abc") == "abc"
+    assert id_of(ADMIN_KEY) == ADMIN_KEY

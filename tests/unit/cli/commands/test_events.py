@@ -1,0 +1,92 @@
+"""`events` where something is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.unit.cli.conftest import Run
+from torchrelay.cli.commands import events
+from torchrelay.cli.errors import CliError, Unreachable
+from torchrelay.cli.home import Home
+from torchrelay.control.v1.scheduler_pb2 import Event, WatchEventsRequest
+
+Answer = Callable[[WatchEventsRequest, grpc.ServicerContext], Iterator[Event]]
+
+
+@contextmanager
+def scheduler(answer: Answer | None) -> Iterator[str]:
+    """One that answers so; None: an older one, which knows no events."""
+    methods: dict[str, Any] = {}
+    if answer is not None:
+        methods["WatchEvents"] = grpc.unary_stream_rpc_method_handler(
+            answer,
+            request_deserializer=WatchEventsRequest.FromString,
+            response_serializer=Event.SerializeToString,
+        )
+    service = grpc.method_handlers_generic_handler("torchrelay.control.v1.Scheduler", methods)
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[service])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_it_asks_for_what_was_named(run: Run, home: Home) -> None:
+    asked: list[WatchEventsRequest] = []
+
+    def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
+        asked.append(request)
+        yield Event(sequence=1, at_unix_us=1, kind="relay.begun", model="acme/tiny", reason="a -> b")
+
+    with scheduler(answer) as address:
+        shown = run("events", "--scheduler", address, "--kind", "relay", "--kind", "scale", "--since", "2h")
+    assert shown.exit_code == 0 and "relay.begun        acme/tiny     a -> b" in shown.stdout
+    (request,) = asked
+    assert list(request.kinds) == ["relay", "scale"] and request.since_unix_us > 1.7e15 and not request.follow
+
+
+def test_after_a_break_nothing_is_shown_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "RETRY_S", 0.01)
+    monkeypatch.setattr(events, "GONE_S", 0.5)
+
+    def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
+        assert request.follow
+        if request.after_sequence >= 2:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+        yield Event(sequence=request.after_sequence + 1)
+
+    with scheduler(answer) as address:
+        found = events.EventTail(address, None, [], 1).tail(lambda: True)
+        assert [next(found).sequence for _ in range(2)] == [1, 2]
+        with pytest.raises(Unreachable, match="answers no more"):
+            next(found)
+
+
+def test_problems_are_told(run: Run, home: Home) -> None:
+    said = run("events").exception
+    assert isinstance(said, CliError) and "scheduler at 127.0.0.1:1 does not answer" in said.message
+    said = run("events", "--follow").exception
+    assert isinstance(said, Unreachable)
+    with scheduler(None) as address:
+        said = run("events", "--scheduler", address).exception
+    assert isinstance(said, CliError) and "older" in said.message
+    wrong = run("events", "--since", "yesterday")
+    assert wrong.exit_code == 2 and "is no length of time" in wrong.stderr
+    assert run("events", "--kind", "weather").exit_code == 2
+
+
+def test_a_history_without_its_broker_says_so(run: Run, home: Home) -> None:
+    def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
+        context.set_trailing_metadata((("torchrelay-code", "unavailable"),))
+        context.abort(grpc.StatusCode.UNAVAILABLE, "The history cannot be read.")
+        yield Event()
+
+    with scheduler(answer) as address:
+        said = run("events", "--scheduler", address).exception
+    assert isinstance(said, CliError) and said.message == "The history cannot be read." and "nats-server" in said.hint

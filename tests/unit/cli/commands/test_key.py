@@ -1,0 +1,32 @@
+"""Making keys, and which of them counts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.cli.conftest import Run
+from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
+from torchrelay.cli.home import Home
+
+
+def test_the_first_key_makes_its_tenant_and_is_kept(run: Run, home: Home, door: FakeGateway) -> None:
+    made = run("key", "create", "--tenant", "acme", "--name", "laptop")
+    assert made.exit_code == 0, made.exception
+    assert made.stdout == TENANT_KEY + "\n"
+    assert "made tenant acme" in made.stderr
+    assert home.saved_key() == TENANT_KEY
+    again = run("key", "create", "--tenant", "acme", "--no-save")
+    assert "made tenant" not in again.stderr
+    replaced = run("key", "create", "--tenant", "acme")
+    assert "saved as this home's key; the earlier one stays valid" in replaced.stderr
+    revoked = run("key", "revoke", TENANT_KEY)
+    assert door.asked[-1][:2] == ("DELETE", "/v1/keys/8x2kq0v3m1c9d7fz")
+    assert revoked.exit_code == 0
+    assert home.saved_key() is None
+
+
+def test_a_key_that_the_shell_has_counts_before_the_one_that_is_saved(
+    home: Home, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHRELAY_API_KEY", "of-an-earlier-home")
+    assert "unset TORCHRELAY_API_KEY" in run("key", "create", "--tenant", "acme").stderr

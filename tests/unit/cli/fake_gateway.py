@@ -1,0 +1,217 @@
+"""A small gateway for the CLI's tests: a real HTTP server in a thread that speaks the REST shapes the CLI uses."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+TENANT_KEY = "tr-8x2kq0v3m1c9d7fz-secret"
+ADMIN_KEY = "tra-admin"
+MODEL = {
+    "id": "acme/tiny",
+    "version": "0123456789abcdef",
+    "architecture": "LlamaForCausalLM",
+    "dtype": "F32",
+    "size_bytes": 1_500_000,
+    "context_length": 512,
+    "idle_timeout_s": 0,
+    "max_instances": 2,
+    "effective_idle_timeout_s": 60.0,
+    "effective_max_instances": 2,
+    "created": 1_790_000_000,
+}
+
+
+@dataclass
+class FakeGateway:
+    """What the server knows, and what it was asked."""
+
+    url: str = ""
+    asked: list[tuple[str, str, Any]] = field(default_factory=list)  # method, path, JSON body
+    keys: set[str] = field(default_factory=lambda: {TENANT_KEY, ADMIN_KEY})
+    tenants: set[str] = field(default_factory=set)
+    published: set[str] = field(default_factory=set)  # models, without their tenant
+    declared: dict[str, dict[str, Any]] = field(default_factory=dict)
+    received: dict[str, bytearray] = field(default_factory=dict)
+    cut_after: int = 0  # once: the connection breaks when so many bytes of a file have come
+    refuse_commit: bool = False
+    pieces: tuple[str, ...] = ("Hel", "lo\u2028", "there")
+    hang_after_pieces: bool = False
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def file_states(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "path": path,
+                "size": file["size"],
+                "received": len(self.received[path]),
+                "complete": hashlib.sha256(self.received[path]).hexdigest() == file["sha256"],
+            }
+            for path, file in self.declared.items()
+        ]
+
+
+class _Answering(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    door: FakeGateway
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+    def _serve(self) -> None:
+        path = urlsplit(self.path).path
+        body = None
+        if self.command != "PUT":
+            encoded = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = json.loads(encoded) if encoded else None
+        self.door.asked.append((self.command, self.path, body))
+        key = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
+        if key not in self.door.keys:
+            return self._error(401, "the key is not known", "invalid_api_key")
+        self._route(path, body, key)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _serve
+
+    def _route(self, path: str, body: Any, key: str) -> None:
+        match self.command, path.split("/")[2:]:
+            case "POST", ["tenants"] if body["name"] in self.door.tenants:
+                self._error(409, f"there is a tenant {body['name']!r} already", "conflict")
+            case "POST", ["tenants"]:
+                self.door.tenants.add(body["name"])
+                self._json({"id": "ten-1", "name": body["name"]}, 201)
+            case "POST", ["keys"] if "tenant" in body and body["tenant"] not in self.door.tenants:
+                self._error(404, f"there is no tenant {body['tenant']!r}", "not_found")
+            case "POST", ["keys"]:
+                self._json({"id": "8x2kq0v3m1c9d7fz", "key": TENANT_KEY, "tenant": body.get("tenant", "acme")}, 201)
+            case "DELETE", ["keys", _]:
+                self._send(204, b"")
+            case "GET", ["keys"]:
+                self._json({"data": [{"id": "8x2kq0v3m1c9d7fz", "tenant": "acme"}]})
+            case "GET", ["tenants"]:
+                self._json({"data": [{"name": name} for name in self.door.tenants]})
+            case "PATCH", ["tenants", name]:
+                self._json({"name": name, "storage_quota_bytes": None, "budget_nano": 200_000_000_000} | body)
+            case method, ["models", *name] if name:
+                self._model(method, "/".join(name), body)
+            case "GET", ["models"]:
+                self._json({"data": [MODEL]})
+            case "GET", ["usage"]:
+                one: dict[str, Any] = {
+                    "prompt_tokens": 1200,
+                    "cached_tokens": 0,
+                    "completion_tokens": 34,
+                    "requests": 2,
+                }
+                one |= {"cost_nano": 15_000, "cost": "0.000015000"}
+                self._json({"data": [{"model": "acme/tiny", **one}], "total": one})
+            case "POST", ["uploads"]:
+                self.door.declared = {file["path"]: file for file in body["files"]}
+                self.door.received = {path: bytearray() for path in self.door.declared}
+                self._json({"id": "upl-1", "model": body["model"], "files": self.door.file_states()}, 201)
+            case "GET", ["uploads", "upl-1"] if self.door.declared:
+                self._json({"id": "upl-1", "files": self.door.file_states()})
+            case "PUT", ["uploads", "upl-1", "files", name]:
+                self._put(name)
+            case "POST", ["uploads", "upl-1", "commit"]:
+                self._commit()
+            case "POST", ["chat", "completions"]:
+                self._chat(body)
+            case _:
+                self._error(404, f"there is no {path}", "not_found")
+
+    def _model(self, method: str, name: str, body: Any) -> None:
+        if name.removeprefix("acme/") not in self.door.published:
+            error = {"message": f"the model {name!r} does not exist", "param": "model", "code": "not_found"}
+            self._json({"error": error}, 404)
+        elif method == "DELETE":
+            self._json({"id": MODEL["id"], "deleted": True})
+        else:
+            self._json(MODEL | (body or {}))
+
+    def _put(self, name: str) -> None:
+        received, length = self.door.received[name], int(self.headers["Content-Length"])
+        if int(self.headers["Upload-Offset"]) != len(received):
+            self.rfile.read(length)
+            return self._error(409, f"{name}: the offset must be {len(received)}", "conflict")
+        if 0 < self.door.cut_after < length:
+            received += self.rfile.read(self.door.cut_after)
+            self.door.cut_after = 0
+            self.close_connection = True
+            return None  # no answer: as a gateway that dies
+        received += self.rfile.read(length)
+        self._json(next(state for state in self.door.file_states() if state["path"] == name))
+        return None
+
+    def _commit(self) -> None:
+        last: Any = {"model": MODEL}
+        if self.door.refuse_commit:
+            last = {"error": {"message": "config.json: no such architecture", "param": "config.json"}}
+        lines: list[Any] = [
+            {"stage": "validate", "done": 1, "total": 1},
+            {"stage": "pack", "done": 5, "total": 10},
+            last,
+        ]
+        self._send(200, b"".join(json.dumps(line).encode() + b"\n" for line in lines), "application/x-ndjson")
+
+    def _chat(self, body: Any) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(b": waiting\n\n")
+        for piece in self.door.pieces:
+            chunk = {"id": "req-1", "choices": [{"index": 0, "delta": {"content": piece}, "finish_reason": None}]}
+            self.wfile.write(b"data: " + json.dumps(chunk, ensure_ascii=False).encode() + b"\n\n")
+            self.wfile.flush()
+        if self.door.hang_after_pieces:
+            self.door.released.wait(20)
+            self.close_connection = True
+            return
+        end: dict[str, Any] = {
+            "id": "req-1",
+            "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}],
+            "usage": None,
+        }
+        usage: dict[str, Any] = {"id": "req-1", "choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 3}}
+        for last in (end, usage):
+            self.wfile.write(b"data: " + json.dumps(last).encode() + b"\n\n")
+        self.wfile.write(b"data: [DONE]\n\n")
+        self.close_connection = True
+
+    def _json(self, value: Any, status: int = 200) -> None:
+        self._send(status, json.dumps(value).encode())
+
+    def _error(self, status: int, message: str, code: str) -> None:
+        self._json({"error": {"message": message, "type": "x", "param": None, "code": code}}, status)
+
+    def _send(self, status: int, content: bytes, media_type: str = "application/json") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", media_type)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+
+@contextmanager
+def running_gateway(port: int = 0) -> Iterator[FakeGateway]:
+    """Serves on ``port``, or a free one, until the block ends."""
+    door = FakeGateway()
+    answering = type("Answering", (_Answering,), {"door": door})
+    with ThreadingHTTPServer(("127.0.0.1", port), answering) as server:
+        server.daemon_threads = True
+        door.url = f"http://127.0.0.1:{server.server_address[1]}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield door
+        finally:
+            door.released.set()
+            server.shutdown()
+            thread.join()

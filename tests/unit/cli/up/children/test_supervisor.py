@@ -1,0 +1,237 @@
+"""The life of a stack, with real child processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.up.children.programs import NEVER_READY, STUBBORN, Programs, Recorder, is_running
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.up.children import child as child_module
+from torchrelay.cli.up.children import supervisor as supervisor_module
+from torchrelay.cli.up.children.child import Child, ChildSpec
+from torchrelay.cli.up.children.supervisor import BACKOFF_RESET_S, MAX_BACKOFF_S, Supervisor, backoff_s
+from torchrelay.cli.up.plan import Stack
+
+
+class Life:
+    """A supervisor under test: ``up`` is set once all is ready."""
+
+    def __init__(self, stack: Stack) -> None:
+        self.recorder, self.stop, self.up = Recorder(), asyncio.Event(), asyncio.Event()
+        self.supervisor = Supervisor(stack, self.recorder)
+
+    @contextmanager
+    def _up(self) -> Iterator[None]:
+        self.up.set()
+        yield
+
+    async def run(self) -> None:
+        await self.supervisor.run(self._up, self.stop)
+
+
+def pid_of(spec: ChildSpec) -> int:
+    assert spec.ready_file is not None
+    return int(json.loads(spec.ready_file.read_text())["pid"])
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 15) -> None:
+    """Polls a function of the outside world."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 (files and processes of others have no event)
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Programs:
+    return Programs(tmp_path)
+
+
+async def test_starts_in_waves_and_stops_group_by_group(programs: Programs) -> None:
+    broker, store, gateway = (programs.spec(name) for name in ("broker", "store", "gateway"))
+    life = Life(programs.stack([broker], [store], [gateway]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await life.up.wait()
+        pids = [pid_of(spec) for spec in (broker, store, gateway)]
+        assert all(is_running(pid) for pid in pids)
+        life.stop.set()
+    assert not any(is_running(pid) for pid in pids)
+    assert life.recorder.said[:2] == [("starting", "broker"), ("ready", "broker")]
+    assert programs.trail.read_text().split("\n")[:3] == ["gateway stopped", "store stopped", "broker stopped"]
+
+
+async def test_a_child_that_dies_is_started_again(programs: Programs) -> None:
+    broker, worker = programs.spec("broker"), programs.spec("worker")
+    life = Life(programs.stack([broker], [worker]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await life.up.wait()
+        before = pid_of(worker)
+        os.kill(before, signal.SIGKILL)
+        await until(lambda: life.recorder.said.count(("ready", "worker")) == 2)
+        after = pid_of(worker)
+        assert after != before
+        assert is_running(after)
+        life.stop.set()
+    assert ("was killed by SIGKILL", "worker") in life.recorder.said
+    assert not is_running(after)
+
+
+async def test_a_child_that_cannot_start_again_is_tried_again(programs: Programs) -> None:
+    """Its program fails for as long as a file is there."""
+    bad = programs.folder / "bad"
+    code = f"import pathlib, sys\nif pathlib.Path({str(bad)!r}).exists(): sys.exit(7)\n"
+    worker = programs.spec("worker", code + programs.spec("x").command[2])
+    life = Life(programs.stack([], [worker]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await life.up.wait()
+        bad.touch()
+        os.kill(pid_of(worker), signal.SIGKILL)
+        await until(lambda: len(life.recorder.waits_s) >= 3)
+        bad.unlink()
+        await until(lambda: life.recorder.said.count(("ready", "worker")) == 2)
+        life.stop.set()
+    assert life.recorder.waits_s[:3] == [0.1, 0.2, 0.4]
+    assert ("failed", "worker ended with status 7 while starting") in life.recorder.said
+
+
+async def test_a_program_that_vanished_is_looked_for_less_and_less_often(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "STEADY_S", 1e-3)  # its first run was a steady one
+    worker, program = programs.spec("worker"), programs.folder / "program"
+    program.symlink_to(sys.executable)
+    life = Life(programs.stack([], [replace(worker, command=(str(program), *worker.command[1:]))]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await life.up.wait()
+        program.unlink()
+        os.kill(pid_of(worker), signal.SIGKILL)
+        await until(lambda: len(life.recorder.waits_s) >= 3)
+        life.stop.set()
+    assert life.recorder.waits_s[:3] == [0.1, 0.2, 0.4]
+
+
+async def test_a_failing_start_stops_the_others_and_shows_the_log(programs: Programs) -> None:
+    good = programs.spec("good")
+    bad = programs.spec("bad", "import sys; print('no such [setting]', file=sys.stderr); sys.exit(3)")
+    bad.log.write_text("of an earlier start\n")
+    slow = programs.spec("slow", NEVER_READY)
+    life = Life(programs.stack([good], [bad, slow]))
+    with pytest.raises(CliError, match="bad ended with status 3 while starting") as caught:
+        await life.run()
+    assert "no such [setting]" in caught.value.hint
+    assert "of an earlier start" not in caught.value.hint
+    assert not life.up.is_set()
+    assert programs.trail.read_text() == "good stopped\n"
+
+
+async def test_a_child_that_never_gets_ready(programs: Programs) -> None:
+    life = Life(programs.stack([programs.spec("slow", NEVER_READY, ready_s=0.3)]))
+    with pytest.raises(CliError, match=r"slow did not come up within 0\.3 s"):
+        await life.run()
+
+
+async def test_a_program_that_is_not_there(programs: Programs) -> None:
+    missing = ChildSpec("ghost", (str(programs.folder / "ghost"),), programs.folder / "ghost.log")
+    with pytest.raises(CliError, match="there is no program"):
+        await Life(programs.stack([missing])).run()
+
+
+async def test_a_stop_while_children_start_is_prompt(programs: Programs) -> None:
+    good, slow = programs.spec("good"), programs.spec("slow", NEVER_READY)
+    life = Life(programs.stack([good], [slow]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await until(lambda: ("starting", "slow") in life.recorder.said)
+        life.stop.set()
+        await until(lambda: programs.trail.exists())  # long before ``slow`` is given up
+    assert not life.up.is_set()
+    assert life.recorder.said[-1] == ("stopping", "")
+
+
+async def test_a_stubborn_child_and_its_own_children_are_killed(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child_module, "STOP_S", 0.2)
+    spec = programs.spec("stubborn", STUBBORN)
+    child = await Child.start(spec)
+    grandchild = int((await child.ready())["grandchild"])
+    assert is_running(grandchild)
+    await child.stop()
+    assert not is_running(child.pid)
+    await until(lambda: not is_running(grandchild))
+
+
+async def test_the_impatient_end_everything_at_once(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child_module, "STOP_S", 60.0)
+    spec = programs.spec("stubborn", STUBBORN)
+    life = Life(programs.stack([spec]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await life.up.wait()
+        child = life.supervisor._children["stubborn"].pid
+        life.stop.set()
+        await until(lambda: ("stopping", "") in life.recorder.said)
+        assert is_running(child)
+        life.supervisor.kill_all()
+        await until(lambda: not tasks._tasks)
+    assert not is_running(child)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a child cannot ask to end with its parent")
+async def test_children_end_when_their_parent_is_killed(programs: Programs) -> None:
+    """The parent is a process of its own that starts a child as `up` does."""
+    spec = programs.spec("orphan")
+    code = (
+        "import asyncio, pathlib, signal, sys\n"
+        "from torchrelay.cli.up.children.child import Child, ChildSpec\n"
+        "async def main():\n"
+        "    ready = pathlib.Path(sys.argv[1])\n"
+        "    child = await Child.start(ChildSpec('orphan', tuple(sys.argv[2:]), ready.with_suffix('.log'),"
+        " ready_file=ready))\n"
+        "    await child.ready()\n"
+        "    print(child.pid, flush=True)\n"
+        "    await child.exited()\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, "-c", code, str(spec.ready_file), *spec.command]
+    parent = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
+    assert parent.stdout is not None
+    pid = int(await parent.stdout.readline())
+    assert is_running(pid)
+    parent.kill()
+    await parent.communicate()
+    await until(lambda: not is_running(pid))
+
+
+def test_backoff_doubles_to_a_bound_and_begins_anew_after_a_steady_run() -> None:
+    waits = [0.0]
+    for _ in range(10):
+        waits.append(backoff_s(waits[-1], ran_s=0.5))
+    assert waits[1:5] == [0.1, 0.2, 0.4, 0.8]
+    assert waits[-1] == MAX_BACKOFF_S
+    assert backoff_s(MAX_BACKOFF_S, BACKOFF_RESET_S) == 0.1
+
+
+async def test_a_run_keeps_the_log_of_the_last(programs: Programs) -> None:
+    worker = programs.spec("worker")
+    worker.log.write_text("of the last run\n")
+    life = Life(programs.stack([worker]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await life.up.wait()
+        life.stop.set()
+    assert worker.log.with_name("worker.log.1").read_text() == "of the last run\n"
+    assert "of the last run" not in worker.log.read_text()

@@ -1,0 +1,170 @@
+"""The children of an embedded install and what they are told."""
+
+from __future__ import annotations
+
+import io
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.home import Home
+from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.plan import Stack, StackPlan
+from torchrelay.cli.up.ports import Ports
+from torchrelay.cli.up.progress import StartupProgress, next_steps
+from torchrelay.transfer.protocol.tickets import derive_node_key
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
+    for name in ("TORCHRELAY_REDIS_URL", "TORCHRELAY_NATS_URL", "TORCHRELAY_DATABASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    home = Home(tmp_path)
+    home.make()
+    return home
+
+
+@pytest.fixture
+def ports() -> Iterator[Ports]:
+    with closing(Ports()) as ports:
+        yield ports
+
+
+def envs(stack: Stack) -> dict[str, dict[str, str]]:
+    return {spec.name: dict(spec.env) for spec in stack.specs}
+
+
+def test_brokers_first_and_the_door_stopped_first(home: Home, ports: Ports) -> None:
+    stack = StackPlan(home, UpOptions(num_both_workers=1), ports).stack()
+    assert [[spec.name for spec in group] for group in stack.groups] == [
+        ["redis", "nats"],
+        ["param-store"],
+        ["scheduler"],
+        ["prefill-0", "decode-0", "worker-0"],
+        ["gateway"],
+    ]
+    assert [len(wave) for wave in stack.waves] == [2, 6]
+
+
+def test_running_brokers_are_used(home: Home, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_REDIS_URL", "redis://elsewhere:6379/0")
+    monkeypatch.setenv("TORCHRELAY_NATS_URL", "nats://elsewhere:4222")
+    stack = StackPlan(home, UpOptions(), ports).stack()
+    assert stack.groups[0] == ()
+    assert envs(stack)["gateway"]["TORCHRELAY_REDIS_URL"] == "redis://elsewhere:6379/0"
+    assert envs(stack)["scheduler"]["TORCHRELAY_NATS_URL"] == "nats://elsewhere:4222"
+
+
+def test_packs_lie_below_the_home_or_where_it_is_said(home: Home, ports: Ports, tmp_path: Path) -> None:
+    def told(remote: str) -> str:
+        return envs(StackPlan(home, UpOptions(remote=remote), ports).stack())["param-store"]["TORCHRELAY_REMOTE_URL"]
+
+    assert told("") == (home.path / "remote").as_uri()
+    assert told(str(tmp_path / "with space")) == (tmp_path / "with space").as_uri()
+    assert told("packs") == (Path.cwd() / "packs").as_uri()
+    for url in ("s3://bucket/prefix", "gs://bucket", "az://container/a", "file:///srv/packs"):
+        assert told(url) == url
+    assert told("./a:b") == (Path.cwd() / "a:b").as_uri()
+    for wrong in ("s3:///prefix", "http://host/x", "file://elsewhere/x", "s3://", "s3:/bucket", "s3:bucket", "s3://["):
+        with pytest.raises(CliError, match="no place for packs"):
+            told(wrong)
+
+
+def test_metrics_ports_are_counted_up(home: Home, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_METRICS_PORT", "9464")
+    told = {
+        name: env.get("TORCHRELAY_METRICS_PORT")
+        for name, env in envs(StackPlan(home, UpOptions(), ports).stack()).items()
+    }
+    services = ("param-store", "scheduler", "prefill-0", "decode-0", "gateway")
+    assert [told[name] for name in services] == ["9464", "9465", "9466", "9467", "9468"]
+    monkeypatch.setenv("TORCHRELAY_METRICS_PORT", "many")
+    with pytest.raises(CliError, match="METRICS_PORT is 'many'"):
+        StackPlan(home, UpOptions(), ports)
+
+
+def test_each_child_is_told_its_own(home: Home, ports: Ports) -> None:
+    options = UpOptions(host="0.0.0.0", idle_timeout_s=3, kv_pool_bytes=1 << 20, arena_bytes=1 << 30)
+    stack = StackPlan(home, options, ports).stack()
+    told = envs(stack)
+    cluster_key = bytes.fromhex(home.cluster_key())
+    assert told["prefill-0"]["TORCHRELAY_NODE_KEY"] == derive_node_key(cluster_key, "prefill-0").hex()
+    assert told["prefill-0"]["TORCHRELAY_ROLES"].split(",")[0] == "prefill"
+    assert told["decode-0"]["TORCHRELAY_ROLES"].split(",")[0] == "decode"
+    assert told["decode-0"]["TORCHRELAY_KV_POOL_BYTES"] == str(1 << 20)
+    assert told["param-store"]["TORCHRELAY_ARENA_BYTES"] == str(1 << 30)
+    assert told["param-store"]["TORCHRELAY_ARENA_PATH"] == str(stack.arena)
+    assert told["scheduler"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"
+    assert told["gateway"]["TORCHRELAY_IDLE_TIMEOUT_S"] == "3"  # what tenants are told
+    assert told["gateway"]["TORCHRELAY_ADMIN_KEY"] == home.admin_key()
+    holders_of_the_cluster_key = [name for name, env in told.items() if home.cluster_key() in env.values()]
+    assert holders_of_the_cluster_key == ["scheduler"]
+
+
+def test_workers_divide_the_cores(home: Home, ports: Ports) -> None:
+    """All by the same file."""
+    found = envs(StackPlan(home, UpOptions(num_both_workers=1), ports).stack())
+    told = [env["TORCHRELAY_CORES_FILE"] for env in found.values() if "TORCHRELAY_ROLES" in env]
+    assert told == [str(home.run / "cores")] * 3
+
+
+def test_only_the_door_listens_beyond_loopback(home: Home, ports: Ports) -> None:
+    stack = StackPlan(home, UpOptions(host="0.0.0.0"), ports).stack()
+    open_to_all = [name for name, env in envs(stack).items() if env.get("TORCHRELAY_HOST") == "0.0.0.0"]
+    assert open_to_all == ["gateway"]
+    assert stack.endpoints["http"].startswith("http://127.0.0.1:")
+
+
+def test_two_installs_share_nothing(home: Home, ports: Ports, tmp_path: Path) -> None:
+    other_home = Home(tmp_path / "other")
+    other_home.make()
+    with closing(Ports()) as other_ports:
+        one = StackPlan(home, UpOptions(), ports).stack()
+        other = StackPlan(other_home, UpOptions(), other_ports).stack()
+    assert not set(one.endpoints.values()) & set(other.endpoints.values())
+    assert one.arena != other.arena
+
+
+def test_a_home_keeps_its_rest_port_and_says_when_it_is_taken(home: Home, tmp_path: Path) -> None:
+    with closing(Ports()) as ports, socket.socket() as taken:
+        last = ports.free()
+        ports.close()
+        home.save_http_port(last)
+        kept = StackPlan(home, UpOptions(), ports).stack()
+        assert (kept.http_port, kept.taken_http_port) == (last, 0)
+        assert kept.endpoints["http"].endswith(f":{last}")
+        ports.close()
+        taken.bind(("127.0.0.1", last))
+        taken.listen()
+        moved = StackPlan(home, UpOptions(), ports).stack()
+        assert moved.http_port != last
+        assert moved.taken_http_port == last
+    told = io.StringIO()
+    StartupProgress(home, Console(file=told, width=200)).port_taken(last, moved.endpoints["http"])
+    assert f"{last} is taken: REST is on {moved.endpoints['http']}" in told.getvalue()
+
+
+def test_the_next_steps_are_those_of_the_folder(tmp_path: Path) -> None:
+    assert next_steps(tmp_path, None)[1:] == ["torchrelay upload DIR --name mine", "torchrelay chat mine"]
+    (tmp_path / "examples/glossary/model").mkdir(parents=True)
+    assert next_steps(tmp_path, tmp_path / ".venv") == [
+        ". .venv/bin/activate",
+        "torchrelay key create --tenant acme",
+        "torchrelay upload examples/glossary/model --name glossary",
+        'torchrelay chat glossary "What is a relay?"',
+    ]
+    assert next_steps(tmp_path, Path("/opt/my venv"))[0] == ". '/opt/my venv/bin/activate'"
+
+
+def test_a_quiet_herald_gives_no_advice(home: Home, ports: Ports) -> None:
+    stack = StackPlan(home, UpOptions(), ports).stack()
+    for is_quiet in (False, True):
+        told = io.StringIO()
+        StartupProgress(home, Console(file=told, width=200), is_quiet=is_quiet).up(stack.endpoints)
+        assert "Torchrelay is up" in told.getvalue()
+        assert ("key create" in told.getvalue()) != is_quiet

@@ -1,0 +1,198 @@
+"""What `top` and `explain` draw, from views made by hand."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console, RenderableType
+
+from tests.unit.cli.fake_gateway import MODEL
+from torchrelay.cli.commands.explain import bar, explanation, shorten_ids, until_end
+from torchrelay.cli.commands.models import models_table
+from torchrelay.cli.views.cluster import LiveScreen, Sample, cluster_screen, counters_of, rates_of
+from torchrelay.cli.views.console import printable
+from torchrelay.cli.views.packs import join_names
+from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+
+
+def drawn(what: RenderableType, width: int = 180) -> str:
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as captured:
+        console.print(what)
+    return captured.get()
+
+
+def view(bytes_received: int = 0, *, is_cold: bool = False) -> scheduler_pb2.ClusterView:
+    slot = reports_pb2.SlotState(state=reports_pb2.SlotState.STATE_FREE)
+    if not is_cold:
+        slot = reports_pb2.SlotState(
+            state=reports_pb2.SlotState.STATE_LOADING,
+            model="acme/[red]tiny",
+            num_layers=24,
+            num_layers_ready=7,
+            roles=[types_pb2.ROLE_PREFILL],
+        )
+    worker = reports_pb2.WorkerReport(
+        worker_id="prefill-0", incarnation="a", slot=slot, kv_pool_bytes=200, kv_free_bytes=50, num_running=3
+    )
+    copy = reports_pb2.PackCopy(
+        pack_id="feed" * 16, pack_bytes=583_000_000, num_chunks=256, num_chunks_verified=128, source="store-b"
+    )
+    store = reports_pb2.StoreReport(
+        store_id="store-a", incarnation="b", arena_bytes=10**9, bytes_received=bytes_received, copies=[copy]
+    )
+    made = scheduler_pb2.ClusterView(epoch=7, workers=[worker], stores=[store])
+    if not is_cold:
+        instance = scheduler_pb2.InstanceView(
+            instance_id="inst-1", model="acme/[red]tiny", pack_id="feed" * 16, worker_id="prefill-0", state="loading"
+        )
+        made.instances.append(instance)
+        made.demand.append(scheduler_pb2.ModelDemand(model="acme/[red]tiny", num_waiting=2))
+        made.demand.append(scheduler_pb2.ModelDemand(model="acme/other", num_waiting=5))
+    return made
+
+
+def test_the_screen_shows_workers_copies_instances_and_demand() -> None:
+    shown = drawn(cluster_screen(view(), {"store-a.b.in": 2.5e9}, "127.0.0.1:1"))
+    for part in ("prefill-0", "loading", "7/24", "25%", "583 MB", "128/256", "store-b", "2.5 GB"):
+        assert part in shown
+    assert "████░░░░" in shown
+    assert "acme/[red]tiny" in shown  # names are no markup
+    assert "acme/other" in shown  # waits without an instance
+    assert "0 running, 7 waiting" in shown
+
+
+def test_names_are_whole_at_100_columns() -> None:
+    """Of a cluster whose numbers are wide and whose workers play both roles."""
+    full = view(10**9)
+    for copy in full.stores[0].copies:
+        copy.num_chunks_verified, copy.source = 256, "store-local"
+    full.stores[0].store_id, full.stores[0].host_id = "store-local", "local"
+    for named in (full.workers[0].slot, full.instances[0]):
+        named.model = "acme/glossary-large"
+        named.roles[:] = [types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE]
+    worker = full.workers[0]
+    worker.host_id, worker.kv_free_bytes, worker.slot.num_layers_ready = "local", 200, 24
+    rates = {"prefill-0.a.prefilled": 12_345.0, "prefill-0.a.decoded": 1234.0, "store-local.b.in": 123_456_789.0}
+    shown = drawn(cluster_screen(full, rates, "127.0.0.1:1"), 100)
+    assert shown.count("acme/glossary-large") == 3
+    assert shown.count("store-local") == 3
+    assert "…" not in shown
+    assert "12,345" in shown and "both" in shown
+    assert "epoch" not in shown
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_names_are_whole_at_any_width(width: int) -> None:
+    full = view(10**9)
+    full.stores[0].store_id = "store-local"
+    for named in (full.workers[0].slot, full.instances[0]):
+        named.model = "acme/glossary-large"
+    shown = drawn(cluster_screen(full, {}, "127.0.0.1:1"), width)
+    assert shown.count("acme/glossary-large") == 3
+    assert (shown.count("prefill-0"), shown.count("store-local")) == (2, 2)
+    assert ("layers" in shown) == (width == 120)
+    assert all(len(line) <= width for line in shown.splitlines())
+    listed = drawn(models_table([MODEL | {"id": "acme/glossary-large"}]), width)
+    assert "acme/glossary-large" in listed and "60 (default)" in listed
+    assert ("LlamaForCausalLM" in listed) == (width == 120)
+
+
+def test_an_explanation_ends_with_its_request() -> None:
+    phases = [{"name": "queue", "begin_unix_us": 1, "end_unix_us": 5}]
+    over = [*phases, {"name": "decode", "begin_unix_us": 5, "end_unix_us": 9}]
+    decisions = [{"at_unix_us": at} for at in (1, 9, 10)]
+    assert until_end(phases, decisions) == decisions  # it still runs
+    assert until_end(over, decisions) == decisions[:2]
+
+
+def test_a_narrow_explanation_has_no_bars_and_ids_are_short() -> None:
+    phases = [
+        {
+            "name": "first_token",
+            "begin_unix_us": 1_000_000,
+            "end_unix_us": 1_012_300,
+            "where": "gateway-y0v00qv5b0vwzprhncf0",
+            "detail": "3.62 MB from remote, first chunk after 2.6 ms",
+        }
+    ]
+    decisions = [{"at_unix_us": 1, "kind": "wake", "subject": "inst-njqw24sn06qb3e1mmcv9", "reason": "1 waiting"}]
+    narrow, wide = (drawn(explanation(phases, decisions), width) for width in (80, 120))
+    assert "█" not in narrow and "█" in wide
+    for shown in (narrow, wide):
+        assert "gateway-y0v00q " in shown and "inst-njqw24 " in shown and "…" not in shown
+    assert "3.62 MB from remote" in wide
+    assert shorten_ids("store-local and req-1") == "store-local and req-1"
+
+
+def test_a_cluster_at_zero_says_so() -> None:
+    cold = view(is_cold=True)
+    shown = drawn(cluster_screen(cold, {}, "127.0.0.1:1"))
+    assert "every model is at zero" in shown and "not called yet" in shown
+    cold.versions.add(version_id="v", pack_id="feed" * 16, models=["acme/tiny"])
+    for num_verified, words in ((128, "asleep, no host copies"), (256, "asleep, 1 host copy")):
+        cold.stores[0].copies[0].num_chunks_verified = num_verified
+        shown = drawn(cluster_screen(cold, {}, "127.0.0.1:1"))
+        assert words in shown and "every model is at zero" in shown
+    assert shown.count("acme/tiny") == 2 and "█" not in shown
+
+
+@pytest.mark.parametrize("width", [80, 180])
+def test_models_of_the_same_files_stand_together(width: int) -> None:
+    shared = view()
+    shared.instances[0].version_id = "v"
+    shared.instances[0].model = "birch/words"
+    shared.versions.add(version_id="v", pack_id="feed" * 16, models=["acme/tiny", "birch/words"])
+    shared.demand.add(model="acme/tiny", num_waiting=3)
+    shown = drawn(cluster_screen(shared, {}, "127.0.0.1:1"), width).splitlines()
+    (line,) = (line for line in shown if "birch/words, acme/tiny" in line)
+    assert line.split()[-1] == "3"  # those of both
+    assert any("acme/tiny, birch/words" in line and "store-a" in line for line in shown)
+    assert not any(line.strip().startswith("acme/tiny ") for line in shown)  # it is served: no line of its own
+    assert join_names(["a/m", "b/m", "c/m", "d/m"]) == "a/m, b/m +2"
+
+
+def test_rates_come_from_successive_views() -> None:
+    first, last = counters_of(view(1000)), counters_of(view(5000))
+    rates = rates_of([Sample(10.0, first), Sample(12.0, last)], now_s=12.0)
+    assert rates["store-a.b.in"] == 2000.0
+    assert rates_of([Sample(10.0, first)], now_s=10.0) == {}
+    restarted = view(10)
+    restarted.stores[0].incarnation = "c"
+    assert "store-a.c.in" not in rates_of([Sample(10.0, first), Sample(11.0, counters_of(restarted))], now_s=11.0)
+
+
+def test_a_quiet_cluster_has_rates_of_zero_and_a_lost_one_says_so() -> None:
+    now = [0.0]
+    screen = LiveScreen("127.0.0.1:1", lambda: now[0])
+    assert "asking the scheduler" in drawn(screen.render())
+    screen.show(view(0))
+    now[0] = 1.0
+    screen.show(view(4000))
+    assert "4 kB" in drawn(screen.render())
+    now[0] = 30.0
+    assert "0 B" in drawn(screen.render())
+    screen.lost()
+    assert "does not answer" in drawn(screen.render())
+
+
+def test_bars_are_to_scale_and_never_empty() -> None:
+    assert bar(0, 50, 100, cells=10).plain == "█████     "
+    assert bar(50, 50, 100, cells=10).plain == "     █████"
+    assert bar(100, 0, 100, cells=10).plain == "         █"
+    assert bar(0, 0, 0, cells=4).plain == "█   "
+
+
+def test_an_explanation_shows_milliseconds_and_reasons() -> None:
+    phases = [
+        {"name": "queue", "begin_unix_us": 1_000_000, "end_unix_us": 1_012_300, "where": "scheduler", "detail": "[x]"},
+        {"name": "relay", "begin_unix_us": 1_002_000, "end_unix_us": 0, "where": "store-a", "detail": ""},
+    ]
+    decisions = [{"at_unix_us": 1_000_000, "kind": "wake", "subject": "acme/tiny", "reason": "1 waiting"}]
+    shown = drawn(explanation(phases, decisions))
+    for part in ("queue", "12.3 ms", "[x]", "relay", "2.0 ms", "running", "wake", "1 waiting"):
+        assert part in shown
+    assert "store-a" in drawn(explanation(phases, []))
+
+
+def test_text_from_elsewhere_cannot_take_over_the_terminal() -> None:
+    assert printable("a\x1b[31mb\nc\td\x07é") == "a[31mb\nc\tdé"

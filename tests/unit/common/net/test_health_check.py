@@ -1,0 +1,63 @@
+"""What the health check says, and its status."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from torchrelay.common.net import health_check
+
+Serving = health_pb2.HealthCheckResponse
+
+
+@pytest.fixture
+def servicer() -> health.HealthServicer:
+    return health.HealthServicer()
+
+
+@pytest.fixture
+def address(servicer: health.HealthServicer) -> Iterator[str]:
+    server = grpc.server(ThreadPoolExecutor(1))
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str | int | None:
+    """What the program ends with: nothing, or a sentence for standard error, which is status 1."""
+    monkeypatch.setattr("sys.argv", ["torchrelay-health", *arguments])
+    try:
+        health_check.main()
+    except SystemExit as ended:
+        return ended.code
+    return None
+
+
+def test_a_service_that_serves(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, address) is None
+    assert capsys.readouterr().out == "serving\n"
+
+
+def test_a_service_that_does_not(
+    address: str, servicer: health.HealthServicer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    servicer.set("", Serving.NOT_SERVING)
+    assert call(monkeypatch, address) == f"{address} answers, and does not serve"
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert call(monkeypatch, "127.0.0.1:1") == "127.0.0.1:1 does not answer"
+
+
+def test_its_usage(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "--help") is None
+    assert capsys.readouterr().out == health_check.USAGE + "\n"
+    assert call(monkeypatch) == health_check.USAGE

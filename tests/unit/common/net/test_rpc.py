@@ -1,0 +1,71 @@
+"""Errors keep their class, field and retry time over gRPC."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, cast
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable, UploadRefused, error_class
+from torchrelay.common.net.rpc import RpcServer, error_from_rpc, open_channel
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.control.v1 import param_store_pb2_grpc
+
+
+class RefusingStore(param_store_pb2_grpc.ParamStoreServicer):
+    async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeReply:
+        raise UploadRefused("config.json has no hidden_size", field="config.json")
+
+    async def ReadFile(self, request: pb.ReadFileRequest, context: object) -> AsyncIterator[pb.FileBytes]:
+        yield pb.FileBytes(data=b"first")
+        raise QueueFull("too many readers", retry_after_s=2.5)
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[RpcServer]:
+    server = RpcServer("127.0.0.1")
+    param_store_pb2_grpc.add_ParamStoreServicer_to_server(cast(Any, RefusingStore)(), server.server)
+    await server.start()
+    yield server
+    await server.stop(0)
+
+
+async def test_unary_error_keeps_class_and_field(server: RpcServer) -> None:
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await param_store_pb2_grpc.ParamStoreStub(channel).Describe(pb.DescribeRequest())
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, UploadRefused)
+    assert (error.message, error.field) == ("config.json has no hidden_size", "config.json")
+
+
+async def test_stream_error_follows_what_was_sent(server: RpcServer) -> None:
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        received = []
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for part in param_store_pb2_grpc.ParamStoreStub(channel).ReadFile(pb.ReadFileRequest()):
+                received.append(part.data)
+    error = error_from_rpc(caught.value)
+    assert received == [b"first"]
+    assert isinstance(error, QueueFull) and error.retry_after_s == 2.5
+
+
+async def test_absent_server_is_unavailable() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await param_store_pb2_grpc.ParamStoreStub(channel).Describe(pb.DescribeRequest())
+    assert isinstance(error_from_rpc(caught.value), Unavailable)
+
+
+async def test_health_says_serving(server: RpcServer) -> None:
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        reply = await cast(Any, health_pb2_grpc.HealthStub(channel)).Check(health_pb2.HealthCheckRequest())
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_every_code_names_one_class() -> None:
+    assert error_class("queue_full") is QueueFull
+    assert error_class("a code of a later version") is TorchrelayError

@@ -1,0 +1,50 @@
+"""Settings that several fields decide together: TLS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.certificates import Authority
+from torchrelay.common.process.settings import ServiceSettings, load_settings
+
+FIELDS = ("tls_ca_file", "tls_cert_file", "tls_key_file")
+
+
+@pytest.fixture
+def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Authority:
+    for name in FIELDS:
+        monkeypatch.delenv(f"TORCHRELAY_{name.upper()}", raising=False)
+    return Authority(tmp_path)
+
+
+def complaint(args: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        load_settings(ServiceSettings, "torchrelay-x", args)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_tls_is_off_unless_its_files_are_named(authority: Authority, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load_settings(ServiceSettings, "torchrelay-x", []).tls is None
+    files = authority.node("node")
+    for name, path in files.as_settings().items():
+        monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", path)
+    settings = load_settings(ServiceSettings, "torchrelay-x", [])
+    assert settings.tls_files == files
+    assert settings.tls is not None
+
+
+def test_half_an_identity_names_what_is_missing(authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:
+    files = authority.node("node")
+    said = complaint([f"--tls-ca-file={files.ca}"], capsys)
+    assert said.startswith("torchrelay-x: TLS needs all of its three files or none: set ")
+    assert "set TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE, or unset the rest" in said
+    said = complaint([f"--tls-ca-file={files.ca}", f"--tls-cert-file={files.cert}"], capsys)
+    assert "set TORCHRELAY_TLS_KEY_FILE, or unset the rest" in said
+
+
+def test_an_expired_certificate_ends_the_start(authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:
+    args = [f"--{name.replace('_', '-')}={path}" for name, path in authority.expired().as_settings().items()]
+    assert "certificate has expired" in complaint(args, capsys)

@@ -1,0 +1,71 @@
+"""What Pydantic finds, in plain words."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import pytest
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from torchrelay.common.validation import describe_error, quote_value
+
+
+class Row(BaseModel):
+    size: int = Field(1, ge=0)
+
+
+class Given(BaseModel, extra="forbid"):
+    name: Annotated[str, Field(min_length=1, max_length=5)] = "x"
+    whole: Annotated[int, Field(gt=0, lt=10)] = 1
+    part: Annotated[float, Field(le=2, allow_inf_nan=False)] = 1.0
+    really: bool = True
+    rows: list[Row] = Field([Row()], min_length=1, max_length=2)
+    kind: Literal["key", "model"] = "key"
+    even: int = 2
+
+    @field_validator("even")
+    @classmethod
+    def _even(cls, value: int) -> int:
+        if value % 2:
+            raise ValueError("3 is odd.")
+        return value
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"whole": "ten"}, "whole must be a whole number, not 'ten'"),
+        ({"whole": 1.5}, "whole must be a whole number, not 1.5"),
+        ({"whole": None}, "whole must be a whole number, not null"),
+        ({"whole": 0}, "whole must be above 0, not 0"),
+        ({"whole": 10}, "whole must be below 10, not 10"),
+        ({"part": "hot"}, "part must be a number, not 'hot'"),
+        ({"part": float("nan")}, "part must be a finite number, not NaN"),
+        ({"whole": 10**60}, f"whole must be below 10, not 1{'0' * 36}..."),
+        ({"part": "9"}, "part must be at most 2.0, not 9"),
+        ({"really": "so"}, "really must be true or false, not 'so'"),
+        ({"name": 5}, "name must be a text, not 5"),
+        ({"name": ["a"]}, "name must be a text, not a list"),
+        ({"name": ""}, "name must not be empty"),
+        ({"rows": {}}, "rows must be a list, not an object"),
+        ({"name": "letters"}, "name must be at most 5 characters long, not 'letters'"),
+        ({"rows": []}, "rows must not be empty"),
+        ({"rows": [{}] * 3}, "rows must be at most 2 entries long, not a list"),
+        ({"rows": [1]}, "rows.0 must be an object, not 1"),
+        ({"rows": [{"size": -1}]}, "rows.0.size must be at least 0, not -1"),
+        ({"kind": "moon"}, "kind must be 'key' or 'model', not 'moon'"),
+        ({"more": 1}, "more is not known"),
+        ({"even": 3}, "even: 3 is odd"),
+        ([], "must be an object, not an empty list"),
+    ],
+)
+def test_a_fault_names_the_field_what_it_must_be_and_what_was_given(given: Any, sentence: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        Given.model_validate(given)
+    (fault,) = caught.value.errors()
+    assert describe_error(".".join(map(str, fault["loc"])), fault) == sentence
+
+
+def test_what_was_given_is_cut_short() -> None:
+    assert quote_value("x" * 41) == f"'{'x' * 37}...'" and quote_value("x" * 40) == f"'{'x' * 40}'"
+    assert (quote_value(True), quote_value([1])) == ("true", "a list")

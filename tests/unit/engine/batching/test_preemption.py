@@ -1,0 +1,257 @@
+"""Groups that are set back go on as if nothing had happened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.support.checkpoints import FAMILIES
+from tests.unit.engine.harness import GREEDY, Model, assert_idle, group_of, outputs, prompt_of, run
+from torchrelay.common.errors import Conflict
+from torchrelay.engine.batching.preemption import PageHolding, fair_shares, pick_victims
+from torchrelay.engine.core import GroupSpec, NewToken, SamplingParams, StepResult
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.kv.layout import KvBlock
+
+ModelOf = Callable[..., Model]
+SAMPLED = SamplingParams(
+    temperature=1.2,
+    top_p=0.9,
+    seed=11,
+    max_tokens=14,
+    presence_penalty=0.4,
+    frequency_penalty=0.3,
+    logit_bias=((7, 1.5),),
+    top_logprobs=3,
+)
+
+
+def tokens_of(steps: list[StepResult]) -> dict[tuple[str, int], list[NewToken]]:
+    outputs(steps)  # positions rise one by one
+    found: dict[tuple[str, int], list[NewToken]] = {}
+    for token in (token for step in steps for token in step.tokens):
+        found.setdefault((token.group_id, token.choice), []).append(token)
+    return found
+
+
+def same(found: list[NewToken], expected: list[NewToken]) -> bool:
+    """All but the last digits of the log-probabilities, which depend on the batch."""
+    plain = [replace(token, logprobs=None, num_cached=0) for token in found]
+    told = [each.logprobs.chosen for each in found if each.logprobs]
+    wanted = [each.logprobs.chosen for each in expected if each.logprobs]
+    return (
+        plain == [replace(token, logprobs=None, num_cached=0) for token in expected]
+        and told == pytest.approx(wanted, abs=1e-4)
+        and [{t for t, _ in each.logprobs.top} for each in found if each.logprobs]
+        == [{t for t, _ in each.logprobs.top} for each in expected if each.logprobs]
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_set_back_after_every_step_of_every_family(model_of: ModelOf, family: str) -> None:
+    """A chunk, the last chunk, and decoding up to every position; with and without the prefix cache's help."""
+    model = model_of(family)
+    prompt = prompt_of(70)
+    expected = model.expected(prompt)[:8]
+    for cached in (True, False):
+        instance = model.instance(token_budget=40, page_tokens=8, prefix_cache=cached)
+        for num_steps in range(10):
+            instance.prefill(group_of(prompt, sampling=replace(GREEDY, max_tokens=8)))
+            steps = [instance.step() for _ in range(num_steps)]
+            instance.preempt("r/0")
+            assert instance.num_free_pages == instance.num_pages
+            instance.check_integrity()
+            steps += run(instance)
+            assert outputs(steps) == {("r/0", 0): expected}
+            assert_idle(instance)
+
+
+GROUPS = (
+    group_of(prompt_of(21), "greedy/0", replace(GREEDY, max_tokens=12)),
+    group_of(prompt_of(30), "several/0", SAMPLED, forced=[(), (), ()]),
+    group_of(prompt_of(9), "resumed/0", SAMPLED, forced=[(), (5, 7), (5, 7)]),
+    group_of(prompt_of(1), "short/0", replace(SAMPLED, max_tokens=3)),
+)
+
+
+def make(model: Model, cached: bool = True) -> Instance:
+    return model.instance(token_budget=17, page_tokens=4, prefix_cache=cached)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.tuples(st.integers(0, 20), st.sampled_from([group.group_id for group in GROUPS])), max_size=8),
+    st.booleans(),
+)
+def test_set_back_at_random_moments(model_of: ModelOf, moments: list[tuple[int, str]], cached: bool) -> None:
+    model = model_of("qwen3")
+    alone = {key: value for group in GROUPS for key, value in tokens_of(_run_all(make(model), [group], [])).items()}
+    instance = make(model, cached)
+    found = tokens_of(_run_all(instance, list(GROUPS), moments))
+    assert found.keys() == alone.keys()
+    for key, tokens in found.items():
+        assert same(tokens, alone[key]), key
+    assert_idle(instance)
+
+
+def _run_all(instance: Instance, groups: list[GroupSpec], moments: list[tuple[int, str]]) -> list[StepResult]:
+    for group in groups:
+        instance.prefill(group)
+    steps: list[StepResult] = []
+    while instance.has_work():
+        for moment, group_id in moments:
+            if moment == len(steps):
+                instance.preempt(group_id)
+                instance.check_integrity()
+        steps.append(instance.step())
+    return steps
+
+
+def test_the_cached_prefix_is_told_with_the_first_token_alone(model_of: ModelOf) -> None:
+    instance = model_of().instance()
+    instance.prefill(group_of(prompt_of(40)))
+    steps = [instance.step(), instance.step()]
+    instance.preempt("r/0")
+    steps += run(instance)
+    assert [token.num_cached for step in steps for token in step.tokens] == [0] * GREEDY.max_tokens
+    assert sum(step.num_positions_prefilled for step in steps) == 40 + (42 - 32)  # two pages were still there
+
+
+def test_a_hand_over_that_is_set_back_repeats_no_block(model_of: ModelOf) -> None:
+    model = model_of()
+    group = group_of(prompt_of(70), forced=[(), (3, 4)])
+    whole: dict[int, bytes] = {}
+    for num_steps in range(8):
+        instance = model.instance(token_budget=16, kv_block_tokens=24, prefix_cache=False)
+        blocks: dict[int, bytes] = {}
+
+        def collect(block: KvBlock, blocks: dict[int, bytes] = blocks) -> None:
+            assert block.index not in blocks
+            blocks[block.index] = bytes(block.data)
+
+        instance.prefill(group, collect)
+        steps = [instance.step() for _ in range(num_steps)]
+        instance.preempt("r/0")
+        steps += run(instance)
+        assert sorted(blocks) == list(range(instance.kv_layout(group).num_kv_chunks))
+        assert {len(tokens) for tokens in outputs(steps).values()} == {1}
+        whole = whole or blocks
+        assert {index: len(data) for index, data in blocks.items()} == {i: len(data) for i, data in whole.items()}
+        assert_idle(instance)
+
+
+def test_what_could_not_be_computed_again_is_not_set_back(model_of: ModelOf) -> None:
+    model = model_of()
+    shape = model.instance().kv_shape
+    instance = model.instance(pool_bytes=8 * 16 * shape.bytes_per_token)
+    adopted = replace(group_of(prompt_of(20)), prompt=())
+    kv_import = instance.import_kv(adopted, instance.kv_layout(adopted))
+    with pytest.raises(Conflict):
+        instance.preempt("r/0")
+    kv_import.drop()
+    sampling = replace(SAMPLED, max_tokens=16)
+    instance.prefill(group_of(prompt_of(80), "s/0", sampling, forced=[(), (), ()]))  # 5 pages shared, and 1 each
+    steps = [instance.step(), instance.step(), instance.step()]
+    with pytest.raises(Conflict):  # each choice has an output of its own by now: they would share nothing
+        instance.preempt("s/0")
+    instance.check_integrity()
+    steps += run(instance)
+    assert {len(tokens) for tokens in outputs(steps).values()} == {16}
+    instance.preempt("s/0")  # gone: nothing happens
+    assert_idle(instance)
+
+
+# Whom the scheduler sets back
+
+
+def test_the_youngest_of_who_has_most_above_its_share() -> None:
+    holdings = [
+        PageHolding("a1", "a", 30, 0, True),
+        PageHolding("a2", "a", 30, 3, True),
+        PageHolding("b1", "b", 30, 1, True),
+        PageHolding("b2", "b", 5, 2, False),
+    ]
+    shares = fair_shares(99, {"a": 1, "b": 1, "c": 1})
+    assert shares == {"a": 33, "b": 33, "c": 33}
+    assert pick_victims(1, shares, holdings) == ("a2",)
+    assert pick_victims(31, shares, holdings) == ("a2", "b1")  # then "b" is 2 above, "a" below
+    assert pick_victims(61, shares, holdings) == ()  # not enough: nobody is set back in vain
+    assert pick_victims(1, fair_shares(99, {"a": 4, "b": 1, "c": 1}), holdings) == ("b1",)
+    assert pick_victims(0, shares, holdings) == ()
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40), st.booleans()), max_size=12), st.integers(1, 100))
+def test_victims_are_needed_and_their_tenants_above_their_share(
+    groups: list[tuple[str, int, bool]], num_wanted: int
+) -> None:
+    holdings = [PageHolding(str(n), tenant, pages, n, can) for n, (tenant, pages, can) in enumerate(groups)]
+    shares = fair_shares(100, dict.fromkeys("abcd", 1.0))
+    found = [holdings[int(name)] for name in pick_victims(num_wanted, shares, holdings)]
+    assert all(each.can_be_preempted for each in found)
+    held = {tenant: sum(each.num_pages for each in holdings if each.tenant == tenant) for tenant in "abc"}
+    for number, each in enumerate(found):
+        assert sum(other.num_pages for other in found[:number]) < num_wanted
+        assert held[each.tenant] > shares[each.tenant]
+        held[each.tenant] -= each.num_pages
+    assert not found or sum(each.num_pages for each in found) >= num_wanted
+
+
+def small(model: Model, num_pages: int, **settings: Any) -> Instance:
+    return model.instance(pool_bytes=num_pages * 16 * model.instance().kv_shape.bytes_per_token, **settings)
+
+
+def test_a_tenant_with_nothing_gets_pages_from_one_with_more_than_its_share(model_of: ModelOf) -> None:
+    """Twelve pages: four groups of one tenant fill them. Another's prompt has its first token in the next step."""
+    model = model_of()
+    instance = small(model, 12)
+    for number in range(5):
+        instance.prefill(replace(group_of(prompt_of(20, number), f"{number}/0"), tenant_id="greedy"))
+    steps = [instance.step(), instance.step()]
+    instance.prefill(replace(group_of(prompt_of(20, 9), "modest/0"), tenant_id="modest"))
+    steps.append(instance.step())
+    assert "modest/0" in steps[-1].prefilled
+    assert "3/0" not in {token.group_id for token in steps[-1].tokens}  # the youngest
+    assert {f"{number}/0" for number in range(3)} < {token.group_id for token in steps[-1].tokens}
+    instance.prefill(replace(group_of(prompt_of(20, 8), "second/0"), tenant_id="modest"))
+    steps.append(instance.step())
+    assert "second/0" not in steps[-1].prefilled  # "modest" has pages: its next waits like any other
+    steps += run(instance)
+    prefilled = [name for step in steps for name in step.prefilled]
+    assert prefilled.count("3/0") == 2 and all(prefilled.count(f"{number}/0") == 1 for number in (0, 1, 2, 4))
+    found = outputs(steps)
+    for number in range(5):
+        assert found[f"{number}/0", 0] == model.expected(prompt_of(20, number))
+    assert found["modest/0", 0] == model.expected(prompt_of(20, 9))
+    assert_idle(instance)
+
+
+def test_nobody_is_set_back_twice_or_for_one_that_was(model_of: ModelOf) -> None:
+    """A tenant's only group fills the pool; small ones of another come all the time. Each is served, none starves."""
+    model = model_of()
+    instance = small(model, 12)
+    long = replace(group_of(prompt_of(150), "long/0", replace(GREEDY, max_tokens=40)), tenant_id="long")
+    instance.prefill(long)
+    steps = [instance.step() for _ in range(3)]
+    for number in range(12):
+        instance.prefill(replace(group_of(prompt_of(20, number), f"{number}/0"), tenant_id="many"))
+        steps += [instance.step() for _ in range(6)]
+        instance.check_integrity()
+    steps += run(instance)
+    prefilled = [name for step in steps for name in step.prefilled]
+    assert prefilled.count("long/0") == 2
+    assert prefilled[-1] != "long/0"  # it was not put off to the end
+    assert outputs(steps)["long/0", 0] == model.expected(prompt_of(150), 40)
+    assert_idle(instance)
+
+
+def test_one_tenant_alone_is_never_set_back(model_of: ModelOf) -> None:
+    instance = small(model_of(), 6)
+    for number in range(6):
+        instance.prefill(group_of(prompt_of(20, number), f"{number}/0"))
+    prefilled = [name for step in run(instance) for name in step.prefilled]
+    assert prefilled == [f"{number}/0" for number in range(6)]

@@ -1,0 +1,142 @@
+"""The prefix cache: common beginnings are computed once, for one tenant, and the tokens stay the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.engine.harness import Model, assert_idle, group_of, hand_over, outputs, prompt_of, run
+from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.common.tokens.prefix_hashes import page_hashes, routing_hashes
+from torchrelay.engine.core import SamplingParams, StepResult
+from torchrelay.engine.instance import Instance
+
+PAGE = 16
+PROMPT = prompt_of(70)
+
+
+def ask(instance: Instance, prompt: tuple[int, ...], tenant_id: str = "a") -> tuple[list[int], int, int]:
+    """The tokens, how many of the prompt were cached, and how many were computed."""
+    instance.prefill(replace(group_of(prompt), tenant_id=tenant_id))
+    return told(run(instance))
+
+
+def told(steps: list[StepResult]) -> tuple[list[int], int, int]:
+    tokens = [token for step in steps for token in step.tokens]
+    num_prefilled = sum(step.num_positions_prefilled for step in steps)
+    return [token.token_id for token in tokens], tokens[0].num_cached, num_prefilled
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_the_second_time_only_the_rest_is_computed(model_of: ModelOf, family: str) -> None:
+    model = model_of(family)
+    instance = model.instance()
+    assert ask(instance, PROMPT) == (model.expected(PROMPT), 0, 70)
+    assert ask(instance, PROMPT) == (model.expected(PROMPT), 64, 6)
+    other = (*PROMPT[:40], *prompt_of(20, salt=3))
+    assert ask(instance, other) == (model.expected(other), 32, 28)
+    assert_idle(instance)
+
+
+@pytest.mark.parametrize(("length", "num_cached"), [(15, 0), (16, 0), (17, 16), (32, 16), (33, 32)])
+def test_the_last_token_is_always_computed(model_of: ModelOf, length: int, num_cached: int) -> None:
+    model = model_of()
+    instance = model.instance()
+    ask(instance, PROMPT[:length])
+    found = ask(instance, PROMPT[:length])
+    assert found == (model.expected(PROMPT[:length]), num_cached, length - num_cached)
+
+
+def test_pages_are_found_by_the_keys_that_prompts_are_routed_by(model_of: ModelOf) -> None:
+    """What the scheduler remembers of a prompt names pages that are there."""
+    instance, prompt = model_of().instance(), prompt_of(150)
+    ask(instance, prompt, tenant_id="a")
+    known = instance._scheduler._prefixes._pages
+    assert list(known) == list(page_hashes("a", prompt))
+    routed_by = list(routing_hashes("a", prompt))
+    assert len(routed_by) == 2 and set(routed_by) < set(known)
+    assert instance._scheduler._prefixes.find("a", prompt)[:4][-1] == known[routed_by[0]]
+
+
+def test_another_tenant_finds_nothing(model_of: ModelOf) -> None:
+    instance = model_of().instance()
+    ask(instance, PROMPT, tenant_id="a")
+    assert ask(instance, PROMPT, tenant_id="b")[1] == 0
+    assert ask(instance, PROMPT, tenant_id="b")[1] == 64
+
+
+def test_switched_off(model_of: ModelOf) -> None:
+    instance = model_of().instance(prefix_cache=False)
+    assert [ask(instance, PROMPT)[1] for _ in range(2)] == [0, 0]
+    assert_idle(instance)
+
+
+@pytest.mark.parametrize("budget", [512, 20])
+def test_what_was_cached_is_handed_over_too(model_of: ModelOf, budget: int) -> None:
+    model = model_of("qwen2")
+    source = model.instance(token_budget=budget, kv_block_tokens=24)
+    for num_cached in (0, 64):
+        target = model.instance()
+        last, steps = hand_over(source, target, group_of(PROMPT))
+        first = [token.token_id for token in last.tokens]
+        assert last.tokens[0].num_cached == num_cached
+        assert first + outputs(steps)["r/0", 0] == model.expected(PROMPT)
+    assert_idle(source)
+
+
+def test_several_choices_and_a_resume_begin_from_it(model_of: ModelOf) -> None:
+    model = model_of()
+    instance, expected = model.instance(), model.expected(PROMPT)
+    ask(instance, PROMPT)
+    instance.prefill(replace(group_of(PROMPT, forced=[(), expected[:5], ()]), tenant_id="a"))
+    steps = run(instance)
+    assert outputs(steps) == {("r/0", 0): expected, ("r/0", 1): expected[5:], ("r/0", 2): expected}
+    assert {token.num_cached for step in steps for token in step.tokens[:1]} <= {0, 64}
+    assert sum(step.num_positions_prefilled for step in steps) == (70 - 64) + (75 - 64)
+    assert_idle(instance)
+
+
+def test_under_pressure_the_longest_unused_goes_and_ends_go_before_beginnings(model_of: ModelOf) -> None:
+    model = model_of()
+    instance = _small(model, num_pages=12)
+    prompts = [prompt_of(40, salt) for salt in range(4)]
+    sampling = SamplingParams(temperature=0, max_tokens=2)
+    for prompt in prompts:
+        instance.prefill(replace(group_of(prompt, sampling=sampling), tenant_id="a"))
+        run(instance)
+
+    def num_cached(prompt: tuple[int, ...]) -> int:
+        instance.prefill(replace(group_of(prompt, sampling=sampling), tenant_id="a"))
+        return told(run(instance))[1]
+
+    assert num_cached(prompts[3]) == 32
+    whole = prompt_of(160, salt=9)
+    instance.prefill(replace(group_of(whole, sampling=sampling), tenant_id="a"))  # takes eleven pages of twelve
+    assert outputs(run(instance))["r/0", 0] == model.expected(whole, 2)
+    assert num_cached(prompts[0]) == 0
+    assert_idle(instance)
+
+
+def test_a_group_that_was_cancelled_leaves_nothing_half_computed(model_of: ModelOf) -> None:
+    model = model_of()
+    instance = model.instance(token_budget=20)
+    instance.prefill(replace(group_of(PROMPT), tenant_id="a"))
+    instance.step()
+    instance.cancel("r/0")
+    assert ask(instance, PROMPT) == (model.expected(PROMPT), 0, 70)
+
+
+def test_admission_counts_idle_pages_as_free(model_of: ModelOf) -> None:
+    model = model_of()
+    instance = _small(model, num_pages=8)
+    for salt in range(3):
+        prompt = prompt_of(90, salt)
+        instance.prefill(replace(group_of(prompt), tenant_id="a"))
+        assert outputs(run(instance))["r/0", 0] == model.expected(prompt)
+    assert instance.num_free_pages == instance.num_pages
+
+
+def _small(model: Model, num_pages: int) -> Instance:
+    shape = model.instance().kv_shape
+    return model.instance(pool_bytes=num_pages * PAGE * shape.bytes_per_token, page_tokens=PAGE)

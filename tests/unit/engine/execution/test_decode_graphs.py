@@ -1,0 +1,128 @@
+"""Recorded decode steps; here a replay is a call, on the very same fixed batches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.unit.engine.harness import assert_idle, group_of, outputs, prompt_of, run
+from tests.unit.engine.kernels.triton.test_attention import DEVICE
+from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.engine.core import SamplingParams
+from torchrelay.engine.execution.decode_graphs import BATCH_SIZES, CallingCapturer, Replay, batch_size_for, capturer_for
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.kernels.attention import AttentionBackend, GatherAttention
+
+SAMPLING = SamplingParams(temperature=0, max_tokens=4)
+
+
+class Counting(CallingCapturer):
+    """Tells recordings from replays."""
+
+    def __init__(self) -> None:
+        self.num_recorded = self.num_replayed = 0
+
+    def capture(self, compute: Replay) -> Replay:
+        self.num_recorded += 1
+
+        def replay() -> torch.Tensor:
+            self.num_replayed += 1
+            return compute()
+
+        return replay
+
+
+@pytest.mark.parametrize(
+    ("num_decoding", "num_chunks", "layer", "expected"),
+    [
+        (1, 0, 0, 1),
+        (3, 0, 0, 4),
+        (4, 0, 0, 4),
+        (5, 0, 0, 8),
+        (256, 0, 0, 256),
+        (257, 0, 0, None),  # larger than any: as it is
+        (0, 0, 0, None),
+        (4, 1, 0, None),  # prompts are of any length
+        (4, 0, 2, None),  # begins with hidden states
+    ],
+)
+def test_sizes(num_decoding: int, num_chunks: int, layer: int, expected: int | None) -> None:
+    assert batch_size_for(num_decoding, num_chunks, layer) == expected
+
+
+def test_padding_at_most_doubles_a_batch() -> None:
+    assert all(larger <= 2 * smaller for smaller, larger in pairwise(BATCH_SIZES))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
+def test_replayed_output_is_exact(model_of: ModelOf, family: str) -> None:
+    """Batches shrink as sequences end: several sizes, rows of nobody in most, each recorded once."""
+    model, capturer = model_of(family), Counting()
+    instance = model.instance(attention="triton", page_tokens=8, capturer=capturer, device=str(DEVICE))
+    expected = {}
+    for number, length in enumerate((3, 9, 22, 30, 41)):
+        prompt, sampling = prompt_of(length), SamplingParams(temperature=0, max_tokens=2 + number)
+        expected[f"{number}/0", 0] = model.expected(prompt, sampling.max_tokens)
+        instance.prefill(group_of(prompt, f"{number}/0", sampling))
+    steps = run(instance)
+    assert outputs(steps) == expected
+    decode_only = [step.num_positions_decoded for step in steps if not step.num_positions_prefilled]
+    assert capturer.num_replayed == len(decode_only)
+    assert capturer.num_recorded == len({batch_size_for(rows, 0, 0) for rows in decode_only}) >= 3
+    assert_idle(instance)
+
+
+def test_rows_of_nobody_write_to_no_page(model_of: ModelOf) -> None:
+    model = model_of()
+    instance = model.instance(attention="triton", capturer=CallingCapturer())
+    pages = instance._pages
+    assert pages.kv.shape[2] == pages.scratch_slot + pages.page_tokens
+    pages.kv.fill_(torch.nan)
+    for number in range(3):
+        instance.prefill(group_of(prompt_of(5), f"{number}/0", SAMPLING))
+    run(instance)
+    written = ~pages.kv[0, 0, :, 0, 0].isnan()
+    # Three prompts of 5, and 3 tokens after each, of which the pages of the prompt itself are not shared.
+    assert int(written[: pages.scratch_slot].sum()) == 3 * (5 + 3)
+    assert written[pages.scratch_slot :].tolist() == [True] + [False] * 15
+
+
+def test_prompts_and_models_that_still_load_are_not_recorded(model_of: ModelOf) -> None:
+    model, capturer = model_of(), Counting()
+    instance = model.instance(loaded=False, attention="triton", capturer=capturer)
+    num_segments = len(model.pack.manifest.segments)
+    for segment in range(num_segments):
+        instance.segment_ready(segment)
+    graphs = instance._runner._graphs
+    assert graphs is not None
+    graphs._is_loaded = lambda: False
+    instance.prefill(group_of(prompt_of(5), sampling=SAMPLING))
+    assert outputs(run(instance))["r/0", 0] == model.expected(prompt_of(5), SAMPLING.max_tokens)
+    assert capturer.num_replayed == 0
+    graphs._is_loaded = lambda: True
+    instance.prefill(group_of(prompt_of(5), sampling=SAMPLING))
+    assert outputs(run(instance))["r/0", 0] == model.expected(prompt_of(5), SAMPLING.max_tokens)
+    assert capturer.num_replayed == SAMPLING.max_tokens - 1
+    assert list(graphs.sizes) == [1]
+    instance.close()
+    assert not graphs.sizes
+
+
+@pytest.mark.parametrize(("family", "attention"), [("mixtral", "triton"), ("llama", "gather")])
+def test_what_differs_from_step_to_step_is_never_recorded(model_of: ModelOf, family: str, attention: str) -> None:
+    """Experts are chosen by the rows, and gathered slots are as many as there are."""
+    instance: Instance = model_of(family).instance(attention=attention, capturer=CallingCapturer())
+    assert instance._runner._graphs is None
+
+
+def test_a_backend_without_plans_that_stay_says_so() -> None:
+    backend: AttentionBackend = GatherAttention()
+    assert not backend.replays
+    with pytest.raises(TypeError, match="GatherAttention has no plans"):
+        backend.fixed_plan(1, 10, None, 0, torch.device("cpu"))
+
+
+def test_a_cpu_records_nothing() -> None:
+    assert capturer_for(torch.device("cpu")) is None

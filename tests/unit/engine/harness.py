@@ -1,0 +1,193 @@
+"""What the engine's tests share: a model with its reference, and loops that run instances to the end."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.support.checkpoints import greedy_reference, reference_model
+from tests.support.packs import Pack, build_pack
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, NewToken, SamplingParams, StepResult
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.kv.layout import KvBlock
+from torchrelay.engine.kv.pool import KvPool
+from torchrelay.engine.kv.prefill_layout import PrefillExport
+from torchrelay.transfer.buffers import MemoryBuffer
+
+POOL_BYTES = 4 << 20
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+
+
+@dataclass
+class Model:
+    """One checkpoint three ways: the folder, its pack, and transformers."""
+
+    folder: Path
+    _expected: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+
+    @cached_property
+    def pack(self) -> Pack:
+        return build_pack(self.folder)
+
+    @cached_property
+    def reference(self) -> Any:
+        return reference_model(self.folder)
+
+    def expected(self, prompt: Sequence[int], num_tokens: int = GREEDY.max_tokens) -> list[int]:
+        """transformers' greedy continuation."""
+        key = (*prompt, num_tokens)
+        if key not in self._expected:
+            self._expected[key] = greedy_reference(self.reference, list(prompt), num_tokens)
+        return self._expected[key]
+
+    @torch.no_grad()
+    def logits(self, prompt: Sequence[int]) -> torch.Tensor:
+        """transformers' logits after the prompt, fp32 [vocab]."""
+        logits: torch.Tensor = self.reference(torch.tensor([prompt])).logits[0, -1].float()
+        return logits
+
+    @torch.no_grad()
+    def true_logits(self, prompt: Sequence[int]) -> torch.Tensor:
+        """The same computed in fp32, with the weights as they are."""
+        logits: torch.Tensor = self._wide(torch.tensor([prompt])).logits[0, -1]
+        return logits
+
+    @cached_property
+    def _wide(self) -> Any:
+        return deepcopy(self.reference).float()
+
+    def instance(
+        self, *, loaded: bool = True, pool_bytes: int = POOL_BYTES, device: str = "cpu", **settings: Any
+    ) -> Instance:
+        instance = Instance(self.pack.manifest, self.pack.view, KvPool(pool_bytes, device), **settings)
+        for segment in range(len(self.pack.manifest.segments) if loaded else 0):
+            instance.segment_ready(segment)
+        return instance
+
+
+def prompt_of(length: int, salt: int = 0) -> tuple[int, ...]:
+    """A prompt without a pattern, the same every time."""
+    return tuple((i * i * 31 + i * 7 + salt * 101 + 5) % 256 for i in range(length))
+
+
+def group_of(
+    prompt: Sequence[int],
+    group_id: str = "r/0",
+    sampling: SamplingParams = GREEDY,
+    forced: Sequence[Sequence[int]] = ((),),
+) -> GroupSpec:
+    """One group with a choice per entry of ``forced``."""
+    choices = tuple(ChoiceSpec(choice, tuple(output)) for choice, output in enumerate(forced))
+    return GroupSpec(group_id, tuple(prompt), len(prompt), sampling, choices)
+
+
+def run(instance: Instance) -> list[StepResult]:
+    """Steps until there is nothing to do; the page tables are checked after each."""
+    steps = []
+    while instance.has_work():
+        steps.append(instance.step())
+        instance.check_integrity()
+    return steps
+
+
+def last_logits(instance: Instance, prompt: Sequence[int]) -> torch.Tensor:
+    """What the first output token is chosen by, fp32 [vocab]."""
+    seen: list[torch.Tensor] = []
+    logits = instance._model.decoder.logits
+
+    def spy(hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(logits(hidden))
+        return seen[-1]
+
+    instance._model.decoder.logits = spy  # type: ignore[method-assign]
+    instance.prefill(group_of(prompt, sampling=SamplingParams(temperature=0, max_tokens=1)))
+    run(instance)
+    return seen[0][0].float()
+
+
+def outputs(steps: Sequence[StepResult]) -> dict[tuple[str, int], list[int]]:
+    """Token ids by (group, choice); positions must rise one by one, and nothing may follow a finish."""
+    found: dict[tuple[str, int], list[NewToken]] = defaultdict(list)
+    for token in (token for step in steps for token in step.tokens):
+        earlier = found[token.group_id, token.choice]
+        if earlier:
+            assert earlier[-1].finish is None
+            assert token.position == earlier[-1].position + 1
+        earlier.append(token)
+    return {key: [token.token_id for token in tokens] for key, tokens in found.items()}
+
+
+def assert_idle(instance: Instance) -> None:
+    """Nothing left behind: all pages free, all counts right."""
+    instance.check_integrity()
+    assert instance.num_free_pages == instance.num_pages
+    assert not instance.has_work()
+
+
+def hand_over(
+    source: Instance, target: Instance, group: GroupSpec, order: int = 1
+) -> tuple[StepResult, list[StepResult]]:
+    """Prefill on one instance, decode on the other; ``order`` -1 delivers the chunks backwards.
+
+    Gives the last prefill step and all decode steps.
+    """
+    blocks: dict[int, bytes] = {}
+
+    def copy_out(block: KvBlock) -> None:
+        assert block.group_id == group.group_id
+        assert block.index not in blocks
+        blocks[block.index] = bytes(block.data)
+
+    layout = source.kv_layout(group)
+    source.prefill(group, copy_out)
+    last = [step for step in run(source) if step.prefilled][-1]
+    firsts = [token for token in last.tokens if token.group_id == group.group_id]
+    assert sorted(blocks) == list(range(layout.num_kv_chunks))
+    trailer = layout.unpack_trailer(group.group_id, layout.pack_trailer(firsts))
+    blind = GroupSpec(group.group_id, (), group.num_prompt_tokens, group.sampling, group.choices)
+    kv_import = target.import_kv(blind, layout)
+    for index in list(blocks)[::order]:
+        kv_import.write(index, blocks[index])
+    kv_import.start({token.choice: token.token_id for token in trailer})
+    return last, run(target)
+
+
+def half_loaded(model: Model, num_layers: int, **settings: Any) -> Instance:
+    """An instance that has its embeddings and its first layers."""
+    instance = model.instance(loaded=False, **settings)
+    for segment in range(num_layers + 1):
+        instance.segment_ready(segment)
+    return instance
+
+
+def export_prefill(source: Instance, group_id: str = "r/0") -> PrefillExport:
+    """Everything as bytes that travelled in a buffer of the data plane."""
+    exported = source.export_prefill(group_id)
+    layout = exported.layout
+    buffer = MemoryBuffer(group_id, layout.chunk_sizes)
+    for index, data in enumerate(exported.chunks):
+        buffer.publish(index, data)
+    return replace(exported, chunks=tuple(buffer.chunk(index) for index in range(layout.num_chunks)))
+
+
+def import_prefill(
+    target: Instance,
+    exported: PrefillExport,
+    on_kv: Callable[[KvBlock], None] | None = None,
+    until: int | None = None,
+    order: int = 1,
+    now_s: float = 0.0,
+) -> None:
+    """``now_s`` is by the target's clock."""
+    prefill_import = target.import_prefill(exported.group_at(now_s), exported.layout, on_kv, until)
+    for index in list(range(exported.layout.num_chunks))[::order]:
+        prefill_import.write(index, bytes(exported.chunks[index]))
+    assert prefill_import.num_missing == 0
+    prefill_import.start()

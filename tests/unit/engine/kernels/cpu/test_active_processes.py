@@ -1,0 +1,107 @@
+"""A file by which processes know who computes beside them."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchrelay.engine.kernels.cpu.active_processes import ACTIVE_FOR_S, ActiveProcesses
+
+_COMPUTE = """
+import sys
+from pathlib import Path
+from torchrelay.engine.kernels.cpu.active_processes import Neighbours
+print(Neighbours(Path(sys.argv[1]), num_places=2).count_computing(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_who_computes_is_counted_until_it_rests(tmp_path: Path) -> None:
+    first, second = (ActiveProcesses(tmp_path / "cores") for _ in range(2))
+    assert first.count_computing() == 1
+    assert second.count_computing() == 2
+    first.rest()
+    assert second.count_computing() == 1
+
+
+def test_whoever_begins_or_rests_tells_those_that_compute(tmp_path: Path) -> None:
+    mine, theirs = (ActiveProcesses(tmp_path / "cores") for _ in range(2))
+    number = ctypes.c_int64.from_address(mine.change_address)
+    seen = []
+    for act in (mine.count_computing, theirs.count_computing, theirs.count_computing, theirs.rest, theirs.rest):
+        mine.count_computing()
+        act()
+        seen.append(number.value != mine.change_seen)
+    assert seen == [False, True, False, True, False], "what one does oneself is known, and only changes count"
+
+
+def test_what_is_said_at_the_same_moment_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is interrupted while it tells that it begins: another begins, is counted, and rests meanwhile."""
+    mine, theirs, slow = (ActiveProcesses(tmp_path / "cores") for _ in range(3))
+    number = ctypes.c_int64.from_address(mine.change_address)
+
+    class Slow:
+        def __init__(self, change: Any) -> None:
+            self._change = change
+
+        def __getitem__(self, index: int) -> int:
+            return int(self._change[index])
+
+        def __setitem__(self, index: int, value: int) -> None:
+            theirs.count_computing()
+            mine.count_computing()
+            theirs.rest()
+            self._change[index] = value
+
+    mine.count_computing()
+    monkeypatch.setattr(slow, "_change", Slow(slow._change))
+    slow.count_computing()
+    assert number.value != mine.change_seen, "mine is to count anew: theirs rests"
+
+
+def test_who_says_nothing_is_forgotten(tmp_path: Path) -> None:
+    clock = Clock()
+    first, second = (ActiveProcesses(tmp_path / "cores", clock) for _ in range(2))
+    first.count_computing()
+    clock.now_s += 0.9 * ACTIVE_FOR_S
+    assert second.count_computing() == 2
+    clock.now_s += 0.2 * ACTIVE_FOR_S
+    assert second.count_computing() == 1
+
+
+def test_who_computed_before_the_host_was_started_anew_counts_no_more(tmp_path: Path) -> None:
+    """The file outlives it, the clock begins again, and a pid may be somebody else's."""
+    clock = Clock()
+    before = ActiveProcesses(tmp_path / "cores", clock)
+    assert before.count_computing() == 1
+    clock.now_s = 5.0
+    assert ActiveProcesses(tmp_path / "cores", clock).count_computing() == 1
+
+
+def test_another_process_is_seen_and_leaves_its_place(tmp_path: Path) -> None:
+    """Killed, it is forgotten in a while, and whoever comes next takes its place."""
+    path = tmp_path / "cores"
+    mine = ActiveProcesses(path, max_processes=2)
+    assert mine.count_computing() == 1
+    program = [sys.executable, "-c", _COMPUTE, str(path)]
+    with subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "2\n"
+        assert mine.count_computing() == 2
+        with pytest.raises(OSError, match="no place left: 2 processes"):
+            ActiveProcesses(path, max_processes=2)
+        other.kill()
+    ActiveProcesses(path, max_processes=2)
+    assert mine.count_computing() == 1

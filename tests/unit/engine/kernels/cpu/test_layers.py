@@ -1,0 +1,186 @@
+"""Whole layers in one call give what their steps give, to the bit."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.checkpoints import FAMILIES
+from tests.unit.engine.harness import group_of, prompt_of, run
+from tests.unit.engine.kernels.cpu.counted_layers import Counted, instances, logits_of
+from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.engine.execution import model_runner
+from torchrelay.engine.kernels.cpu import attention
+from torchrelay.engine.kernels.cpu.library import Kernels
+from torchrelay.engine.kernels.linear import PackedMatrix, linear
+from torchrelay.engine.weights.pack_weights import LayerWeights
+from torchrelay.engine.weights.segment_gate import SegmentGate
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_they_equal_their_steps(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, family: str, dtype: str
+) -> None:
+    """All layers are one call, of decode steps and short prompts; long ones and mixtures are left to steps."""
+    monkeypatch.setattr(attention, "MAX_PRODUCTS", 600)
+    plain, whole, counted = instances(monkeypatch, model_of(family, dtype=dtype), built)
+    expected, found = logits_of(plain, 7), logits_of(whole, 7)
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    num_layers = whole.config.num_layers
+    if whole.config.experts is None:
+        assert set(counted.calls) == {0, num_layers}
+        assert counted.calls.count(num_layers) >= 25
+        assert counted.rows[0] == 40 and counted.calls[0] == num_layers  # a budget of prompts
+    else:
+        assert set(counted.calls) == {0}
+
+
+@pytest.mark.usefixtures("three_threads")
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_threads_share_the_layers(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, family: str
+) -> None:
+    assert torch.get_num_threads() == 3
+    plain, whole, counted = instances(monkeypatch, model_of(family, dtype="bfloat16"), built)
+    expected, found = logits_of(plain, 9), logits_of(whole, 9)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert whole.config.num_layers in counted.calls
+
+
+def test_fp32_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels) -> None:
+    """Which ask for a layer's weights once more, and not for those of the layers above it."""
+    _, whole, counted = instances(monkeypatch, model_of(), built)
+    weights, asked = whole._model.weights, []
+    layer = weights.layer
+
+    def spy(number: int) -> LayerWeights:
+        asked.append(number)
+        return layer(number)
+
+    weights.layer = spy  # type: ignore[method-assign, assignment]
+    assert logits_of(whole, 2)
+    assert set(counted.calls) == {0}
+    assert len(counted.calls) <= len(asked) <= 2 * len(counted.calls)
+
+
+def test_more_rows_than_the_kernels_are_quickest_for(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    """Are left to the steps; as many as that are not."""
+    _, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
+    counted._max_rows = 3
+    logits_of(whole, 3)
+    logits_of(whole, 4)
+    computed = {rows for rows, num_layers in zip(counted.rows, counted.calls, strict=True) if num_layers}
+    assert max(computed) == 3 and 4 in counted.rows
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_one_call_takes_so_many_layers_at_most(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, num_layers: int
+) -> None:
+    """Between calls groups are cancelled; of a large model, or of many rows, a call would take long."""
+    plain, whole, counted = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built)
+    counted._max_layers = num_layers
+    expected, found = logits_of(plain, 3), logits_of(whole, 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert max(counted.calls) == num_layers < whole.config.num_layers
+    assert {done for done, rows in zip(counted.calls, counted.rows, strict=True) if rows == 40} == {1}  # 2 * 32 / 40
+
+
+def test_while_the_pack_arrives_a_call_is_one_layer(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    """Cores are divided between its arrival and the computation before each."""
+    plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
+    monkeypatch.setattr(SegmentGate, "all_open", False)
+    expected, found = logits_of(plain, 3), logits_of(whole, 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert set(counted.calls) == {1}
+
+
+def test_a_layer_in_another_form_is_left_to_the_steps(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    """One replaced by its like is computed with from where it now is."""
+
+    class Elsewhere(PackedMatrix):
+        def __init__(self, matrix: Tensor) -> None:
+            self.matrix = matrix
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return linear(x, self.matrix)
+
+    plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
+    before = logits_of(whole, 3)
+    num_layers = whole.config.num_layers
+    for weights in plain._model.weights, whole._model.weights:
+        first, last = weights.layer(0), weights.layer(num_layers - 1)
+        assert isinstance(first.o, Tensor) and isinstance(last.o, Tensor)
+        weights.replace_layer(0, replace(first, o=2 * first.o))
+        weights.replace_layer(num_layers - 1, replace(last, o=Elsewhere(last.o)))
+    counted.calls.clear()
+    expected, found = logits_of(plain, 3), logits_of(whole, 3)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert not torch.equal(found[0], before[0])
+    assert set(counted.calls) == {0, num_layers - 1}  # the last one
+
+
+@pytest.mark.parametrize(("layers_at_once", "calls"), [(0, [1, 1, 1]), (1, [1, 1, 1]), (2, [2, 1]), (9, [3])])
+def test_what_is_handed_over_leaves_after_so_many_layers(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, layers_at_once: int, calls: list[int]
+) -> None:
+    plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
+    blocks: list[dict[int, bytes]] = []
+    monkeypatch.setattr(model_runner, "MIN_HANDOVER_BYTES", layers_at_once * 20 * whole._runner._token_bytes)
+    for instance in plain, whole:
+        found: dict[int, bytes] = {}
+        group = group_of(prompt_of(20))
+        instance.prefill(group, lambda block, found=found: found.update({block.index: bytes(block.data)}))  # type: ignore[misc]
+        run(instance)
+        assert len(found) == instance.kv_layout(group).num_kv_chunks
+        blocks.append(found)
+    assert blocks[0] == blocks[1]
+    assert counted.calls == calls
+
+
+def test_what_was_cached_leaves_with_the_first_chunk_and_counts(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    model = model_of(dtype="bfloat16")
+    instances(monkeypatch, model, built)  # for the kernels that it sets
+    whole = model.instance(page_tokens=16)
+    whole._model.decoder._whole_layers = counted = Counted(built, whole._model)
+    monkeypatch.setattr(model_runner, "MIN_HANDOVER_BYTES", 40 * whole._runner._token_bytes)
+    for number in range(2):
+        whole.prefill(group_of(prompt_of(40), f"{number}/0"), lambda block: None)
+        run(whole)
+    assert counted.rows == [40] * 3 + [8] * 3
+    assert counted.calls == [1] * 6
+
+
+def test_layers_that_are_replaced_meanwhile_stay_until_they_are_computed_with(
+    monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
+) -> None:
+    _, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
+    weights, num_layers = whole._model.weights, whole.config.num_layers
+    lived: list[bool] = []
+
+    def layers(*arguments: object) -> int:
+        old = [weakref.ref(weights.layer(layer)) for layer in range(num_layers)]
+        for layer in range(num_layers):
+            weights.replace_layer(layer, replace(weights.layer(layer)))
+        num_done: int = built.layers(*arguments)
+        lived.extend(ref() is not None for ref in old)
+        return num_done
+
+    counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
+    logits_of(whole, 1)
+    assert num_layers in counted.calls and all(lived)

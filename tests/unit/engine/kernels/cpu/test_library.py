@@ -1,0 +1,73 @@
+"""Kernels are built and chosen where they can run; without them the engine computes as well."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.support.checkpoints import FAMILIES
+from tests.unit.engine.harness import group_of, outputs, prompt_of, run
+from tests.unit.engine.test_exactness import LENGTHS, ModelOf
+from torchrelay.engine.kernels import attention, fused_ops, linear
+from torchrelay.engine.kernels.attention import GatherAttention, default_backend
+from torchrelay.engine.kernels.cpu import library as module
+from torchrelay.engine.kernels.cpu.attention import CpuAttention
+from torchrelay.engine.kernels.cpu.library import LEVELS, kernels
+from torchrelay.engine.kernels.fused_ops import fused_ops_for
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64" or shutil.which("gcc") is None,
+    reason="for x86-64 under Linux, where there is gcc",
+)
+def test_all_were_built_and_the_quickest_is_taken() -> None:
+    assert all(level.file.exists() for level in LEVELS)
+    capabilities = torch.cpu.get_capabilities()
+    runnable = [level for level in LEVELS if all(capabilities.get(name) for name in level.needs)]
+    found = kernels()
+    assert (found and found.level) == (runnable[0] if runnable else None)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As where there was no compiler."""
+    nowhere = tuple(replace(level, name="none") for level in LEVELS)
+    monkeypatch.setattr(module, "LEVELS", nowhere)
+    kernels.cache_clear()
+    for user in (attention, fused_ops, linear):
+        assert user.kernels is kernels
+    yield
+    kernels.cache_clear()
+
+
+@pytest.mark.usefixtures("without_kernels")
+def test_it_says_that_none_are_there(caplog: pytest.LogCaptureFixture) -> None:
+    assert kernels() is None and fused_ops_for(CPU) is None and default_backend(CPU) == "gather"
+    assert "no kernels were built" in caplog.text
+
+
+@pytest.mark.usefixtures("without_kernels")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_steps_are_exact(model_of: ModelOf, family: str) -> None:
+    model = model_of(family)
+    instance = model.instance(token_budget=20)
+    assert isinstance(instance._model.backend, GatherAttention)
+    expected = {}
+    for number, length in enumerate(LENGTHS):
+        expected[f"{number}/0", 0] = model.expected(prompt_of(length))
+        instance.prefill(group_of(prompt_of(length), f"{number}/0"))
+    assert outputs(run(instance)) == expected
+
+
+def test_with_kernels_they_compute(model_of: ModelOf, built: module.Kernels) -> None:
+    instance = model_of().instance()
+    assert isinstance(instance._model.backend, CpuAttention)
+    assert instance._model.decoder._ops is not None

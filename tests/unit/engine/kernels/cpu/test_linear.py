@@ -1,0 +1,82 @@
+"""Products with 16-bit weights, against exact ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.unit.engine.harness import group_of, outputs, prompt_of, run
+from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.engine.kernels.cpu.library import Kernels
+from torchrelay.engine.kernels.cpu.linear import cpu_linear, supports_weight
+from torchrelay.engine.kernels.linear import linear
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("num_out", [1, 3, 4, 67, 200, 1030])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 19, 96])
+def test_equals_the_definition(
+    built: Kernels, num_rows: int, num_out: int, with_bias: bool, dtype: torch.dtype
+) -> None:
+    """Within one rounding of the dtype."""
+    x, weight = torch.randn(num_rows, 96).to(dtype), torch.randn(num_out, 96).to(dtype)
+    bias = torch.randn(num_out).to(dtype) if with_bias else None
+    found = cpu_linear(built, x, weight, bias)
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    assert found.dtype == dtype and found.shape == exact.shape
+    torch.testing.assert_close(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_is_the_same_in_every_batch(built: Kernels, dtype: torch.dtype) -> None:
+    x, weight = torch.randn(40, 256).to(dtype), torch.randn(1030, 256).to(dtype)
+    together = cpu_linear(built, x, weight, None)
+    for row in range(40):
+        assert torch.equal(cpu_linear(built, x[row : row + 1], weight, None)[0], together[row])
+    before = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2, 3, 7):
+            torch.set_num_threads(num_threads)
+            assert torch.equal(cpu_linear(built, x, weight, None), together)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(built: Kernels, value: float) -> None:
+    x, weight = torch.ones(2, 64).bfloat16(), torch.ones(5, 64).bfloat16()
+    weight[3, 17] = value
+    x[1, 40] = value
+    found = cpu_linear(built, x, weight, None)
+    expected = torch.full((2, 5), 64.0).bfloat16()
+    expected[0, 3], expected[1] = value, value
+    torch.testing.assert_close(found, expected, equal_nan=True)
+
+
+def test_rows_of_a_view(built: Kernels) -> None:
+    """Not contiguous, and weights somewhere within a buffer."""
+    x, memory = torch.randn(64, 3).bfloat16().t(), torch.randn(1 + 8 * 64).bfloat16()
+    weight = memory[1:].view(8, 64)
+    torch.testing.assert_close(cpu_linear(built, x, weight, None), linear(x.float(), weight.float()).bfloat16())
+
+
+def test_other_weights_are_left_to_torch() -> None:
+    assert supports_weight(torch.zeros(3, 64).half())
+    assert not supports_weight(torch.zeros(3, 64))
+    assert not supports_weight(torch.zeros(3, 48).bfloat16())
+    x, weight = torch.randn(5, 48).bfloat16(), torch.randn(7, 48).bfloat16()
+    torch.testing.assert_close(linear(x, weight), linear(x.float(), weight.float()).bfloat16())
+
+
+def test_batches_change_no_token_of_a_bf16_model(model_of: ModelOf) -> None:
+    """Decoded alone and beside others: a row's sums do not depend on who else is computed."""
+    alone = model_of("llama", dtype="bfloat16").instance(prefix_cache=False)
+    alone.prefill(group_of(prompt_of(30), "0/0"))
+    expected = outputs(run(alone))["0/0", 0]
+    batched = model_of("llama", dtype="bfloat16").instance(prefix_cache=False)
+    for number in range(12):
+        batched.prefill(group_of(prompt_of(30, salt=number), f"{number}/0"))
+    assert outputs(run(batched))["0/0", 0] == expected

@@ -1,0 +1,95 @@
+"""The kernels compile for a GPU as they are launched, which the interpreter cannot tell; this needs no GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+MAX_SHARED_BYTES = 99 << 10  # of the smallest GPUs with bf16; data-centre ones have 227 KiB
+_PROGRAM = """
+import json
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from torchrelay.engine.kernels.triton import attention, attention_kernels, op_kernels
+from torchrelay.engine.kernels.attention import Scoring, Span
+from torchrelay.engine.kernels.triton.ops import TritonOps
+
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def compile(*arguments, **constants):
+            made = self.kernel.warmup(*arguments, grid=grid, **constants)
+            ptx = made.asm["ptx"]
+            found.append([self.kernel.__name__, made.metadata.shared, "cp.async" in ptx, "mma" in ptx])
+        return compile
+
+
+found = []
+ops = TritonOps()
+triton.runtime.driver.set_active(Driver())
+for module in attention_kernels, op_kernels:
+    for name in ("decode_split", "decode_merge", "prefill", "norm_rows", "place_heads", "gate_rows"):
+        if hasattr(module, name):
+            setattr(module, name, Compiled(getattr(module, name)))
+
+spans = [Span(0, 1, np.arange(40)), Span(1, 5, np.arange(48, 88))]
+for dtype, product, head_dim, cap in [
+    (torch.bfloat16, tl.bfloat16, 128, None),
+    (torch.bfloat16, tl.bfloat16, 256, 50.0),
+    (torch.float16, tl.float16, 96, None),
+    (torch.float32, tl.float32, 64, None),
+]:
+    attention._product_dtype = lambda kv: product
+    backend = attention.TritonAttention(16)
+    queries, kv = torch.zeros(6, 32, head_dim, dtype=dtype), torch.zeros(2, 96, 8, head_dim, dtype=dtype)
+    backend.attend(queries, kv, backend.plan(spans, None, dtype, torch.device("cpu")), Scoring(0.1, cap))
+    heads, angles = torch.zeros(6, 48, head_dim, dtype=dtype), torch.zeros(6, 1, head_dim // 2, dtype=dtype)
+    norms = torch.zeros(40, head_dim, dtype=dtype)
+    for norm in (None, norms):
+        ops.place_heads(heads, norm, 1e-5, cap is not None, (angles, angles), kv, torch.arange(6))
+    x, weight = torch.zeros(6, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+    ops.rms_norm(x, weight, 1e-5, False)
+    ops.add_norm(x, x, weight, 1e-5, cap is not None)
+    ops.gate(x, "silu")
+    ops.gate(x, "gelu_pytorch_tanh")
+print(json.dumps(found))
+"""
+
+
+def test_every_kernel_compiles(tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    program = [sys.executable, "-c", _PROGRAM]
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    assert {name for name, *_ in found} == {
+        *("decode_split", "decode_merge", "prefill"),
+        *("norm_rows", "place_heads", "gate_rows"),
+    }
+    assert len(found) == 4 * (3 + 2 + 2 + 2)
+    assert max(shared for _, shared, *_ in found) <= MAX_SHARED_BYTES
+    for name, _, copies_ahead, multiplies in found[:3]:  # bf16 with heads of 128
+        if name != "decode_merge":
+            assert copies_ahead, f"{name} does not read ahead"
+            assert multiplies, f"{name} does not use the matrix units"

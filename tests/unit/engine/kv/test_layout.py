@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.common.errors import DataCorrupted
+from torchrelay.engine.core import Finish, NewToken
+from torchrelay.engine.kv.layout import KvLayout, KvSequence, KvShape, kv_bytes_per_token
+from torchrelay.modelspec.config import read_config
+
+SHAPES = st.builds(KvShape, st.integers(1, 5), st.integers(1, 3), st.sampled_from([2, 8]), st.sampled_from([2, 4]))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> KvLayout:
+    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    sequences = tuple(KvSequence((2 * i, 2 * i + 1), length) for i, length in enumerate(lengths))
+    return KvLayout(draw(SHAPES), draw(st.integers(1, 40)), sequences)
+
+
+@given(layouts())
+def test_chunks_cover_every_position_of_every_layer_once(layout: KvLayout) -> None:
+    seen = []
+    for index in range(layout.num_kv_chunks):
+        place = layout.locate(index)
+        assert layout.index_of(place.sequence, place.block, place.layer) == index
+        tokens = range(place.token_begin, place.token_end)
+        assert layout.chunk_bytes(index) == len(tokens) * layout.shape.bytes_per_token_layer
+        seen += [(place.sequence, place.layer, token) for token in tokens]
+    everything = {
+        (number, layer, token)
+        for number, sequence in enumerate(layout.sequences)
+        for layer in range(layout.shape.num_layers)
+        for token in range(sequence.num_context_tokens)
+    }
+    assert len(seen) == len(everything)
+    assert set(seen) == everything
+    assert sum(layout.chunk_sizes) == layout.num_kv_bytes + layout.chunk_bytes(layout.trailer_index)
+    with pytest.raises(IndexError):
+        layout.locate(layout.trailer_index)
+
+
+def test_trailer_carries_the_first_tokens() -> None:
+    layout = KvLayout(KvShape(1, 1, 2, 4), 16, (KvSequence((0, 2), 5), KvSequence((1,), 9)))
+    tokens = (NewToken("r/1", 0, 0, 7), NewToken("r/1", 2, 0, 128_000, Finish.STOP), NewToken("r/1", 1, 4, 3))
+    data = layout.pack_trailer(tokens[::-1])
+    assert len(data) == layout.chunk_sizes[-1]
+    assert layout.unpack_trailer("r/1", memoryview(data)) == tokens
+    with pytest.raises(KeyError):
+        layout.pack_trailer(tokens[:2])
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x09" + bytes(47), bytes(12) + b"\x07" + bytes(35), bytes(60)])
+def test_a_trailer_that_does_not_fit_is_refused(damage: bytes) -> None:
+    layout = KvLayout(KvShape(1, 1, 2, 4), 16, (KvSequence((0, 2), 5), KvSequence((1,), 9)))
+    with pytest.raises(DataCorrupted):
+        layout.unpack_trailer("r/1", damage)
+
+
+def test_sizes_of_a_model() -> None:
+    numbers = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    config = read_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "num_key_value_heads": 2,
+            "vocab_size": 10,
+            "max_position_embeddings": 100,
+            **numbers,
+        }
+    )
+    assert kv_bytes_per_token(config, "BF16") == 2 * 3 * 2 * 16 * 2
+    assert kv_bytes_per_token(config, "F32") == 2 * kv_bytes_per_token(config, "F16")
+
+
+def test_the_light_modules_import_no_torch() -> None:
+    code = "import sys, torchrelay.engine.core, torchrelay.engine.kv.layout; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,203 @@
+"""What another instance passed on: handed over, cached, refused, ended and set back where it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.engine.batching.test_interruptions import Between
+from tests.unit.engine.harness import (
+    Model,
+    assert_idle,
+    export_prefill,
+    group_of,
+    half_loaded,
+    hand_over,
+    import_prefill,
+    outputs,
+    prompt_of,
+    run,
+)
+from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
+from torchrelay.engine.core import KvPoolFull
+from torchrelay.engine.kv.layout import KvBlock, KvSequence
+
+ModelOf = Callable[..., Model]
+BOUNDARIES = (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_kv_goes_to_the_decode_worker_from_both(model_of: ModelOf, boundary: int) -> None:
+    """Each hands over the layers it computed; between them the hidden states are enough."""
+    model = model_of("gemma2")
+    source, target = half_loaded(model, boundary, token_budget=23), model.instance(token_budget=19)
+    decoder = model.instance()
+    group = group_of(prompt_of(70))
+    blocks: dict[int, bytes] = {}
+
+    def collect(block: KvBlock) -> None:
+        assert block.index not in blocks
+        blocks[block.index] = bytes(block.data)
+
+    for _ in range(2):  # the second time the taker finds the prefix in its cache, if it may
+        blocks.clear()
+        layout = source.kv_layout(group)
+        source.prefill(group, collect, until=3)
+        run(source)
+        assert {layout.locate(index).layer for index in blocks} == set(range(boundary))
+        exported = export_prefill(source)
+        assert exported.layout.num_planes == (1 if boundary else 0)
+        import_prefill(target, exported, collect)
+        [first] = [token for step in run(target) for token in step.tokens]
+        assert sorted(blocks) == list(range(layout.num_kv_chunks))
+        assert first.num_cached == 0 or boundary == 0  # what lacks layers is never in the cache
+        kv_import = decoder.import_kv(replace(group, prompt=()), layout)
+        for index, data in blocks.items():
+            kv_import.write(index, data)
+        kv_import.start({0: first.token_id})
+        assert [first.token_id, *outputs(run(decoder))["r/0", 0]] == model.expected(group.prompt)
+    for instance in (source, target, decoder):
+        assert_idle(instance)
+
+
+def test_a_taken_prompt_is_handed_over_whole_with_what_was_cached(model_of: ModelOf) -> None:
+    model = model_of()
+    source, target, decoder = half_loaded(model, 2), model.instance(token_budget=16), model.instance()
+    prompt = prompt_of(70)
+    target.prefill(group_of(prompt, "warm/0"))
+    run(target)
+    blocks: dict[int, bytes] = {}
+
+    def collect(block: KvBlock) -> None:
+        blocks[block.index] = bytes(block.data)
+
+    group = group_of(prompt)
+    source.prefill(group, collect, until=3)
+    run(source)
+    import_prefill(target, export_prefill(source), collect)
+    steps = run(target)
+    assert sum(step.num_positions_prefilled for step in steps) == 70 - 64
+    assert len(blocks) == source.kv_layout(group).num_kv_chunks
+    kv_import = decoder.import_kv(replace(group, prompt=()), source.kv_layout(group))
+    for index, data in blocks.items():
+        kv_import.write(index, data)
+    first = steps[-1].tokens[0].token_id
+    kv_import.start({0: first})
+    assert [first, *outputs(run(decoder))["r/0", 0]] == model.expected(prompt)
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_a_taken_prompt_that_is_set_back_is_computed_anew(model_of: ModelOf, hands_over: bool) -> None:
+    """From its tokens, by the taker alone; no block is handed over twice."""
+    model = model_of("qwen3")
+    prompt = prompt_of(70)
+    for num_steps in range(5):
+        blocks: list[int] = []
+
+        def collect(block: KvBlock, blocks: list[int] = blocks) -> None:
+            blocks.append(block.index)
+
+        source, target = half_loaded(model, 2), model.instance(token_budget=19, kv_block_tokens=16)
+        on_kv = collect if hands_over else None
+        source.prefill(group_of(prompt), on_kv, until=3)
+        run(source)
+        blocks.clear()
+        import_prefill(target, export_prefill(source), on_kv)
+        steps = [target.step() for _ in range(num_steps)]
+        target.preempt("r/0")
+        steps += run(target)
+        expected = model.expected(prompt)
+        assert outputs(steps)["r/0", 0] == (expected[:1] if hands_over else expected)
+        layout = target.kv_layout(group_of(prompt))
+        upper = [index for index in range(layout.num_kv_chunks) if layout.locate(index).layer == 2]
+        assert sorted(blocks) == (upper if hands_over else [])
+        assert_idle(target)
+
+
+def test_what_does_not_fit_is_refused(model_of: ModelOf) -> None:
+    model = model_of()
+    source, target = half_loaded(model, 1), model.instance()
+    group = group_of(prompt_of(20))
+    source.prefill(group, until=3)
+    run(source)
+    exported = export_prefill(source)
+    for wrong in (
+        replace(exported.layout, boundary=4),
+        replace(exported.layout, boundary=2, shape=replace(exported.layout.shape, head_dim=8)),
+        replace(exported.layout, block_tokens=0),
+        replace(exported.layout, with_kv=False),
+        replace(exported.layout, sequences=(KvSequence((0,), 19),)),
+    ):
+        with pytest.raises(InvalidRequest):
+            target.import_prefill(group, wrong)
+    with pytest.raises(InvalidRequest):
+        target.import_prefill(group, exported.layout, until=0)
+    with pytest.raises(InvalidRequest):
+        target.prefill(group, until=4)
+    prefill_import = target.import_prefill(group, exported.layout)
+    with pytest.raises(DataCorrupted):
+        prefill_import.write(0, bytes(3))
+    with pytest.raises(Conflict, match="2 chunks of r/0 are missing"):
+        prefill_import.start()
+    prefill_import.drop()
+    assert_idle(target)
+
+
+def test_every_way_out_of_a_taking_frees_the_pages(model_of: ModelOf) -> None:
+    model = model_of()
+    shape = model.instance().kv_shape
+    source, target = half_loaded(model, 1), model.instance(pool_bytes=4 * 16 * shape.bytes_per_token)
+    source.prefill(group_of(prompt_of(20)), until=3)
+    run(source)
+    exported = export_prefill(source)
+    prefill_import = target.import_prefill(exported.spec, exported.layout)
+    with pytest.raises(KvPoolFull):
+        target.import_prefill(replace(exported.spec, group_id="s/0"), exported.layout)
+    assert not target.has_work()
+    target.cancel("r/0")
+    assert_idle(target)
+    prefill_import.write(0, exported.chunks[0])  # a chunk that was under way
+    prefill_import.start()
+    prefill_import.drop()
+    assert_idle(target)
+    import_prefill(target, exported)
+    target.step()
+    target.cancel("r/0")
+    assert_idle(target)
+
+
+def test_a_taken_prompt_is_cached_with_all_its_layers(model_of: ModelOf) -> None:
+    model = model_of()
+    source, target = half_loaded(model, 2), model.instance()
+    source.prefill(group_of(prompt_of(70)), until=3)
+    run(source)
+    import_prefill(target, export_prefill(source))
+    run(target)
+    last, steps = hand_over(target, model.instance(), group_of(prompt_of(70)))
+    assert last.tokens[0].num_cached == 64
+    assert [last.tokens[0].token_id, *outputs(steps)["r/0", 0]] == model.expected(prompt_of(70))
+
+
+@pytest.mark.parametrize("others", [(), ("stays/0",)])
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_a_taken_prompt_can_end_while_another_batch_of_the_step_is_computed(
+    model_of: ModelOf, hands_over: bool, others: tuple[str, ...]
+) -> None:
+    """A step has a batch for each boundary; what ends during the first is not in the second any more."""
+    model = model_of()
+    source, target = half_loaded(model, 1), model.instance()
+    on_kv = (lambda block: None) if hands_over else None
+    for name in ("ends/0", *others):
+        source.prefill(group_of(prompt_of(40), name), on_kv, until=3)
+    run(source)
+    for name in ("ends/0", *others):
+        import_prefill(target, export_prefill(source, name), on_kv)
+    target.prefill(group_of(prompt_of(17), "whole/0"))
+    Between(target, 0, lambda: target.cancel_soon("ends/0"))
+    found = outputs(run(target))
+    assert found.pop(("whole/0", 0)) == model.expected(prompt_of(17))
+    expected = model.expected(prompt_of(40))
+    assert found == {(name, 0): expected[:1] if hands_over else expected for name in others}
+    assert_idle(target)

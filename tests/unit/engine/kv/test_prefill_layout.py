@@ -1,0 +1,166 @@
+"""Prompts are passed on at every layer boundary, and end as if they had stayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.checkpoints import FAMILIES
+from tests.unit.engine.harness import (
+    GREEDY,
+    Model,
+    assert_idle,
+    export_prefill,
+    group_of,
+    half_loaded,
+    import_prefill,
+    outputs,
+    prompt_of,
+    run,
+)
+from torchrelay.common.errors import Conflict
+from torchrelay.engine.core import SamplingParams
+from torchrelay.engine.kv.layout import KvBlock, KvSequence, KvShape
+from torchrelay.engine.kv.prefill_layout import PrefillLayout
+
+ModelOf = Callable[..., Model]
+LENGTHS = (1, 16, 70)
+BOUNDARIES = (0, 1, 2, 3)
+FEW = replace(GREEDY, max_tokens=6)
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_at_every_boundary_of_every_family(model_of: ModelOf, family: str, boundary: int) -> None:
+    """From an instance that has no more layers than those, in layers of several chunks, blocks and pages that differ.
+
+    The same prompts again: the taker has cached their beginnings by then.
+    """
+    model = model_of(family)
+    source = half_loaded(model, boundary, token_budget=23, page_tokens=8, kv_block_tokens=20)
+    target = model.instance(token_budget=19, page_tokens=16)
+    for num_cached in (0, 64):
+        for length in LENGTHS:
+            group = replace(group_of(prompt_of(length), sampling=FEW), tenant_id=f"{length}")
+            source.prefill(group, until=source.config.num_layers)
+            assert outputs(run(source)) == {}
+            exported = export_prefill(source)
+            assert exported.layout.boundary == boundary
+            import_prefill(target, exported, order=1 if num_cached else -1)
+            steps = run(target)
+            assert outputs(steps) == {("r/0", 0): model.expected(group.prompt)[: FEW.max_tokens]}
+        assert next(token for step in steps for token in step.tokens).num_cached == num_cached
+    assert_idle(source)
+    assert_idle(target)
+
+
+def test_a_pipeline_of_an_instance_per_layer(model_of: ModelOf) -> None:
+    model = model_of("gemma3")
+    stages = [model.instance(kv_block_tokens=16) for _ in range(3)]
+    group = group_of(prompt_of(70))
+    stages[0].prefill(group, until=1)
+    for number in (0, 1):
+        assert outputs(run(stages[number])) == {}
+        assert not stages[number].has_work()  # it stops where it was told to, though it has all layers
+        import_prefill(stages[number + 1], export_prefill(stages[number]), until=(2, None)[number])
+    assert outputs(run(stages[2])) == {("r/0", 0): model.expected(group.prompt)}
+    for stage in stages:
+        assert_idle(stage)
+
+
+def test_contexts_and_choices_move_together(model_of: ModelOf) -> None:
+    model = model_of("qwen3")
+    expected = model.expected(prompt_of(21))
+    for boundary in BOUNDARIES:
+        source, target = half_loaded(model, boundary), model.instance(token_budget=16)
+        source.prefill(group_of(prompt_of(21), forced=[(), expected[:5], (), ()]), until=3)
+        run(source)
+        source.cancel("r/0", 3)
+        exported = export_prefill(source)
+        import_prefill(target, exported)
+        found = outputs(run(target))
+        assert found == {("r/0", 0): expected, ("r/0", 1): expected[5:], ("r/0", 2): expected}
+        assert_idle(source)
+        assert_idle(target)
+
+
+def test_sampled_tokens_do_not_depend_on_who_computed(model_of: ModelOf) -> None:
+    model = model_of()
+    sampling = SamplingParams(temperature=1.3, seed=5, max_tokens=12, frequency_penalty=0.5, top_logprobs=2)
+    group = group_of(prompt_of(33), sampling=sampling, forced=[(), (7, 9)])
+    alone = model.instance()
+    alone.prefill(group)
+    source, target = half_loaded(model, 2), model.instance()
+    source.prefill(group, until=3)
+    run(source)
+    import_prefill(target, export_prefill(source))
+    assert outputs(run(target)) == outputs(run(alone))
+
+
+def test_only_what_is_at_one_boundary_can_be_passed_on(model_of: ModelOf) -> None:
+    model = model_of()
+    instance = model.instance(token_budget=16)
+    with pytest.raises(Conflict):
+        instance.export_prefill("r/0")
+    instance.prefill(group_of(prompt_of(40)))
+    instance.step()
+    with pytest.raises(Conflict):  # its first chunk is through all layers
+        instance.export_prefill("r/0")
+    instance.cancel("r/0")
+    instance.prefill(group_of(prompt_of(40)))
+    exported = export_prefill(instance)  # it only waited
+    assert (exported.layout.boundary, exported.chunks) == (0, ())
+    import_prefill(instance, exported)
+    assert outputs(run(instance))["r/0", 0] == model.expected(prompt_of(40))
+    assert_idle(instance)
+
+
+def test_what_is_handed_over_is_passed_on_whole_or_not_at_all(model_of: ModelOf) -> None:
+    """Without a context that has ended, the taker would number its blocks otherwise than the decode worker does."""
+    instance = half_loaded(model_of(), 1)
+    blocks: list[KvBlock] = []
+    for on_kv in (None, blocks.append):
+        instance.prefill(group_of(prompt_of(21), forced=[(), (1, 2), ()]), on_kv, until=3)
+        run(instance)
+        instance.cancel("r/0", 0)  # its context has another choice
+        assert instance._scheduler.by_layer[0].can_be_exported
+        instance.cancel("r/0", 2)
+        if on_kv is None:
+            assert export_prefill(instance).spec.contexts() == (((1,), (1, 2)),)
+            continue
+        with pytest.raises(Conflict):
+            instance.export_prefill("r/0")
+        instance.cancel("r/0")
+    assert_idle(instance)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> PrefillLayout:
+    lengths = draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
+    sequences = tuple(KvSequence((i,), length) for i, length in enumerate(lengths))
+    shape = KvShape(draw(st.integers(1, 5)), draw(st.integers(1, 3)), 8, draw(st.sampled_from([2, 4])))
+    boundary, with_kv = draw(st.integers(0, shape.num_layers)), draw(st.booleans())
+    return PrefillLayout(shape, draw(st.integers(1, 9)) * 4, boundary, with_kv, draw(st.integers(1, 40)), sequences)
+
+
+@given(layouts())
+def test_chunks_hold_each_position_once_in_each_plane(layout: PrefillLayout) -> None:
+    seen, num_hidden = [], 0
+    for index in range(layout.num_chunks):
+        place = layout.locate(index)
+        tokens = range(place.token_begin, place.token_end)
+        is_hidden = layout.holds_hidden(place)
+        row_bytes = layout.hidden_bytes if is_hidden else layout.shape.bytes_per_token_layer
+        assert layout.chunk_bytes(index) == len(tokens) * row_bytes
+        num_hidden += len(tokens) if is_hidden else 0
+        seen += [(place.sequence, place.layer, token) for token in tokens]
+    num_tokens = sum(each.num_context_tokens for each in layout.sequences)
+    assert len(seen) == len(set(seen)) == num_tokens * layout.num_planes
+    assert num_hidden == (num_tokens if layout.boundary else 0)
+    assert len(layout.chunk_sizes) == layout.num_chunks
+    with pytest.raises(IndexError):
+        layout.locate(layout.num_chunks)

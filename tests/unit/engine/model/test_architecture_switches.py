@@ -1,0 +1,78 @@
+"""Each switch of an architecture matters: turned off, the same model no longer gives transformers' logits.
+
+So the tests of exactness see every one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.unit.engine.harness import last_logits, prompt_of
+from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.engine.execution import resident_model as resident_module
+from torchrelay.modelspec.config import ExpertConfig, ModelConfig, RopeConfig, read_config
+
+Change = Callable[[ModelConfig], ModelConfig]
+
+
+def switched(**switches: Any) -> Change:
+    return lambda config: replace(config, architecture=replace(config.architecture, **switches))
+
+
+def with_numbers(**numbers: Any) -> Change:
+    return lambda config: replace(config, **numbers)
+
+
+def no_window(config: ModelConfig) -> ModelConfig:
+    """Windows beyond every prompt: the layers stay of two kinds."""
+    return replace(config, windows=tuple(None if window is None else 10_000 for window in config.windows))
+
+
+def without_rope_scaling(config: ModelConfig) -> ModelConfig:
+    return replace(config, rope=RopeConfig(config.rope.theta))
+
+
+def experts_with(**numbers: Any) -> Change:
+    def change(config: ModelConfig) -> ModelConfig:
+        assert isinstance(config.experts, ExpertConfig)
+        return replace(config, experts=replace(config.experts, **numbers))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [
+        ("llama3-rope", without_rope_scaling),
+        ("mistral", no_window),
+        ("qwen2", switched(qkv_bias=False)),
+        ("qwen2-window", no_window),
+        ("qwen3", switched(qk_norm=False)),
+        ("gemma2", no_window),
+        ("gemma2", switched(unit_offset_norms=False)),
+        ("gemma2", switched(scaled_embeddings=False)),
+        ("gemma2", switched(sandwich_norms=False)),
+        ("gemma2", with_numbers(score_cap=None)),
+        ("gemma2", with_numbers(logit_cap=None)),
+        ("gemma2", with_numbers(query_scale=24**-0.5)),
+        ("gemma2", with_numbers(activation="silu")),
+        ("gemma3", no_window),
+        ("gemma3", switched(qk_norm=False)),
+        ("gemma3", with_numbers(local_rope=None)),
+        ("gemma3", without_rope_scaling),
+        ("phi3", no_window),
+        ("mixtral", experts_with(per_token=1)),
+        ("mixtral", experts_with(norm_topk_prob=False)),
+        ("qwen3-moe", experts_with(per_token=2)),
+    ],
+)
+def test_it_matters(model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, family: str, change: Change) -> None:
+    model, prompt = model_of(family), prompt_of(70)
+    expected = model.logits(prompt)
+    assert float((last_logits(model.instance(), prompt) - expected).abs().max()) < 1e-4
+    monkeypatch.setattr(resident_module, "read_config", lambda config: change(read_config(config)))
+    assert float((last_logits(model.instance(), prompt) - expected).abs().max()) > 1e-2

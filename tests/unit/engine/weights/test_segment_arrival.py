@@ -1,0 +1,105 @@
+"""Layers run as their segments arrive, and never before."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tests.unit.engine.harness import Model, assert_idle, group_of, outputs, prompt_of, run
+from tests.unit.engine.test_exactness import ModelOf
+from torchrelay.engine.core import LoadFailed
+from torchrelay.engine.instance import Instance
+from torchrelay.engine.kv.pool import KvPool
+from torchrelay.engine.model.batch import Batch
+
+PROMPT = prompt_of(20)
+
+
+class Watched:
+    """An instance over a pack that is still all 0xFF (NaN in any dtype), with an event per layer that has run."""
+
+    def __init__(self, model: Model) -> None:
+        self.pack = model.pack
+        self.data = bytearray(b"\xff" * len(self.pack.data))
+        self.instance = Instance(self.pack.manifest, memoryview(self.data).toreadonly(), KvPool(1 << 20))
+        self.num_layers = self.instance.config.num_layers
+        self.ran = [threading.Event() for _ in range(self.num_layers)]
+        inner = self.instance._model.decoder.run_layer
+
+        def run_layer(layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
+            hidden = inner(layer, hidden, batch)
+            self.ran[layer].set()
+            return hidden
+
+        self.instance._model.decoder.run_layer = run_layer  # type: ignore[method-assign]
+
+    def deliver(self, segment: int) -> None:
+        """The segment's bytes arrive."""
+        span = self.pack.manifest.segments[segment]
+        self.data[span.begin : span.end] = self.pack.data[span.begin : span.end]
+        self.instance.segment_ready(segment)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_layer_runs_once_its_bytes_are_there(model_of: ModelOf, tied: bool) -> None:
+    model = model_of("qwen2", tied)
+    watched = Watched(model)
+    instance = watched.instance
+    instance.prefill(group_of(PROMPT))
+    with ThreadPoolExecutor(1) as engine:
+        step = engine.submit(instance.step)
+        for segment in range(watched.num_layers + 1):
+            assert not step.done()
+            assert not any(event.is_set() for event in watched.ran[max(0, segment - 1) :])
+            watched.deliver(segment)
+            assert instance.num_segments_ready == segment + 1
+            if segment:
+                assert watched.ran[segment - 1].wait(10)
+        assert not step.done()
+        watched.deliver(watched.num_layers + 1)
+        steps = [step.result(10)]
+    assert outputs([*steps, *run(instance)])["r/0", 0] == model.expected(PROMPT)
+    assert_idle(instance)
+
+
+def test_segments_may_come_in_any_order(model_of: ModelOf) -> None:
+    model = model_of()
+    watched = Watched(model)
+    watched.instance.prefill(group_of(PROMPT))
+    with ThreadPoolExecutor(1) as engine:
+        steps = engine.submit(run, watched.instance)
+        for segment in reversed(range(watched.num_layers + 2)):
+            watched.deliver(segment)
+            watched.deliver(segment)
+        assert outputs(steps.result(10))["r/0", 0] == model.expected(PROMPT)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_load_that_fails_ends_the_step(model_of: ModelOf, waits: bool) -> None:
+    watched = Watched(model_of())
+    instance = watched.instance
+    instance.prefill(group_of(PROMPT))
+    watched.deliver(0)
+    watched.deliver(1)
+    with ThreadPoolExecutor(1) as engine:
+        if not waits:
+            instance.fail("no holder is left")
+        step = engine.submit(instance.step)
+        assert watched.ran[0].wait(10)
+        instance.fail("no holder is left")
+        with pytest.raises(LoadFailed, match=r"segment 2 .* no holder is left"):
+            step.result(10)
+    instance.check_integrity()  # as if the batch had never begun
+    instance.cancel("r/0")
+    assert_idle(instance)
+
+
+def test_a_loaded_instance_outlives_a_failure(model_of: ModelOf) -> None:
+    model = model_of()
+    instance = model.instance()
+    instance.fail("the store went away")
+    instance.prefill(group_of(PROMPT))
+    assert outputs(run(instance))["r/0", 0] == model.expected(PROMPT)

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.gateway.conftest import PEPPER, AccountingRig
+from torchrelay.common.errors import NotFound, Unauthenticated, Unavailable
+from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
+from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.table_versions import TableVersions
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_a_key_stands_for_its_tenant(parts: AccountingRig) -> None:
+    info, token = await parts.keys.create("acme", parts.acme.tenant_id, "laptop", requests_per_minute=7)
+    principal = await parts.keys.authenticate(f"Bearer {token}")
+    assert (principal.tenant_id, principal.tenant) == (parts.acme.tenant_id, "acme")
+    assert (principal.key_id, principal.requests_per_minute, principal.is_admin) == (info.key_id, 7, False)
+    assert await parts.keys.authenticate(f"bearer {token}") == principal
+
+
+@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Basic abc", "Bearer tra-wrong", "Bearer tr-x-y"])
+async def test_anything_else_is_unauthenticated(parts: AccountingRig, header: str | None) -> None:
+    with pytest.raises(Unauthenticated):
+        await parts.keys.authenticate(header)
+
+
+async def test_a_well_formed_key_of_another_install_is_refused(parts: AccountingRig) -> None:
+    _, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    stranger = ApiKeys(parts.database, parts.table_versions, b"other pepper")
+    with pytest.raises(Unauthenticated):
+        await stranger.authenticate(f"Bearer {token}")
+
+
+async def test_the_admin_key_is_the_setting_and_no_setting_means_no_admin(parts: AccountingRig) -> None:
+    assert (await parts.keys.authenticate("Bearer tra-test")).is_admin
+    without = ApiKeys(parts.database, parts.table_versions, PEPPER, admin_key="")
+    with pytest.raises(Unauthenticated):
+        await without.authenticate("Bearer tra-test")
+
+
+async def test_revoked_here_is_refused_at_once_and_revoking_twice_is_once(parts: AccountingRig) -> None:
+    info, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    await parts.keys.authenticate(f"Bearer {token}")
+    await parts.keys.revoke(info.key_id, parts.acme.tenant_id)
+    await parts.keys.revoke(info.key_id, None)
+    with pytest.raises(Unauthenticated):
+        await parts.keys.authenticate(f"Bearer {token}")
+    assert [key.is_revoked for key in await parts.keys.list(parts.acme.tenant_id)] == [True]
+
+
+async def test_another_tenants_key_cannot_be_revoked_nor_seen(parts: AccountingRig) -> None:
+    other = await parts.tenants.create("other")
+    info, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    with pytest.raises(NotFound):
+        await parts.keys.revoke(info.key_id, other.tenant_id)
+    assert await parts.keys.list(other.tenant_id) == []
+    assert await parts.keys.authenticate(f"Bearer {token}")
+
+
+async def test_another_gateway_refuses_a_revoked_key_once_its_confirmation_is_half_a_second_old(
+    parts: AccountingRig,
+) -> None:
+    clock = Clock()
+    elsewhere = ApiKeys(parts.database, TableVersions(parts.database, 0.5, clock), PEPPER)
+    info, token = await parts.keys.create("acme", parts.acme.tenant_id)
+    await elsewhere.authenticate(f"Bearer {token}")
+    await parts.keys.revoke(info.key_id, None)
+    clock.now += 0.49  # still trusted: no hint came, and the confirmation is younger than half a second
+    await elsewhere.authenticate(f"Bearer {token}")
+    clock.now += 0.01
+    with pytest.raises(Unauthenticated):
+        await elsewhere.authenticate(f"Bearer {token}")
+
+
+async def test_a_hint_makes_it_instant(parts: AccountingRig) -> None:
+    clock = Clock()
+    table_versions = TableVersions(parts.database, 0.5, clock)
+    elsewhere = ApiKeys(parts.database, table_versions, PEPPER)
+
+    async def hint() -> None:
+        table_versions.invalidate()
+
+    here = ApiKeys(parts.database, parts.table_versions, PEPPER, announce=hint)
+    info, token = await here.create("acme", parts.acme.tenant_id)
+    await elsewhere.authenticate(f"Bearer {token}")
+    await here.revoke(info.key_id, None)
+    with pytest.raises(Unauthenticated):
+        await elsewhere.authenticate(f"Bearer {token}")
+
+
+async def test_a_cached_key_costs_no_sql_and_nothing_is_trusted_while_sql_is_away(parts: AccountingRig) -> None:
+    clock = Clock()
+    away = Database("sqlite:////nonexistent/folder/ledger.db")
+    table_versions = TableVersions(parts.database, 0.5, clock)
+    keys = ApiKeys(parts.database, table_versions, PEPPER)
+    _, token = await keys.create("acme", parts.acme.tenant_id)
+    await keys.authenticate(f"Bearer {token}")
+    table_versions._database = keys._database = away
+    await keys.authenticate(f"Bearer {token}")
+    clock.now += 0.5
+    with pytest.raises(Unavailable):
+        await keys.authenticate(f"Bearer {token}")
+    await away.close()
+
+
+async def test_the_pepper_is_made_once_and_shared(database: Database) -> None:
+    first = await load_pepper(database, "")
+    assert len(first) == 32
+    assert await load_pepper(database, "") == first
+    assert await load_pepper(database, "00ff") == b"\x00\xff"

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from sqlalchemy import func, select
+from sqlalchemy.exc import IntegrityError
+
+from tests.unit.gateway.conftest import AccountingRig
+from torchrelay.common.errors import NotFound, Unavailable
+from torchrelay.gateway.billing.ledger import Ledger
+from torchrelay.gateway.billing.reconciliation import reconcile
+from torchrelay.gateway.core import ChoiceUsage, FinishCause
+from torchrelay.gateway.sql.tables import balances, ledger, opened
+
+
+def usage(request_id: str = "req-1", choice: int = 0, num_output: int = 3) -> ChoiceUsage:
+    return ChoiceUsage(request_id, choice, 10, 4, num_output, FinishCause.STOP)
+
+
+COST = 6 * 100 + 4 * 25 + 3 * 400
+
+
+async def spent(parts: AccountingRig) -> int:
+    async with parts.database.read() as connection:
+        found: int = (await connection.execute(select(balances.c.spent_nano))).scalar_one()
+    return found
+
+
+async def test_a_request_is_opened_and_settled_with_its_cost(parts: AccountingRig) -> None:
+    await parts.ledger.open(parts.request())
+    assert await spent(parts) == 0
+    assert await parts.ledger.settle("req-1", [usage()]) == COST
+    assert await spent(parts) == COST
+    async with parts.database.read() as connection:
+        row = (await connection.execute(select(ledger))).one()
+    assert (row.num_prompt_tokens, row.num_cached_prompt_tokens, row.num_output_tokens) == (10, 4, 3)
+    assert (row.cause, row.key_id, row.model, row.price_id) == ("stop", "key-1", "acme/glossary", "price-default")
+    assert (await reconcile(parts.database)).faults == ()
+
+
+async def test_settling_again_changes_nothing_whatever_it_says(parts: AccountingRig) -> None:
+    await parts.ledger.open(parts.request())
+    await parts.ledger.settle("req-1", [usage()])
+    assert await parts.ledger.settle("req-1", [usage(num_output=99)]) == COST
+    assert await spent(parts) == COST
+
+
+async def test_opening_again_changes_nothing(parts: AccountingRig) -> None:
+    await parts.ledger.open(parts.request())
+    await parts.ledger.settle("req-1", [usage()])
+    await parts.ledger.open(replace(parts.request(), num_prompt_tokens=999))
+    async with parts.database.read() as connection:
+        row = (await connection.execute(select(opened))).one()
+    assert row.num_prompt_tokens == 10
+    assert row.settled_unix_us is not None
+
+
+async def test_a_request_never_opened_cannot_be_settled_and_harms_no_other(parts: AccountingRig) -> None:
+    await parts.ledger.open(parts.request())
+    good, bad = await asyncio.gather(
+        parts.ledger.settle("req-1", [usage()]),
+        parts.ledger.settle("req-unknown", [usage("req-unknown")]),
+        return_exceptions=True,
+    )
+    assert good == COST
+    assert isinstance(bad, NotFound)
+
+
+async def test_one_bad_write_fails_alone(parts: AccountingRig) -> None:
+    bad = replace(parts.request("req-bad"), tenant_id="nobody")
+    results = await asyncio.gather(
+        *(parts.ledger.open(request) for request in (parts.request("req-1"), bad, parts.request("req-2"))),
+        return_exceptions=True,
+    )
+    assert results[0] is None and results[2] is None
+    assert isinstance(results[1], IntegrityError)
+    async with parts.database.read() as connection:
+        assert set((await connection.execute(select(opened.c.request_id))).scalars()) == {"req-1", "req-2"}
+
+
+async def test_hundreds_at_once_share_commits_and_add_up(parts: AccountingRig) -> None:
+    async def one(index: int) -> None:
+        request = parts.request(f"req-{index}", num_choices=2)
+        await parts.ledger.open(request)
+        await parts.ledger.settle(request.request_id, [usage(request.request_id, choice) for choice in (0, 1)])
+
+    await asyncio.gather(*(one(index) for index in range(400)))
+    books = await reconcile(parts.database)
+    assert (books.num_settled, books.num_ledger_rows, books.faults) == (400, 800, ())
+    assert await spent(parts) == 400 * (COST + 3 * 400)
+
+
+async def test_two_gateways_settling_the_same_requests_bill_each_once(parts: AccountingRig) -> None:
+    ids = [f"req-{index}" for index in range(50)]
+    await asyncio.gather(*(parts.ledger.open(parts.request(request_id)) for request_id in ids))
+    async with Ledger(parts.database) as elsewhere:
+        costs = await asyncio.gather(
+            *(parts.ledger.settle(request_id, [usage(request_id)]) for request_id in ids),
+            *(elsewhere.settle(request_id, [usage(request_id, num_output=5)]) for request_id in reversed(ids)),
+        )
+    assert all(costs[index] == costs[99 - index] for index in range(50))  # both report the cost that stands
+    books = await reconcile(parts.database)
+    assert (books.num_ledger_rows, books.faults) == (50, ())
+
+
+async def test_what_waits_at_the_end_is_committed_and_then_nothing_is_taken(parts: AccountingRig) -> None:
+    ending = Ledger(parts.database)
+    async with ending:
+        opening = asyncio.create_task(ending.open(parts.request("req-late")))
+        await asyncio.sleep(0)
+    await opening
+    with pytest.raises(Unavailable):
+        await ending.open(parts.request("req-too-late"))
+    async with parts.database.read() as connection:
+        assert (await connection.execute(select(func.count()).select_from(opened))).scalar_one() == 1

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Collection
+from typing import Any
+
+import nats
+import pytest
+from nats.aio.client import Client
+from sqlalchemy import select
+
+from tests.unit.gateway.conftest import AccountingRig
+from torchrelay.common.errors import Unavailable
+from torchrelay.common.net.nats_client import Subjects, ensure_streams
+from torchrelay.control.v1 import generation_pb2
+from torchrelay.gateway.billing.heartbeat import Heartbeat
+from torchrelay.gateway.billing.ledger import Ledger
+from torchrelay.gateway.billing.orphan_sweep import OrphanSweep, RegisterSource
+from torchrelay.gateway.billing.reconciliation import reconcile
+from torchrelay.gateway.billing.usage_register import UsageRegister
+from torchrelay.gateway.billing.usage_register_reader import RegistersByRequest, UsageRegisterReader
+from torchrelay.gateway.core import ChoiceUsage, FinishCause
+from torchrelay.gateway.sql.tables import ledger
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Away:
+    async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
+        raise Unavailable("JetStream is away")
+
+
+class Nobody:
+    async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
+        return {}
+
+
+@pytest.fixture
+async def nats_client(nats_url: str) -> AsyncIterator[Client]:
+    client = await nats.connect(nats_url)
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def subjects(nats_client: Client) -> Subjects:
+    made = Subjects(f"t{secrets.token_hex(4)}")
+    await ensure_streams(nats_client.jetstream(), made)
+    return made
+
+
+async def report(client: Client, subjects: Subjects, request_id: str, position: int, choice: int = 0) -> None:
+    register = generation_pb2.UsageRegister(
+        request_id=request_id,
+        choice=choice,
+        attempt=1,
+        num_prompt_tokens=10,
+        num_cached_prompt_tokens=4,
+        output_position=position,
+        gateway_id="gw-dead",
+    )
+    await client.jetstream().publish(subjects.usage("gw-dead"), register.SerializeToString())
+
+
+def sweep_of(
+    parts: AccountingRig, registers: RegisterSource | None, clock: Clock, ledger_: Ledger | None = None
+) -> OrphanSweep:
+    heartbeat = Heartbeat(parts.database, "gw-live")
+    return OrphanSweep(
+        parts.database, ledger_ or parts.ledger, heartbeat, lambda: registers, every_s=60, after_s=10, clock=clock
+    )
+
+
+async def sweep_twice(sweep: OrphanSweep) -> int:
+    """How many requests it settled, once it has seen long enough that nobody counts."""
+    assert await sweep.sweep() == 0
+    assert isinstance(sweep._clock, Clock)
+    sweep._clock.now += 10
+    return await sweep.sweep()
+
+
+async def outputs(parts: AccountingRig) -> dict[tuple[str, int], tuple[int, int, str]]:
+    async with parts.database.read() as connection:
+        rows = (await connection.execute(select(ledger))).all()
+    return {(row.request_id, row.choice): (row.num_prompt_tokens, row.num_output_tokens, row.cause) for row in rows}
+
+
+async def test_registers_are_merged_by_maximum_whatever_their_order(nats_client: Client, subjects: Subjects) -> None:
+    for position in (1, 7, 3, 7, 2):
+        await report(nats_client, subjects, "req-1", position)
+    await report(nats_client, subjects, "req-1", 5, choice=1)
+    await report(nats_client, subjects, "req-other", 9)
+    await nats_client.jetstream().publish(subjects.usage("gw-dead"), b"\xff\xff not a register")
+    registers = UsageRegisterReader(nats_client, subjects)
+    assert await registers.read("gw-dead", {"req-1"}) == {
+        "req-1": {0: UsageRegister(10, 4, 7), 1: UsageRegister(10, 4, 5)}
+    }
+    assert await registers.read("gw-silent", {"req-1"}) == {}
+
+
+async def test_a_server_that_lost_its_streams_has_no_registers(nats_client: Client, subjects: Subjects) -> None:
+    await report(nats_client, subjects, "req-1", 3)
+    await nats_client.jetstream().delete_stream(subjects.usage_stream)
+    assert await UsageRegisterReader(nats_client, subjects).read("gw-dead", {"req-1"}) == {}
+
+
+async def test_more_registers_than_one_fetch_are_all_read(nats_client: Client, subjects: Subjects) -> None:
+    js = nats_client.jetstream()
+    register = generation_pb2.UsageRegister(request_id="req-1", output_position=1)
+    for position in range(1, 1201):
+        register.output_position = position
+        await nats_client.publish(subjects.usage("gw-dead"), register.SerializeToString())
+    await nats_client.flush()
+    assert (await js.stream_info(subjects.usage_stream)).state.messages == 1200
+    merged = await UsageRegisterReader(nats_client, subjects).read("gw-dead", {"req-1"})
+    assert merged["req-1"][0].output_position == 1200
+
+
+async def test_requests_of_a_gateway_that_is_gone_are_settled_from_registers(
+    parts: AccountingRig, nats_client: Client, subjects: Subjects
+) -> None:
+    await Heartbeat(parts.database, "gw-dead").beat()
+    await Heartbeat(parts.database, "gw-live").beat()
+    for request in (
+        parts.request("req-told", gateway_id="gw-dead", num_choices=2),
+        parts.request("req-silent", gateway_id="gw-dead"),
+        parts.request("req-live", gateway_id="gw-live"),
+    ):
+        await parts.ledger.open(request)
+    for position in (1, 30, 12):
+        await report(nats_client, subjects, "req-told", position)
+    clock = Clock()
+    sweep = sweep_of(parts, UsageRegisterReader(nats_client, subjects), clock)
+    assert await sweep.sweep() == 0  # it may live: its count has only just been seen
+    clock.now = 10.0
+    assert await sweep.sweep() == 2
+    assert await outputs(parts) == {
+        ("req-told", 0): (10, 30, "gateway_lost"),
+        ("req-told", 1): (0, 0, "gateway_lost"),
+        ("req-silent", 0): (0, 0, "gateway_lost"),
+    }
+    assert await sweep.sweep() == 0
+    assert "gw-dead" not in await Heartbeat(parts.database, "gw-live").beats()
+    assert (await reconcile(parts.database)).faults == ()
+
+
+async def test_a_gateway_that_settles_late_changes_nothing(parts: AccountingRig) -> None:
+    class Nothing:
+        async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
+            return {"req-1": {0: UsageRegister(10, 0, 5)}}
+
+    await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
+    await sweep_twice(sweep_of(parts, Nothing(), Clock()))
+    await parts.ledger.settle("req-1", [ChoiceUsage("req-1", 0, 10, 0, 6, FinishCause.STOP)])
+    assert await outputs(parts) == {("req-1", 0): (10, 5, "gateway_lost")}
+
+
+async def test_nothing_is_settled_while_the_registers_cannot_be_read(parts: AccountingRig) -> None:
+    await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
+    with pytest.raises(Unavailable):
+        await sweep_twice(sweep_of(parts, Away(), Clock()))
+    assert await sweep_twice(sweep_of(parts, None, Clock())) == 0
+    assert await outputs(parts) == {}
+
+
+async def test_many_gateways_racing_settle_exactly_once(
+    parts: AccountingRig, nats_client: Client, subjects: Subjects
+) -> None:
+    for index in range(20):
+        await parts.ledger.open(parts.request(f"req-{index}", gateway_id="gw-dead"))
+        await report(nats_client, subjects, f"req-{index}", index + 1)
+    registers = UsageRegisterReader(nats_client, subjects)
+    async with Ledger(parts.database) as second, Ledger(parts.database) as third:
+        sweeps = [sweep_of(parts, registers, Clock(), each) for each in (parts.ledger, second, third)]
+        await asyncio.gather(*map(sweep_twice, sweeps))
+    books = await reconcile(parts.database)
+    assert (books.num_settled, books.num_ledger_rows, books.faults) == (20, 20, ())
+    assert books.cost_nano == sum(6 * 100 + 4 * 25 + (index + 1) * 400 for index in range(20))
+
+
+async def test_what_was_not_looked_at_did_not_stand_still(parts: AccountingRig) -> None:
+    """SQL was away: nobody could beat, and the first to come back must not settle what the others still stream."""
+    await Heartbeat(parts.database, "gw-slow").beat()
+    await parts.ledger.open(parts.request("req-1", gateway_id="gw-slow"))
+    clock = Clock()
+    sweep = sweep_of(parts, Nobody(), clock)
+    sweep._every_s = 2
+    assert await sweep.sweep() == 0
+    clock.now = 60.0
+    assert await sweep.sweep() == 0
+    for clock.now in (62.0, 65.0, 69.9):
+        assert await sweep.sweep() == 0
+    clock.now = 70.0
+    assert await sweep.sweep() == 1
+
+
+async def test_a_gateway_that_begins_while_a_sweep_looks_is_not_gone(
+    parts: AccountingRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    sweep = sweep_of(parts, Nobody(), clock)
+    reads: list[Any] = []
+    for name in ("_unsettled_owners", "beats"):
+        owner = sweep if name == "_unsettled_owners" else sweep._heartbeat
+        read = getattr(owner, name)
+
+        async def first_then_a_start(read: Any = read) -> Any:
+            found = await read()
+            if not reads:
+                await Heartbeat(parts.database, "gw-new").beat()
+                await parts.ledger.open(parts.request("req-new", gateway_id="gw-new"))
+            reads.append(found)
+            return found
+
+        monkeypatch.setattr(owner, name, first_then_a_start)
+    await sweep.sweep()
+    assert len(reads) == 2
+    assert "gw-new" not in sweep._seen or sweep._seen["gw-new"].beat == 1
+    assert await outputs(parts) == {}
+
+
+async def test_an_unexpected_error_does_not_end_the_beats(
+    parts: AccountingRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sweep = sweep_of(parts, Nobody(), Clock())
+    sweep._every_s = 0.01
+
+    async def broken() -> int:
+        raise RuntimeError("deadlock detected")
+
+    monkeypatch.setattr(sweep, "sweep", broken)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(sweep.run(), 0.3)
+    assert (await Heartbeat(parts.database, "x").beats())["gw-live"] > 2
+
+
+async def test_a_round_that_fails_is_followed_by_another(parts: AccountingRig) -> None:
+    sweep = sweep_of(parts, Away(), Clock())
+    sweep._every_s = 0.01
+    await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(sweep.run(), 0.3)
+    assert (await Heartbeat(parts.database, "x").beats())["gw-live"] > 2

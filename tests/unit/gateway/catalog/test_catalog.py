@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from sqlalchemy import select
+
+from tests.unit.gateway.conftest import PEPPER, AccountingRig
+from torchrelay.common.errors import NotFound
+from torchrelay.gateway.auth.api_keys import ADMIN, ApiKeys
+from torchrelay.gateway.billing.prices import Prices
+from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
+from torchrelay.gateway.core import ModelShape, Principal, Version
+from torchrelay.gateway.sql.table_versions import TableVersions
+from torchrelay.gateway.sql.tables import retired_versions
+
+
+def version(name: str = "v1") -> Version:
+    return Version(
+        version_id=name,
+        pack_id=f"pack-{name}",
+        pack_bytes=100,
+        architecture="Qwen2ForCausalLM",
+        dtype="bfloat16",
+        shape=ModelShape(2, 1, 8, 2, 128, 64),
+        routing_block_tokens=64,
+        stored_bytes=110,
+        eos_token_ids=(1, 2),
+        file_digests={"tokenizer.json": "abc"},
+    )
+
+
+async def publish(parts: AccountingRig, name: str, what: Version, scaling: ScalingSettings = ScalingSettings()) -> None:  # noqa: B008
+    async with parts.database.write() as connection:
+        await parts.catalog.publish_in(connection, parts.acme.tenant_id, name, what, scaling)
+    parts.catalog.published()
+
+
+@pytest.fixture
+def caller(parts: AccountingRig) -> Principal:
+    return Principal(parts.acme.tenant_id, "acme", "key-1")
+
+
+async def retired(parts: AccountingRig) -> set[str]:
+    async with parts.database.read() as connection:
+        return set((await connection.execute(select(retired_versions.c.version_id))).scalars())
+
+
+async def test_a_published_model_is_resolved_whole(parts: AccountingRig, caller: Principal) -> None:
+    await publish(parts, "glossary", version(), ScalingSettings(idle_timeout_s=4))
+    model = await parts.catalog.resolve(caller, "glossary")
+    assert (model.name, model.tenant_id, model.version) == ("acme/glossary", parts.acme.tenant_id, version())
+    assert (model.idle_timeout_s, model.max_instances, model.price_id) == (4, 0, "price-default")
+    assert await parts.catalog.resolve(caller, "acme/glossary") is model  # from memory
+    assert await parts.catalog.models(caller) == [model] == await parts.catalog.models(ADMIN)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/", "a/b/c", "acme/", "/glossary", "other/glossary", "acme/absent", "acme", "a\0b", "\ud800"]
+)
+async def test_anything_else_is_not_found(parts: AccountingRig, caller: Principal, name: str) -> None:
+    await publish(parts, "glossary", version())
+    with pytest.raises(NotFound):
+        await parts.catalog.resolve(caller, name)
+
+
+async def test_another_tenants_model_is_like_an_absent_one(parts: AccountingRig) -> None:
+    await publish(parts, "glossary", version())
+    stranger = Principal((await parts.tenants.create("zoo")).tenant_id, "zoo", "key-2")
+    messages = []
+    for name in ("acme/glossary", "acme/absent"):
+        with pytest.raises(NotFound) as raised:
+            await parts.catalog.resolve(stranger, name)
+        messages.append(raised.value.message.replace(name, "NAME"))
+    assert messages[0] == messages[1]
+    assert await parts.catalog.models(stranger) == []
+
+
+async def test_publishing_again_replaces_the_version_and_keeps_the_settings(
+    parts: AccountingRig, caller: Principal
+) -> None:
+    await publish(parts, "glossary", version("v1"), ScalingSettings(idle_timeout_s=4, max_instances=2))
+    before = await parts.catalog.resolve(caller, "glossary")
+    await publish(parts, "glossary", version("v2"), ScalingSettings(max_instances=3))
+    after = await parts.catalog.resolve(caller, "glossary")
+    assert (after.version.version_id, after.idle_timeout_s, after.max_instances) == ("v2", 4, 3)
+    assert after.created_unix_us == before.created_unix_us
+    assert await retired(parts) == {"v1"}
+    await publish(parts, "glossary", version("v1"))
+    assert await retired(parts) == {"v2"}
+
+
+async def test_a_version_is_retired_when_its_last_model_goes(parts: AccountingRig, caller: Principal) -> None:
+    await publish(parts, "one", version())
+    await publish(parts, "two", version())
+    await parts.catalog.delete(await parts.catalog.resolve(caller, "one"))
+    assert await retired(parts) == set()
+    two = await parts.catalog.resolve(caller, "two")
+    await parts.catalog.delete(two)
+    assert await retired(parts) == {"v1"}
+    with pytest.raises(NotFound):
+        await parts.catalog.delete(two)
+    with pytest.raises(NotFound):
+        await parts.catalog.set_scaling(two, ScalingSettings(max_instances=1))
+
+
+async def test_deleting_retires_the_version_the_model_named_last_not_the_one_it_was_read_with(
+    parts: AccountingRig, caller: Principal
+) -> None:
+    await publish(parts, "glossary", version("v1"))
+    read_before = await parts.catalog.resolve(caller, "glossary")
+    await publish(parts, "glossary", version("v2"))
+    await parts.catalog.delete(read_before)
+    assert await retired(parts) == {"v1", "v2"}
+
+
+async def test_models_of_one_version_deleted_at_once_retire_it(parts: AccountingRig, caller: Principal) -> None:
+    for name in ("one", "two"):
+        await publish(parts, name, version())
+    found = [await parts.catalog.resolve(caller, name) for name in ("one", "two")]
+    await asyncio.gather(*map(parts.catalog.delete, found))
+    assert await retired(parts) == {"v1"}
+
+
+async def test_another_gateway_sees_a_change_once_its_confirmation_is_old(
+    parts: AccountingRig, caller: Principal
+) -> None:
+    now = 0.0
+    table_versions = TableVersions(parts.database, 0.5, lambda: now)
+    elsewhere = Catalog(parts.database, table_versions, Prices(parts.database, table_versions))
+    await publish(parts, "glossary", version("v1"))
+    await elsewhere.resolve(caller, "glossary")
+    await publish(parts, "glossary", version("v2"))
+    price = await parts.prices.add("acme/glossary", 1, 2, 3)
+    assert (await elsewhere.resolve(caller, "glossary")).version.version_id == "v1"
+    now = 0.5
+    seen = await elsewhere.resolve(caller, "glossary")
+    assert (seen.version.version_id, seen.price) == ("v2", price)
+
+
+async def test_a_price_that_begins_later_holds_without_any_change(
+    parts: AccountingRig, caller: Principal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    await publish(parts, "glossary", version())
+    begin_ns = time.time_ns() + 10**12
+    later = await parts.prices.add("", 7, 8, 9, begin_ns // 1000)
+    assert (await parts.catalog.resolve(caller, "glossary")).price_id == "price-default"
+    monkeypatch.setattr("torchrelay.gateway.billing.prices.time.time_ns", lambda: begin_ns + 1000)
+    assert (await parts.catalog.resolve(caller, "glossary")).price == later
+
+
+async def test_keys_and_catalog_have_versions_of_their_own(parts: AccountingRig, caller: Principal) -> None:
+    keys = ApiKeys(parts.database, parts.table_versions, PEPPER)
+    before = await parts.table_versions.confirmed("catalog")
+    info, _ = await keys.create("acme", parts.acme.tenant_id)
+    await keys.revoke(info.key_id, None)
+    assert await parts.table_versions.confirmed("catalog") == before

@@ -1,0 +1,31 @@
+"""A part that cannot be reached is named with its address and setting; what it says itself is passed on."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+from grpc.aio import AioRpcError, Metadata
+
+from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
+from torchrelay.gateway.clients.endpoint import param_store_endpoint
+
+AWAY = "the param-store at 10.0.0.7:7103 (TORCHRELAY_STORE_ADDRESS) cannot be reached"
+
+
+def failed(code: grpc.StatusCode, *trailing: tuple[str, str]) -> AioRpcError:
+    return AioRpcError(code, Metadata(), Metadata(*trailing), details="its words")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (failed(grpc.StatusCode.UNAVAILABLE), Unavailable, AWAY),
+        (failed(grpc.StatusCode.DEADLINE_EXCEEDED), Unavailable, AWAY),
+        (failed(grpc.StatusCode.UNAVAILABLE, ("torchrelay-code", "unavailable")), Unavailable, "its words"),
+        (failed(grpc.StatusCode.NOT_FOUND, ("torchrelay-code", "not_found")), NotFound, "its words"),
+        (failed(grpc.StatusCode.INTERNAL), TorchrelayError, "its words"),
+    ],
+)
+def test_who_said_it(error: AioRpcError, kind: type[TorchrelayError], message: str) -> None:
+    made = param_store_endpoint("10.0.0.7:7103").error(error)
+    assert (type(made), made.message) == (kind, message)

@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.gateway.scripted_services import serving_scheduler
+from torchrelay.common.errors import NotFound, Unavailable
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.gateway.clients.scheduler import SchedulerClient
+
+
+async def test_it_asks_for_the_largest_slot_and_for_reasons() -> None:
+    async with serving_scheduler() as channel:
+        client = SchedulerClient(channel, "127.0.0.1:1")
+        assert await client.largest_slot_bytes() == 12345
+        assert (await client.explain("req-1")).phases[0].name == "queue"
+        with pytest.raises(NotFound):
+            await client.explain("req-old")
+
+
+async def test_without_a_scheduler_the_slot_is_not_known() -> None:
+    async with open_channel("127.0.0.1:1") as channel:
+        client = SchedulerClient(channel, "127.0.0.1:1")
+        assert await client.largest_slot_bytes(timeout_s=1) == 0
+        with pytest.raises(Unavailable, match=r"the scheduler at 127.0.0.1:1 \(TORCHRELAY_SCHEDULER_ADDRESS\)"):
+            await client.explain("req-1", timeout_s=1)

@@ -1,0 +1,103 @@
+"""The gRPC door: the same key, the same models, the same tokens as over REST."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.support.gateway_ports import KEY
+from tests.unit.gateway.token_path_rig import TokenPathRig, until
+from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError, Unauthenticated
+from torchrelay.common.net.rpc import error_from_rpc, open_channel
+from torchrelay.gateway.core import FinishCause
+from torchrelay.inference.v1 import inference_pb2 as pb
+from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
+
+PROMPT = [40, 41, 42, 43, 44, 45, 46]
+METADATA = (("authorization", f"Bearer {KEY}"),)
+
+
+@pytest.fixture
+async def stub(rig: TokenPathRig) -> AsyncIterator[Any]:
+    channel = open_channel(rig.grpc_address)
+    yield InferenceStub(channel)
+    await channel.close()
+
+
+def request(**fields: Any) -> pb.GenerateRequest:
+    made: dict[str, Any] = {"model": "echo", "prompt_token_ids": pb.TokenIds(ids=PROMPT), "max_tokens": 12, **fields}
+    return pb.GenerateRequest(**made)
+
+
+async def test_tokens_text_and_usage_stream(rig: TokenPathRig, stub: Any) -> None:
+    call = stub.Generate(request(n=2, return_token_ids=True), metadata=METADATA)
+    events = [event async for event in call]
+    for choice in range(2):
+        deltas = [delta for event in events for delta in event.choices if delta.index == choice]
+        assert [token for delta in deltas for token in delta.token_ids] == rig.echoed(PROMPT, 12, choice)
+        assert "".join(delta.text for delta in deltas) == rig.text(rig.echoed(PROMPT, 12, choice))
+        assert deltas[-1].finish_reason == "length"
+    usage = events[-1].usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (7, 24, 31)
+    assert events[0].request_id in rig.ports.settled
+
+
+async def test_chat_and_text_are_the_same_as_over_rest(rig: TokenPathRig, stub: Any) -> None:
+    chat = pb.Messages(messages=[pb.Message(role="user", content="hello")])
+    made = pb.GenerateRequest(model="acme/echo", chat=chat, max_tokens=9, seed=3, temperature=0, stop=["zzz"])
+    text = "".join([delta.text async for event in stub.Generate(made, metadata=METADATA) for delta in event.choices])
+    reply = await rig.client.chat.completions.create(
+        model="acme/echo", messages=[{"role": "user", "content": "hello"}], max_tokens=9, seed=3, temperature=0
+    )
+    assert text == reply.choices[0].message.content
+
+
+async def test_errors_keep_class_and_field(rig: TokenPathRig, stub: Any) -> None:
+    async def error_of(made: pb.GenerateRequest, metadata: Any = METADATA) -> TorchrelayError:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(stub.Generate(made, metadata=metadata)))
+        return error_from_rpc(caught.value)
+
+    assert isinstance(await error_of(request(), metadata=()), Unauthenticated)
+    assert isinstance(await error_of(request(model="nobody/none")), NotFound)
+    for made, field in (
+        (request(n=0), "n"),
+        (pb.GenerateRequest(model="echo", chat=pb.Messages(messages=[pb.Message(role="usr")])), "messages"),
+        (request(n=99), "n"),
+        (request(temperature=3), "temperature"),
+        (request(top_p=0), "top_p"),
+        (request(max_tokens=0), "max_tokens"),
+        (request(max_tokens=100_000), "max_tokens"),
+        (request(stop=[""]), "stop"),
+        (pb.GenerateRequest(model="echo"), "prompt"),
+        (pb.GenerateRequest(model="echo", prompt=""), "prompt"),
+        (pb.GenerateRequest(model="echo", chat=pb.Messages()), "messages"),
+    ):
+        error = await error_of(made)
+        assert isinstance(error, InvalidRequest), (made, error)
+        assert error.field == field
+
+
+async def test_a_client_that_cancels_frees_the_worker(rig: TokenPathRig, stub: Any) -> None:
+    rig.workers[0].pause_at = 5
+    call = stub.Generate(request(max_tokens=50), metadata=METADATA)
+    await anext(aiter(call))
+    await until(lambda: rig.workers[0].num_running == 1)
+    call.cancel()
+    await until(lambda: rig.workers[0].num_running == 0)
+    await until(lambda: not rig.ports.reserved)
+    assert next(iter(rig.ports.settled.values()))[0].cause == FinishCause.CANCELLED
+
+
+async def test_models_are_listed(rig: TokenPathRig, stub: Any) -> None:
+    async with asyncio.timeout(5):
+        reply = await stub.ListModels(pb.ListModelsRequest(), metadata=METADATA)
+    assert [(model.id, model.version) for model in reply.models] == [
+        ("acme/echo", "v-acme/echo"),
+        ("acme/plain", "v-acme/plain"),
+    ]
+    assert reply.models[0].created_unix_s == 1_700_000_000

@@ -1,0 +1,88 @@
+"""The REST door on a real socket, before a scripted store and scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.unit.gateway.conftest import AccountingRig
+from tests.unit.gateway.scripted_services import ScriptedStore, serving_scheduler, serving_store
+from torchrelay.gateway.catalog.catalog import ScalingSettings
+from torchrelay.gateway.catalog.uploads import Uploads
+from torchrelay.gateway.clients.param_store import StoreClient
+from torchrelay.gateway.clients.scheduler import SchedulerClient
+from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.http.dependencies import Services
+from torchrelay.gateway.http.rest_app import make_app
+from torchrelay.gateway.http.router import AsgiRouter, Receive, Scope, Send
+from torchrelay.gateway.http.server import http_server
+
+
+@pytest.fixture
+def database_url(sqlite_template: Path, tmp_path: Path) -> str:
+    """SQLite only: what differs between databases is tested below this door."""
+    path = tmp_path / "ledger.db"
+    path.write_bytes(sqlite_template.read_bytes())
+    return f"sqlite:///{path}"
+
+
+@dataclass
+class RestRig:
+    url: str
+    parts: AccountingRig
+    store: ScriptedStore
+    services: Services
+    admin: httpx.AsyncClient
+    acme: httpx.AsyncClient
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+    async def client_of(self, tenant: str, **limits: int) -> httpx.AsyncClient:
+        """A client with a key of another, new tenant; the caller closes it."""
+        made = await self.parts.tenants.create(tenant, **limits)
+        _, token = await self.parts.keys.create(tenant, made.tenant_id)
+        return client(self.url, token)
+
+
+def client(url: str, token: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, headers={"authorization": f"Bearer {token}"}, timeout=10, trust_env=False)
+
+
+async def _tokens(scope: Scope, receive: Receive, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"tokens"})
+
+
+@pytest.fixture
+async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
+    events: list[tuple[str, str]] = []
+
+    async def model_changed(kind: str, name: str, model: PublishedModel | None) -> None:
+        events.append((kind, name))
+
+    async with AsyncExitStack() as stack:
+        store = ScriptedStore()  # type: ignore[abstract]
+        store_client = StoreClient(await stack.enter_async_context(serving_store(store)), "store:1")
+        scheduler = SchedulerClient(await stack.enter_async_context(serving_scheduler()), "scheduler:1")
+        services = Services(
+            database=parts.database,
+            tenants=parts.tenants,
+            keys=parts.keys,
+            catalog=parts.catalog,
+            prices=parts.prices,
+            uploads=Uploads(parts.database, parts.catalog, store_client),
+            scheduler=scheduler,
+            default_scaling=ScalingSettings(60.0, 8),
+            model_changed=model_changed,
+        )
+        app = AsgiRouter(_tokens, make_app(services), max_body_bytes=64 << 10)
+        http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
+        url = f"http://127.0.0.1:{http.port}"
+        _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")
+        admin = await stack.enter_async_context(client(url, "tra-test"))
+        acme = await stack.enter_async_context(client(url, token))
+        yield RestRig(url, parts, store, services, admin, acme, events)

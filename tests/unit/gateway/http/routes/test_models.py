@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from tests.unit.gateway.http.conftest import RestRig
+from tests.unit.gateway.http.routes.test_uploads import published
+
+
+async def test_a_model_is_found_by_both_names_changed_and_deleted(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    assert (await rig.acme.get("/v1/models/acme/glossary")).json() == model
+    assert (await rig.acme.get("/v1/models/glossary")).json() == model
+    assert (await rig.acme.get("/v1/models/acme%2Fglossary")).json() == model  # as the openai client writes it
+    changed = (await rig.acme.patch("/v1/models/glossary", json={"idle_timeout_s": 1.5})).json()
+    assert (model["idle_timeout_s"], model["effective_idle_timeout_s"], model["effective_max_instances"]) == (0, 60, 8)
+    assert changed == model | {"idle_timeout_s": 1.5, "effective_idle_timeout_s": 1.5}
+    gone = await rig.acme.delete("/v1/models/acme/glossary")
+    assert gone.json() == {"id": "acme/glossary", "object": "model", "deleted": True}
+    assert (await rig.acme.get("/v1/models/glossary")).status_code == 404
+    assert (await rig.acme.delete("/v1/models/glossary")).status_code == 404
+    assert rig.events[-1] == ("deleted", "acme/glossary")
+
+
+async def test_another_tenants_model_is_exactly_like_an_absent_one(rig: RestRig) -> None:
+    await published(rig.acme)
+    async with await rig.client_of("zoo") as zoo:
+        present, absent = await zoo.get("/v1/models/acme/glossary"), await zoo.get("/v1/models/acme/nothing1")
+        assert (present.status_code, absent.status_code) == (404, 404)
+        assert present.text.replace("glossary", "nothing1") == absent.text
+        assert (await zoo.delete("/v1/models/acme/glossary")).status_code == 404
+        assert (await zoo.get("/v1/models")).json()["data"] == []
+    assert [one["id"] for one in (await rig.admin.get("/v1/models")).json()["data"]] == ["acme/glossary"]

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, TypeAlias
+
+import httpx
+import pytest
+from sqlalchemy import select
+
+from tests.unit.gateway.http.conftest import RestRig
+from torchrelay.common.errors import UploadRefused
+from torchrelay.gateway.sql.tables import models, retired_versions, uploads
+
+Files: TypeAlias = dict[str, bytes]
+WEIGHTS = bytes(range(256)) * 8192  # 2 MiB
+
+
+def declared(files: Files) -> list[dict[str, Any]]:
+    return [
+        {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for path, data in files.items()
+    ]
+
+
+async def begun(client: httpx.AsyncClient, model: str = "glossary", files: Files | None = None) -> dict[str, Any]:
+    reply = await client.post("/v1/uploads", json={"model": model, "files": declared(files or {"w": WEIGHTS})})
+    assert reply.status_code == 201, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+async def published(client: httpx.AsyncClient, model: str = "glossary", **settings: float) -> dict[str, Any]:
+    upload = await begun(client, model)
+    await client.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
+    reply = await client.post(f"/v1/uploads/{upload['id']}/commit", json=settings)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+async def test_files_travel_in_slices_and_a_commit_publishes(rig: RestRig) -> None:
+    upload = await begun(rig.acme, files={"w": WEIGHTS, "config.json": b"{}"})
+    assert upload["model"] == "acme/glossary"
+    put = await rig.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=WEIGHTS)
+    assert put.json() == {"path": "w", "size": len(WEIGHTS), "received": len(WEIGHTS), "complete": True}
+    assert 0 < rig.store.largest_slice <= 1 << 20
+    state = (await rig.acme.get(f"/v1/uploads/{upload['id']}")).json()
+    assert [(file["path"], file["complete"]) for file in state["files"]] == [("w", True), ("config.json", False)]
+    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", json={"idle_timeout_s": 3, "max_instances": 2})
+    model = reply.json()
+    assert (model["id"], model["version"], model["idle_timeout_s"]) == ("acme/glossary", "version-one", 3)
+    assert (model["context_length"], model["size_bytes"], model["owned_by"]) == (128, 900, "acme")
+    assert rig.store.largest_slot_bytes == 12345
+    assert rig.events == [("published", "acme/glossary")]
+    assert (await rig.acme.get("/v1/models")).json()["data"] == [model]
+    assert (await rig.acme.get(f"/v1/uploads/{upload['id']}")).status_code == 404
+
+
+async def test_an_upload_goes_on_where_it_was_interrupted(rig: RestRig) -> None:
+    upload = await begun(rig.acme)
+    url = f"/v1/uploads/{upload['id']}/files/w"
+
+    async def interrupted() -> Any:
+        yield WEIGHTS[: 1 << 20]
+        raise ConnectionResetError("the laptop was closed")
+
+    with pytest.raises(ConnectionResetError):
+        await rig.acme.put(url, content=interrupted())
+    received = 0
+    while received == 0:  # the server notices the end of the connection a moment later
+        received = (await rig.acme.get(f"/v1/uploads/{upload['id']}")).json()["files"][0]["received"]
+    assert received == 1 << 20
+    conflict = await rig.acme.put(url, content=WEIGHTS, headers={"upload-offset": "0"})
+    assert conflict.status_code == 409
+    assert str(received) in conflict.json()["error"]["message"]
+    assert (await rig.acme.put(f"/v1/uploads/{upload['id']}/files/x", content=WEIGHTS)).status_code == 404
+    rest = await rig.acme.put(url, content=WEIGHTS[received:], headers={"upload-offset": str(received)})
+    assert rest.json()["complete"] is True
+
+
+async def test_a_commits_steps_come_as_lines(rig: RestRig) -> None:
+    upload = await begun(rig.acme)
+    headers = {"accept": "application/x-ndjson"}
+    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
+    lines = [json.loads(line) for line in reply.text.splitlines()]
+    assert lines[:-1] == [
+        {"stage": "validate", "done": 5, "total": 10},
+        {"stage": "publish", "done": 10, "total": 10},
+    ]
+    assert lines[-1]["model"]["id"] == "acme/glossary"
+
+
+@pytest.mark.parametrize("as_lines", [False, True])
+async def test_a_refused_upload_publishes_nothing_and_may_be_mended(rig: RestRig, as_lines: bool) -> None:
+    rig.store.refusal = UploadRefused("the header is longer than the file", field="model.safetensors")
+    upload = await begun(rig.acme)
+    headers = {"accept": "application/x-ndjson"} if as_lines else {}
+    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
+    assert reply.status_code == (200 if as_lines else 422)
+    error = json.loads(reply.text.splitlines()[-1])["error"]
+    assert (error["code"], error["param"]) == ("upload_refused", "model.safetensors")
+    assert (await rig.acme.get("/v1/models")).json()["data"] == []
+    assert rig.events == []
+    rig.store.refusal = None
+    assert (await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 200
+
+
+async def test_a_commit_that_crashes_says_so_in_its_last_line(rig: RestRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    upload = await begun(rig.acme)
+    monkeypatch.setattr(rig.parts.catalog, "publish_in", broken)
+    headers = {"accept": "application/x-ndjson"}
+    reply = await rig.acme.post(f"/v1/uploads/{upload['id']}/commit", headers=headers)
+    assert json.loads(reply.text.splitlines()[-1])["error"]["code"] == "internal"
+
+
+async def test_the_quota_counts_models_and_open_uploads(rig: RestRig) -> None:
+    size = len(WEIGHTS)
+    async with await rig.client_of("small", storage_quota_bytes=2 * size) as small:
+        rig.store.stored_bytes = size
+        await published(small, "one")
+        waiting = await begun(small, "two")
+        reply = await small.post("/v1/uploads", json={"model": "three", "files": declared({"w": b"x"})})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "quota_exceeded")
+        assert (await small.delete(f"/v1/uploads/{waiting['id']}")).status_code == 204
+        await begun(small, "three", {"w": b"x"})
+
+
+async def test_a_version_larger_than_declared_does_not_slip_past_the_quota(rig: RestRig) -> None:
+    async with await rig.client_of("small", storage_quota_bytes=3 << 20) as small:
+        upload = await begun(small)
+        rig.store.stored_bytes = 4 << 20
+        reply = await small.post(f"/v1/uploads/{upload['id']}/commit")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "quota_exceeded")
+        assert (await small.get("/v1/models")).json()["data"] == []
+    async with rig.parts.database.read() as connection:
+        assert list((await connection.execute(select(retired_versions.c.version_id))).scalars()) == ["version-one"]
+        assert (await connection.execute(select(uploads))).all() == []
+        assert (await connection.execute(select(models))).all() == []
+
+
+async def test_nobody_reaches_another_tenants_upload(rig: RestRig) -> None:
+    upload = await begun(rig.acme)
+    async with await rig.client_of("zoo") as zoo:
+        for method, path in (("GET", ""), ("DELETE", ""), ("PUT", "/files/w"), ("POST", "/commit")):
+            assert (await zoo.request(method, f"/v1/uploads/{upload['id']}{path}")).status_code == 404
+        for name in ("acme/m", "absent/m"):
+            reply = await zoo.post("/v1/uploads", json={"model": name, "files": declared({"w": b"x"})})
+            assert reply.status_code == 403
+
+
+async def test_the_admin_uploads_for_a_tenant(rig: RestRig) -> None:
+    assert (await begun(rig.admin, "acme/glossary"))["model"] == "acme/glossary"
+    reply = await rig.admin.post("/v1/uploads", json={"model": "glossary", "files": declared({"w": b"x"})})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tenant")
+
+
+@pytest.mark.parametrize("name", ["", "a/b/c", "../m", "M", "a b"])
+async def test_a_model_must_have_a_name(rig: RestRig, name: str) -> None:
+    reply = await rig.acme.post("/v1/uploads", json={"model": name, "files": declared({"w": b"x"})})
+    assert reply.status_code in (400, 403)

@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.unit.gateway.http.conftest import RestRig
+from torchrelay.gateway.sql.database import Database
+
+
+def fault(reply: httpx.Response) -> dict[str, Any]:
+    """The error object, in exactly OpenAI's shape."""
+    body = reply.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    return error
+
+
+async def test_health_needs_no_key(rig: RestRig) -> None:
+    async with httpx.AsyncClient(base_url=rig.url, trust_env=False) as nobody:
+        reply = await nobody.get("/health")
+        assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
+
+
+async def test_the_token_path_goes_to_its_own_handler(rig: RestRig) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        assert (await rig.acme.post(path, json={})).content == b"tokens"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "param", "code"),
+    [
+        ("GET", "/v1/nothing", None, 404, None, "not_found"),
+        ("PATCH", "/v1/keys", {}, 405, None, "method_not_allowed"),
+        ("POST", "/v1/keys", {"nam": "x"}, 400, "nam", "invalid_request"),
+        ("POST", "/v1/keys", {"requests_per_minute": 0}, 400, "requests_per_minute", "invalid_request"),
+        ("POST", "/v1/uploads", {"model": "m", "files": [{"path": "a", "size": -1}]}, 400, "files.0.size", None),
+        ("GET", "/v1/usage?group_by=moon", None, 400, "group_by", "invalid_request"),
+        ("GET", "/v1/bill?period=2026", None, 400, "period", "invalid_request"),
+        ("GET", "/v1/bill?period=soon", None, 400, "period", "invalid_request"),
+        ("GET", "/v1/models/absent", None, 404, "model", "not_found"),
+        ("DELETE", "/v1/keys/absent", None, 404, "key_id", "not_found"),
+        ("GET", "/v1/uploads/absent", None, 404, "upload_id", "not_found"),
+        ("GET", "/v1/tenants", None, 403, None, "permission_denied"),
+        ("PUT", "/v1/prices", {"prompt_nano": 1, "cached_nano": 1, "output_nano": 1}, 403, None, "permission_denied"),
+        ("GET", "/v1/reconcile", None, 403, None, "permission_denied"),
+        ("GET", "/v1/usage?tenant=other", None, 403, "tenant", "permission_denied"),
+    ],
+)
+async def test_every_refusal_has_openais_shape(
+    rig: RestRig, method: str, path: str, body: Any, status: int, param: str | None, code: str | None
+) -> None:
+    reply = await rig.acme.request(method, path, json=body)
+    error = fault(reply)
+    assert (reply.status_code, error["param"]) == (status, param)
+    assert code is None or error["code"] == code
+
+
+async def test_a_body_that_is_no_json_is_400(rig: RestRig) -> None:
+    reply = await rig.acme.post("/v1/keys", content=b"{", headers={"content-type": "application/json"})
+    assert (reply.status_code, fault(reply)["message"]) == (400, "the body is not valid JSON")
+
+
+async def test_a_missing_or_wrong_key_is_401(rig: RestRig) -> None:
+    async with httpx.AsyncClient(base_url=rig.url, trust_env=False) as nobody:
+        for headers in ({}, {"authorization": "Bearer tr-abc"}):
+            reply = await nobody.get("/v1/models", headers=headers)
+            assert (reply.status_code, fault(reply)["code"]) == (401, "invalid_api_key")
+            assert reply.headers["www-authenticate"] == "Bearer"
+
+
+async def test_a_body_too_large_is_refused_declared_or_not(rig: RestRig) -> None:
+    large = b'{"name":"' + b"x" * (65 << 10) + b'"}'
+
+    async def undeclared() -> Any:
+        yield large[: 32 << 10]
+        yield large[32 << 10 :]
+
+    for content in (large, undeclared()):
+        reply = await rig.acme.post("/v1/keys", content=content)
+        assert reply.status_code == 413
+        assert fault(reply) == {
+            "message": "the body is larger than 65,536 bytes (the gateway's setting max_body_bytes); send less at once",
+            "type": "invalid_request_error",
+            "param": None,
+            "code": "invalid_request",
+        }
+
+
+async def test_the_database_away_is_503(rig: RestRig) -> None:
+    away = Database("sqlite:////nonexistent/folder/ledger.db")
+    rig.parts.table_versions._database = away
+    reply = await rig.acme.get("/v1/models")
+    assert (reply.status_code, fault(reply)["code"]) == (503, "unavailable")
+    await away.close()

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import time
+
+import httpx
+import pytest
+
+from torchrelay.gateway.http.router import App, Receive, Scope, Send
+from torchrelay.gateway.http.server import http_server
+
+
+def slow_app(started: asyncio.Event, go_on: asyncio.Event) -> App:
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first ", "more_body": True})
+        started.set()
+        await go_on.wait()
+        await send({"type": "http.response.body", "body": b"last"})
+
+    return app
+
+
+async def test_a_running_response_ends_and_no_new_one_begins_at_shutdown() -> None:
+    started, go_on = asyncio.Event(), asyncio.Event()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        async with http_server(slow_app(started, go_on), "127.0.0.1", 0, drain_s=5) as server:
+            url = f"http://127.0.0.1:{server.port}/"
+            running = asyncio.create_task(client.get(url))
+            await started.wait()
+            server.stop_accepting()
+            asyncio.get_running_loop().call_later(0.3, go_on.set)
+        assert (await running).content == b"first last"
+        with pytest.raises(httpx.ConnectError):
+            await client.get(url)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no such timeout")
+async def test_a_client_that_takes_nothing_is_disconnected() -> None:
+    ended = asyncio.Event()
+
+    async def endless(_scope: Scope, receive: Receive, send: Send) -> None:
+        async def write() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+                await asyncio.sleep(0)
+
+        writing = asyncio.create_task(write())
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        writing.cancel()
+        ended.set()
+
+    async with http_server(endless, "127.0.0.1", 0, drain_s=1, stall_s=0.5) as server:
+        begin = time.monotonic()
+        reader = socket.create_connection(("127.0.0.1", server.port))
+        reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await asyncio.wait_for(ended.wait(), 20)
+        assert time.monotonic() - begin >= 0.5
+        reader.close()
+
+
+async def test_a_response_that_does_not_end_is_cut_after_the_drain() -> None:
+    started = asyncio.Event()
+    async with httpx.AsyncClient(trust_env=False) as client:
+        async with http_server(slow_app(started, asyncio.Event()), "127.0.0.1", 0, drain_s=1) as server:
+            running = asyncio.create_task(client.get(f"http://127.0.0.1:{server.port}/"))
+            await started.wait()
+        with contextlib.suppress(httpx.HTTPError):
+            await running
+        assert running.done()

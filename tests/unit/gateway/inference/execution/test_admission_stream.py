@@ -1,0 +1,117 @@
+"""The stream to the scheduler: patience, late placements, releases that wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+from tests.support.brokers import free_port
+from tests.support.echo_services import EchoScheduler
+from tests.support.echo_worker import EchoModel, EchoWorker
+from tests.unit.gateway.token_path_rig import until
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.control.v1 import scheduler_pb2 as pb
+from torchrelay.control.v1 import types_pb2
+from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
+from torchrelay.gateway.inference.core import AdmissionFailed, RequestEvent
+from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream
+
+
+def key(request_id: str, attempt: int = 1) -> types_pb2.AttemptKey:
+    return types_pb2.AttemptKey(request_id=request_id, attempt=attempt)
+
+
+@asynccontextmanager
+async def admissions_to(address: str, unreachable_after_s: float = 10.0) -> AsyncIterator[AdmissionStream]:
+    async with AsyncExitStack() as stack:
+        channel = open_channel(address)
+        stack.push_async_callback(channel.close)
+        admissions = AdmissionStream(SchedulerStub(channel), "gw", address, unreachable_after_s)
+        running = asyncio.ensure_future(admissions.run())
+        try:
+            yield admissions
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+@asynccontextmanager
+async def scheduler() -> AsyncIterator[EchoScheduler]:
+    worker = EchoWorker("w0", EchoModel())
+    await worker.start()
+    made = EchoScheduler([worker])
+    await made.start()
+    try:
+        yield made
+    finally:
+        await made.stop()
+        await worker.stop()
+
+
+async def test_who_waits_is_told_when_the_scheduler_stays_away() -> None:
+    heard: list[RequestEvent] = []
+    async with admissions_to(f"127.0.0.1:{free_port()}", unreachable_after_s=0.3) as admissions:
+        admissions.admit(pb.AdmitRequest(key=key("r")), heard.append)
+        await until(lambda: bool(heard))
+        failure = heard[0]
+        assert isinstance(failure, AdmissionFailed)
+        assert failure.attempt == 1
+        assert failure.error.message.startswith("the scheduler at 127.0.0.1:")
+        assert "(TORCHRELAY_SCHEDULER_ADDRESS) cannot be reached" in failure.error.message
+        assert admissions.num_open == 0
+
+
+async def test_a_placement_that_crosses_the_withdrawal_is_released() -> None:
+    heard: list[RequestEvent] = []
+    async with scheduler() as there, admissions_to(there.address) as admissions:
+        there.open_gate.clear()
+        admissions.admit(pb.AdmitRequest(key=key("r")), heard.append)
+        await until(lambda: any(isinstance(one, pb.Waiting) for one in heard))
+        admissions.release(pb.Release(key=key("r")))
+        there.open_gate.set()  # this scheduler places it all the same
+        await until(lambda: len(there.releases) == 1)
+        assert there.withdrawals[0].key == there.releases[0].key == key("r")
+        assert not any(isinstance(one, pb.Placement) for one in heard)
+
+
+async def test_a_release_while_the_scheduler_is_away_arrives_later() -> None:
+    heard: list[RequestEvent] = []
+    async with scheduler() as there, admissions_to(there.address) as admissions:
+        admissions.admit(pb.AdmitRequest(key=key("r")), heard.append)
+        await until(lambda: any(isinstance(one, pb.Placement) for one in heard))
+        await there.kill()
+        admissions.release(pb.Release(key=key("r"), num_output_tokens=3))
+        admissions.release(pb.Release(key=key("r")))  # a second one changes nothing
+        await there.revive()
+        await until(lambda: len(there.releases) == 1)
+        assert there.releases[0].num_output_tokens == 3
+        assert len(there.hellos) == 2
+        assert len(there.admits) == 1  # what is over is not admitted again
+
+
+async def test_flush_waits_for_what_is_unsent_but_not_for_ever() -> None:
+    async with scheduler() as there, admissions_to(there.address) as admissions:
+        for name in "abc":
+            admissions.admit(pb.AdmitRequest(key=key(name)), lambda _: None)
+        await admissions.flush(5)
+        await until(lambda: len(there.admits) == 3)
+        await there.kill()
+        admissions.admit(pb.AdmitRequest(key=key("d")), lambda _: None)
+        await admissions.flush(0.05)
+        assert len(there.admits) == 3
+
+
+async def test_each_hears_of_its_own() -> None:
+    heard: dict[str, list[RequestEvent]] = {name: [] for name in "abcdef"}
+    async with scheduler() as there, admissions_to(there.address) as admissions:
+        there.refusals.append(pb.Refusal(reason=pb.Refusal.REASON_QUEUE_FULL))
+        for name, box in heard.items():
+            admissions.admit(pb.AdmitRequest(key=key(name)), box.append)
+        await until(lambda: all(heard.values()))
+        kinds = [type(box[0]) for box in heard.values()]
+        assert kinds.count(pb.Refusal) == 1 and kinds.count(pb.Placement) == 5
+        for name, box in heard.items():
+            assert box[0].key.request_id == name  # type: ignore[union-attr]
+        assert there.hellos == ["gw"]
+        assert admissions.num_open == 5

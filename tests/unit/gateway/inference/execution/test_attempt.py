@@ -1,0 +1,16 @@
+"""What the scheduler is told of a prompt: keys of its beginnings, the same that an engine finds its pages by."""
+
+from __future__ import annotations
+
+from tests.support.gateway_ports import PRINCIPAL
+from tests.unit.gateway.token_path_rig import TokenPathRig
+from torchrelay.common.tokens.prefix_hashes import page_hashes
+
+
+async def test_the_routing_keys_of_a_prompt_are_page_keys_of_its_tenant(rig: TokenPathRig) -> None:
+    prompt = [40 + number % 50 for number in range(150)]
+    body = {"model": "echo", "prompt": prompt, "max_tokens": 1}
+    assert (await rig.http.post("/v1/completions", json=body)).status_code == 200
+    [admit] = rig.scheduler.admits
+    assert list(admit.block_hashes) == list(page_hashes(PRINCIPAL.tenant_id, prompt))[3::4]
+    assert len(admit.block_hashes) == 2

@@ -1,0 +1,157 @@
+"""Whatever arrives, in whatever order, the accepted tokens are those of the current attempt, each once."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import types_pb2
+from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.inference.execution.generation import Generation, LogprobGeneration
+
+STOP, LENGTH = pb.FINISH_REASON_STOP, pb.FINISH_REASON_LENGTH
+
+
+def output(
+    attempt: int, choice: int, position: int, *tokens: int, finish: pb.FinishReason | int = 0
+) -> pb.ChoiceOutput:
+    made = pb.ChoiceOutput(
+        key=types_pb2.AttemptKey(request_id="r", attempt=attempt),
+        choice=choice,
+        first_position=position,
+        token_ids=tokens,
+        num_cached_prompt_tokens=attempt,
+    )
+    made.finish_reason = finish  # type: ignore[assignment]
+    return made
+
+
+def test_tokens_in_order_are_accepted_until_the_finish() -> None:
+    generation = Generation(1, 10)
+    assert generation.first().forced == {0: ()}
+    first = generation.accept(output(1, 0, 0, 5))
+    assert first is not None and (first.token_ids, first.finish) == ((5,), None)
+    last = generation.accept(output(1, 0, 1, 6, 7, finish=STOP))
+    assert last is not None and (last.token_ids, last.finish) == ((6, 7), FinishCause.STOP)
+    assert generation.is_finished and generation.is_over(1)
+    assert generation.accept(output(1, 0, 3, 8)) is None
+    assert generation.choices[0].tokens == [5, 6, 7]
+
+
+def test_a_choice_never_has_more_than_max_tokens() -> None:
+    generation = Generation(1, 3)
+    delivery = generation.accept(output(1, 0, 0, 1, 2, 3, 4, 5))
+    assert delivery is not None and (delivery.token_ids, delivery.finish) == ((1, 2, 3), FinishCause.LENGTH)
+
+
+def test_an_unknown_choice_and_a_stale_attempt_are_dropped() -> None:
+    generation = Generation(2, 10)
+    assert generation.accept(output(1, 7, 0, 1)) is None
+    generation.accept(output(1, 0, 0, 1))
+    plans = generation.resume(1)
+    assert [(plan.attempt, plan.forced) for plan in plans] == [(2, {0: (1,)}), (3, {1: ()})]
+    assert generation.accept(output(1, 0, 1, 9)) is None
+    assert generation.accept(output(2, 0, 1, 2)) is not None
+    assert generation.accept(output(3, 0, 2, 3)) is None  # another choice's attempt
+    assert generation.choices[0].tokens == [1, 2]
+    assert generation.num_attempts(2) == 2
+
+
+def test_what_came_early_from_a_lost_attempt_is_forgotten() -> None:
+    generation = Generation(1, 10)
+    assert generation.accept(output(1, 0, 1, 99)) is None
+    generation.resume(1)
+    delivery = generation.accept(output(2, 0, 0, 5))
+    assert delivery is not None and delivery.token_ids == (5,)
+
+
+def told(attempt: int, position: int, *tokens: int, finish: pb.FinishReason | int = 0) -> pb.ChoiceOutput:
+    """Logprobs that name attempt and position: -(100 * attempt + position)."""
+    made = output(attempt, 0, position, *tokens, finish=finish)
+    for place, token in enumerate(tokens, position):
+        made.logprobs.append(pb.TokenLogprobs(chosen=-100 * attempt - place, top_token_ids=[token], top_logprobs=[-1]))
+    return made
+
+
+def test_logprobs_go_with_their_tokens_in_whatever_order_these_come() -> None:
+    generation = LogprobGeneration(1, 6)
+    assert generation.accept(told(1, 2, 7, 8)) is None
+    assert generation.accept(told(1, 40, 9)) is None
+    first = generation.accept(told(1, 0, 5))
+    assert first is not None and [one.chosen for one in first.logprobs] == [-100]
+    second = generation.accept(told(1, 0, 5, 6))  # one again, one new, and those that were early
+    assert second is not None and second.token_ids == (6, 7, 8)
+    assert [one.chosen for one in second.logprobs] == [-101, -102, -103]
+    assert [one.top for one in second.logprobs] == [((6, -1.0),), ((7, -1.0),), ((8, -1.0),)]
+    assert generation.accept(told(1, 5, 99)) is None  # early, of an attempt that will be lost
+    generation.resume(1)
+    assert generation.accept(told(1, 4, 98)) is None
+    last = generation.accept(told(2, 4, 1, 2, 3))
+    assert last is not None and (last.token_ids, last.finish) == ((1, 2), FinishCause.LENGTH)
+    assert [one.chosen for one in last.logprobs] == [-204, -205]
+    assert not generation._waiting[0]
+
+
+def test_prefill_is_done_once_every_choice_has_a_new_token() -> None:
+    generation = Generation(2, 10)
+    assert not generation.has_prefilled(1)
+    generation.accept(output(1, 0, 0, 5))
+    assert not generation.has_prefilled(1)
+    generation.accept(output(1, 1, 0, 5, finish=STOP))
+    assert generation.has_prefilled(1)
+
+
+def test_cached_tokens_are_fixed_by_the_first_attempt_that_says_them() -> None:
+    generation = Generation(1, 10)
+    generation.accept(output(1, 0, 0, 5))
+    generation.resume(1)
+    generation.accept(output(2, 0, 1, 6, finish=LENGTH))
+    assert generation.usage(30).num_cached_prompt_tokens == 1
+    settled = generation.settlement("r", 30, FinishCause.CANCELLED)
+    assert [(one.num_prompt_tokens, one.num_output_tokens, one.cause) for one in settled] == [
+        (30, 2, FinishCause.LENGTH)
+    ]
+
+
+@st.composite
+def histories(draw: st.DrawFn) -> tuple[list[int], list[pb.ChoiceOutput | int]]:
+    """The whole answer, and messages of several attempts at it: cut anyhow, doubled, late; an int is a failure."""
+    answer = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+    events: list[pb.ChoiceOutput | int] = []
+    num_attempts = draw(st.integers(1, 4))
+    for attempt in range(1, num_attempts + 1):
+        cuts = sorted({0, len(answer), *draw(st.lists(st.integers(0, len(answer)), max_size=6))})
+        messages = [
+            output(attempt, 0, begin, *answer[begin:end], finish=STOP if end == len(answer) else 0)
+            for begin, end in pairwise(cuts)
+        ]
+        messages += draw(st.lists(st.sampled_from(messages), max_size=3))
+        messages = draw(st.permutations(messages))
+        if attempt < num_attempts:
+            num_seen = draw(st.integers(0, len(messages)))
+            events += [*messages[:num_seen], attempt, *messages[num_seen:]]  # the rest comes from a zombie
+        else:
+            events += messages
+    return answer, events
+
+
+@given(histories())
+def test_any_history_gives_the_answer_once(history: tuple[list[int], list[pb.ChoiceOutput | int]]) -> None:
+    answer, events = history
+    generation = Generation(1, 100)
+    delivered: list[int] = []
+    finishes: list[FinishCause] = []
+    for event in events:
+        if isinstance(event, int):
+            for plan in generation.resume(event):
+                assert plan.forced == {0: tuple(delivered)}
+            continue
+        delivery = generation.accept(event)
+        if delivery is not None:
+            delivered += delivery.token_ids
+            finishes += [delivery.finish] if delivery.finish else []
+    assert delivered == answer == generation.choices[0].tokens
+    assert finishes == [FinishCause.STOP]

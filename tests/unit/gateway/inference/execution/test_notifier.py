@@ -1,0 +1,57 @@
+"""A bell rings for news and ticks without them."""
+
+from __future__ import annotations
+
+import asyncio
+
+from torchrelay.gateway.inference.execution.notifier import Notifier
+
+
+async def test_rings_are_heard_once_whenever_they_come() -> None:
+    notifier = Notifier(10, 10)
+    notifier.notify()
+    notifier.notify()
+    assert await notifier.wait()
+    waiting = asyncio.ensure_future(notifier.wait())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    notifier.notify()
+    assert await waiting
+    notifier.close()
+
+
+async def test_it_ticks_while_nobody_rings_and_not_after_its_end() -> None:
+    notifier = Notifier(0.01, 0.02)
+    assert not await notifier.wait()
+    assert not await notifier.wait()
+    notifier.close()
+    waiting = asyncio.ensure_future(notifier.wait())
+    done, _ = await asyncio.wait({waiting}, timeout=0.1)
+    assert not done
+    waiting.cancel()
+
+
+async def test_a_cancelled_wait_loses_nothing() -> None:
+    notifier = Notifier(10, 10)
+    waiting = asyncio.ensure_future(notifier.wait())
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    notifier.notify()
+    assert await notifier.wait()
+    notifier.close()
+
+
+async def test_a_rest_hears_no_ring_but_can_be_ended() -> None:
+    notifier = Notifier(10, 10)
+    await notifier.pause(0.01)
+    notifier.end_pause()  # nobody rests
+    pausing = asyncio.ensure_future(notifier.pause(10))
+    await asyncio.sleep(0)
+    notifier.notify()
+    await asyncio.sleep(0)
+    assert not pausing.done()
+    notifier.end_pause()
+    await pausing
+    assert await notifier.wait()
+    notifier.close()

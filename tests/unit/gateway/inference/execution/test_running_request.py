@@ -1,0 +1,239 @@
+"""Requests whose workers die, refuse or are slow: the same tokens come, each once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.support.echo_services import EchoScheduler
+from tests.support.echo_worker import EchoWorker
+from tests.support.gateway_ports import KEY
+from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
+from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.inference.execution.running_request import refusal_error, retry_delay_s, run_error
+from torchrelay.gateway.openai.asgi_app import Message
+
+BEARER = f"Bearer {KEY}".encode()
+PROMPT = [40, 41, 42, 43, 44, 45, 46]
+
+
+async def ask(rig: TokenPathRig, num_tokens: int, n: int = 1, **fields: object) -> list[list[int]]:
+    """The token ids of each choice."""
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": num_tokens, "n": n, "return_token_ids": True, **fields}
+    response = await rig.http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    return [choice["token_ids"] for choice in response.json()["choices"]]
+
+
+async def test_the_same_tokens_come_when_the_worker_dies(rig: TokenPathRig) -> None:
+    first, second = rig.workers
+    first.pause_at = 10
+    asking = asyncio.ensure_future(ask(rig, 25))
+    await until(lambda: [one.usage.num_output_tokens for one in rig.token_path.pipeline._requests] == [10])
+    await first.kill()
+    assert await asking == [rig.echoed(PROMPT, 25)]
+    request_id = rig.ports.opened[0].request_id
+    again = [start for role, start in second.starts if role == "prefill"]
+    assert [(start.key.attempt, list(start.choices[0].forced_output)) for start in again] == [
+        (2, rig.echoed(PROMPT, 10))
+    ]
+    assert list(again[0].prompt) == PROMPT  # never as a longer prompt
+    assert again[0].sampling.seed == first.starts[0][1].sampling.seed
+    assert list(rig.scheduler.admits[1].lost_workers) == ["w0"]
+    assert rig.scheduler.admits[1].num_forced_tokens == 10
+    assert [(one.num_output_tokens, one.cause) for one in rig.ports.settled[request_id]] == [(25, FinishCause.LENGTH)]
+    await until(lambda: len(rig.scheduler.releases) == 2)
+    assert list(rig.scheduler.releases[0].lost_workers) == ["w0"]
+
+
+async def test_each_choice_resumes_by_itself_and_finished_ones_are_left_alone(rig: TokenPathRig) -> None:
+    first, second = rig.workers
+    rig.model.answer = lambda prompt, seed, choice, position: 0 if (choice, position) == (1, 2) else 50 + position
+    eos = rig.ports._models["acme/echo"].version.eos_token_ids[0]
+    assert eos == 0
+    first.pause_at = 6
+    asking = asyncio.ensure_future(ask(rig, 12, n=3))
+    await until(lambda: [one.usage.num_output_tokens for one in rig.token_path.pipeline._requests] == [6 + 3 + 6])
+    await first.kill()
+    whole = [50 + position for position in range(12)]
+    assert await asking == [whole, [50, 51, 0], whole]
+    again = [start for role, start in second.starts if role == "decode"]
+    assert [(start.key.attempt, [one.choice for one in start.choices]) for start in again] == [(2, [0]), (3, [2])]
+
+
+async def test_choices_without_tokens_resume_together(rig: TokenPathRig) -> None:
+    error = pb.RunError(code=pb.RunError.CODE_LOAD_FAILED, message="the weights did not arrive", lost_worker="w0")
+    rig.workers[0].errors["prefill"].append(error)
+    assert await ask(rig, 5, n=2) == [rig.echoed(PROMPT, 5, choice) for choice in range(2)]
+    assert [len(admit.version.model) > 0 and admit.num_choices for admit in rig.scheduler.admits] == [2, 2]
+    assert list(rig.scheduler.admits[1].lost_workers) == ["w0"]
+
+
+@pytest.mark.parametrize("code", ["CODE_WRONG_INSTANCE", "CODE_DECODE_LOST", "CODE_PREFILL_LOST"])
+async def test_errors_that_another_placement_mends_are_not_seen(rig: TokenPathRig, code: pb.RunError.Code) -> None:
+    error = pb.RunError(code=pb.RunError.Code.Value(str(code)), message="moved")
+    rig.workers[0].errors["decode"].append(error)
+    assert await ask(rig, 8) == [rig.echoed(PROMPT, 8)]
+    assert len(rig.scheduler.admits) == 2
+
+
+async def test_attempts_are_bounded_and_the_last_error_is_told(make_rig: MakeRig) -> None:
+    rig = await make_rig(max_attempts=3)
+    error = pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message="the instance is gone")
+    for worker in rig.workers:
+        worker.errors["decode"] += [error] * 10
+    response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
+    assert (response.status_code, response.json()["error"]["message"]) == (503, "the instance is gone")
+    assert len(rig.scheduler.admits) == 3
+    await until(lambda: not rig.ports.reserved and len(rig.scheduler.releases) == 3)
+    assert rig.token_path.admissions.num_open == 0
+
+
+async def test_an_error_that_nothing_mends_ends_the_request_and_stops_the_other_worker(rig: TokenPathRig) -> None:
+    error = pb.RunError(code=pb.RunError.CODE_INTERNAL, message="the engine failed")
+    rig.workers[0].errors["prefill"].append(error)
+    response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "the engine failed")
+    await until(lambda: any(role == "decode" for role, _ in rig.workers[0].cancelled))
+    await until(lambda: not rig.ports.reserved)
+    assert next(iter(rig.ports.settled.values()))[0].cause == FinishCause.ERROR
+
+
+async def test_choices_are_one_request_to_the_limits_and_all_their_tokens_are_reserved(rig: TokenPathRig) -> None:
+    await ask(rig, 5, n=3)
+    assert rig.ports.admitted == [(len(PROMPT), 15)]
+
+
+async def test_decoded_tokens_that_overtake_the_first_wait_for_it(rig: TokenPathRig) -> None:
+    rig.workers[0].prefill_delay_s = 0.1
+    assert await ask(rig, 6, n=2) == [rig.echoed(PROMPT, 6, choice) for choice in range(2)]
+
+
+async def test_prefill_and_decode_on_two_workers_and_prefill_may_leave_after_its_part(rig: TokenPathRig) -> None:
+    prefill, decode = rig.workers
+    rig.scheduler.prefill_workers, rig.scheduler.decode_workers = [prefill], [decode]
+    decode.pause_at = 4
+    asking = asyncio.ensure_future(ask(rig, 9))
+    await until(lambda: [one.usage.num_output_tokens for one in rig.token_path.pipeline._requests] == [4])
+    await prefill.kill()
+    decode.resume()
+    assert await asking == [rig.echoed(PROMPT, 9)]
+    assert len(rig.scheduler.admits) == 1
+    starts = dict(prefill.starts + decode.starts)
+    assert starts["prefill"].decode.worker_id == "w1"
+    assert list(starts["decode"].prompt) == []
+    assert (starts["prefill"].instance_id, starts["decode"].instance_id) == ("i-w0", "i-w1")
+
+
+async def test_a_hand_over_that_fails_after_the_first_token_is_resumed(rig: TokenPathRig) -> None:
+    prefill, decode = rig.workers
+    rig.scheduler.prefill_workers, rig.scheduler.decode_workers = [prefill], [decode]
+    prefill.errors["hand-over"] = [pb.RunError(code=pb.RunError.CODE_DECODE_LOST, message="no room")]
+    async with asyncio.timeout(10):
+        assert await ask(rig, 9) == [rig.echoed(PROMPT, 9)]
+    assert [admit.num_forced_tokens for admit in rig.scheduler.admits] == [0, 1]
+
+
+async def test_a_restarted_scheduler_is_told_what_runs_and_what_waits(rig: TokenPathRig) -> None:
+    rig.workers[0].pause_at = 3
+    running = asyncio.ensure_future(ask(rig, 6))
+    await until(lambda: [one.usage.num_output_tokens for one in rig.token_path.pipeline._requests] == [3])
+    rig.scheduler.open_gate.clear()
+    waiting = asyncio.ensure_future(ask(rig, 2))
+    await until(lambda: len(rig.scheduler.admits) == 2)
+    rig.scheduler.admits.clear()
+    await rig.scheduler.kill()
+    await rig.scheduler.revive()
+    await until(lambda: len(rig.scheduler.admits) == 2)
+    rig.scheduler.open_gate.set()
+    assert await waiting == [rig.echoed(PROMPT, 2)]
+    assert [admit.HasField("current") for admit in rig.scheduler.admits] == [True, False]
+    assert rig.scheduler.admits[0].current.decode.worker_id == "w0"
+    assert len(rig.scheduler.hellos) == 2
+    rig.workers[0].resume()
+    assert await running == [rig.echoed(PROMPT, 6)]
+
+
+async def test_every_request_gets_its_tokens_whatever_dies_and_comes_back(make_rig: MakeRig) -> None:
+    rig = await make_rig(max_attempts=50)
+    rig.model.step_s = 0.003
+    rig.model.answer = lambda prompt, seed, choice, position: (seed * 31 + choice * 7 + position * position) % 300 + 5
+    seeds = range(12)
+    asking = asyncio.gather(*(ask(rig, 200, n=2, seed=seed) for seed in seeds))
+    victims: list[EchoWorker | EchoScheduler] = [*rig.workers, rig.scheduler]
+    for victim in victims * 2:
+        await asyncio.sleep(0.1)
+        await victim.kill()
+        await asyncio.sleep(0.02)
+        await victim.revive()
+    answers = await asking
+    for seed, answer in zip(seeds, answers, strict=True):
+        assert answer == [
+            [rig.model.answer([], seed, choice, position) for position in range(200)] for choice in (0, 1)
+        ]
+    assert len(rig.scheduler.hellos) == 3
+    assert {role for role, start in rig.workers[1].starts if start.key.attempt > 3} == {"prefill", "decode"}
+    await until(lambda: rig.token_path.admissions.num_open == 0 and not rig.ports.reserved)
+    assert all(one.num_output_tokens == 200 for usages in rig.ports.settled.values() for one in usages)
+
+
+async def test_release_tells_where_the_time_went(rig: TokenPathRig) -> None:
+    rig.workers[0].num_cached = 5
+    await ask(rig, 4)
+    await until(lambda: len(rig.scheduler.releases) == 1)
+    release = rig.scheduler.releases[0]
+    assert [phase.name for phase in release.phases] == ["prepare", "queue", "first_token", "decode", "prefill"]
+    assert all(phase.end_unix_us >= phase.begin_unix_us > 0 for phase in release.phases)
+    assert release.ttft_s > 0
+    assert release.num_output_tokens == 4
+    admit = rig.scheduler.admits[0]
+    assert (admit.num_prompt_tokens, admit.max_tokens, admit.num_choices) == (len(PROMPT), 4, 1)
+    assert next(iter(rig.ports.settled.values()))[0].num_cached_prompt_tokens == 5
+
+
+async def test_a_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
+    """What a client leaves unread holds back neither another's stream nor its own worker."""
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 500, "n": 4, "stream": True}
+    reads, sent = asyncio.Event(), bytearray()
+    incoming: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Message:
+        if incoming:
+            return incoming.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        sent.extend(message.get("body", b""))
+        await reads.wait()  # as uvicorn does while the socket's buffer is full
+
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [(b"authorization", BEARER)]}
+    slow = asyncio.ensure_future(rig.token_path.asgi(scope, receive, send))
+    for _ in range(3):
+        assert await ask(rig, 50) == [rig.echoed(PROMPT, 50)]
+    await until(lambda: 4 * 500 in [release.num_output_tokens for release in rig.scheduler.releases])
+    assert len(rig.ports.settled) == 3 and not slow.done()  # it has not been sent its end
+    reads.set()
+    await slow
+    assert sent.count(b'"finish_reason":null') == 4 * 500
+
+
+def test_errors_of_scheduler_and_worker_have_their_class() -> None:
+    reasons = scheduler_pb2.Refusal
+    full = refusal_error(reasons(reason=reasons.REASON_QUEUE_FULL, message="m", retry_after_s=2))
+    assert isinstance(full, QueueFull) and full.retry_after_s == 2
+    assert isinstance(refusal_error(reasons(reason=reasons.REASON_NO_CAPACITY)), Unavailable)
+    assert type(run_error(pb.RunError(code=pb.RunError.CODE_INTERNAL))) is TorchrelayError
+    assert isinstance(run_error(pb.RunError(code=pb.RunError.CODE_DEADLINE)), DeadlineExceeded)
+
+
+def test_retries_wait_longer_each_time() -> None:
+    delays = [retry_delay_s(attempt) for attempt in range(2, 8)]
+    assert delays[0] == 0
+    assert delays == sorted(delays)
+    assert delays[-1] == 2.0

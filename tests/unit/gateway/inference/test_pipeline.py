@@ -1,0 +1,70 @@
+"""The time a request has: by setting or by the gRPC call, from its arrival on, wherever it stands when it is over."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.support.gateway_ports import KEY
+from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig, until
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.gateway.core import FinishCause
+from torchrelay.inference.v1 import inference_pb2 as pb
+from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
+
+METADATA = (("authorization", f"Bearer {KEY}"),)
+GRPC_REQUEST = pb.GenerateRequest(model="echo", prompt_token_ids=pb.TokenIds(ids=PROMPT), max_tokens=6)
+
+
+def deadlines(rig: TokenPathRig) -> set[int]:
+    return {start.deadline_unix_ms for worker in rig.workers for _, start in worker.starts}
+
+
+async def test_a_running_request_ends_when_its_time_is_over_and_frees_its_worker(make_rig: MakeRig) -> None:
+    rig = await make_rig(request_timeout_s=0.4)
+    rig.workers[0].pause_at = 3
+    began = time.time()
+    response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 9})
+    assert 0.3 < time.time() - began < 3
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    await until(lambda: rig.workers[0].num_running == 0 and not rig.ports.reserved)
+    assert [(one.num_output_tokens, one.cause) for usages in rig.ports.settled.values() for one in usages] == [
+        (3, FinishCause.ERROR)
+    ]
+    (told,) = deadlines(rig)  # both roles know it: a worker keeps it though the gateway be gone
+    assert told / 1000 == pytest.approx(began + 0.4, abs=0.3)
+
+
+async def test_a_request_that_waits_for_a_place_ends_too(make_rig: MakeRig) -> None:
+    rig = await make_rig(request_timeout_s=0.2)
+    rig.scheduler.open_gate.clear()
+    response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
+    assert response.status_code == 504
+    await until(lambda: len(rig.scheduler.withdrawals) == 1 and not rig.ports.reserved)
+
+
+async def test_the_deadline_of_a_grpc_call_reaches_the_workers(rig: TokenPathRig) -> None:
+    async with open_channel(rig.grpc_address) as channel:
+        generate: Any = InferenceStub(channel).Generate
+        assert [event async for event in generate(GRPC_REQUEST, metadata=METADATA)]
+        assert deadlines(rig) == {0}, "no deadline is none"
+        rig.workers[0].starts.clear()
+        assert [event async for event in generate(GRPC_REQUEST, metadata=METADATA, timeout=60)]
+        (told,) = deadlines(rig)
+        assert told / 1000 == pytest.approx(time.time() + 60, abs=5)
+
+
+async def test_of_two_deadlines_the_earlier_one_counts(make_rig: MakeRig) -> None:
+    rig = await make_rig(request_timeout_s=0.3)
+    rig.workers[0].pause_at = 3
+    async with open_channel(rig.grpc_address) as channel:
+        call: Any = InferenceStub(channel).Generate(GRPC_REQUEST, metadata=METADATA, timeout=60)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            assert [event async for event in call]
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "time was over" in (caught.value.details() or "")
+    (told,) = deadlines(rig)
+    assert told / 1000 < time.time() + 1

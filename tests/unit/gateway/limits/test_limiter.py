@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from redis.asyncio import Redis
+from sqlalchemy import update
+
+from tests.support.brokers import free_port
+from tests.unit.gateway.conftest import AccountingRig
+from torchrelay.common.errors import QuotaExceeded, RateLimited
+from torchrelay.gateway.core import ModelShape, Price, Principal, PublishedModel, Version
+from torchrelay.gateway.limits.limiter import Limiter
+from torchrelay.gateway.sql.tables import balances
+
+PRICE = Price("p", "", 1, 1, 10, 0)
+VERSION = Version("v", "p", 1, "LlamaForCausalLM", "float32", ModelShape(1, 1, 1, 4, 128, 64), 64, 1)
+MODEL = PublishedModel("acme/m", "t", VERSION, PRICE, 0, 0, 0)
+
+
+@pytest.fixture
+def principal(parts: AccountingRig) -> Principal:
+    return Principal(parts.acme.tenant_id, "acme", f"key-{secrets.token_hex(4)}")
+
+
+@pytest.fixture
+async def limits(parts: AccountingRig, redis_url: str) -> AsyncIterator[Limiter]:
+    made = Limiter(redis_url, parts.database, lease_s=60)
+    yield made
+    await made.close()
+
+
+async def set_spent(parts: AccountingRig, spent_nano: int) -> None:
+    async with parts.database.write() as connection:
+        await connection.execute(update(balances).values(spent_nano=spent_nano))
+
+
+async def test_without_limits_nothing_is_asked(parts: AccountingRig, principal: Principal) -> None:
+    limits = Limiter("redis://127.0.0.1:1/0", parts.database, lease_s=60)
+    reservation = await limits.admit(principal, MODEL, 10, 100)
+    assert reservation.reserved_nano == 0
+    await limits.release(reservation, 5)
+    assert limits._scripts is None
+
+
+async def test_a_key_makes_so_many_requests_a_minute(limits: Limiter, principal: Principal) -> None:
+    now = 1000.0
+    limits._clock = lambda: now
+    limited = replace(principal, requests_per_minute=30)
+    results: list[Any] = await asyncio.gather(
+        *(limits.admit(limited, MODEL, 1, 1) for _ in range(40)), return_exceptions=True
+    )
+    refused = [result for result in results if isinstance(result, RateLimited)]
+    assert len(refused) == 10
+    assert all(0 < error.retry_after_s <= 2 for error in refused)
+    now += 2.0  # one token comes back every two seconds
+    await limits.admit(limited, MODEL, 1, 1)
+    with pytest.raises(RateLimited):
+        await limits.admit(limited, MODEL, 1, 1)
+    other_key = replace(limited, key_id=f"{limited.key_id}-other")
+    await limits.admit(other_key, MODEL, 1, 1)
+
+
+async def test_a_budget_is_reserved_at_the_largest_cost_and_given_back(
+    parts: AccountingRig, limits: Limiter, principal: Principal
+) -> None:
+    await set_spent(parts, 400)
+    budgeted = replace(principal, budget_nano=2500)
+    first = await limits.admit(budgeted, MODEL, 10, 100)  # 1010 at most
+    assert first.reserved_nano == 1010
+    await limits.admit(budgeted, MODEL, 10, 100)
+    with pytest.raises(QuotaExceeded) as refused:
+        await limits.admit(budgeted, MODEL, 10, 100)
+    numbers = ("of acme is $0.0000025: $0.0000004 is spent, $0.00000202 is reserved", "may cost $0.00000101")
+    assert all(part in refused.value.message for part in (*numbers, "torchrelay tenant set acme --budget"))
+    await limits.release(first, 50)  # now 450 spent, 1010 reserved
+    await limits.admit(budgeted, MODEL, 10, 100)
+    with pytest.raises(QuotaExceeded):
+        await limits.admit(budgeted, MODEL, 10, 3)
+    await limits.admit(budgeted, MODEL, 20, 1)
+
+
+async def test_releasing_twice_gives_back_once(parts: AccountingRig, limits: Limiter, principal: Principal) -> None:
+    budgeted = replace(principal, budget_nano=2020)
+    first = await limits.admit(budgeted, MODEL, 10, 100)
+    await limits.admit(budgeted, MODEL, 10, 100)
+    await limits.release(first, 0)
+    await limits.release(first, 0)
+    await limits.admit(budgeted, MODEL, 10, 100)
+    with pytest.raises(QuotaExceeded):
+        await limits.admit(budgeted, MODEL, 1, 0)
+
+
+async def test_a_reservation_nobody_released_ends_with_its_lease(
+    parts: AccountingRig, limits: Limiter, principal: Principal
+) -> None:
+    now = 1000.0
+    limits._clock = lambda: now
+    budgeted = replace(principal, budget_nano=1010)
+    await limits.admit(budgeted, MODEL, 10, 100)
+    now += 59
+    with pytest.raises(QuotaExceeded):
+        await limits.admit(budgeted, MODEL, 10, 100)
+    now += 1
+    await limits.admit(budgeted, MODEL, 10, 100)
+
+
+async def test_many_at_once_never_reserve_more_than_the_budget(
+    parts: AccountingRig, limits: Limiter, principal: Principal
+) -> None:
+    budgeted = replace(principal, budget_nano=5 * 1010)
+    results = await asyncio.gather(*(limits.admit(budgeted, MODEL, 10, 100) for _ in range(20)), return_exceptions=True)
+    assert sum(not isinstance(result, BaseException) for result in results) == 5
+
+
+async def test_redis_that_lost_everything_is_filled_from_sql(
+    parts: AccountingRig, limits: Limiter, principal: Principal, redis_url: str
+) -> None:
+    budgeted = replace(principal, budget_nano=3000)
+    await limits.admit(budgeted, MODEL, 10, 100)
+    await set_spent(parts, 2500)
+    redis = Redis.from_url(redis_url)
+    async for key in redis.scan_iter(f"relay:{{{principal.tenant_id}}}:*"):
+        await redis.delete(key)
+    await redis.aclose()
+    with pytest.raises(QuotaExceeded):
+        await limits.admit(budgeted, MODEL, 10, 100)
+
+
+async def test_without_redis_requests_are_allowed(parts: AccountingRig, principal: Principal) -> None:
+    for url in ("", f"redis://127.0.0.1:{free_port()}/0"):
+        limits = Limiter(url, parts.database, lease_s=60)
+        limited = replace(principal, requests_per_minute=1, budget_nano=1)
+        admitted = [await limits.admit(limited, MODEL, 10, 100) for _ in range(3)]
+        assert len({reservation.reservation_id for reservation in admitted}) == 3
+        assert {reservation.tenant_id for reservation in admitted} == {principal.tenant_id}
+        for reservation in admitted:
+            await limits.release(reservation, 5)
+        await limits.close()

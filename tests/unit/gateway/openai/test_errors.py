@@ -1,0 +1,36 @@
+from __future__ import annotations
+
+import pytest
+
+from torchrelay.common.errors import (
+    ContextLengthExceeded,
+    InvalidRequest,
+    NotFound,
+    QueueFull,
+    TorchrelayError,
+    Unauthenticated,
+    UploadRefused,
+)
+from torchrelay.gateway.openai.errors import error_body, error_headers
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "code"),
+    [
+        (InvalidRequest("no", field="n"), "invalid_request_error", "invalid_request"),
+        (ContextLengthExceeded("no", field="n"), "invalid_request_error", "context_length_exceeded"),
+        (UploadRefused("no", field="n"), "invalid_request_error", "upload_refused"),
+        (NotFound("no", field="n"), "not_found_error", "not_found"),
+        (QueueFull("no", field="n"), "rate_limit_error", "queue_full"),
+        (TorchrelayError("no", field="n"), "api_error", "internal"),
+    ],
+)
+def test_every_error_has_openais_shape(error: TorchrelayError, kind: str, code: str) -> None:
+    assert error_body(error) == {"error": {"message": "no", "type": kind, "param": "n", "code": code}}
+
+
+def test_headers_say_when_and_how() -> None:
+    assert error_headers(QueueFull("no", retry_after_s=1.2)) == {"retry-after": "2"}
+    assert error_headers(QueueFull("no", retry_after_s=0)) == {"retry-after": "1"}
+    assert error_headers(Unauthenticated("no")) == {"www-authenticate": "Bearer"}
+    assert error_headers(NotFound("no")) == {}

@@ -1,0 +1,222 @@
+"""Logarithms of probabilities at every door, and the bytes of tokens of all kinds of tokenizers."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from tests.support.echo_worker import told
+from tests.support.gateway_ports import KEY
+from tests.unit.gateway.openai.test_asgi_app import events_of
+from tests.unit.gateway.token_path_rig import PROMPT, TokenPathRig
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.tokens.text import TextStream
+from torchrelay.gateway.openai.logprobs import TokenBytes
+from torchrelay.inference.v1 import inference_pb2 as pb
+from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
+
+MESSAGES: Any = [{"role": "user", "content": "größer 🚀🚀"}]
+
+
+def byte_fallback_tokenizer(*, strips: bool) -> Tokenizer:
+    """As Llama 2's (which strips the first space), Mistral's and Gemma's: pieces with a mark for spaces, and bytes."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "hello", "wor", "ld", "▁▁", "é"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
+    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strips else steps)
+    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    tokenizer.add_tokens([AddedToken("▁raw", normalized=False)])
+    return tokenizer
+
+
+def metaspace_tokenizer() -> Tokenizer:
+    pieces = ["▁hello", "▁", "wor", "ld", "é", "🔥"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
+    return tokenizer
+
+
+def byte_level_tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("Ã", "©"), ("ð", "Ł"), ("Ġ", "a")]
+    vocab = {letter: i for i, letter in enumerate([*alphabet, *("".join(merge) for merge in merges)])}
+    tokenizer = Tokenizer(models.BPE(vocab, merges))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        byte_fallback_tokenizer(strips=False),
+        byte_fallback_tokenizer(strips=True),
+        metaspace_tokenizer(),
+        byte_level_tokenizer(),
+    ],
+    ids=["byte fallback", "stripped", "metaspace", "byte level"],
+)
+def test_the_bytes_of_tokens_are_the_bytes_of_their_text(tokenizer: Tokenizer) -> None:
+    """For random texts: what the library decodes of all tokens is what their bytes make together."""
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items()}
+    plain = [token for token in range(tokenizer.get_vocab_size()) if token not in special]
+    tokens, rng = TokenBytes(tokenizer), random.Random(7)
+    num_whole = 0
+    for _ in range(3000):
+        ids = rng.choices(plain, k=rng.randint(1, 4))
+        spelt = b"".join(map(tokens.of, ids))
+        try:
+            text = spelt.decode()
+        except UnicodeDecodeError:
+            continue
+        num_whole += 1
+        decoded = tokenizer.decode(ids)
+        assert decoded in (text, text.removeprefix(" ")), ids
+    assert num_whole > 300
+
+
+def test_added_tokens_are_spelt_as_they_are_and_unknown_ids_are_empty() -> None:
+    tokenizer = byte_fallback_tokenizer(strips=True)
+    tokens = TokenBytes(tokenizer)
+    for spelt, meant in (("<end>", b"<end>"), ("▁raw", "▁raw".encode()), ("<0xE2>", b"\xe2")):
+        token_id = tokenizer.token_to_id(spelt)
+        assert token_id is not None and tokens.of(token_id) == meant
+    assert tokens.of(1 << 20) == b""
+    assert TokenBytes(Tokenizer(models.BPE({"a": 0}, []))).of(0) == b"a"
+
+
+async def test_the_official_client_reads_a_chats_logprobs(rig: TokenPathRig) -> None:
+    reply = await rig.client.chat.completions.create(
+        model="echo", messages=MESSAGES, max_tokens=25, logprobs=True, top_logprobs=3, n=2, seed=1
+    )
+    tokens = TokenBytes(rig.tokenizer)
+    prompt = rig.tokenizer.encode("user: größer 🚀🚀\n\nassistant: ", add_special_tokens=False).ids
+    for choice in reply.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        ids = rig.echoed(prompt, 25, choice.index)
+        assert [bytes(one.bytes or []) for one in choice.logprobs.content] == [tokens.of(token) for token in ids]
+        assert [one.logprob for one in choice.logprobs.content] == [-position - 0.5 for position in range(25)]
+        whole = b"".join(bytes(one.bytes or []) for one in choice.logprobs.content)
+        assert whole.decode(errors="replace") == choice.message.content
+        for one in choice.logprobs.content:
+            assert [(bytes(top.bytes or []), top.logprob) for top in one.top_logprobs] == [
+                (tokens.of(2 + place), -0.25 * (place + 1)) for place in range(3)
+            ]
+    shown = [one.token for choice in reply.choices for one in (choice.logprobs and choice.logprobs.content) or []]
+    assert any(text.startswith("\\x") for text in shown)  # a rocket is several tokens
+    assert " größer" in shown
+
+
+async def test_streamed_logprobs_are_those_of_the_whole_reply(rig: TokenPathRig) -> None:
+    wishes: dict[str, Any] = {"model": "echo", "max_tokens": 25, "logprobs": True, "top_logprobs": 2, "stop": ["never"]}
+    whole = await rig.client.chat.completions.create(messages=MESSAGES, **wishes)
+    stream = await rig.client.chat.completions.create(messages=MESSAGES, stream=True, **wishes)
+    chunks = [chunk.choices[0] async for chunk in stream]
+    assert whole.choices[0].logprobs is not None
+    streamed = [one for chunk in chunks if chunk.logprobs for one in chunk.logprobs.content or []]
+    assert streamed == whole.choices[0].logprobs.content
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert all(len(chunk.logprobs.content or []) == 1 for chunk in chunks if chunk.logprobs)
+
+
+@pytest.mark.parametrize("num_top", [0, 3])
+async def test_completions_have_their_own_older_shape(rig: TokenPathRig, num_top: int) -> None:
+    reply = await rig.client.completions.create(model="echo", prompt=PROMPT, max_tokens=15, logprobs=num_top)
+    found = reply.choices[0].logprobs
+    assert found is not None and found.tokens is not None and found.text_offset is not None
+    ids, tokens = rig.echoed(PROMPT, 15), TokenBytes(rig.tokenizer)
+    assert found.tokens == [tokens.of(token).decode(errors="backslashreplace") for token in ids]
+    assert found.token_logprobs == [-position - 0.5 for position in range(15)]
+    assert found.top_logprobs is not None
+    for token, value, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert top.get(token) == value or token in list(top)[:num_top]
+        assert len(top) in (num_top, num_top + 1)
+        assert list(top.values())[:num_top] == [-0.25 * (place + 1) for place in range(num_top)]
+    for token, offset in zip(found.tokens, found.text_offset, strict=True):
+        assert token.startswith("\\x") or reply.choices[0].text[offset:].startswith(token)
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 15, "logprobs": num_top, "stream": True}
+    events = events_of((await rig.http.post("/v1/completions", json=body)).text)
+    parts = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
+    assert [part["text_offset"][0] for part in parts] == found.text_offset
+    assert [part["tokens"][0] for part in parts] == found.tokens
+
+
+async def test_offsets_count_characters_not_bytes_or_tokens(rig: TokenPathRig) -> None:
+    prompt = rig.tokenizer.encode("é🚀 größer", add_special_tokens=False).ids
+    reply = await rig.client.completions.create(model="echo", prompt=prompt, max_tokens=len(prompt), logprobs=0)
+    found = reply.choices[0].logprobs
+    assert found is not None and found.text_offset is not None
+    stream, shown, expected = TextStream(rig.tokenizer), "", []
+    for token in prompt:
+        expected.append(len(shown))
+        shown += stream.step(token)
+    assert found.text_offset == expected
+    assert len(set(expected)) < len(expected)  # tokens of one rocket begin at one place
+
+
+async def test_a_request_without_them_gets_null_and_its_workers_are_not_asked(rig: TokenPathRig) -> None:
+    response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 2})
+    assert response.json()["choices"][0]["logprobs"] is None
+    assert not any(start.sampling.HasField("top_logprobs") for _, start in rig.workers[0].starts)
+
+
+async def test_what_cannot_be_is_told_by_a_number(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hopeless(token: int, position: int, num_top: int) -> Any:
+        made = told(token, position, num_top)
+        made.chosen = float("-inf")
+        made.top_logprobs[-1] = float("-inf")
+        return made
+
+    monkeypatch.setattr("tests.support.echo_worker.told", hopeless)
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "logprobs": 2}
+    found = json.loads((await rig.http.post("/v1/completions", json=body)).content)["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [-9999.0, -9999.0]
+    assert -9999.0 in found["top_logprobs"][0].values()
+
+
+async def test_a_worker_that_leaves_them_out_is_told_on(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.echo_worker._Choice.step", _without_logprobs)
+    body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "logprobs": 2}
+    response = await rig.http.post("/v1/completions", json=body)
+    assert response.status_code == 500
+    assert "left out logprobs" in response.json()["error"]["message"]
+
+
+def _without_logprobs(choice: Any, model: Any, prompt: Any) -> Any:
+    from torchrelay.control.v1 import generation_pb2
+
+    return generation_pb2.ChoiceOutput(key=choice.start.key, choice=choice.choice, token_ids=[prompt[0]])
+
+
+async def test_grpc_tells_them_too(rig: TokenPathRig) -> None:
+    request = pb.GenerateRequest(
+        model="echo",
+        prompt_token_ids=pb.TokenIds(ids=PROMPT),
+        max_tokens=6,
+        top_logprobs=2,
+        min_p=0.1,
+        top_k=5,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        logit_bias={3: 1.5},
+        stop_token_ids=[4],
+        return_token_ids=True,
+    )
+    channel = open_channel(rig.grpc_address)
+    call: Any = InferenceStub(channel).Generate(request, metadata=(("authorization", f"Bearer {KEY}"),))
+    deltas = [delta async for event in call for delta in event.choices]
+    await channel.close()
+    found = [one for delta in deltas for one in delta.logprobs]
+    tokens = TokenBytes(rig.tokenizer)
+    assert [one.token_id for one in found] == rig.echoed(PROMPT, 6)
+    assert [one.token for one in found] == [tokens.of(one.token_id) for one in found]
+    assert [one.logprob for one in found] == [-position - 0.5 for position in range(6)]
+    assert [(top.token_id, top.token) for top in found[0].top] == [(2, tokens.of(2)), (3, tokens.of(3))]
+    sampling = rig.workers[0].starts[0][1].sampling
+    assert (sampling.min_p, sampling.top_k, sampling.top_logprobs) == (0.1, 5, 2)
+    assert (sampling.presence_penalty, sampling.frequency_penalty) == (1, -1)
+    assert dict(sampling.logit_bias) == {3: 1.5} and 4 in sampling.stop_token_ids

@@ -1,0 +1,234 @@
+"""Bodies of OpenAI's clients: what is understood, ignored, refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.openai.requests import decode_chat, decode_completion, params_of_chat, params_of_completion
+
+
+def completion(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "prompt": "p", **fields}).encode()
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"model": "m", "messages": [{"role": "user", "content": "c"}], **fields}).encode()
+
+
+def test_unknown_fields_and_empty_wishes_are_ignored() -> None:
+    text = completion(user="u", metadata={}, presence_penalty=0, logit_bias={}, best_of=1, echo=False, min_tokens=0)
+    assert params_of_completion(decode_completion(text)) == params_of_completion(decode_completion(completion()))
+    talk = chat(
+        tools=[], tool_choice="none", response_format={"type": "text"}, logprobs=False, top_logprobs=0, store=True
+    )
+    assert params_of_chat(decode_chat(talk)) == params_of_chat(decode_chat(chat()))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "token_ids"),
+    [("p", "p", None), (["p"], "p", None), ([1, 2], None, (1, 2)), ([[1, 2]], None, (1, 2)), ([], None, ())],
+)
+def test_forms_of_a_prompt(prompt: object, text: str | None, token_ids: tuple[int, ...] | None) -> None:
+    params = params_of_completion(decode_completion(completion(prompt=prompt)))
+    assert (params.text, params.token_ids) == (text, token_ids)
+
+
+def test_forms_of_messages() -> None:
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "n"},
+        {"role": "assistant", "content": None},
+    ]
+    params = params_of_chat(decode_chat(chat(messages=messages, max_tokens=3, max_completion_tokens=4)))
+    assert params.messages == ({"role": "system", "content": "ab", "name": "n"}, {"role": "assistant", "content": ""})
+    assert (params.max_tokens, params.max_tokens_field) == (4, "max_completion_tokens")
+
+
+def test_sampling_as_given_and_as_by_default() -> None:
+    plain = params_of_completion(decode_completion(completion()))
+    assert (plain.temperature, plain.top_p, plain.top_k, plain.num_choices, plain.stop) == (1.0, 1.0, 0, 1, ())
+    given_ = completion(temperature=0, top_p=0.5, top_k=-1, n=2, stop="x", seed=-1, ignore_eos=True)
+    params = params_of_completion(decode_completion(given_))
+    assert (params.temperature, params.top_p, params.top_k, params.num_choices) == (0.0, 0.5, 0, 2)
+    assert (params.stop, params.seed, params.ignore_eos) == (("x",), (1 << 64) - 1, True)
+
+
+def test_everything_that_shapes_the_distribution_is_passed_on() -> None:
+    wishes: dict[str, Any] = {
+        "min_p": 0.1,
+        "presence_penalty": -2,
+        "frequency_penalty": 2.0,
+        "logit_bias": {"7": -100, "3": 5.5},
+        "stop_token_ids": [4, 9, 4],
+    }
+    for params in (
+        params_of_chat(decode_chat(chat(**wishes, logprobs=True, top_logprobs=20))),
+        params_of_completion(decode_completion(completion(**wishes, logprobs=5))),
+    ):
+        assert (params.min_p, params.presence_penalty, params.frequency_penalty) == (0.1, -2.0, 2.0)
+        assert params.logit_bias == ((3, 5.5), (7, -100.0))
+        assert params.stop_token_ids == (4, 9)
+        assert params.top_logprobs in (20, 5)
+    assert params_of_chat(decode_chat(chat(logprobs=True))).top_logprobs == 0
+    assert params_of_completion(decode_completion(completion(logprobs=0))).top_logprobs == 0
+    assert params_of_completion(decode_completion(completion())).top_logprobs is None
+
+
+RANGES = [
+    ("temperature", (0, 2), (-0.01, 2.01), "must be from 0 to 2"),
+    ("top_p", (0.01, 1), (0, -0.5, 1.01), "must be more than 0 and at most 1"),
+    ("min_p", (0, 1), (-0.01, 1.01), "must be from 0 to 1"),
+    ("presence_penalty", (-2, 2), (-2.01, 2.01), "must be from -2 to 2"),
+    ("frequency_penalty", (-2, 2), (-2.01, 2.01), "must be from -2 to 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "good", "bad", "said"), RANGES, ids=[each[0] for each in RANGES])
+def test_numbers_have_their_ranges(name: str, good: tuple[float, ...], bad: tuple[float, ...], said: str) -> None:
+    for value in good:
+        assert getattr(params_of_chat(decode_chat(chat(**{name: value}))), name) == value
+    for value in bad:
+        with pytest.raises(InvalidRequest, match=said) as caught:
+            params_of_completion(decode_completion(completion(**{name: value})))
+        assert caught.value.field == name
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty", "logit_bias", "seed", "n"])
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+def test_numbers_that_are_none_are_refused_by_name(name: str, number: str) -> None:
+    value = f'{{"5": {number}}}' if name == "logit_bias" else number
+    for body, decode in ((completion(), decode_completion), (chat(), decode_chat)):
+        with pytest.raises(InvalidRequest) as caught:
+            decode(body[:-1] + f', "{name}": {value}}}'.encode())
+        assert caught.value.field == name
+        assert "finite" in caught.value.message or "range" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "field", "said"),
+    [
+        (chat(messages=[{"role": "usr", "content": "c"}]), "messages", "messages[0].role is 'usr'"),
+        (
+            chat(messages=[{"role": "user", "content": "c"}, {"role": "system"}]),
+            "messages",
+            "messages[1] of role system",
+        ),
+        (chat(messages=[{"role": "user", "content": None}]), "messages", "has no content"),
+        (chat(messages=[{"role": "user", "content": []}]), "messages", "has no content"),
+        (chat(max_token=5), "max_token", "max_token is not known: is max_tokens meant?"),
+        (chat(temperatur=1), "temperatur", "is temperature meant?"),
+        (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs is 21: it must be from 0 to 20"),
+        (chat(logprobs=True, top_logprobs=-1), "top_logprobs", "must be from 0 to 20"),
+        (chat(top_logprobs=3), "logprobs", "top_logprobs needs logprobs to be true"),
+        (chat(logprobs=3), "logprobs", "logprobs must be true or false, not 3"),
+        (chat(repetition_penalty=1.1), "repetition_penalty", "not supported yet"),
+        (chat(min_tokens=3), "min_tokens", "not supported yet"),
+    ],
+)
+def test_slips_in_a_chat_name_their_field(body: bytes, field: str, said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        params_of_chat(decode_chat(body))
+    assert caught.value.field == field
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        (b"{}", "model"),
+        (b'{"model": "m"}', "prompt"),
+        (completion(seed=1 << 70), "seed"),
+        (completion(stop=[1]), "stop"),
+        (completion(stream_options={"include_usage": 3}), "stream_options"),
+        (completion(prompt=[1, "a"]), "prompt"),
+        (completion(prompt=[1 << 40]), "prompt"),
+        (completion(n=True), "n"),
+        (completion(logprobs=6), "logprobs"),
+        (completion(logprobs=-1), "logprobs"),
+        (completion(logprobs=True), "logprobs"),
+        (completion(logit_bias={"a": 1}), "logit_bias"),
+        (completion(logit_bias={"-1": 1}), "logit_bias"),
+        (completion(logit_bias={"٣": 1}), "logit_bias"),
+        (completion(logit_bias={"5": 100.5}), "logit_bias"),
+        (completion(logit_bias={str(token): 1 for token in range(1025)}), "logit_bias"),
+        (completion(stop_token_ids=[-1]), "stop_token_ids"),
+        (completion(stop_token_ids=5), "stop_token_ids"),
+        (completion(stop_token_ids=list(range(65))), "stop_token_ids"),
+        (b"[]", None),
+        (b"", None),
+        (b"\xff", None),
+    ],
+)
+def test_faults_name_their_field(body: bytes, field: str | None) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        params_of_completion(decode_completion(body))
+    assert caught.value.field == field
+
+
+def test_bodies_of_megabytes_are_refused_as_quickly_as_read() -> None:
+    """While one is looked at every other request of the gateway waits."""
+    zeros = b",".join([b"0"] * 1_000_000)
+    wrong = [
+        b'{"model": "m", "prompt": [%s], "temperature": NaN}' % zeros,
+        b'{"model": "m", "prompt": "p", "logit_bias": {%s}}' % b",".join(b'"%d":1' % i for i in range(200_000)),
+        b'{"model": "m", "prompt": [%s, "a"]}' % zeros,
+    ]
+    for body in wrong:
+        begin = time.process_time()
+        json.loads(body)
+        read_s, begin = time.process_time() - begin, time.process_time()
+        with pytest.raises(InvalidRequest):
+            params_of_completion(decode_completion(body))
+        assert time.process_time() - begin < 2 * read_s + 0.05
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+NAMES = (
+    "model messages prompt stop seed n max_tokens top_k stream_options logit_bias min_p logprobs top_logprobs"
+    " stop_token_ids presence_penalty"
+)
+names = st.sampled_from(NAMES.split())
+
+
+@given(st.dictionaries(names, json_values))
+def test_no_body_does_worse_than_a_refusal(fields: dict[str, Any]) -> None:
+    for body in (json.dumps({"model": "m", **fields}).encode(), completion(**fields), chat(**fields)):
+        try:
+            params_of_completion(decode_completion(body))
+            params_of_chat(decode_chat(body))
+        except InvalidRequest as error:
+            assert error.message
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (chat(max_tokens="ten"), "max_tokens must be a whole number, not 'ten'"),
+        (chat(max_tokens=0), "max_tokens must be at least 1, not 0"),
+        (chat(temperature="hot"), "temperature must be a number, not 'hot'"),
+        (chat(stream="yes"), "stream must be true or false, not 'yes'"),
+        (chat(logit_bias={"5": "x"}), "logit_bias[...] must be a number, not a text"),
+        (chat(messages="a secret"), "messages must be a list, not a text"),  # errors do not repeat prompts
+        (
+            chat(messages=[{"role": "user", "content": 5}]),
+            "messages[0].content must be a text or a list, not a whole number",
+        ),
+        (chat(messages=[{"content": "c"}]), "messages[0].role is missing"),
+        (b'{"messages": []}', "model is missing"),
+        (b"[]", "the body must be an object, not a list"),
+    ],
+)
+def test_a_wrong_type_is_told_in_plain_words(body: bytes, sentence: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        decode_chat(body)
+    assert caught.value.message == sentence

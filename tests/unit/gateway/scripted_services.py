@@ -1,0 +1,129 @@
+"""A param-store and a scheduler that follow a script, behind real gRPC: services and their unit tests stand alone."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from torchrelay.common.errors import Conflict, NotFound, TorchrelayError
+from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.control.v1 import param_store_pb2, scheduler_pb2, types_pb2
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
+from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server
+
+
+class ScriptedStore(ParamStoreServicer):
+    """Keeps uploads in memory; ``refusal`` is raised by Commit, ``stored_bytes`` is what a version takes."""
+
+    def __init__(self) -> None:
+        self.uploads: dict[str, dict[str, tuple[param_store_pb2.DeclaredFile, bytearray]]] = {}
+        self.refusal: TorchrelayError | None = None
+        self.stored_bytes = 1000
+        self.deleted: list[str] = []
+        self.largest_slice = 0
+        self.largest_slot_bytes: int | None = None
+        self.content = "one"
+
+    async def BeginUpload(self, request: Any, context: Any) -> param_store_pb2.UploadState:
+        self.uploads.setdefault(request.upload_id, {file.path: (file, bytearray()) for file in request.files})
+        return self._state(request.upload_id)
+
+    async def DescribeUpload(self, request: Any, context: Any) -> param_store_pb2.UploadState:
+        return self._state(request.upload_id)
+
+    async def PutFile(self, request_iterator: AsyncIterator[Any], context: Any) -> param_store_pb2.FileState:
+        opening = (await anext(aiter(request_iterator))).open
+        declared, received = self._upload(opening.upload_id).get(opening.path, (None, bytearray()))
+        if declared is None:
+            raise NotFound(f"{opening.path} was not declared", field=opening.path)
+        if opening.offset != len(received):
+            raise Conflict(f"{opening.path} goes on at offset {len(received)}", field="Upload-Offset")
+        async for part in request_iterator:
+            self.largest_slice = max(self.largest_slice, len(part.data))
+            received += part.data
+        return self._file(opening.upload_id, opening.path)
+
+    async def Commit(self, request: Any, context: Any) -> AsyncIterator[param_store_pb2.CommitProgress]:
+        self._upload(request.upload_id)
+        self.largest_slot_bytes = request.largest_slot_bytes
+        yield param_store_pb2.CommitProgress(stage="validate", num_bytes_done=5, num_bytes_total=10)
+        if self.refusal is not None:
+            raise self.refusal
+        yield param_store_pb2.CommitProgress(
+            stage="publish",
+            num_bytes_done=10,
+            num_bytes_total=10,
+            version=param_store_pb2.VersionDescription(
+                version_id=f"version-{self.content}",
+                pack_id=f"pack-{self.content}",
+                pack_bytes=900,
+                architecture="LlamaForCausalLM",
+                dtype="float32",
+                shape=types_pb2.ModelShape(num_layers=2, max_context_tokens=128, vocab_size=64),
+                routing_block_tokens=64,
+                file_digests={"tokenizer.json": "abc"},
+                eos_token_ids=[2],
+                stored_bytes=self.stored_bytes,
+            ),
+        )
+
+    async def AbortUpload(self, request: Any, context: Any) -> param_store_pb2.AbortUploadReply:
+        self._upload(request.upload_id)
+        del self.uploads[request.upload_id]
+        return param_store_pb2.AbortUploadReply()
+
+    async def DeleteVersion(self, request: Any, context: Any) -> param_store_pb2.DeleteVersionReply:
+        self.deleted.append(request.version_id)
+        return param_store_pb2.DeleteVersionReply()
+
+    def _upload(self, upload_id: str) -> dict[str, tuple[param_store_pb2.DeclaredFile, bytearray]]:
+        if upload_id not in self.uploads:
+            raise NotFound(f"there is no upload {upload_id}")
+        return self.uploads[upload_id]
+
+    def _state(self, upload_id: str) -> param_store_pb2.UploadState:
+        files = [self._file(upload_id, path) for path in self._upload(upload_id)]
+        return param_store_pb2.UploadState(upload_id=upload_id, files=files)
+
+    def _file(self, upload_id: str, path: str) -> param_store_pb2.FileState:
+        declared, received = self.uploads[upload_id][path]
+        complete = hashlib.sha256(received).hexdigest() == declared.sha256
+        return param_store_pb2.FileState(
+            path=path, num_bytes=declared.num_bytes, num_bytes_received=len(received), complete=complete
+        )
+
+
+class ScriptedScheduler(SchedulerServicer):
+    async def WatchCluster(self, request: Any, context: Any) -> AsyncIterator[scheduler_pb2.ClusterView]:
+        yield scheduler_pb2.ClusterView(epoch=1, largest_slot_bytes=12345)
+
+    async def Explain(self, request: Any, context: Any) -> scheduler_pb2.ExplainReply:
+        if request.request_id == "req-old":
+            raise NotFound("too old")
+        phase = scheduler_pb2.Phase(name="queue", begin_unix_us=1, end_unix_us=2, where="scheduler", detail="cold")
+        decision = scheduler_pb2.Decision(at_unix_us=1, kind="wake", subject="acme/glossary", reason="first request")
+        return scheduler_pb2.ExplainReply(phases=[phase], decisions=[decision])
+
+
+@asynccontextmanager
+async def serving_store(store: ScriptedStore) -> AsyncIterator[grpc.aio.Channel]:
+    server = RpcServer("127.0.0.1")
+    add_ParamStoreServicer_to_server(store, server.server)
+    await server.start()
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+    await server.stop(0)
+
+
+@asynccontextmanager
+async def serving_scheduler() -> AsyncIterator[grpc.aio.Channel]:
+    server = RpcServer("127.0.0.1")
+    add_SchedulerServicer_to_server(ScriptedScheduler(), server.server)  # type: ignore[abstract]
+    await server.start()
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+    await server.stop(0)

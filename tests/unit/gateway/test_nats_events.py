@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import nats
+
+from tests.support.brokers import free_port, nats_server
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.gateway.background import background
+from torchrelay.gateway.nats_events import NatsEvents
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10) -> None:
+    """Waits for an event of the other side, which has no handle to await."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_hint_reaches_the_other_gateways(nats_url: str) -> None:
+    prefix = f"t{secrets.token_hex(4)}"
+    heard = asyncio.Event()
+    here = NatsEvents(nats_url, prefix, "gw-1", lambda: None)
+    there = NatsEvents(nats_url, prefix, "gw-2", heard.set)
+    async with background(here.run(), there.run()):
+        await until(lambda: here.registers() and there.registers())
+        assert not heard.is_set()
+        await here.key_revoked()
+        await asyncio.wait_for(heard.wait(), 5)
+        assert heard.is_set()
+
+
+async def test_a_published_model_is_in_the_history(nats_url: str) -> None:
+    prefix = f"t{secrets.token_hex(4)}"
+    signals = NatsEvents(nats_url, prefix, "gw-1", lambda: None)
+    async with background(signals.run()):
+        await until(signals.registers)
+        await signals.model_changed("deleted", "acme/glossary", None)
+        client = await nats.connect(nats_url)
+        subjects = Subjects(prefix)
+        kept = await client.jetstream().get_last_msg(subjects.history_stream, subjects.event("model.deleted"))
+        await client.close()
+    assert json.loads(kept.data or b"")["model"] == "acme/glossary"
+
+
+async def test_nats_may_come_late_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    port = free_port()
+    signals = NatsEvents(f"nats://127.0.0.1:{port}", f"t{secrets.token_hex(4)}", "gw-1", lambda: None)
+    async with background(signals.run(retry_s=0.05)):
+        await asyncio.sleep(0.1)
+        await signals.key_revoked()  # goes nowhere, harms nobody
+        assert signals.registers() is None
+        with nats_server(tmp_path, port):
+            await until(signals.registers)

@@ -1,0 +1,167 @@
+"""The token path with everything it talks to: real gRPC servers that echo, a real HTTP server, doors in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from blake3 import blake3
+from tokenizers import Tokenizer
+
+from tests.support.echo_services import EchoScheduler, EchoStore
+from tests.support.echo_worker import EchoModel, EchoWorker
+from tests.support.gateway_ports import KEY, InMemoryPorts, published_model
+from tests.support.sample_tokenizers import EOS, tiny_tokenizer
+from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.gateway.settings import GatewaySettings
+from torchrelay.gateway.token_path import TokenPath
+from torchrelay.inference.v1 import inference_pb2_grpc
+
+PROMPT = [40, 41, 42, 43, 44, 45, 46]
+TEMPLATE = (
+    "{% if tools is not none %}{{ raise_exception('tools') }}{% endif %}"
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@dataclass
+class TokenPathRig:
+    """One gateway's token path, and all around it."""
+
+    tokenizer: Tokenizer
+    model: EchoModel
+    workers: list[EchoWorker]
+    scheduler: EchoScheduler
+    store: EchoStore
+    ports: InMemoryPorts
+    token_path: TokenPath
+    url: str
+    grpc_address: str
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+    stack: AsyncExitStack = field(repr=False)
+
+    def echoed(self, prompt: list[int], num_tokens: int, choice: int = 0) -> list[int]:
+        """The tokens an echo worker answers ``prompt`` with."""
+        return [prompt[(position + choice) % len(prompt)] for position in range(num_tokens)]
+
+    def text(self, token_ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    """Waits for something another process or task brings about."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 -- the other side has no event for us
+            await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def http_server(app: object) -> AsyncIterator[str]:
+    """A real HTTP server for ``app`` on a free port."""
+    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none", access_log=False)  # type: ignore[arg-type]
+    server = uvicorn.Server(config)
+    serving = asyncio.ensure_future(server.serve())
+    try:
+        await until(lambda: server.started)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        with suppress(asyncio.CancelledError):
+            await serving
+
+
+@pytest.fixture(scope="session")
+def tokenizer_json() -> bytes:
+    return tiny_tokenizer()
+
+
+MakeRig = Callable[..., Awaitable[TokenPathRig]]
+
+
+@pytest.fixture
+async def make_rig(tokenizer_json: bytes) -> AsyncIterator[MakeRig]:
+    async with AsyncExitStack() as stack:
+
+        async def make(**settings: object) -> TokenPathRig:
+            return await _make(stack, tokenizer_json, settings)
+
+        yield make
+
+
+@pytest.fixture
+async def rig(make_rig: MakeRig) -> TokenPathRig:
+    return await make_rig()
+
+
+async def _make(stack: AsyncExitStack, tokenizer_json: bytes, settings: dict[str, object]) -> TokenPathRig:
+    config = json.dumps({"eos_token": EOS, "chat_template": TEMPLATE}).encode()
+    files = {"tokenizer.json": tokenizer_json, "tokenizer_config.json": config}
+    digests = {name: blake3(data).hexdigest() for name, data in files.items()}
+    tokenizer = Tokenizer.from_str(tokenizer_json.decode())
+    size, eos = tokenizer.get_vocab_size(), tokenizer.token_to_id(EOS)
+    assert eos is not None
+    models = [
+        published_model("acme/echo", file_digests=digests, vocab_size=size, context=512, eos_token_ids=(eos,)),
+        published_model(
+            "acme/plain", file_digests={"tokenizer.json": digests["tokenizer.json"]}, vocab_size=size, context=512
+        ),
+    ]
+    ports = InMemoryPorts(models)
+    model = EchoModel(tokenizer=tokenizer)
+    workers = [EchoWorker(f"w{index}", model) for index in range(2)]
+    scheduler, store = EchoScheduler(workers), EchoStore({digests[name]: data for name, data in files.items()})
+    servers: list[EchoWorker | EchoScheduler | EchoStore] = [*workers, scheduler, store]
+    for server in servers:
+        await server.start()
+        stack.push_async_callback(server.stop)
+    channels = [open_channel(scheduler.address), open_channel(store.address)]
+    for channel in channels:
+        stack.push_async_callback(channel.close)
+    gateway_settings = GatewaySettings.model_validate({"drain_s": 1.0, **settings})
+    token_path = await stack.enter_async_context(
+        TokenPath(
+            gateway_settings,
+            "gw-test",
+            keys=ports,
+            catalog=ports,
+            ledger=ports,
+            limits=ports,
+            scheduler=channels[0],
+            store=channels[1],
+        )
+    )
+    grpc_server = RpcServer("127.0.0.1")
+    inference_pb2_grpc.add_InferenceServicer_to_server(token_path.servicer, grpc_server.server)
+    await grpc_server.start()
+    stack.push_async_callback(grpc_server.stop, 0)
+    url = await stack.enter_async_context(http_server(token_path.asgi))
+    headers = {"authorization": f"Bearer {KEY}"}
+    http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, headers=headers, timeout=20))
+    client = openai.AsyncOpenAI(api_key=KEY, base_url=f"{url}/v1", max_retries=0, timeout=20)
+    stack.push_async_callback(client.close)
+    return TokenPathRig(
+        tokenizer=tokenizer,
+        model=model,
+        workers=workers,
+        scheduler=scheduler,
+        store=store,
+        ports=ports,
+        token_path=token_path,
+        url=url,
+        grpc_address=f"127.0.0.1:{grpc_server.port}",
+        http=http,
+        client=client,
+        stack=stack,
+    )

@@ -1,0 +1,158 @@
+"""Configs are read exactly or refused by field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.modelspec.test_tensor_order import LLAMA
+from torchrelay.modelspec.config import RopeConfig, RopeScaling, UnsupportedModel, read_config
+
+QWEN3_MOE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "moe_intermediate_size": 8,
+}
+QWEN2_WINDOWED: dict[str, Any] = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "windows"),
+    [
+        ("LlamaForCausalLM", {"sliding_window": 8}, [None] * 4),
+        ("MistralForCausalLM", {"sliding_window": 8}, [8] * 4),
+        ("MistralForCausalLM", {"sliding_window": None}, [None] * 4),
+        ("MistralForCausalLM", {}, [4096] * 4),
+        ("MixtralForCausalLM", {"num_local_experts": 2, "num_experts_per_tok": 1}, [None] * 4),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
+        ("Gemma2ForCausalLM", {}, [4096, None, 4096, None]),
+        ("Qwen2ForCausalLM", {"sliding_window": 8}, [None] * 4),
+        (
+            "Qwen2ForCausalLM",
+            {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 3},
+            [None] * 3 + [8],
+        ),
+        ("Gemma2ForCausalLM", {"sliding_window": 8}, [8, None, 8, None]),
+        ("Gemma3ForCausalLM", {"sliding_window": 8, "sliding_window_pattern": 3}, [8, 8, None, 8]),
+        (
+            "Gemma3ForCausalLM",
+            {"sliding_window": 8, "layer_types": ["full_attention", *["sliding_attention"] * 3]},
+            [None, 8, 8, 8],
+        ),
+    ],
+)
+def test_windows_follow_the_rules_of_each_family(name: str, config: dict[str, Any], windows: list[int | None]) -> None:
+    found = read_config(LLAMA | {"architectures": [name], "num_hidden_layers": 4} | config)
+    assert list(found.windows) == windows
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "rope", "local"),
+    [
+        ("LlamaForCausalLM", {}, RopeConfig(10_000.0), None),
+        ("LlamaForCausalLM", {"rope_theta": 5e5}, RopeConfig(5e5), None),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": LLAMA3, "rope_theta": 5e5},
+            RopeConfig(5e5, RopeScaling(8, 1, 4, 32)),
+            None,
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_parameters": LLAMA3 | {"rope_theta": 9.0}},
+            RopeConfig(9.0, RopeScaling(8, 1, 4, 32)),
+            None,
+        ),
+        (
+            "LlamaForCausalLM",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            RopeConfig(1e4, linear_factor=2.0),
+            None,
+        ),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_local_base_freq": 77.0},
+            RopeConfig(1e6, linear_factor=8.0),
+            RopeConfig(77.0),
+        ),
+        (
+            "Gemma3ForCausalLM",
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}, "sliding_attention": {"rope_theta": 6.0}}},
+            RopeConfig(5.0),
+            RopeConfig(6.0),
+        ),
+    ],
+)
+def test_rotary_embeddings_as_old_and_new_configs_write_them(
+    name: str, config: dict[str, Any], rope: RopeConfig, local: RopeConfig | None
+) -> None:
+    found = read_config(LLAMA | {"architectures": [name]} | config)
+    assert (found.rope, found.local_rope) == (rope, local)
+
+
+def test_what_gemma_leaves_out() -> None:
+    found = read_config(LLAMA | {"architectures": ["Gemma2ForCausalLM"]})
+    assert (found.head_dim, found.tied_embeddings, found.activation) == (256, True, "gelu_pytorch_tanh")
+    assert (found.score_cap, found.logit_cap, found.query_scale) == (50.0, 30.0, 256**-0.5)
+
+
+@pytest.mark.parametrize(("name", "eps"), [("LlamaForCausalLM", 1e-6), ("Phi3ForCausalLM", 1e-5)])
+def test_the_norms_are_those_of_the_family(name: str, eps: float) -> None:
+    config = {key: value for key, value in LLAMA.items() if key != "rms_norm_eps"}
+    assert read_config(config | {"architectures": [name]}).norm_eps == eps
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+def test_experts_by_either_name(key: str) -> None:
+    config = {**LLAMA, **QWEN3_MOE, "num_experts_per_tok": 3, "norm_topk_prob": True}
+    del config["num_experts"]
+    found = read_config(config | {key: 5}).experts
+    assert found is not None
+    assert (found.count, found.per_token, found.intermediate_size, found.norm_topk_prob) == (5, 3, 8, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+        ({"hidden_size": "64"}, "hidden_size"),
+        ({"hidden_size": 0}, "hidden_size"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim"),
+        ({"head_dim": 1026}, "head_dim"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"architectures": ["Gemma2ForCausalLM"], "hidden_activation": "gelu"}, "hidden_activation"),
+        ({"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": -1}, "attn_logit_softcapping"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ({"architectures": ["Gemma3ForCausalLM"], "sliding_window": 8, "layer_types": ["linear"]}, "layer_types"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "8"}, "sliding_window"),
+        ({"architectures": ["MixtralForCausalLM"]}, "num_local_experts"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 1}, "num_experts_per_tok"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": "half"}, "partial_rotary_factor"),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": None}, "sliding_window"),
+        ({"architectures": ["Gemma2ForCausalLM"], "layer_types": [[], []]}, "layer_types"),
+        ({"architectures": ["Gemma3ForCausalLM"], "rope_parameters": {"rope_theta": 5.0}}, "rope_parameters"),
+        (QWEN2_WINDOWED | {"max_window_layers": "2"}, "max_window_layers"),
+        ({"num_attention_heads": 128, "num_key_value_heads": 128, "head_dim": None}, "head_dim"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers"),
+        (QWEN3_MOE | {"num_experts": 2**31}, "num_experts"),
+        (QWEN3_MOE, "num_experts_per_tok"),
+        (QWEN3_MOE | {"mlp_only_layers": [1]}, "mlp_only_layers"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_field(change: dict[str, Any], field: str) -> None:
+    with pytest.raises(UnsupportedModel) as refused:
+        read_config(LLAMA | change)
+    assert refused.value.field == field

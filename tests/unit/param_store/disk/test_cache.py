@@ -1,0 +1,96 @@
+"""The disk tier's folder: which packs leave for a new one, and what becomes of drafts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.param_store.disk.cache import CachedPack, DiskCache, default_limit_bytes, select_evictions
+
+MANY = 1 << 60
+
+
+def pack_id(name: str) -> str:
+    return blake3(name.encode()).hexdigest()
+
+
+def kept(cache: DiskCache, name: str, data: bytes, used: float) -> str:
+    found = pack_id(name)
+    draft, manifest = cache.drafts / "d", cache.drafts / "m"
+    draft.write_bytes(data)
+    manifest.write_bytes(name.encode())
+    os.utime(draft, (used, used))
+    cache.publish(found, draft, manifest)
+    return found
+
+
+@given(
+    st.lists(st.integers(1, 100), max_size=8),
+    st.integers(1, 120),
+    st.integers(0, 400),
+    st.integers(0, 400),
+)
+def test_the_longest_unused_leave_and_no_more_than_needed(
+    sizes: list[int], num_bytes: int, limit_bytes: int, free_bytes: int
+) -> None:
+    packs = [CachedPack(str(number), size, float(number)) for number, size in enumerate(sizes)]
+    gone = select_evictions(packs[::-1], num_bytes, limit_bytes, free_bytes)
+
+    def fits(leaving_first: int) -> bool:
+        freed = sum(sizes[:leaving_first])
+        return sum(sizes) - freed + num_bytes <= limit_bytes and num_bytes <= free_bytes + freed
+
+    if gone is None:
+        assert not any(fits(count) for count in range(len(sizes) + 1))
+    else:
+        assert gone == packs[: len(gone)]
+        assert fits(len(gone))
+        assert not any(fits(count) for count in range(len(gone)))
+
+
+def test_packs_are_found_again_and_read_and_the_least_recently_used_leaves_first(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "packs", 250)
+    first, second = kept(cache, "a", b"a" * 100, used=1000), kept(cache, "b", b"b" * 100, used=2000)
+    (cache.drafts / "left").write_bytes(b"half")
+    cache = DiskCache(tmp_path / "packs", 250)
+    assert list(cache.drafts.iterdir()) == []
+    assert {pack.pack_id: pack.num_bytes for pack in cache.packs()} == {first: 100, second: 100}
+    reader = cache.open(first)
+    assert reader is not None
+    memory = memoryview(bytearray(100))
+    cache.make_room(100)
+    assert (cache.has(first), cache.has(second)) == (True, False)
+    cache.discard(first)
+    reader.read_into(0, memory, threading.Event())  # whoever reads goes on
+    reader.close()
+    assert bytes(memory) == b"a" * 100
+    assert cache.open(first) is None
+    assert [path.name for path in (tmp_path / "packs").iterdir()] == ["drafts"]
+
+
+def test_a_manifest_is_believed_when_it_is_the_packs(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "packs", MANY)
+    found = kept(cache, "manifest", b"data", used=1000)
+    assert cache.manifest(found) == b"manifest"
+    (tmp_path / "packs" / f"{found}.manifest").write_bytes(b"manifesT")
+    assert cache.manifest(found) is None
+    assert cache.manifest(pack_id("other")) is None
+
+
+def test_a_pack_that_never_fits_makes_nobody_leave(tmp_path: Path) -> None:
+    cache = DiskCache(tmp_path / "packs", 250)
+    found = kept(cache, "a", b"a" * 100, used=1000)
+    with pytest.raises(OSError, match="the disk tier has no room for 251 bytes"):
+        cache.make_room(251)
+    assert cache.has(found)
+
+
+def test_half_of_what_is_free_is_to_spare(tmp_path: Path) -> None:
+    free_bytes = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
+    assert 0 < default_limit_bytes(tmp_path / "not/made/yet") <= min(64 << 30, 0.51 * free_bytes)

@@ -1,0 +1,76 @@
+"""The scheduler's guard over packs, as a store takes it and tells of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.unit.param_store.holders import drop, held
+from tests.unit.param_store.model_folders import LARGER, write_folder
+from tests.unit.param_store.running_store import REMOTE, RunningStore, publish, running_store
+from torchrelay.common.errors import InvalidRequest, Overloaded, StaleEpoch, TorchrelayError
+from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.control.v1 import param_store_pb2 as pb
+
+
+async def guard(store: RunningStore, *pack_ids: str, lease_s: float = 60, epoch: int = 0) -> None:
+    await store.stub.Guard(pb.GuardRequest(epoch=epoch, pack_ids=pack_ids, lease_s=lease_s))
+
+
+async def refusal(store: RunningStore, lease_s: float = 60, epoch: int = 0) -> TorchrelayError:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await guard(store, "f" * 64, lease_s=lease_s, epoch=epoch)
+    return error_from_rpc(caught.value)
+
+
+async def test_a_report_tells_what_is_guarded_and_what_fails_with_the_host(
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription]
+) -> None:
+    pack_id = published[1].pack_id
+    async with running_store(tmp_path, failure_domain="rack-7") as store:
+        assert (await store.report()).failure_domain == "rack-7"
+        await store.relay(pack_id, REMOTE)
+        assert not (await store.until_complete(pack_id)).guarded
+        await guard(store, pack_id)
+        await store.until(lambda report: report.copies[0].guarded)
+        await guard(store)
+        await store.until(lambda report: not report.copies[0].guarded)
+    async with running_store(tmp_path, host_id="host-3") as store:
+        assert (await store.report()).failure_domain == "host-3"
+
+
+async def test_a_stale_epoch_and_a_lease_without_end_are_refused(tmp_path: Path) -> None:
+    async with running_store(tmp_path) as store:
+        await guard(store, epoch=7)
+        assert isinstance(await refusal(store, epoch=6), StaleEpoch)
+        for lease_s in (-1.0, 1e9, float("nan"), float("inf")):
+            refused = await refusal(store, lease_s, epoch=7)
+            assert isinstance(refused, InvalidRequest) and refused.field == "lease_s"
+
+
+async def test_a_relay_that_must_keep_the_guarded_is_told_that_the_arena_is_full(tmp_path: Path) -> None:
+    async with running_store(tmp_path) as store:
+        large = await publish(store, write_folder(tmp_path / "large", LARGER))
+        small = await publish(store, write_folder(tmp_path / "small"))
+    arena_bytes = large.pack_bytes + (192 << 10)  # for the table and the large one's front, not for the small one
+    async with running_store(tmp_path, arena_bytes=arena_bytes) as store:
+        await store.relay(large.pack_id, REMOTE)
+        await store.until_complete(large.pack_id)
+        await guard(store, large.pack_id)
+        request = pb.RelayRequest(pack_id=small.pack_id, sources=[REMOTE], keep_guarded=True)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await store.stub.Relay(request)
+        told = error_from_rpc(caught.value)
+        assert isinstance(told, Overloaded) and "pinned or guarded" in told.message
+        async with held(store, large.pack_id) as replies:
+            await anext(replies)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await store.relay(small.pack_id, REMOTE)  # it might evict the guarded, but not the pinned
+            assert isinstance(error_from_rpc(caught.value), Overloaded)
+        await store.until(lambda report: all(copy.num_pins == 0 for copy in report.copies))
+        await store.relay(small.pack_id, REMOTE)
+        await store.until_complete(small.pack_id)
+        assert await store.copy(large.pack_id) is None
+        assert await drop(store, small.pack_id)

@@ -1,0 +1,54 @@
+"""What a cancelled call was about to take does not stay taken."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from torchrelay.common.errors import Conflict
+from torchrelay.param_store.grpc.thread_acquire import acquire_on_thread
+
+
+async def test_what_is_taken_is_returned_and_kept() -> None:
+    given_back: list[str] = []
+    assert await acquire_on_thread(lambda: "file", given_back.append) == "file"
+    assert given_back == []
+
+
+async def test_a_cancelled_taking_is_given_back_once_it_has_succeeded() -> None:
+    going_on, given_back = threading.Event(), asyncio.Queue[str](1)
+
+    def taking() -> str:
+        going_on.wait(10)
+        return "file"
+
+    call = asyncio.ensure_future(acquire_on_thread(taking, given_back.put_nowait))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert given_back.empty()
+    going_on.set()
+    assert await asyncio.wait_for(given_back.get(), 10) == "file"
+
+
+async def test_a_cancelled_taking_that_failed_has_nothing_to_give_back() -> None:
+    going_on, ended, given_back = threading.Event(), threading.Event(), list[str]()
+
+    def taking() -> str:
+        try:
+            going_on.wait(10)
+            raise Conflict("taken already")
+        finally:
+            ended.set()
+
+    call = asyncio.ensure_future(acquire_on_thread(taking, given_back.append))
+    await asyncio.sleep(0)
+    call.cancel()
+    going_on.set()
+    assert await asyncio.to_thread(ended.wait, 10)
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert given_back == []

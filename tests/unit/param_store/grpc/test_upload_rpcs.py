@@ -1,0 +1,268 @@
+"""Uploads over gRPC: what may be declared, resuming, digests, quota, expiry."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.unit.param_store.model_folders import config_of, sha256_of, shard_name, write_folder, write_shards
+from tests.unit.param_store.running_store import RunningStore, begin, commit, contents, put, running_store, send
+from torchrelay.common.errors import Conflict, NotFound, QuotaExceeded, TorchrelayError, UploadRefused
+from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
+from torchrelay.param_store.uploads.file_writer import FileWriter
+from torchrelay.param_store.uploads.staged_upload import StagedUpload
+
+ZERO = "0" * 64
+
+
+def refusal(caught: pytest.ExceptionInfo[grpc.aio.AioRpcError]) -> TorchrelayError:
+    return error_from_rpc(caught.value)
+
+
+def a_model(*more: DeclaredFile) -> list[DeclaredFile]:
+    return [DeclaredFile(name, 10, ZERO) for name in ("config.json", "tokenizer.json", "model.safetensors")] + [*more]
+
+
+@pytest.mark.parametrize(
+    ("path", "detail"),
+    [
+        ("pytorch_model.bin", "pickled weights are never loaded"),
+        ("model.pt", "save the model as safetensors"),
+        ("weights/model.PKL", "pickled weights"),
+        ("../config.json", "it is not a plain file name"),
+        ("/etc/passwd", "it is not a plain file name"),
+        ("a\\b", "it is not a plain file name"),
+        ("..", "it is not a plain file name"),
+        ("", "it is not a plain file name"),
+        ("modeling_llama.py", "it is not one of the files that a model consists of"),
+        ("model-1-of-2.safetensors", "it is not one of the files"),
+        (f"{shard_name(1, 2)}\n", "it is not one of the files"),
+        ("config.json", "it is declared twice"),
+        (shard_name(1, 2), "must be one or the other"),
+    ],
+)
+def test_only_known_names_may_be_declared(path: str, detail: str) -> None:
+    with pytest.raises(UploadRefused, match=detail) as refused:
+        check_declared(a_model(DeclaredFile(path, 10, ZERO)), 0, 1 << 20)
+    assert refused.value.field in (path, "files")
+
+
+@pytest.mark.parametrize("gone", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_what_every_model_needs_must_be_declared(gone: str) -> None:
+    with pytest.raises(UploadRefused, match=f"{gone}: it is missing") as refused:
+        check_declared([file for file in a_model() if file.path != gone], 0, 1 << 20)
+    assert refused.value.field == gone
+
+
+def test_sizes_digests_and_numbers_of_files_are_bounded() -> None:
+    large = DeclaredFile("merges.txt", 65 << 20, ZERO)
+    with pytest.raises(UploadRefused, match=r"merges.txt: it has 68,157,440 bytes; at most 67,108,864"):
+        check_declared(a_model(large), 0, 1 << 40)
+    with pytest.raises(UploadRefused, match=r"merges.txt: sha256 must be 64"):
+        check_declared(a_model(DeclaredFile("merges.txt", 1, "ab")), 0, 1 << 40)
+    with pytest.raises(UploadRefused, match="at most 512 files"):
+        check_declared(a_model() * 200, 0, 1 << 40)
+    with pytest.raises(UploadRefused, match="the upload has 30 bytes; at most 29"):
+        check_declared(a_model(), 0, 29)
+    with pytest.raises(QuotaExceeded, match="30 bytes and the tenant's quota has 29 left"):
+        check_declared(a_model(), 29, 1 << 20)
+    check_declared(a_model(), 30, 30)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "model")
+
+
+async def test_an_interrupted_file_goes_on_where_it_was_even_after_a_restart(tmp_path: Path, folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    async with running_store(tmp_path) as store:
+        state = await begin(store, folder, "u1")
+        assert {file.path for file in state.files} == set(contents(folder))
+        assert not any(file.complete or file.num_bytes_received for file in state.files)
+        state_of = await put(store, "u1", "model.safetensors", data[:100_000], part_bytes=30_000)
+        assert (state_of.num_bytes_received, state_of.complete) == (100_000, False)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await put(store, "u1", "model.safetensors", data)
+        assert isinstance(refusal(caught), Conflict)
+        assert "the offset must be 100000, not 0" in refusal(caught).message
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await commit(store, "u1")
+        assert "chat_template.jinja: it is not complete, 0 of 14 bytes" in refusal(caught).message
+    async with running_store(tmp_path) as store:
+        again = await begin(store, folder, "u1")
+        assert {f.path: f.num_bytes_received for f in again.files}["model.safetensors"] == 100_000
+        state_of = await put(store, "u1", "model.safetensors", data[100_000:], 100_000)
+        assert (state_of.num_bytes_received, state_of.complete) == (len(data), True)
+        assert (await put(store, "u1", "model.safetensors", b"", len(data))).complete
+        assert (await store.stub.DescribeUpload(pb.DescribeUploadRequest(upload_id="u1"))).files == (
+            await begin(store, folder, "u1")
+        ).files
+
+
+async def test_a_broken_connection_loses_nothing_that_was_received(tmp_path: Path, folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    async with running_store(tmp_path) as store:
+        await begin(store, folder, "u1")
+        call = store.stub.PutFile()
+        await call.write(pb.PutFileRequest(open=pb.PutFileRequest.Open(upload_id="u1", path="model.safetensors")))
+        await call.write(pb.PutFileRequest(data=data[:5000]))
+        received = await received_bytes(store, "u1", 5000)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await put(store, "u1", "model.safetensors", data, received)
+        assert "another call is sending this file" in refusal(caught).message
+        call.cancel()
+        await until_accepted(store, "u1", data, received)
+
+
+async def received_bytes(store: RunningStore, upload_id: str, wanted: int) -> int:
+    async with asyncio.timeout(10):
+        while True:
+            state = await store.stub.DescribeUpload(pb.DescribeUploadRequest(upload_id=upload_id))
+            received = {file.path: file.num_bytes_received for file in state.files}["model.safetensors"]
+            if received >= wanted:
+                return received
+
+
+async def until_accepted(store: RunningStore, upload_id: str, data: bytes, offset: int) -> None:
+    """The store notices the broken call in its own time; until then it refuses another."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                assert (await put(store, upload_id, "model.safetensors", data[offset:], offset)).complete
+                return
+            except grpc.aio.AioRpcError as error:
+                assert "another call is sending" in error_from_rpc(error).message
+
+
+async def test_a_wrong_digest_drops_the_bytes_and_the_file_can_be_sent_again(tmp_path: Path, folder: Path) -> None:
+    good = (folder / "tokenizer.json").read_bytes()
+    async with running_store(tmp_path) as store:
+        await begin(store, folder, "u1")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await put(store, "u1", "tokenizer.json", good[:-1] + b" ")
+        assert isinstance(refusal(caught), UploadRefused)
+        assert refusal(caught).field == "tokenizer.json"
+        assert f"{sha256_of(good)} was declared" in refusal(caught).message
+        assert (await put(store, "u1", "tokenizer.json", good)).complete
+
+
+async def test_more_bytes_than_declared_and_wrong_messages_are_refused(tmp_path: Path, folder: Path) -> None:
+    good = (folder / "tokenizer.json").read_bytes()
+    async with running_store(tmp_path) as store:
+        await begin(store, folder, "u1")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await put(store, "u1", "tokenizer.json", good + b"x")
+        assert "more bytes were sent" in refusal(caught).message
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await put(store, "u1", "vocab.json", b"")
+        assert isinstance(refusal(caught), NotFound)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await put(store, "u2", "tokenizer.json", b"")
+        assert isinstance(refusal(caught), NotFound)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await store.stub.PutFile(aiter_of(pb.PutFileRequest(data=b"x")))
+        assert refusal(caught).field == "open"
+
+
+async def aiter_of(*requests: pb.PutFileRequest):  # type: ignore[no-untyped-def]
+    for request in requests:
+        yield request
+
+
+async def test_begin_checks_quota_id_and_sameness(tmp_path: Path, folder: Path) -> None:
+    async with running_store(tmp_path) as store:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await begin(store, folder, "u1", quota_bytes=1000)
+        assert isinstance(refusal(caught), QuotaExceeded)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await begin(store, folder, "../u1")
+        assert refusal(caught).field == "upload_id"
+        await begin(store, folder, "u1", quota_bytes=1 << 30)
+        (folder / "config.json").write_text("{}")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await begin(store, folder, "u1")
+        assert isinstance(refusal(caught), Conflict)
+        assert (await store.report()).num_running_uploads == 1
+
+
+async def test_a_refused_commit_publishes_nothing_and_an_abort_removes_all(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model", config_of())
+    (folder / "config.json").write_text('{"architectures": ["Other"]}')
+    async with running_store(tmp_path) as store:
+        await send(store, folder, "u1")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await commit(store, "u1")
+        assert isinstance(refusal(caught), UploadRefused)
+        assert refusal(caught).field == "config.json"
+        assert "config.json: architectures: architecture 'Other' is not supported" in refusal(caught).message
+        assert [path for path in (tmp_path / "remote").rglob("*") if path.is_file()] == []
+        await store.stub.AbortUpload(pb.AbortUploadRequest(upload_id="u1"))
+        assert list((tmp_path / "data/uploads").iterdir()) == []
+        await store.stub.AbortUpload(pb.AbortUploadRequest(upload_id="u1"))
+
+
+async def test_a_model_too_large_for_every_slot_is_refused_with_both_numbers(tmp_path: Path, folder: Path) -> None:
+    async with running_store(tmp_path) as store:
+        await send(store, folder, "u1")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await commit(store, "u1", largest_slot_bytes=200_000)
+        assert "the weights need 307,200 bytes and the largest slot has 200,000" in refusal(caught).message
+        assert (await commit(store, "u1", largest_slot_bytes=307_200))[-1].version.pack_bytes == 307_200
+
+
+async def test_committing_again_answers_the_same_version(tmp_path: Path) -> None:
+    folder = write_shards(tmp_path / "model")
+    async with running_store(tmp_path) as store:
+        await send(store, folder, "u1")
+        progress = await commit(store, "u1")
+        assert [line.stage for line in progress] == ["validate", "pack", "publish"]
+        assert all(line.num_bytes_done == line.num_bytes_total > 0 for line in progress)
+        assert (await commit(store, "u1"))[-1].version == progress[-1].version
+        assert (await store.report()).num_running_uploads == 0
+        assert not (tmp_path / "data/uploads/u1/files").exists()
+
+
+async def test_a_commit_that_is_cancelled_can_be_run_again(tmp_path: Path, folder: Path) -> None:
+    async with running_store(tmp_path) as store:
+        await send(store, folder, "u1")
+        call = store.stub.Commit(pb.CommitRequest(upload_id="u1"))
+        await anext(aiter(call))
+        call.cancel()
+        async with asyncio.timeout(10):
+            while True:
+                try:
+                    assert (await commit(store, "u1"))[-1].version.version_id
+                    break
+                except grpc.aio.AioRpcError as error:
+                    assert "being committed" in error_from_rpc(error).message
+
+
+async def test_a_file_is_free_again_when_its_call_ends_while_it_is_opened(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, going_on = threading.Event(), threading.Event()
+    open_file = StagedUpload.open_file
+
+    def slow(upload: StagedUpload, path: str, offset: int) -> FileWriter | None:
+        opening.set()
+        going_on.wait(10)
+        return open_file(upload, path, offset)
+
+    async with running_store(tmp_path) as store:
+        await begin(store, folder, "u1")
+        monkeypatch.setattr(StagedUpload, "open_file", slow)
+        call = store.stub.PutFile()
+        await call.write(pb.PutFileRequest(open=pb.PutFileRequest.Open(upload_id="u1", path="model.safetensors")))
+        assert await asyncio.to_thread(opening.wait, 10)
+        call.cancel()
+        await store.report()  # a call's way: the store has heard of the cancellation
+        going_on.set()
+        monkeypatch.undo()
+        await until_accepted(store, "u1", (folder / "model.safetensors").read_bytes(), 0)

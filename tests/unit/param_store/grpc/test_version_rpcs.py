@@ -1,0 +1,131 @@
+"""Published versions over gRPC: content addressed, described, read, deleted; they outlive the store's process."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import grpc
+import pytest
+from blake3 import blake3
+
+from tests.unit.param_store.model_folders import config_of, tensors_of, write_folder
+from tests.unit.param_store.running_store import RunningStore, commit, contents, publish, running_store, send
+from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound
+from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.remote.folder_store import FolderStore
+from torchrelay.transfer.manifest import decode_manifest, pack_id_of
+
+
+def stored(folder: Path) -> set[str]:
+    """The remote store's objects."""
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+async def describe(store: RunningStore, version_id: str) -> pb.VersionDescription:
+    return (await store.stub.Describe(pb.DescribeRequest(version_id=version_id))).version
+
+
+async def read(store: RunningStore, digest: str) -> bytes:
+    return b"".join([part.data async for part in store.stub.ReadFile(pb.ReadFileRequest(digest=digest))])
+
+
+async def delete(store: RunningStore, version_id: str) -> int:
+    return (await store.stub.DeleteVersion(pb.DeleteVersionRequest(version_id=version_id))).num_bytes_freed
+
+
+async def test_a_version_says_what_it_consists_of_and_survives_a_restart(tmp_path: Path) -> None:
+    config = config_of("Qwen2ForCausalLM", tie_word_embeddings=True)
+    folder = write_folder(tmp_path / "model", config, "BF16")
+    async with running_store(tmp_path) as store:
+        version = await publish(store, folder)
+    async with running_store(tmp_path) as store:
+        assert await describe(store, version.version_id) == version
+        for name, digest in version.file_digests.items():
+            assert await read(store, digest) == contents(folder)[name]
+    assert version.architecture == "Qwen2ForCausalLM"
+    assert version.dtype == "BF16"
+    shape = version.shape
+    assert (shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.kv_dtype_bytes) == (2, 2, 16, 2)
+    assert (shape.max_context_tokens, shape.vocab_size) == (512, 96)
+    assert list(version.eos_token_ids) == [2, 5]
+    assert version.routing_block_tokens == 64
+    assert set(version.file_digests) == set(contents(folder)) - {"model.safetensors"}
+    remote = tmp_path / "remote"
+    pack, manifest = remote / f"packs/{version.pack_id}", remote / f"packs/{version.pack_id}.manifest"
+    assert pack_id_of(manifest.read_bytes()) == version.pack_id
+    assert blake3((remote / f"versions/{version.version_id}.json").read_bytes()).hexdigest() == version.version_id
+    assert version.pack_bytes == pack.stat().st_size
+    files = sum(len(data) for name, data in contents(folder).items() if name != "model.safetensors")
+    assert version.stored_bytes == version.pack_bytes + manifest.stat().st_size + files
+    entry = decode_manifest(manifest.read_bytes()).tensors[0]
+    data = pack.read_bytes()[entry.offset : entry.offset + entry.num_bytes]
+    assert data == tensors_of(config, "BF16").by_name["model.embed_tokens.weight"][2]
+
+
+async def test_publishing_is_content_addressed_and_deletion_counts_references(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    async with running_store(tmp_path) as store:
+        first = await publish(store, folder)
+        before = stored(tmp_path / "remote")
+        assert await publish(store, folder) == first
+        assert stored(tmp_path / "remote") == before
+        (folder / "chat_template.jinja").write_text("another template")
+        second = await publish(store, folder)
+        assert second.pack_id == first.pack_id
+        assert second.version_id != first.version_id
+        assert await delete(store, first.version_id) == len("{{ messages }}")
+        assert await describe(store, second.version_id) == second
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await describe(store, first.version_id)
+        assert isinstance(error_from_rpc(caught.value), NotFound)
+        assert await delete(store, second.version_id) == second.stored_bytes
+        assert stored(tmp_path / "remote") == set()
+
+
+async def test_a_publication_that_fails_on_a_full_disk_leaves_nothing_and_can_be_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_folder(tmp_path / "model")
+    put_bytes = FolderStore.put_bytes
+
+    def full(remote: FolderStore, key: str, data: bytes) -> None:
+        if key.startswith("versions/"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        put_bytes(remote, key, data)
+
+    async with running_store(tmp_path) as store:
+        kept = await publish(store, folder)
+        before = stored(tmp_path / "remote")
+        other = write_folder(tmp_path / "other", seed=1)
+        await send(store, other, "u1")
+        monkeypatch.setattr(FolderStore, "put_bytes", full)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await commit(store, "u1")
+        assert "cannot be published: No space left" in error_from_rpc(caught.value).message
+        assert stored(tmp_path / "remote") == before
+        assert await describe(store, kept.version_id) == kept
+        monkeypatch.undo()
+        assert (await commit(store, "u1"))[-1].version.pack_id != kept.pack_id
+
+
+async def test_bad_ids_and_damaged_objects_are_refused(tmp_path: Path) -> None:
+    async with running_store(tmp_path) as store:
+        version = await publish(store, write_folder(tmp_path / "model"))
+        for bad in ("../../etc/passwd", "A" * 64, ""):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await read(store, bad)
+            assert isinstance(error_from_rpc(caught.value), InvalidRequest)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(store, "0" * 64)
+        assert isinstance(error_from_rpc(caught.value), NotFound)
+        digest = version.file_digests["tokenizer.json"]
+        for damaged in (f"files/{digest}", f"packs/{version.pack_id}.manifest", f"versions/{version.version_id}.json"):
+            (tmp_path / "remote" / damaged).write_bytes(b"{}")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await read(store, digest)
+        assert isinstance(error_from_rpc(caught.value), DataCorrupted)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await describe(store, version.version_id)
+        assert isinstance(error_from_rpc(caught.value), DataCorrupted)

@@ -1,0 +1,107 @@
+"""The packer: whatever it accepts is laid out exactly, whatever is wrong is refused with the file and the fault."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.param_store.model_folders import config_of, tensors_of, write_folder, write_shards
+from torchrelay.modelspec.config import read_config
+from torchrelay.modelspec.tensor_order import tensors_by_segment
+from torchrelay.param_store.packer.__main__ import pack
+from torchrelay.param_store.packer.core import PackRefused
+from torchrelay.param_store.packer.safetensors_header import read_tensors
+from torchrelay.transfer.manifest import PAGE_BYTES, Manifest, decode_manifest, pack_id_of
+
+WEIGHTS = "model.safetensors"
+
+
+def packed(folder: Path, out: Path, largest_slot_bytes: int = 0) -> tuple[Manifest, bytes]:
+    result = pack(folder, out / "a.pack", largest_slot_bytes)
+    encoded = (out / "a.manifest").read_bytes()
+    assert result["pack_id"] == pack_id_of(encoded)
+    return decode_manifest(encoded), (out / "a.pack").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tied", "dtype"),
+    [("LlamaForCausalLM", False, "F32"), ("Qwen2ForCausalLM", True, "BF16"), ("Qwen3ForCausalLM", False, "F16")],
+)
+def test_pack_holds_the_checkpoints_bytes_in_execution_order(
+    tmp_path: Path, architecture: str, tied: bool, dtype: str
+) -> None:
+    config = config_of(architecture, tie_word_embeddings=tied, hidden_size=128, intermediate_size=512)
+    manifest, data = packed(write_folder(tmp_path / "model", config, dtype), tmp_path)
+    source = tensors_of(config, dtype).by_name
+    for entry in manifest.tensors:
+        assert data[entry.offset : entry.offset + entry.num_bytes] == source[entry.name][2]
+        assert (entry.dtype, entry.shape) == source[entry.name][:2]
+    slots = [slot for segment in tensors_by_segment(read_config(config)) for slot in segment]
+    assert [entry.name for entry in manifest.tensors] == [slot.name for slot in slots]
+    for (before, left), (after, right) in pairwise(zip(manifest.tensors, slots, strict=True)):
+        if left.group == right.group:
+            assert before.offset + before.num_bytes == after.offset
+        else:
+            assert after.offset % 64 == 0
+    assert all(segment.begin % PAGE_BYTES == 0 for segment in manifest.segments)
+    assert len(manifest.segments) == 4
+    assert manifest.num_bytes == len(data)
+    assert len(data) % PAGE_BYTES == 0
+    assert manifest.num_chunks > 1
+    for index, digest in enumerate(manifest.chunk_digests):
+        span = manifest.chunk_range(index)
+        assert blake3(data[span.begin : span.end]).digest() == digest
+    assert manifest.config == config
+
+
+def test_shards_give_the_same_pack_as_one_file(tmp_path: Path) -> None:
+    one = packed(write_folder(tmp_path / "one"), tmp_path)
+    assert packed(write_shards(tmp_path / "three"), tmp_path) == one
+
+
+def test_harmless_surplus_is_left_out(tmp_path: Path) -> None:
+    config = config_of(tie_word_embeddings=True)
+    plain = packed(write_folder(tmp_path / "plain", config), tmp_path)
+    tensors = tensors_of(config)
+    tensors.by_name["lm_head.weight"] = tensors.by_name["model.embed_tokens.weight"]
+    tensors.by_name["model.layers.0.self_attn.rotary_emb.inv_freq"] = ("F32", (8,), bytes(32))
+    tensors.write(write_folder(tmp_path / "old", config) / WEIGHTS)
+    assert packed(tmp_path / "old", tmp_path) == plain
+
+
+def test_a_model_of_just_the_slots_size_is_taken(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    manifest, _ = packed(folder, tmp_path)
+    packed(folder, tmp_path, manifest.num_bytes)
+    with pytest.raises(PackRefused) as refused:
+        pack(folder, tmp_path / "a.pack", manifest.num_bytes - 1)
+    assert f"need {manifest.num_bytes:,} bytes and the largest slot has {manifest.num_bytes - 1:,}" in str(
+        refused.value
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_header_makes_the_parser_fail_otherwise_than_by_refusal(data: st.DataObject) -> None:
+    header = bytearray(json.dumps(tensors_of(config_of(num_hidden_layers=1)).header()).encode())
+    for _ in range(data.draw(st.integers(1, 4))):
+        header[data.draw(st.integers(0, len(header) - 1))] = data.draw(
+            st.sampled_from(b'{}[]":,-0123456789eE\\nul \xff')
+        )
+    body = bytes(data.draw(st.integers(0, 64)))
+    with tempfile.TemporaryDirectory() as folder:
+        length = data.draw(st.sampled_from([len(header), len(header) - 1, len(header) + 8, 2**63]))
+        (Path(folder) / WEIGHTS).write_bytes(length.to_bytes(8, "little") + header + body)
+        try:
+            tensors = read_tensors(Path(folder), WEIGHTS)
+        except PackRefused as refused:
+            assert refused.file == WEIGHTS and refused.detail
+        else:
+            assert sum(tensor.num_bytes for tensor in tensors) <= len(header) + len(body)

@@ -1,0 +1,42 @@
+"""What obstore says becomes the platform's words, without what a server wrote and what a URL may keep secret."""
+
+from __future__ import annotations
+
+from obstore.exceptions import GenericError, InvalidPathError
+
+from torchrelay.common.errors import InvalidRequest, Unavailable
+from torchrelay.param_store.remote.object_errors import is_transient, platform_error
+
+AZURE = (
+    "Error performing GET https://a.blob/c/p?sv=2020&sig=SECRET in 5ms - Server returned non-2xx status code: {}: <?xml"
+)
+
+
+def test_a_token_in_a_url_and_the_servers_own_page_are_left_out() -> None:
+    told = platform_error(
+        GenericError(AZURE.format("409 Conflict") + "\n<Error/>\nDebug source: SECRET"), "packs/p", "az"
+    )
+    assert isinstance(told, Unavailable)
+    assert told.field == "remote_url"
+    assert told.message == (
+        "the remote store refuses packs/p: "
+        "Error performing GET https://a.blob/c/p in 5ms - Server returned non-2xx status code: 409 Conflict"
+    )
+
+
+def test_what_has_no_status_may_pass_and_what_is_refused_does_not() -> None:
+    assert is_transient(GenericError("HTTP error: error sending request"))
+    assert [is_transient(GenericError(AZURE.format(status))) for status in (500, 503, 429, 400, 409, 301)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+def test_a_path_that_is_none_is_the_callers_fault() -> None:
+    told = platform_error(InvalidPathError("Path segment is empty"), "a//b", "s3")
+    assert isinstance(told, InvalidRequest)
+    assert not is_transient(InvalidPathError("Path segment is empty"))

@@ -1,0 +1,148 @@
+"""Real stores in this process, each with its arena, data plane and gRPC server, and what tests do with them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.unit.param_store.model_folders import sha256_of
+from torchrelay.common.ids import new_id
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.control.v1 import reports_pb2, types_pb2
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
+from torchrelay.param_store.main import Work, serving
+from torchrelay.param_store.settings import StoreSettings
+from torchrelay.transfer.protocol.tickets import TicketIssuer, derive_node_key
+
+if TYPE_CHECKING:
+    from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub
+
+CLUSTER_KEY = bytes(range(32))
+OFFICE = TicketIssuer(CLUSTER_KEY)
+REMOTE = types_pb2.Source(holder_id="remote")
+
+
+@dataclass
+class RunningStore:
+    stub: ParamStoreAsyncStub
+    settings: StoreSettings
+    data_address: str
+
+    @property
+    def store_id(self) -> str:
+        return self.settings.store_id
+
+    def source(self, pack_id: str, receiver: RunningStore) -> types_pb2.Source:
+        return peer(self.store_id, self.data_address, pack_id, receiver)
+
+    async def report(self) -> reports_pb2.StoreReport:
+        watching = self.stub.WatchCopies(pb.WatchCopiesRequest())
+        report: reports_pb2.StoreReport = await anext(aiter(watching))
+        watching.cancel()
+        return report
+
+    async def copy(self, pack_id: str) -> reports_pb2.PackCopy | None:
+        return next((copy for copy in (await self.report()).copies if copy.pack_id == pack_id), None)
+
+    async def until(self, wanted: Callable[[reports_pb2.StoreReport], bool]) -> reports_pb2.StoreReport:
+        """The first report that is as wanted."""
+        watching = self.stub.WatchCopies(pb.WatchCopiesRequest())
+        try:
+            async with asyncio.timeout(20):
+                async for report in watching:
+                    if wanted(report):
+                        return report
+        finally:
+            watching.cancel()
+        raise AssertionError("the store stopped reporting")
+
+    async def until_complete(self, pack_id: str) -> reports_pb2.PackCopy:
+        report = await self.until(lambda report: any(is_complete(copy, pack_id) for copy in report.copies))
+        return next(copy for copy in report.copies if copy.pack_id == pack_id)
+
+    async def relay(self, pack_id: str, *sources: types_pb2.Source, epoch: int = 0) -> bool:
+        request = pb.RelayRequest(epoch=epoch, pack_id=pack_id, sources=sources, relay_id=new_id("rel"))
+        return (await self.stub.Relay(request)).already_complete
+
+
+def is_complete(copy: reports_pb2.PackCopy, pack_id: str) -> bool:
+    return copy.pack_id == pack_id and copy.num_chunks > 0 and copy.num_chunks_verified == copy.num_chunks
+
+
+def peer(holder_id: str, data_address: str, pack_id: str, receiver: RunningStore) -> types_pb2.Source:
+    expires_unix_ms = int(time.time() * 1000) + 60_000
+    ticket = OFFICE.issue(pack_id, holder_id, receiver.store_id, expires_unix_ms)
+    return types_pb2.Source(holder_id=holder_id, data_address=data_address, ticket=ticket)
+
+
+@asynccontextmanager
+async def running_store(folder: Path, background: tuple[Work, ...] = (), **changes: Any) -> AsyncIterator[RunningStore]:
+    """A store whose uploads and remote store lie below ``folder``."""
+    store_id = changes.pop("store_id", new_id("sto"))
+    values = {
+        "store_id": store_id,
+        "node_key": derive_node_key(CLUSTER_KEY, store_id).hex(),
+        "data_dir": folder / "data",
+        "remote_url": f"file://{folder / 'remote'}",
+        "arena_bytes": 32 << 20,
+        **changes,
+    }
+    settings = StoreSettings(**values)
+    async with serving(settings, background) as addresses, open_channel(addresses["grpc"], settings.tls) as channel:
+        yield RunningStore(ParamStoreStub(channel), settings, addresses["data"])
+
+
+def declared(folder: Path) -> list[pb.DeclaredFile]:
+    return [
+        pb.DeclaredFile(path=path.name, num_bytes=path.stat().st_size, sha256=sha256_of(path.read_bytes()))
+        for path in sorted(folder.iterdir())
+    ]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+async def put(
+    store: RunningStore, upload_id: str, path: str, data: bytes, offset: int = 0, part_bytes: int = 1 << 20
+) -> pb.FileState:
+    async def parts() -> AsyncIterator[pb.PutFileRequest]:
+        yield pb.PutFileRequest(open=pb.PutFileRequest.Open(upload_id=upload_id, path=path, offset=offset))
+        for begin in range(0, len(data), part_bytes):
+            yield pb.PutFileRequest(data=data[begin : begin + part_bytes])
+
+    state: pb.FileState = await store.stub.PutFile(parts())
+    return state
+
+
+async def begin(store: RunningStore, folder: Path, upload_id: str, quota_bytes: int = 0) -> pb.UploadState:
+    request = pb.BeginUploadRequest(
+        upload_id=upload_id, tenant_id="ten-1", files=declared(folder), quota_bytes=quota_bytes
+    )
+    state: pb.UploadState = await store.stub.BeginUpload(request)
+    return state
+
+
+async def send(store: RunningStore, folder: Path, upload_id: str) -> None:
+    """Begins the upload and sends all of its files."""
+    await begin(store, folder, upload_id)
+    for name, data in contents(folder).items():
+        assert (await put(store, upload_id, name, data)).complete
+
+
+async def commit(store: RunningStore, upload_id: str, largest_slot_bytes: int = 0) -> list[pb.CommitProgress]:
+    request = pb.CommitRequest(upload_id=upload_id, largest_slot_bytes=largest_slot_bytes)
+    return [progress async for progress in store.stub.Commit(request)]
+
+
+async def publish(store: RunningStore, folder: Path) -> pb.VersionDescription:
+    """Uploads a folder and commits it."""
+    upload_id = new_id("upl")
+    await send(store, folder, upload_id)
+    return (await commit(store, upload_id))[-1].version

@@ -1,0 +1,75 @@
+"""Which uploads a store keeps, and which it removes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.unit.param_store.model_folders import write_folder
+from tests.unit.param_store.running_store import declared
+from torchrelay.common.errors import NotFound
+from torchrelay.param_store.uploads.declared_files import DeclaredFile
+from torchrelay.param_store.uploads.staging_area import StagingArea
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "model")
+
+
+def test_untouched_uploads_expire(tmp_path: Path, folder: Path) -> None:
+    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
+    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+    old = uploads.begin("old", "ten-1", files, 0)
+    new = uploads.begin("new", "ten-1", files, 0)
+    os.utime(old.folder / "state.json", (1000, 1000))
+    os.utime(new.folder / "state.json", (1050, 1050))
+    assert uploads.expire(1100.5) == ["old"]
+    assert not old.folder.exists()
+    with pytest.raises(NotFound, match="may have expired"):
+        uploads.get("old")
+    assert uploads.get("new") is new
+    assert uploads.num_open == 1
+
+
+def test_an_upload_whose_commit_begins_while_it_is_judged_stays(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
+    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+    upload = uploads.begin("u1", "ten-1", files, 0)
+
+    def judged() -> float:
+        upload.committing = True
+        return 0.0
+
+    monkeypatch.setattr(upload, "last_touched_unix_s", judged)
+    assert uploads.expire(1000.0) == []
+    assert uploads.get("u1") is upload and upload.folder.exists()
+
+
+def test_an_upload_is_judged_while_another_call_removes_it(tmp_path: Path, folder: Path) -> None:
+    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
+    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+    upload = uploads.begin("u1", "ten-1", files, 0)
+    upload.remove()  # not forgotten yet
+    assert upload.last_touched_unix_s() == 0.0
+    assert uploads.expire(1000.0) == ["u1"]
+
+
+def test_an_upload_can_be_begun_after_a_full_disk_ended_the_first_try(tmp_path: Path, folder: Path) -> None:
+    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
+    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+    (tmp_path / "uploads/u1/files").mkdir(parents=True)
+    assert uploads.begin("u1", "ten-1", files, 0).progress()
+
+
+def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn/state.json").write_text("{")
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/state.json").write_bytes(b'{"upload_id": "\xff"}')
+    assert StagingArea(tmp_path, 1 << 30, 100).num_open == 0
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,45 @@
+"""The bytes of KV that wait for decode workers are bounded, in order, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from torchrelay.prefill.byte_budget import ByteBudget
+
+
+async def test_demands_wait_for_room_in_their_order() -> None:
+    budget = ByteBudget(100)
+    await budget.acquire(60)
+    large, small = (asyncio.ensure_future(budget.acquire(size)) for size in (80, 10))
+    await asyncio.sleep(0)
+    assert not large.done() and not small.done()  # the small one does not pass the large one
+    budget.release(60)
+    await large
+    await small
+    assert budget.num_out == 90
+
+
+async def test_a_demand_over_the_whole_budget_is_met_alone() -> None:
+    budget = ByteBudget(100)
+    await budget.acquire(10)
+    huge = asyncio.ensure_future(budget.acquire(500))
+    await asyncio.sleep(0)
+    assert not huge.done()
+    budget.release(10)
+    await huge
+    assert budget.num_out == 500
+    budget.release(500)
+    assert budget.num_out == 0
+
+
+async def test_a_cancelled_wait_takes_nothing_even_when_it_was_just_granted() -> None:
+    budget = ByteBudget(100)
+    await budget.acquire(100)
+    waiting, granted = (asyncio.ensure_future(budget.acquire(50)) for _ in range(2))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    budget.release(100)
+    granted.cancel()
+    await asyncio.gather(granted, return_exceptions=True)
+    assert budget.num_out == 0

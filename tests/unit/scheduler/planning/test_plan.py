@@ -1,0 +1,177 @@
+"""Relay plans: one network copy per host, nothing before it has it, free directions first, fast targets first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.scheduler.planning import MAX_ALTERNATES, MAX_STRIPED, Node, ReceiveProgress, TransferEdge, Uplink, plan
+from torchrelay.scheduler.policy.core import REMOTE
+
+NAMES = [f"s{number}" for number in range(12)]
+MB = 1e6
+
+
+def upstreams(edges: tuple[TransferEdge, ...]) -> dict[str, tuple[str, ...]]:
+    return {edge.target: edge.striped for edge in edges}
+
+
+def test_targets_of_the_remote_store_form_one_chain() -> None:
+    edges = plan([], [], ["s1", "s2", "s3"])
+    assert [(edge.target, edge.upstream) for edge in edges] == [("s1", REMOTE), ("s2", "s1"), ("s3", "s2")]
+    assert edges[0].sources == (REMOTE,)
+    assert edges[1].sources == ("s1", "s3", REMOTE)  # s3 follows it: a last resort before the remote store
+    assert edges[2].sources == ("s2", "s1", REMOTE)
+
+
+def test_a_complete_holder_heads_the_chain_and_sends_once() -> None:
+    edges = plan(["s0"], [], ["s1", "s2", "s3"])
+    assert [edge.upstream for edge in edges] == ["s0", "s1", "s2"]
+    assert edges[2].sources == ("s2", "s0", "s1", REMOTE)  # alternates: complete holders first, the remote store last
+
+
+def test_two_complete_holders_head_two_chains() -> None:
+    edges = plan(["s0", "s7"], [], ["s1", "s2", "s3", "s4"])
+    assert Counter(edge.upstream for edge in edges).most_common(1)[0][1] == 1
+    assert [edge.upstream for edge in edges[:2]] == ["s0", "s7"]
+
+
+def test_later_targets_follow_the_end_of_a_running_chain() -> None:
+    edges = plan(["s0"], ["s1", "s2"], ["s3"], {"s0": 1, "s1": 1})
+    assert edges[0].upstream == "s2"
+
+
+def test_a_host_that_has_it_is_still_told_and_costs_nobody() -> None:
+    edges = plan(["s0", "s1"], [], ["s1", "s2"])
+    assert edges[0].already_there and edges[0].sources == ("s0", REMOTE)
+    assert [str(edge).split(" at ")[0] for edge in edges] == ["s1 from its host copy", "s2 from s0"]
+    assert edges[1].upstream == "s0"
+
+
+def test_fast_targets_first_and_each_by_its_free_bandwidth_not_by_order() -> None:
+    nodes = {name: Node(rate * MB, rate * MB) for name, rate in [("s0", 100), ("s1", 20), ("s2", 50), ("s3", 100)]}
+    edges = plan(["s0"], [], ["s1", "s2", "s3"], nodes=nodes, num_bytes=100 * MB)
+    assert upstreams(edges) == {"s3": ("s0",), "s2": ("s3",), "s1": ("s2",)}
+    assert [round(edge.bytes_per_s / MB) for edge in edges] == [100, 50, 20]
+    assert [round(edge.ready_s, 1) for edge in edges] == [1.0, 2.0, 5.0]
+
+
+def test_two_slow_sources_are_striped_over_for_a_fast_target() -> None:
+    nodes = {"s0": Node(60 * MB), "s1": Node(40 * MB), "s2": Node(residual_in=100 * MB)}
+    (edge,) = plan(["s0", "s1"], [], ["s2"], nodes=nodes, num_bytes=100 * MB)
+    assert edge.striped == ("s0", "s1") and edge.shares == pytest.approx((0.6, 0.4))
+    assert edge.bytes_per_s == pytest.approx(100 * MB)
+    assert str(edge) == "s2 from s0 60 % and s1 40 % at 100 MB/s, ready in 1 s"
+    assert str(replace(edge, ready_s=0.0127)).endswith("ready in 12.7 ms")
+
+
+def test_a_direction_that_sends_kv_is_spared_while_a_free_one_is_enough() -> None:
+    nodes = {"s0": Node(800 * MB, busy_out=True), "s1": Node(900 * MB), "s2": Node(residual_in=100 * MB)}
+    assert upstreams(plan(["s0", "s1"], [], ["s2"], nodes=nodes)) == {"s2": ("s1",)}
+    nodes["s1"] = Node(10 * MB)
+    assert upstreams(plan(["s0", "s1"], [], ["s2"], nodes=nodes)) == {"s2": ("s0",)}
+
+
+def test_one_network_copy_per_host_and_fan_out_inside_it() -> None:
+    nodes = {"s0": Node(host="a"), "s1": Node(host="b"), "s2": Node(host="b"), "s3": Node(host="a")}
+    edges = plan(["s0"], [], ["s1", "s2", "s3"], nodes=nodes)
+    assert upstreams(edges) == {"s1": ("s0",), "s2": ("s1",), "s3": ("s0",)}
+
+
+def test_the_live_target_and_later_deadlines_come_last() -> None:
+    targets = ["s1", "s2", "s3", "s4"]
+    edges = plan(["s0"], [], targets, deadlines={"s4": 1.0, "s3": 2.0}, live={"s1"})
+    assert [edge.target for edge in edges] == ["s4", "s3", "s2", "s1"]
+
+
+def test_a_slow_uplink_is_crossed_once() -> None:
+    nodes = {name: Node(leaf="left" if name in ("s0", "s1", "s2") else "right") for name in NAMES[:6]}
+    uplinks = {"left": Uplink(500 * MB, 500 * MB), "right": Uplink(500 * MB, 500 * MB)}
+    edges = plan(["s0"], [], ["s1", "s3", "s2", "s4", "s5"], nodes=nodes, uplinks=uplinks)
+    crossings = [edge for edge in edges if nodes[edge.upstream].leaf != nodes[edge.target].leaf]
+    assert len(crossings) == 1 and all(edge.num_striped == 1 for edge in edges)
+
+
+def test_a_full_uplink_limits_what_is_promised_across_it() -> None:
+    nodes = {"s0": Node(leaf="left"), "s1": Node(leaf="right"), "s2": Node(leaf="right")}
+    edges = plan(["s0"], [], ["s1", "s2"], nodes=nodes, uplinks={"left": Uplink(residual_up=50 * MB)})
+    assert upstreams(edges) == {"s1": ("s0",), "s2": ("s1",)}
+    assert [edge.bytes_per_s for edge in edges] == pytest.approx([50 * MB, 50 * MB])
+
+
+def test_a_copy_on_its_way_feeds_no_faster_than_it_comes() -> None:
+    arriving = {"s1": ReceiveProgress(have=0.5, bytes_per_s=20 * MB)}
+    (edge,) = plan([], ["s1"], ["s2"], arriving=arriving, num_bytes=100 * MB)
+    assert edge.upstream == "s1" and edge.bytes_per_s == pytest.approx(40 * MB)
+
+
+names = st.lists(st.sampled_from(NAMES), unique=True)
+rates = st.floats(1e3, 1e10) | st.sampled_from([0.0, 1e8])
+some_nodes = st.builds(
+    Node,
+    residual_out=rates,
+    residual_in=rates,
+    host=st.sampled_from(["", "", "a", "b"]),
+    busy_out=st.booleans(),
+    leaf=st.sampled_from(["", "x", "y"]),
+)
+
+
+@given(
+    whole=names,
+    filling=names,
+    targets=names,
+    nodes=st.dictionaries(st.sampled_from([*NAMES, REMOTE]), some_nodes),
+    arriving=st.dictionaries(st.sampled_from(NAMES), st.builds(ReceiveProgress, st.floats(0, 1), rates)),
+    uplinks=st.dictionaries(st.sampled_from(["x", "y"]), st.builds(Uplink, rates, rates)),
+    deadlines=st.dictionaries(st.sampled_from(NAMES), st.floats(0, 1e3)),
+    live=st.sets(st.sampled_from(NAMES)),
+)
+def test_whatever_is_there_every_target_is_fed_by_what_has_it_before(
+    whole: list[str],
+    filling: list[str],
+    targets: list[str],
+    nodes: dict[str, Node],
+    arriving: dict[str, ReceiveProgress],
+    uplinks: dict[str, Uplink],
+    deadlines: dict[str, float],
+    live: set[str],
+) -> None:
+    filling = [store for store in filling if store not in whole]
+    arguments = {
+        "nodes": nodes, "arriving": arriving, "uplinks": uplinks, "deadlines": deadlines, "live": live,
+    }  # fmt: skip
+    edges = plan(whole, filling, targets, num_bytes=1e9, **arguments)  # type: ignore[arg-type]
+    assert edges == plan(whole, filling, targets, num_bytes=1e9, **arguments)  # type: ignore[arg-type]
+    assert sorted(edge.target for edge in edges) == sorted(targets)
+    known = {*whole, *filling, *targets}
+    has = {*whole, *filling}
+    for edge in edges:
+        assert edge.already_there == (edge.target in whole or edge.target in filling)
+        assert edge.sources[-1] == REMOTE and edge.sources.count(REMOTE) == 1
+        assert edge.target not in edge.sources and set(edge.sources) - {REMOTE} <= known
+        assert len(set(edge.sources)) == len(edge.sources) <= MAX_STRIPED + MAX_ALTERNATES + 1
+        if edge.already_there:
+            continue
+        assert 1 <= edge.num_striped <= MAX_STRIPED and len(edge.shares) == edge.num_striped
+        assert sum(edge.shares) == pytest.approx(1) and all(share > 0 for share in edge.shares)
+        assert set(edge.striped) <= has or (edge.striped == (REMOTE,) and not has)
+        assert edge.bytes_per_s > 0 and edge.ready_s > 0
+        has.add(edge.target)
+
+
+@given(targets=st.integers(1, 40), sources=st.integers(1, 4), seed=st.randoms(use_true_random=False))
+def test_no_direction_is_promised_more_than_it_has(targets: int, sources: int, seed: object) -> None:
+    nodes = {f"n{number}": Node(seed.uniform(10, 1000), seed.uniform(10, 1000)) for number in range(targets + sources)}  # type: ignore[attr-defined]
+    stores = list(nodes)
+    edges = plan(stores[:sources], [], stores[sources:], nodes=nodes, num_bytes=1e4)
+    sent: Counter[str] = Counter()
+    for edge in edges:
+        assert edge.bytes_per_s <= nodes[edge.target].residual_in * 1.001
+        for source, share in zip(edge.striped, edge.shares, strict=True):
+            sent[source] += share * edge.bytes_per_s  # type: ignore[assignment]
+    assert all(rate <= nodes[store].residual_out * 1.03 for store, rate in sent.items())

@@ -1,0 +1,255 @@
+"""Scaling: how many instances, in which slots, and whose slot when none is free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
+    AutoscalerInput,
+    Demand,
+    Drain,
+    InstanceLoad,
+    SetRoles,
+    Wake,
+    cover_both_roles,
+)
+from torchrelay.scheduler.policy.autoscaling.decision import decide, wanted_instances
+from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
+from torchrelay.scheduler.policy.cluster.tiers import Tier
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import (
+    BOTH,
+    Instance,
+    InstancePhase,
+    Model,
+    Role,
+    Roles,
+    SlotStatus,
+    StoreStatus,
+    WorkerStatus,
+)
+
+PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+RULES = PolicyConfig()
+
+
+def a_demand(model: Model, num_waiting: int = 1, **changes: object) -> Demand:
+    return replace(Demand(model, num_waiting, 0, 0.0), **changes)  # type: ignore[arg-type]
+
+
+def an_instance(
+    model: Model, worker: WorkerStatus, roles: Roles = BOTH, phase: InstancePhase = InstancePhase.READY
+) -> Instance:
+    return Instance(
+        f"i-{worker.worker_id}", model.name, model.version_id, model.pack_id, worker.worker_id, worker.incarnation,
+        worker.host_id, roles, phase, 0, 0, 0, accepted_at=1.0,
+    )  # fmt: skip
+
+
+def a_situation(
+    demands: list[Demand],
+    loads: list[InstanceLoad],
+    workers: list[WorkerStatus],
+    stores: list[StoreStatus],
+    now: float = 100.0,
+) -> AutoscalerInput:
+    taken = {load.instance.worker_id: load.instance for load in loads}
+    seated = [
+        replace(worker, slot=SlotStatus(taken[worker.worker_id].phase)) if worker.worker_id in taken else worker
+        for worker in workers
+    ]
+    return AutoscalerInput(
+        now, demands, loads, {w.worker_id: w for w in seated}, {s.host_id: s for s in stores}, idle_timeouts_s={}
+    )
+
+
+def test_how_many_are_wanted() -> None:
+    model = a_model(max_instances=5)
+    assert wanted_instances(a_demand(model, 0), 0, 0, RULES) == 0
+    assert wanted_instances(a_demand(model, 1), 0, 0, RULES) == 1
+    assert wanted_instances(a_demand(model, 16), 0, 1, RULES) == 1
+    assert wanted_instances(a_demand(model, 10, num_cold=7), 0, 1, RULES) == 2  # placed on loading ones count as well
+    assert wanted_instances(a_demand(model, 1000), 0, 0, RULES) == 5
+    assert wanted_instances(a_demand(model, 15), 2, 0, RULES) == 2  # a moment's wait is no reason
+    assert wanted_instances(a_demand(model, 32), 2, 0, RULES) == 4
+    assert wanted_instances(a_demand(model, 1, oldest_wait_s=2.5), 2, 0, RULES) == 3
+    assert wanted_instances(a_demand(model, 1, oldest_wait_s=2.5), 2, 1, RULES) == 2  # help is on its way
+    assert wanted_instances(a_demand(model, 0, backlog_s=7.0), 1, 0, RULES) == 4
+
+
+def test_tenants_of_one_model_read_nothing_that_counts_the_others() -> None:
+    model = a_model(max_instances=5)
+    first, second = a_worker("w-a"), a_worker("w-b")
+    load = InstanceLoad(an_instance(model, first), 0, 0)
+    demand = a_demand(model, 32, by_tenant={"acme": (30, 0), "birch": (2, 1)})
+    (wake,) = decide(a_situation([demand], [load], [first, second], [a_store("store-1", "host-1")]), RULES)
+    assert isinstance(wake, Wake) and wake.reason.text == "3 per role wanted, 32 waiting"
+    assert wake.reason.by_tenant == {
+        "acme": "growth, 30 waiting",
+        "birch": "growth, 2 waiting, 1 placed on what still loads",
+    }
+
+
+def test_pairs_go_to_one_host_and_near_copies() -> None:
+    slots = [
+        FreeSlot("a1", "a", BOTH, Tier.REMOTE),
+        FreeSlot("b1", "b", BOTH, Tier.HOST),
+        FreeSlot("b2", "b", BOTH, Tier.HOST),
+        FreeSlot("c1", "c", BOTH, Tier.PEER),
+    ]
+    assert [(one.worker_id, one.roles) for one in assign(slots, 1, 1)] == [("b1", PREFILL), ("b2", DECODE)]
+    rest = assign(slots, 2, 2)
+    assert [one.worker_id for one in rest] == ["b1", "b2", "c1", "a1"]  # a pair over two hosts before one slot for both
+    assert [one.roles for one in assign(slots[:1], 1, 1)] == [BOTH]
+    assert assign([FreeSlot("p", "a", PREFILL, Tier.HOST)], 1, 1) == ()
+    named = [
+        FreeSlot("one", "a", BOTH, Tier.HOST, preferred_role=Role.DECODE),
+        FreeSlot("two", "a", BOTH, Tier.HOST, preferred_role=Role.PREFILL),
+    ]
+    assert [(one.worker_id, one.roles) for one in assign(named, 1, 1)] == [("two", PREFILL), ("one", DECODE)]
+    assert [one.worker_id for one in assign(named, 1, 0)] == ["two"]
+    assert [one.worker_id for one in assign([*slots, FreeSlot("d", "b", DECODE, Tier.HOST)], 0, 1)] == ["d"]
+
+
+def test_slots_need_a_store_with_room() -> None:
+    model, other = a_model(), a_model("acme/other")
+    pinned = replace(a_copy(other), num_pins=1)
+    stores = {
+        "small": a_store("s1", "small", arena_bytes=model.pack_bytes - 1),
+        "pinned": a_store("s2", "pinned", [pinned], arena_bytes=2 * model.pack_bytes - 1),
+        "evictable": a_store("s3", "evictable", [a_copy(other)], arena_bytes=2 * model.pack_bytes - 1),
+        "there": a_store("s4", "there", [a_copy(model), pinned], arena_bytes=2 * model.pack_bytes),
+    }
+    workers = [a_worker(f"w {host_id}", host_id) for host_id in (*stores, "no store")]
+    slots = free_slots(model, workers, stores, frozenset(["w there"]))
+    assert [(slot.worker_id, slot.tier, slot.avoided) for slot in slots] == [
+        ("w evictable", Tier.PEER, False),
+        ("w there", Tier.HOST, True),
+    ]
+
+
+def test_the_missing_role_is_set_only_when_no_slot_is_free() -> None:
+    model = a_model()
+    prefill, free = a_worker("w1"), a_worker("w2")
+    load = InstanceLoad(an_instance(model, prefill, PREFILL), 0, 0)
+    store = a_store("s1", "host-1")
+    with_slot = decide(a_situation([a_demand(model)], [load], [prefill, free], [store]), RULES)
+    assert [type(action) for action in with_slot] == [Wake]
+    without = decide(a_situation([a_demand(model)], [load], [prefill], [store]), RULES)
+    assert [(type(action), action.roles) for action in without if isinstance(action, SetRoles)] == [(SetRoles, BOTH)]
+    only_prefill = replace(prefill, playable_roles=PREFILL)
+    assert decide(a_situation([a_demand(model)], [load], [only_prefill], [store]), RULES) == ()
+
+
+def test_the_least_is_evicted_and_what_is_used_is_not() -> None:
+    first, waiting = a_model("acme/first"), a_model("acme/waiting")
+    w1, w2, w3 = (a_worker(f"w{number}") for number in (1, 2, 3))
+    loads = [
+        InstanceLoad(replace(an_instance(first, w1, PREFILL), last_active=50.0), 0, 0),
+        InstanceLoad(replace(an_instance(first, w2, DECODE), last_active=60.0), 0, 0),
+        InstanceLoad(an_instance(a_model("acme/busy"), w3), 1, 0),
+    ]
+    store = a_store("s1", "host-1")
+    drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2, w3], [store]), RULES)
+    assert [(one.instance_id, one.reason.cause) for one in drains if isinstance(one, Drain)] == [("i-w1", "evict")]
+    leaving = [replace(loads[0], instance=replace(loads[0].instance, phase=InstancePhase.DRAINING)), *loads[1:]]
+    assert decide(a_situation([a_demand(waiting)], leaving, [w1, w2, w3], [store]), RULES) == ()
+    both_wait = [a_demand(waiting), a_demand(first)]
+    assert decide(a_situation(both_wait, loads, [w1, w2, w3], [store]), RULES) == ()
+
+
+def test_roles_apart_need_two_victims() -> None:
+    first, waiting = a_model("acme/first"), a_model("acme/waiting")
+    w1, w2 = a_worker("w1", playable_roles=PREFILL), a_worker("w2", playable_roles=DECODE)
+    loads = [InstanceLoad(an_instance(first, w1, PREFILL), 0, 0), InstanceLoad(an_instance(first, w2, DECODE), 0, 0)]
+    drains = decide(a_situation([a_demand(waiting)], loads, [w1, w2], [a_store("s1", "host-1")]), RULES)
+    assert [action.reason.cause for action in drains if isinstance(action, Drain)] == ["evict", "evict"]
+
+
+def test_idle_instances_others_can_do_without_go_first() -> None:
+    model = a_model()
+    workers = [a_worker(f"w{number}") for number in range(3)]
+    busy = [
+        InstanceLoad(an_instance(model, workers[0], PREFILL), 1, 0),
+        InstanceLoad(an_instance(model, workers[1], DECODE), 1, 0),
+    ]
+    spare = InstanceLoad(an_instance(model, workers[2]), 0, 0)
+    store = a_store("s1", "host-1")
+    drains = decide(a_situation([], [*busy, spare], workers, [store]), RULES)
+    assert [action.instance_id for action in drains if isinstance(action, Drain)] == ["i-w2"]
+    idle_prefill = [InstanceLoad(busy[0].instance, 0, 0), busy[1]]
+    assert decide(a_situation([], idle_prefill, workers, [store]), RULES) == ()  # its decode instance needs it
+
+
+@pytest.mark.parametrize(("num_cold", "drained"), [(0, ["i-w1"]), (3, [])])
+def test_what_loads_for_requests_that_have_a_place_is_not_idle(num_cold: int, drained: list[str]) -> None:
+    model, workers = a_model(), [a_worker("w0"), a_worker("w1")]
+    serving = InstanceLoad(an_instance(model, workers[0]), 4, 0)
+    loading = InstanceLoad(an_instance(model, workers[1], phase=InstancePhase.LOADING), 0, 0)
+    demand = a_demand(model, num_waiting=0, num_cold=num_cold)
+    actions = decide(a_situation([demand], [serving, loading], workers, [a_store("s1", "host-1")]), RULES)
+    assert [action.instance_id for action in actions if isinstance(action, Drain)] == drained
+
+
+@given(
+    st.lists(st.sampled_from([PREFILL, DECODE, BOTH]), max_size=8),
+    st.integers(0, 3),
+    st.integers(0, 3),
+)
+def test_assignments_never_load_half_a_pair_or_a_slot_twice(can: list[Roles], prefills: int, decodes: int) -> None:
+    slots = [FreeSlot(f"w{n}", f"h{n % 2}", roles, Tier.REMOTE) for n, roles in enumerate(can)]
+    chosen = assign(slots, prefills, decodes)
+    playable_roles = {slot.worker_id: slot.playable_roles for slot in slots}
+    assert len({one.worker_id for one in chosen}) == len(chosen)
+    assert all(one.roles <= playable_roles[one.worker_id] for one in chosen)
+    num = {role: sum(role in one.roles for one in chosen) for role in Role}
+    assert num[Role.PREFILL] <= prefills and num[Role.DECODE] <= decodes
+    if prefills == decodes:
+        assert num[Role.PREFILL] == num[Role.DECODE]
+    if chosen and prefills and decodes:
+        worker = a_worker("w")
+        assert cover_both_roles(an_instance(a_model(), worker, one.roles) for one in chosen)
+
+
+def test_no_model_grows_into_slots_that_a_model_without_any_waits_for() -> None:
+    crowded, waiting = a_model("acme/crowded"), a_model("acme/waiting")
+    w1, w2, w3 = (
+        a_worker("w1", playable_roles=PREFILL),
+        a_worker("w2", playable_roles=DECODE),
+        a_worker("w3", playable_roles=PREFILL),
+    )
+    loads = [
+        InstanceLoad(an_instance(crowded, w1, PREFILL), 9, 0),
+        InstanceLoad(an_instance(crowded, w2, DECODE), 9, 0),
+    ]
+    store = a_store("s1", "host-1")
+    demands = [a_demand(crowded, 40, oldest_wait_s=0.5), a_demand(waiting, 1)]
+    assert decide(a_situation(demands, loads, [w1, w2, w3], [store]), RULES) == ()  # w3 is half of what `waiting` needs
+    alone = decide(a_situation(demands[:1], loads, [w1, w2, w3], [store]), RULES)
+    assert [action.assignments[0].worker_id for action in alone if isinstance(action, Wake)] == []  # no pair for it
+    free_decode = a_worker("w4", playable_roles=DECODE)
+    both = decide(a_situation(demands, loads, [w1, w2, w3, free_decode], [store]), RULES)
+    assert [action.model.name for action in both if isinstance(action, Wake)] == [waiting.name]
+
+
+def test_a_burst_at_zero_leaves_the_first_pair_to_each_model() -> None:
+    first, second = a_model("acme/first"), a_model("acme/second")
+    workers = [a_worker(f"w{number}") for number in range(6)]
+    demands = [a_demand(first, 60, oldest_wait_s=0.2), a_demand(second, 1, oldest_wait_s=0.1)]
+    actions = decide(a_situation(demands, [], workers, [a_store("s1", "host-1")]), RULES)
+    wakes = [(action.model.name, len(action.assignments)) for action in actions if isinstance(action, Wake)]
+    assert wakes == [(first.name, 2), (second.name, 2), (first.name, 2)]
+
+
+def test_two_halves_that_wait_for_each_other_are_sorted_out() -> None:
+    first, second = a_model("acme/first"), a_model("acme/second")
+    w1, w2 = a_worker("w1", playable_roles=PREFILL), a_worker("w2", playable_roles=DECODE)
+    loads = [InstanceLoad(an_instance(first, w1, PREFILL), 1, 0), InstanceLoad(an_instance(second, w2, DECODE), 1, 0)]
+    demands = [a_demand(first, oldest_wait_s=2.0), a_demand(second, oldest_wait_s=1.5)]
+    actions = decide(a_situation(demands, loads, [w1, w2], [a_store("s1", "host-1")]), RULES)
+    assert [action.instance_id for action in actions if isinstance(action, Drain)] == ["i-w2"]

@@ -1,0 +1,146 @@
+"""Tenants who uploaded the very same files: one version, and nobody is told of the others."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.scheduler.policy.paper_cluster import Scene, a_model, a_store, a_worker, two_workers_one_host
+from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import InstancePhase
+from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
+from torchrelay.scheduler.policy.explain import ExplainLog
+
+ACME = a_model("acme/tiny", idle_timeout_s=1.0)
+BIRCH = replace(ACME, name="birch/words")
+
+
+def explained(events: list[SchedulerEvent]) -> ExplainLog:
+    explain = ExplainLog()
+    for happening in events:
+        explain.happened(happening)
+    return explain
+
+
+def test_both_read_of_their_own_model_and_of_no_other() -> None:
+    scene = two_workers_one_host()
+    scene.admit(ACME, "r1")
+    scene.finish_loads()
+    scene.admit(BIRCH, "r2")
+    assert len(scene.wakes()) == 1 and scene.placement("r2") is not None
+    for request_id in ("r1", "r2"):
+        scene.release(request_id)
+    scene.pass_time(2.0)
+    explain = explained(scene.events)
+    for model in (ACME, BIRCH):
+        decisions = explain.model(model.name)
+        assert {"drain", "idle", "released"} <= {one.kind for one in decisions}
+        told = "".join(one.model + one.subject + one.reason for one in decisions)
+        other = BIRCH if model is ACME else ACME
+        assert other.name not in told
+    assert [one.topic for one in scene.events].count("instance.released") == 2  # once each for the operator
+
+
+def test_refusals_name_the_model_that_was_called() -> None:
+    scene = two_workers_one_host(load_tries=1)
+    scene.failing_workers = {"w-a", "w-b"}
+    scene.admit(ACME, "r1")
+    scene.pass_time(10.0)
+    scene.admit(BIRCH, "r2")
+    scene.pass_time(10.0)
+    for request_id, own in (("r1", ACME), ("r2", BIRCH)):
+        refusal = scene.refusal(request_id)
+        assert refusal is not None and refusal.reason is RefusalReason.LOAD_FAILED
+        assert refusal.message.startswith(f"{own.name} could not be loaded")
+
+
+def test_a_shared_instance_that_makes_room_names_nobody() -> None:
+    scene = Scene().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene.admit(ACME, "r1")
+    scene.finish_loads()
+    scene.admit(BIRCH, "r2")
+    for request_id in ("r1", "r2"):
+        scene.release(request_id)
+    scene.admit(a_model("acme/other"), "r3")
+    evicted = [one.reason for one in scene.events if one.kind == "evict"]
+    assert evicted == ["idle, and a model of another tenant waits for a slot"]
+
+
+def test_a_requests_timeline_is_of_the_model_it_named() -> None:
+    scene = two_workers_one_host()
+    scene.failing_workers = {"w-a", "w-b"}
+    scene.admit(ACME, "r1")
+    scene.admit(BIRCH, "r2")  # named last, while both wait
+    scene.failing_workers = set()
+    scene.pass_time(10.0)
+    assert {one.key.request_id: one.model for one in scene.opened} == {"r1": ACME.name, "r2": BIRCH.name}
+
+
+def test_each_reads_how_many_of_its_own_requests_wait() -> None:
+    scene = Scene().settle(a_store("store-1", "host-1"))
+    for number in range(3):
+        scene.admit(ACME, f"a{number}")
+    scene.admit(BIRCH, "b0")
+    scene.settle(a_worker("w-a"))
+    woken = next(one for one in scene.events if one.topic == "scale.up")
+    assert (woken.reason, woken.fields["num_waiting"]) == ("at zero, 4 waiting", 4)  # for the operator
+    explain = explained(scene.events)
+    for model, told in ((ACME, "at zero, 3 waiting"), (BIRCH, "at zero, 1 waiting")):
+        assert {one.reason for one in explain.model(model.name) if one.kind in ("wake", "scale_up")} == {told}
+
+
+def test_a_full_queue_tells_each_of_its_own_requests() -> None:
+    scene = Scene(PolicyConfig(queue_limit=3)).settle()
+    for request_id in ("a0", "a1"):
+        scene.admit(ACME, request_id)
+    for request_id in ("b0", "b1"):
+        scene.admit(BIRCH, request_id)
+    scene.admit(ACME, "a2")
+    for request_id, told in (
+        ("a2", "acme/tiny is full (your requests in it: 2)"),
+        ("b1", "words is full (your requests in it: 1)"),
+    ):
+        refusal = scene.refusal(request_id)
+        assert refusal is not None and refusal.reason is RefusalReason.QUEUE_FULL and told in refusal.message
+
+
+def is_at_zero(scene: Scene) -> bool:
+    return all(worker.slot.phase is InstancePhase.FREE for worker in scene.workers.values())
+
+
+def test_shared_instances_stay_for_the_longest_idle_timeout_of_those_that_use_them() -> None:
+    scene = two_workers_one_host()
+    for model, request_id in ((replace(BIRCH, idle_timeout_s=20.0), "r1"), (replace(ACME, idle_timeout_s=5.0), "r2")):
+        scene.admit(model, request_id)
+        scene.finish_loads()
+        scene.release(request_id)
+    scene.pass_time(19.0)
+    assert not is_at_zero(scene)  # the last one to call asked for 5 s
+    scene.pass_time(2.0)
+    assert is_at_zero(scene)
+
+
+def test_who_has_not_called_for_its_own_timeout_keeps_nothing() -> None:
+    scene = two_workers_one_host()
+    often = replace(ACME, idle_timeout_s=5.0)
+    scene.admit(replace(BIRCH, idle_timeout_s=20.0), "once")
+    scene.finish_loads()
+    scene.release("once")
+    for number in range(6):
+        scene.admit(often, f"r{number}")
+        scene.pass_time(4.0)
+        scene.release(f"r{number}")
+    scene.pass_time(4.5)
+    assert not is_at_zero(scene)
+    scene.pass_time(1.0)
+    assert is_at_zero(scene)
+
+
+def test_names_are_bounded() -> None:
+    names = VersionAliases()
+    for number in range(100):
+        names.note("v", "p", f"tenant-{number:03}/m", 60.0, 0.0)
+    assert len(names.of("v")) == 64 and "tenant-099/m" in names.of("v")
+    for number in range(5000):
+        names.note(f"v{number}", "p", "acme/m", 60.0, 0.0)
+    assert len(list(names)) == 4096 and names.of("v") == ()

@@ -1,0 +1,72 @@
+"""Which model a worker is judged by: its own, one of its kind, or a guess."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import a_model, a_worker
+from torchrelay.common.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import InstancePhase, SlotStatus, WorkerStatus
+from torchrelay.scheduler.policy.dispatch.latency import LatencyModels
+from torchrelay.scheduler.policy.prediction import Prediction, queue_s
+
+RULES = PolicyConfig(default_prefill_tokens_per_s=1000.0, default_step_s=0.03)
+MODEL = a_model()
+FAST = LatencyModel(StepCost(0.01, 1e-4, 0, 50), StepCost(0.005, 1e-4, 0, 50), token_budget=256)
+SLOT = SlotStatus(InstancePhase.READY, "i", MODEL.name, MODEL.version_id, MODEL.pack_id)
+
+
+def worker_with(
+    latency: LatencyModel | None, worker_id: str = "w", device: str = "cpu", slot: SlotStatus = SLOT
+) -> WorkerStatus:
+    return a_worker(worker_id, slot=slot, device=device, latency=latency)
+
+
+def test_without_any_measurement_rates_and_defaults_stand_in() -> None:
+    guess = LatencyModels().of(worker_with(None), MODEL.pack_id, RULES)
+    assert guess.prefill_s(500) == pytest.approx(0.5)
+    assert guess.tbt_s(8, 1000) == pytest.approx(0.06)
+    measured = replace(worker_with(None), prefill_tokens_per_s=5000.0, step_s=0.01)
+    assert LatencyModels().of(measured, MODEL.pack_id, RULES).prefill_s(500) == pytest.approx(0.1)
+
+
+def test_a_worker_new_to_a_pack_is_judged_by_others_of_its_kind() -> None:
+    latency_models = LatencyModels()
+    latency_models.observe(worker_with(FAST))
+    free = worker_with(None, "w2", slot=SlotStatus())
+    assert latency_models.of(free, MODEL.pack_id, RULES) == FAST
+    assert latency_models.of(replace(free, device="cuda"), MODEL.pack_id, RULES) != FAST
+    assert latency_models.of(free, "another pack", RULES) != FAST
+
+
+def test_its_own_model_counts_once_it_has_seen_enough() -> None:
+    latency_models = LatencyModels()
+    latency_models.observe(worker_with(FAST))
+    slow = LatencyModel(StepCost(0.1, 1e-3, 0, 7), StepCost(0.05, 1e-3, 0, 8))
+    found = latency_models.of(worker_with(slow, "w2"), MODEL.pack_id, RULES)
+    assert found.prefill == FAST.prefill, "seven steps may all have been the first ones"
+    assert found.decode == slow.decode
+    few = LatencyModel(StepCost(0.1, 1e-3, 0, 1))
+    assert LatencyModels().of(worker_with(few), MODEL.pack_id, RULES).prefill == few.prefill, "better than a guess"
+
+
+def test_each_kind_of_step_is_remembered_from_whoever_makes_it() -> None:
+    latency_models = LatencyModels()
+    latency_models.observe(worker_with(LatencyModel(FAST.prefill, token_budget=256), "prefills"))
+    latency_models.observe(worker_with(LatencyModel(decode=FAST.decode), "decodes"))
+    assert latency_models.of(worker_with(None, slot=SlotStatus()), MODEL.pack_id, RULES) == FAST
+
+
+def test_a_model_of_what_was_in_the_slot_before_says_nothing_of_this_pack() -> None:
+    other = worker_with(FAST, slot=replace(SLOT, pack_id="another"))
+    assert LatencyModels().of(other, MODEL.pack_id, RULES) != FAST
+
+
+def test_the_queue_is_what_the_worker_says_and_what_was_placed_since() -> None:
+    placed = [Prediction(prefill_s=0.2), Prediction(prefill_s=0.1)]
+    assert queue_s(FAST, 1000, 0.5, placed) == pytest.approx(0.8)
+    assert queue_s(FAST, 1000, 0.0, []) == pytest.approx(4 * 0.01 + 1000 * 1e-4), "from tokens alone"
+    assert queue_s(FAST, 0, 0.0, []) == 0

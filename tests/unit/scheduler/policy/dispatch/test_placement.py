@@ -1,0 +1,184 @@
+"""Dispatch: the pair of instances with the least predicted latency that has the KV."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.scheduler.policy.paper_cluster import MB, a_model, a_worker, an_admission
+from torchrelay.common.latency_model import LatencyModel, StepCost
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Placement, Role, Roles
+from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
+from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
+
+PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+RULES = PolicyConfig()
+MODEL = a_model()
+
+
+def a_candidate(
+    worker_id: str,
+    roles: Roles,
+    load_left_s: float = 0.0,
+    queued: int = 0,
+    free: int = 64 * MB,
+    num_decoding: int = 0,
+    tokens_per_s: float = 1000.0,
+    step_s: float = 0.01,
+    cached: int = 0,
+    seen: int = 0,
+) -> Candidate:
+    """``queued`` tokens wait there; a sequence more in the batch costs an eighth of a step, 8,000 positions one."""
+    phase = InstancePhase.LOADING if load_left_s else InstancePhase.READY
+    instance = Instance(
+        f"i-{worker_id}", MODEL.name, MODEL.version_id, MODEL.pack_id, worker_id, "", "host-1", roles, phase, 0, 0, 0, 1
+    )
+    latency = LatencyModel(
+        StepCost(per_position_s=1 / tokens_per_s, num_steps=100), StepCost(step_s, step_s / 8, step_s / 8000, 100)
+    )
+    worker, queue_s, num_open = a_worker(worker_id), queued / tokens_per_s, num_decoding  # of one choice each
+    return Candidate(
+        instance, worker, latency, load_left_s, queue_s, free, num_open, num_decoding, seen, num_cached_tokens=cached
+    )
+
+
+def placement_of(
+    *candidates: Candidate, kv_transfer_times: KvTransferTimes | None = None, **admitted: int
+) -> Placement:
+    admission = replace(an_admission(MODEL, "r1"), **admitted)  # type: ignore[arg-type]
+    placement = place(admission, MODEL, candidates, kv_transfer_times or KvTransferTimes(), RULES)
+    assert isinstance(placement, Placement)
+    return placement
+
+
+def placed(*candidates: Candidate, **admitted: int) -> tuple[str, str]:
+    placement = placement_of(*candidates, kv_transfer_times=None, **admitted)
+    return placement.prefill.worker_id, placement.decode.worker_id
+
+
+def test_the_shorter_queue_wins() -> None:
+    decode = a_candidate("d", DECODE)
+    assert placed(a_candidate("p1", PREFILL, queued=500), a_candidate("p2", PREFILL, queued=100), decode) == ("p2", "d")
+
+
+def test_a_ready_queue_beats_a_long_load_and_a_short_load_beats_a_long_queue() -> None:
+    decode, loading = a_candidate("d", DECODE), a_candidate("p2", PREFILL, load_left_s=2.0)
+    assert placed(a_candidate("p1", PREFILL, queued=1000), loading, decode) == ("p1", "d")
+    assert placed(a_candidate("p1", PREFILL, queued=3000), loading, decode) == ("p2", "d")
+
+
+def test_measured_rates_count() -> None:
+    slow = a_candidate("p1", PREFILL, queued=100, tokens_per_s=100.0)
+    fast = a_candidate("p2", PREFILL, queued=500, tokens_per_s=2000.0)
+    assert placed(slow, fast, a_candidate("d", DECODE)) == ("p2", "d")
+
+
+def test_decode_goes_where_fewer_run_and_must_have_the_kv() -> None:
+    prefill = a_candidate("p", PREFILL)
+    busy, calm = a_candidate("d1", DECODE, num_decoding=30), a_candidate("d2", DECODE, num_decoding=2)
+    assert placed(prefill, busy, calm) == ("p", "d2")
+    full = a_candidate("d2", DECODE, num_decoding=2, free=1000)
+    assert placed(prefill, busy, full) == ("p", "d1")
+
+
+def test_one_worker_that_plays_both_is_taken_when_it_is_best() -> None:
+    both = a_candidate("b", BOTH)
+    assert placed(both, a_candidate("d", DECODE)) == ("b", "b")  # no hand-over
+    interrupted = a_candidate("b", BOTH, queued=512)
+    assert placed(interrupted, a_candidate("p", PREFILL), a_candidate("d", DECODE)) == ("p", "d")
+
+
+def test_the_cached_prefix_draws_a_prompt_until_the_queue_there_is_longer_than_what_it_saves() -> None:
+    decode, cold = a_candidate("d", DECODE), a_candidate("p1", PREFILL)
+    assert placed(cold, a_candidate("p2", PREFILL, cached=960, queued=500), decode, num_prompt_tokens=1000)[0] == "p2"
+    assert placed(cold, a_candidate("p2", PREFILL, cached=960, queued=1500), decode, num_prompt_tokens=1000)[0] == "p1"
+
+
+def test_decode_keeps_the_time_between_tokens_below_its_target_where_that_is_possible() -> None:
+    prefill, quick = a_candidate("p", PREFILL), a_candidate("d1", DECODE, load_left_s=0.5)
+    full = a_candidate("d2", DECODE, num_decoding=60, seen=50_000)  # 0.15 s a step; the target is 0.1 s
+    assert placed(prefill, quick, full, max_tokens=200)[1] == "d1", "200 late tokens cost more than the rest of a load"
+    assert placed(prefill, quick, full, max_tokens=2)[1] == "d2"
+    slow = a_candidate("d1", DECODE, step_s=1.0)
+    assert placed(prefill, slow, full)[1] == "d2", "where nobody keeps it, the least late one"
+
+
+def test_choices_in_a_batch_count_and_not_only_their_requests() -> None:
+    wide = replace(a_candidate("d1", DECODE, num_decoding=1), num_decoding=16)  # one request of 16 choices
+    assert placed(a_candidate("p", PREFILL), wide, a_candidate("d2", DECODE, num_decoding=3)) == ("p", "d2")
+
+
+def test_long_contexts_in_a_batch_count_as_well_as_their_number() -> None:
+    long, many = a_candidate("d1", DECODE, num_decoding=4, seen=64_000), a_candidate("d2", DECODE, num_decoding=8)
+    assert placed(a_candidate("p", PREFILL), long, many) == ("p", "d2")
+
+
+def test_a_slow_road_for_kv_is_learned_and_avoided() -> None:
+    kv_transfer_times = KvTransferTimes()
+    for _ in range(20):
+        kv_transfer_times.observe("host-1", "host-1", 100 * MODEL.kv_bytes_per_token, 0.5)
+    both, decode = a_candidate("b", BOTH, num_decoding=3), a_candidate("d", DECODE)
+    assert placement_of(both, decode).decode.worker_id == "d"
+    assert placement_of(both, decode, kv_transfer_times=kv_transfer_times).decode.worker_id == "b"
+
+
+def test_what_is_predicted_goes_with_the_placement() -> None:
+    both = a_candidate("b", BOTH, queued=200, num_decoding=1, seen=800, cached=64)
+    predicted = placement_of(both, num_prompt_tokens=164, max_tokens=36).predicted
+    beside_s = 0.01 / 8 + 0.01 * 800 / 8000
+    assert predicted.prefill_s == pytest.approx(0.1 + beside_s)
+    assert predicted.ttft_s == pytest.approx(0.2 + predicted.prefill_s)
+    assert predicted.tbt_s == pytest.approx(0.01 * (1 + 2 / 8 + 1000 / 8000))
+    assert predicted.num_cached_tokens == 64
+
+
+def test_why_there_is_no_place() -> None:
+    admission = an_admission(MODEL, "r1")
+    alone = place(admission, MODEL, [a_candidate("p", PREFILL)], KvTransferTimes(), RULES)
+    assert alone == NoPlacement("no instance plays decode")
+    full = place(admission, MODEL, [a_candidate("b", BOTH, free=5)], KvTransferTimes(), RULES)
+    assert (
+        isinstance(full, NoPlacement)
+        and f"{admission.kv_bytes(MODEL):,} bytes" in full.reason
+        and "5 are" in full.reason
+    )
+    crowded = place(
+        admission, MODEL, [a_candidate("b", BOTH, num_decoding=RULES.max_open_per_instance)], KvTransferTimes(), RULES
+    )
+    assert isinstance(crowded, NoPlacement)
+
+
+def test_kv_is_counted_in_whole_pages_for_every_choice() -> None:
+    admission = an_admission(MODEL, "r1", num_prompt_tokens=100, max_tokens=50, num_choices=3)
+    assert admission.kv_bytes(MODEL) == 3 * 160 * MODEL.kv_bytes_per_token
+
+
+candidates = st.builds(
+    a_candidate,
+    worker_id=st.uuids().map(str),
+    roles=st.sampled_from([PREFILL, DECODE, BOTH]),
+    load_left_s=st.sampled_from([0.0, 0.5, 3.0]),
+    queued=st.integers(0, 5000),
+    free=st.integers(0, 1 << 20),
+    num_decoding=st.integers(0, 70),
+)
+
+
+@given(st.lists(candidates, max_size=6), st.integers(1, 2000), st.integers(1, 4))
+def test_a_place_always_has_the_roles_and_the_kv(found: list[Candidate], tokens: int, choices: int) -> None:
+    admission = an_admission(MODEL, "r1", num_prompt_tokens=tokens, num_choices=choices)
+    placement = place(admission, MODEL, found, KvTransferTimes(), RULES)
+    by_worker = {candidate.worker.worker_id: candidate for candidate in found}
+    fits = [one for one in found if one.kv_unreserved_bytes >= admission.kv_bytes(MODEL) and one.num_open < 64]
+    if isinstance(placement, NoPlacement):
+        assert not any(one.instance.plays(Role.DECODE) for one in fits) or not any(
+            one.instance.plays(Role.PREFILL) for one in found
+        )
+        return
+    prefill, decode = by_worker[placement.prefill.worker_id], by_worker[placement.decode.worker_id]
+    assert prefill.instance.plays(Role.PREFILL) and decode.instance.plays(Role.DECODE) and decode in fits
+    assert placement.cold == bool(prefill.load_left_s or decode.load_left_s)

@@ -1,0 +1,243 @@
+"""A cluster on paper for tests of the policy: workers and stores that do what they are told, at once or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import (
+    BOTH,
+    Admission,
+    AttemptKey,
+    InstancePhase,
+    Model,
+    PackCopy,
+    Placement,
+    Roles,
+    SlotStatus,
+    StoreStatus,
+    WorkerStatus,
+)
+from torchrelay.scheduler.policy.effects import (
+    AdmissionRefused,
+    Answer,
+    AttemptPlaced,
+    Command,
+    CopyCommand,
+    Effects,
+    GuardCommand,
+    Placed,
+    SchedulerEvent,
+    SetRolesCommand,
+    UnloadCommand,
+    WakeCommand,
+)
+from torchrelay.scheduler.policy.policy import Policy
+
+MB = 1 << 20
+NUM_CHUNKS = 8
+
+
+def a_model(name: str = "acme/tiny", **changes: object) -> Model:
+    model = Model(name, f"version of {name}", f"pack of {name}", 32 * MB, kv_bytes_per_token=1024)
+    return replace(model, **changes)  # type: ignore[arg-type]
+
+
+def a_worker(worker_id: str, host_id: str = "host-1", playable_roles: Roles = BOTH, **changes: object) -> WorkerStatus:
+    worker = WorkerStatus(
+        worker_id=worker_id,
+        incarnation=f"{worker_id} first",
+        host_id=host_id,
+        grpc_address=f"{worker_id}:1",
+        data_address=f"{worker_id}:2",
+        playable_roles=playable_roles,
+        seen_at=0.0,
+        kv_pool_bytes=64 * MB,
+    )
+    return replace(worker, **changes)  # type: ignore[arg-type]
+
+
+def a_store(store_id: str, host_id: str, copies: Iterable[PackCopy] = (), arena_bytes: int = 1024 * MB) -> StoreStatus:
+    held = {copy.pack_id: copy for copy in copies}
+    return StoreStatus(
+        store_id, f"{store_id} first", host_id, f"{store_id}:1", f"{store_id}:2", 0.0, 0, arena_bytes, held
+    )
+
+
+def a_copy(model: Model, num_verified: int = NUM_CHUNKS) -> PackCopy:
+    return PackCopy(model.pack_id, model.pack_bytes, NUM_CHUNKS, num_verified)
+
+
+def an_admission(model: Model, request_id: str, attempt: int = 1, now: float = 0.0, **changes: object) -> Admission:
+    admission = Admission(
+        AttemptKey(request_id, attempt), "gateway-1", model.version_id, 100, 0, 50, 1, admitted_at=now, model=model.name
+    )
+    return replace(admission, **changes)  # type: ignore[arg-type]
+
+
+@dataclass
+class Scene:
+    """The policy, its surroundings, and everything it said. ``obedient``: commands succeed at once."""
+
+    config: PolicyConfig = field(default_factory=PolicyConfig)
+    obedient: bool = True
+    now: float = 1000.0
+    policy: Policy = field(init=False)
+    workers: dict[str, WorkerStatus] = field(default_factory=dict)
+    stores: dict[str, StoreStatus] = field(default_factory=dict)
+    models: dict[str, Model] = field(default_factory=dict)
+    answers: list[Answer] = field(default_factory=list)
+    commands: list[Command] = field(default_factory=list)
+    events: list[SchedulerEvent] = field(default_factory=list)
+    opened: list[AttemptPlaced] = field(default_factory=list)
+    failing_workers: set[str] = field(default_factory=set)
+    guards: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ids = count(1)
+        self.policy = Policy(self.config, lambda: f"inst-{next(ids)}", self.now)
+        self.policy.gateway_arrived("gateway-1", self.now)
+
+    def settle(self, *peers: WorkerStatus | StoreStatus) -> Scene:
+        """Everyone reports, and the start is over."""
+        for peer in peers:
+            if isinstance(peer, WorkerStatus):
+                self.workers[peer.worker_id] = peer
+            else:
+                self.stores[peer.store_id] = peer
+        self.pass_time(self.config.refusal_settle_s)
+        return self
+
+    def pass_time(self, seconds: float, step_s: float = 0.1) -> None:
+        """Reports and ticks go on as they do in the service."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + step_s, end)
+            self.report_all()
+            self.do(self.policy.tick(self.now))
+
+    def report_all(self) -> None:
+        for store in list(self.stores.values()):
+            self.do(self.policy.store_reported(replace(store, seen_at=self.now), self.now))
+        for worker_id in list(self.workers):
+            self.report(worker_id)
+
+    def report(self, worker_id: str) -> None:
+        worker = replace(self.workers[worker_id], seen_at=self.now)
+        self.do(self.policy.worker_reported(worker, True, self.now))
+
+    def admit(
+        self, model: Model, request_id: str, attempt: int = 1, current: Placement | None = None, **changes: object
+    ) -> Admission:
+        self.models[model.version_id] = model
+        admission = an_admission(model, request_id, attempt, self.now, **changes)
+        self.do(self.policy.admit(admission, model, current, self.now))
+        return admission
+
+    def release(self, request_id: str, attempt: int = 1, delivered: bool = True) -> None:
+        self.do(self.policy.release(AttemptKey(request_id, attempt), delivered, self.now))
+
+    def do(self, effects: Effects) -> None:
+        self.answers += effects.answers
+        self.events += effects.events
+        self.opened += effects.opened
+        self.commands += effects.commands
+        if self.obedient:
+            for command in effects.commands:
+                self.obey(command)
+
+    def obey(self, command: Command) -> None:
+        if isinstance(command, WakeCommand):
+            for hop in command.hops:
+                for order in hop.loads:
+                    self.load(order.instance_id, order.worker_id, order.roles, command.model)
+        elif isinstance(command, SetRolesCommand):
+            self.set_slot(command.worker_id, roles=command.roles)
+            self.do(self.policy.roles_set(command.instance_id, self.now))
+        elif isinstance(command, CopyCommand):
+            self.copy(command.model, command.hop.store_id)
+        elif isinstance(command, GuardCommand):
+            self.guards[command.store_id] = command.pack_ids
+        elif isinstance(command, UnloadCommand):
+            self.workers[command.worker_id] = replace(self.workers[command.worker_id], slot=SlotStatus())
+            self.report(command.worker_id)
+
+    def load(self, instance_id: str, worker_id: str, roles: Roles, model: Model) -> None:
+        if worker_id in self.failing_workers or worker_id not in self.workers:
+            self.do(self.policy.load_failed(instance_id, f"{worker_id} is broken", self.now))
+            return
+        slot = SlotStatus(InstancePhase.LOADING, instance_id, model.name, model.version_id, model.pack_id, roles, 0, 4)
+        self.workers[worker_id] = replace(self.workers[worker_id], slot=slot)
+        self.do(self.policy.load_accepted(instance_id, self.now))
+        self.report(worker_id)
+
+    def copy(self, model: Model, store_id: str) -> None:
+        """The store takes the order, and has the whole pack at once."""
+        self.do(self.policy.copy_begun(model.pack_id, store_id, self.now))
+        self.hold(store_id, model)
+
+    def hold(self, store_id: str, model: Model, **changes: object) -> None:
+        store = self.stores[store_id]
+        copy = replace(a_copy(model), **changes)  # type: ignore[arg-type]
+        self.stores[store_id] = replace(store, copies={**store.copies, model.pack_id: copy})
+
+    def set_slot(self, worker_id: str, **changes: object) -> None:
+        worker = self.workers[worker_id]
+        self.workers[worker_id] = replace(worker, slot=replace(worker.slot, **changes))  # type: ignore[arg-type]
+
+    def finish_loads(self) -> None:
+        """Every loading instance becomes ready."""
+        for worker_id, worker in self.workers.items():
+            if worker.slot.phase is InstancePhase.LOADING:
+                self.set_slot(worker_id, phase=InstancePhase.READY, num_layers_ready=4)
+                self.report(worker_id)
+
+    def kill(self, worker_id: str) -> None:
+        del self.workers[worker_id]
+        self.do(self.policy.worker_gone(worker_id, self.now))
+
+    def placement(self, request_id: str, attempt: int = 1) -> Placement | None:
+        key = AttemptKey(request_id, attempt)
+        found = [a.placement for a in self.answers if isinstance(a, Placed) and a.placement.key == key]
+        return found[-1] if found else None
+
+    def refusal(self, request_id: str, attempt: int = 1) -> AdmissionRefused | None:
+        key = AttemptKey(request_id, attempt)
+        return next((a for a in self.answers if isinstance(a, AdmissionRefused) and a.key == key), None)
+
+    def wakes(self) -> list[WakeCommand]:
+        return [command for command in self.commands if isinstance(command, WakeCommand)]
+
+    def kinds(self) -> list[str]:
+        return [happening.kind for happening in self.events]
+
+    def check(self) -> None:
+        state = self.policy.state
+        pools = {
+            one.instance_id: self.workers[one.worker_id].kv_pool_bytes
+            for one in state.instances
+            if one.worker_id in self.workers
+        }
+        state.reservations.check_integrity(pools)
+
+
+def two_workers_one_host(**config: object) -> Scene:
+    """The embedded install: one host, a prefill and a decode worker that can each play both roles."""
+    scene = Scene(PolicyConfig(**config))  # type: ignore[arg-type]
+    return scene.settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
+
+
+def hosts(num_hosts: int, **config: object) -> Scene:
+    """``num_hosts`` hosts with a prefill and a decode worker each."""
+    scene = Scene(PolicyConfig(**config))  # type: ignore[arg-type]
+    peers: list[WorkerStatus | StoreStatus] = []
+    for number in range(1, num_hosts + 1):
+        host_id = f"host-{number}"
+        peers += [
+            a_store(f"store-{number}", host_id),
+            a_worker(f"p-{number}", host_id),
+            a_worker(f"d-{number}", host_id),
+        ]
+    return scene.settle(*peers)

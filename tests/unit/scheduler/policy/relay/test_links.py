@@ -1,0 +1,169 @@
+"""What links can carry and what they have left, from counters and transfers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, RunningRelay, TransferEdge
+from torchrelay.scheduler.policy.core import REMOTE, NicCounters, SourceShare, StoreStatus
+from torchrelay.scheduler.policy.relay.links import Links, RateMeter
+
+MODEL = a_model()
+MB = 1e6
+S1, S2, S3 = (a_store(f"s{number}", f"h{number}") for number in (1, 2, 3))
+
+
+def receiving(store: StoreStatus, *shares: SourceShare) -> StoreStatus:
+    return replace(store, copies={MODEL.pack_id: replace(a_copy(MODEL, 3), shares=shares)})
+
+
+def test_a_meter_smooths_and_survives_a_restart_of_the_counter() -> None:
+    meter = RateMeter()
+    for tick in range(101):
+        meter.observe(tick * 1000, 100 + tick / 10)
+    assert meter.bytes_per_s(110.0) == pytest.approx(10_000, rel=1e-3)
+    meter.observe(0, 110.1)
+    meter.observe(1000, 110.2)
+    assert meter.bytes_per_s(110.2) == pytest.approx(10_000, rel=1e-3)
+    assert meter.bytes_per_s(115.0) == 0.0  # silent
+
+
+def test_before_anything_is_measured_the_link_speed_counts_else_a_presumption() -> None:
+    links = Links()
+    links.observe_store(replace(S1, nic=NicCounters(0, 0, 125 * MB)), 100.0)
+    links.observe_store(S2, 100.0)
+    nodes = links.nodes([S1, S2], [], 100.0)
+    assert (nodes["s1"].residual_out, nodes["s1"].residual_in) == (125 * MB, 125 * MB)
+    assert nodes["s2"].residual_out == nodes[REMOTE].residual_out == DEFAULT_BYTES_PER_S
+    assert Links(50 * MB).nodes([S1], [], 100.0)["s1"].residual_in == 50 * MB
+
+
+def test_what_transfers_reach_becomes_the_capacity_of_all_links_like_it() -> None:
+    links = Links()
+    for store in (S1, S2, S3):
+        links.observe_store(store, 100.0)
+    links.observe_store(receiving(S2, SourceShare("s1", 0, 30 * MB, True), SourceShare("s3", 0, 10 * MB, True)), 100.5)
+    nodes = links.nodes([S1, S2, S3], [], 100.5)
+    assert nodes["s2"].residual_in == 40 * MB
+    assert nodes["s1"].residual_out == nodes["s3"].residual_out == 40 * MB  # the target may have been what held it up
+    assert nodes["s2"].residual_out == nodes["s3"].residual_in == 80 * MB  # not tried yet
+
+
+def test_what_comes_from_the_remote_store_says_nothing_of_links() -> None:
+    links = Links()
+    copy = replace(
+        a_copy(MODEL), source=REMOTE, relay_begin_us=99_000_000, relay_first_us=99_900_000, relay_end_us=100_000_000
+    )
+    links.observe_store(receiving(S1, SourceShare(REMOTE, 0, 900 * MB, True)), 100.0)
+    links.observe_store(replace(S2, copies={MODEL.pack_id: copy}), 100.1)
+    nodes = links.nodes([S1, S2], [], 100.1)
+    assert nodes["s1"].residual_in == nodes["s2"].residual_in == nodes["s1"].residual_out == DEFAULT_BYTES_PER_S
+    assert nodes[REMOTE].residual_out == pytest.approx(900 * MB, rel=1e-3)
+
+
+def test_what_a_link_reached_fades_while_others_are_measured_and_not_while_all_idle() -> None:
+    links = Links()
+    for store in (S1, S2, S3):
+        links.observe_store(store, 100.0)
+    links.observe_store(receiving(S2, SourceShare("s1", 0, 100 * MB, True)), 100.5)
+    links.observe_store(S2, 100.6)
+    night_later = 40_000.0
+    for store in (S1, S2, S3):
+        links.observe_store(store, night_later)
+    assert links.nodes([S1, S2, S3], [], night_later)["s2"].residual_in == 100 * MB
+    for tick in range(3001):  # 300 s, the half-life
+        links.observe_store(receiving(S3, SourceShare("s1", 0, 20 * MB, True)), night_later + tick / 10)
+    assert links.nodes([S1, S2, S3], [], night_later + 300)["s2"].residual_in == pytest.approx(50 * MB, rel=0.01)
+
+
+def test_hosts_that_are_gone_are_forgotten() -> None:
+    links = Links()
+    links.observe_store(S1, 100.0)
+    for number in range(1000):
+        links.observe_worker(replace(a_worker(f"w{number}"), host_id=f"pod-{number}"), 100.0 + number)
+    assert len(links._links) == 1001
+    for second in range(2000, 5000, 100):
+        links.observe_store(S1, float(second))
+    links.nodes([S1, S2], [RunningRelay("p", "gone", "as well", 0.0)], 5000.0)
+    assert set(links._links) == {"h1"}
+
+
+def test_a_finished_relay_tells_its_mean_rate() -> None:
+    links = Links()
+    copy = replace(
+        a_copy(MODEL), source="s1", relay_begin_us=99_000_000, relay_first_us=99_500_000, relay_end_us=100_000_000
+    )
+    links.observe_store(S1, 100.0)
+    links.observe_store(replace(S2, copies={MODEL.pack_id: copy}), 100.1)
+    assert links.nodes([S1], [], 100.1)["s1"].residual_out == MODEL.pack_bytes / 0.5
+
+
+def test_kv_streams_are_background_of_their_direction_only() -> None:
+    links = Links()
+    for tick in range(100):
+        now = 100 + tick / 10
+        links.observe_store(replace(S1, nic=NicCounters(0, 0, 100 * MB)), now)
+        links.observe_worker(a_worker("w", "h1", kv_bytes_sent=int(tick * 3 * MB), kv_bytes_received=0), now)
+    node = links.nodes([S1], [], now)["s1"]
+    assert node.residual_out == pytest.approx(70 * MB, rel=1e-2) and node.busy_out
+    assert node.residual_in == 100 * MB
+    assert not links.nodes([S1], [], now + 5)["s1"].busy_out  # the worker fell silent
+
+
+def test_traffic_of_others_is_what_the_interfaces_carry_beside_relays() -> None:
+    links = Links()
+    for tick in range(100):
+        now = 100 + tick / 10
+        nic = NicCounters(bytes_sent=int(tick * 5 * MB), bytes_received=0, bytes_per_s=100 * MB)
+        links.observe_store(replace(S1, nic=nic, bytes_sent=int(tick * 3 * MB)), now)
+    assert links.nodes([S1], [], now)["s1"].residual_out == pytest.approx(80 * MB, rel=1e-2)
+
+
+def test_running_relays_take_what_they_were_planned_to_and_are_shared_with_when_all_is_taken() -> None:
+    links = Links()
+    for store in (S1, S2):
+        links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), 100.0)
+    relay = RunningRelay.of("p", TransferEdge("s2", ("s1",), bytes_per_s=60 * MB), 100.0, True)
+    nodes = links.nodes([S1, S2], [relay], 100.0)
+    assert nodes["s1"].residual_out == nodes["s2"].residual_in == 50 * MB
+    assert nodes["s1"].busy_out and not nodes["s2"].busy_out
+    assert nodes["s1"].residual_in == 100 * MB
+    small = replace(relay, feeds=(("s1", 20 * MB),), bytes_per_s=20 * MB)
+    assert links.nodes([S1, S2], [small], 100.0)["s1"].residual_out == 80 * MB
+
+
+def test_a_direction_that_fell_short_counts_as_slow_for_a_while() -> None:
+    links = Links()
+    for store in (S1, S2):
+        links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), 100.0)
+    links.observe_store(receiving(S2, SourceShare("s1", 0, 5 * MB, True)), 101.0)
+    links.fell_short("s1", 101.0)
+    links.observe_store(receiving(S3, SourceShare("s2", 0, 50 * MB, True)), 101.0)
+    assert links.nodes([S1, S2], [], 101.0)["s1"].residual_out == 5 * MB
+    assert links.nodes([S1, S2], [], 101.0)["s2"].residual_in == 50 * MB
+    links.took_less(S2, 101.0)
+    assert links.nodes([S1, S2], [], 101.0)["s2"].residual_in == 5 * MB
+    assert links.nodes([S1, S2], [], 140.0)["s1"].residual_out > 40 * MB
+
+
+def test_a_lost_store_is_forgotten() -> None:
+    links = Links()
+    links.observe_store(S1, 100.0)
+    links.observe_store(
+        receiving(S2, SourceShare("s1", 0, 5 * MB, True), SourceShare("unheard of", 0, 9 * MB, True)), 100.0
+    )
+    assert links.nodes([S1], [], 100.0)["s1"].residual_in == 10 * MB
+    links.forget_store(S2)
+    links.forget_store(S1)
+    assert links.nodes([S1], [], 100.0)["s1"].residual_in == DEFAULT_BYTES_PER_S
+
+
+def test_a_failure_domain_wider_than_the_host_is_a_leaf() -> None:
+    links = Links()
+    stores = [replace(S1, failure_domain="rack-1"), replace(S2, failure_domain="h2")]
+    nodes = links.nodes(stores, [], 100.0)
+    assert (nodes["s1"].leaf, nodes["s2"].leaf) == ("rack-1", "")
+    assert (nodes["s1"].host, nodes["s2"].host) == ("h1", "h2")

@@ -1,0 +1,190 @@
+"""The replicator in a cluster on paper: demand, wakes, hosts that fail and return, and what became of the copies."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import combinations, count
+
+from tests.unit.scheduler.policy.replication.simulated_hosts import GB, Host, transfer
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import REMOTE, Model
+from torchrelay.scheduler.policy.effects import CopyCommand, GuardCommand
+from torchrelay.scheduler.policy.state import State
+from torchrelay.scheduler.policy.steps import replication
+
+STEP_S = 0.5
+IDLE_S = 20.0  # an instance holds its copy so long after its last request
+
+
+@dataclass
+class Figures:
+    """What was seen."""
+
+    num_failures: int = 0
+    num_returns_with_arena: int = 0
+    num_rebuilds: int = 0
+    num_copies_made: int = 0
+    unprotected_s: float = 0.0  # longest time in which some settled pack had fewer than its copies, after one loss
+    num_windows: int = 0  # moments at which a settled pack had no copy in RAM, under single losses
+    max_over_mean_bytes: list[float] = field(default_factory=list)  # of kept copies, over the hosts that are up
+    max_kept_per_pack: int = 0
+    mean_copies_per_pack: float = 0.0
+    max_at_once: int = 0
+    max_arriving: int = 0
+    num_settled: int = 0
+    double_loss_packs: float = 0.0  # recent packs that lose their last copy, mean over all pairs of hosts
+    double_loss_any: float = 0.0  # part of all pairs whose loss costs at least one pack
+    rack_lost: int = 0  # recent packs that lost their last copy with a whole rack
+    doubles_simulated: int = 0
+    doubles_lost: int = 0
+    doubles_back_s: float = 0.0  # until the lost ones were back, the longest
+
+
+class Simulation:
+    """``racks`` failure domains of equal size."""
+
+    def __init__(self, seed: int, num_hosts: int, racks: int, num_models: int, config: PolicyConfig) -> None:
+        self.random = random.Random(seed)
+        self.config, self.now, self.figures = config, 1000.0, Figures()
+        names = [f"store-{number:03}" for number in range(num_hosts)]
+        self.hosts = {name: Host(name, f"rack-{rank % racks}", 64 * GB) for rank, name in enumerate(names)}
+        self.models = [self._model(number) for number in range(num_models)]
+        self.weights = [1 / (rank + 1) for rank in range(num_models)]
+        ids = count()
+        self.state = State.fresh(config, lambda: f"{next(ids)}", self.now - 100)
+        self._returns: list[tuple[float, str, bool]] = []
+
+    def _model(self, number: int) -> Model:
+        num_bytes = int(GB * 2 ** self.random.uniform(-1, 3))
+        return Model(f"model-{number}", f"v{number}", f"pack-{number}", num_bytes, 1024)
+
+    # One step
+
+    def step(self, requests: float) -> None:
+        self.now += STEP_S
+        for model in self.random.choices(self.models, self.weights, k=round(requests * STEP_S)):
+            self._request(model)
+        transfer(self.hosts, STEP_S)
+        self._bring_back()
+        for host in self.hosts.values():
+            if host.up:
+                self._reported(host)
+        replication.replicate(self.state, self.now)
+        effects = self.state.take_effects()
+        for command in effects.commands:
+            if isinstance(command, GuardCommand):
+                self.hosts[command.store_id].guard = command.pack_ids
+            elif isinstance(command, CopyCommand):
+                self._copy(command)
+        kinds = Counter(happening.kind for happening in effects.events)
+        self.figures.num_rebuilds += kinds["rebuild"]
+        self.figures.num_copies_made += kinds["copied"]
+        self._watch_bounds()
+
+    def _reported(self, host: Host) -> None:
+        before, report = self.state.membership.stores.get(host.store_id), host.report(self.now)
+        if report is not before:
+            self.state.membership.accept_store(report)
+            self.state.relays.observe(report, self.now)
+            replication.store_seen(self.state, report, before, self.now)
+
+    def _copy(self, command: CopyCommand) -> None:
+        pack_id, name, sources = command.model.pack_id, command.hop.store_id, command.hop.sources
+        host = self.hosts[name]
+        if not host.up:
+            replication.copy_failed(self.state, pack_id, name, "nobody listens", self.now)
+        elif pack_id in host.held or host.reserve(
+            pack_id, command.model.pack_bytes, sources, self.now, command.keep_guarded
+        ):
+            replication.copy_begun(self.state, pack_id, name, self.now)
+        else:
+            replication.copy_failed(self.state, pack_id, name, "the arena is full", self.now)
+
+    def _request(self, model: Model) -> None:
+        """A request keeps an instance alive, or wakes the model: where a copy is, else on the emptiest host."""
+        self.state.replication_state.recent_packs.note(model, self.now)
+        up = [host for host in self.hosts.values() if host.up]
+        holders = [host for host in up if model.pack_id in host.held]
+        if holders:
+            held = max((host.held[model.pack_id] for host in holders), key=lambda held: (held.pinned_until, held.have))
+            held.pinned_until, held.last_used = self.now + IDLE_S, self.now
+            for host in holders:
+                host.touch()
+            return
+        host = min(up, key=lambda host: sum(held.num_bytes for held in host.held.values()))
+        host.reserve(model.pack_id, model.pack_bytes, (REMOTE,), self.now, keep_guarded=False, pin_s=IDLE_S)
+
+    # Failures
+
+    def fail(self, name: str, back_s: float, keeps_arena: bool = False) -> None:
+        host = self.hosts[name]
+        host.up = False
+        host.run += 1
+        if not keeps_arena:
+            host.held.clear()
+        host.guard = ()
+        host.touch()
+        self._returns.append((self.now + back_s, name, keeps_arena))
+        store = self.state.membership.drop_store(name, self.now)
+        if store is not None:
+            self.state.relays.lose(name)
+            replication.store_left(self.state, store, self.now)
+        self.figures.num_failures += not keeps_arena
+        self.figures.num_returns_with_arena += keeps_arena
+
+    def _bring_back(self) -> None:
+        for due in [due for due in self._returns if due[0] <= self.now]:
+            self._returns.remove(due)
+            self.hosts[due[1]].up = True
+
+    # What is asked of the cluster
+
+    def whole_on(self, pack_id: str) -> list[Host]:
+        return [host for host in self.hosts.values() if host.up and pack_id in host.held and host.held[pack_id].whole]
+
+    def short(self) -> list[str]:
+        """Settled packs with fewer copies than they should have, or all of them in one rack."""
+        return [
+            pack_id
+            for pack_id in self.state.replication_state.settled
+            if len({host.domain for host in self.whole_on(pack_id)}) < self.config.recent_copies
+        ]
+
+    def without_copy(self) -> list[str]:
+        return [pack_id for pack_id in self.state.replication_state.settled if not self.whole_on(pack_id)]
+
+    def kept_bytes(self) -> Counter[str]:
+        """By host, the copies of settled packs that are guarded."""
+        kept: Counter[str] = Counter({name: 0 for name, host in self.hosts.items() if host.up})
+        for name, host in self.hosts.items():
+            for pack_id in host.guard:
+                if host.up and pack_id in host.held:
+                    kept[name] += host.held[pack_id].num_bytes
+        return kept
+
+    def _watch_bounds(self) -> None:
+        figures, under_way = self.figures, self.state.replication_state.under_way
+        figures.max_at_once = max(figures.max_at_once, len(under_way))
+        arriving = Counter(name for _, name in under_way)
+        figures.max_arriving = max([figures.max_arriving, *arriving.values()])
+
+    def measure(self) -> None:
+        """Takes the figures of a moment in which nothing is being rebuilt."""
+        figures, settled = self.figures, self.state.replication_state.settled
+        kept = self.kept_bytes()
+        figures.max_over_mean_bytes.append(max(kept.values()) / (sum(kept.values()) / len(kept)))
+        guards = Counter(pack_id for host in self.hosts.values() if host.up for pack_id in host.guard)
+        figures.max_kept_per_pack = max(figures.max_kept_per_pack, *guards.values())
+        copies = Counter(pack_id for host in self.hosts.values() if host.up for pack_id in host.held)
+        figures.mean_copies_per_pack = sum(copies.values()) / len(copies)
+        figures.num_settled = len(settled)
+        pairs: Counter[tuple[str, ...]] = Counter()
+        for pack_id in settled:
+            places = tuple(sorted(host.store_id for host in self.whole_on(pack_id)))
+            if len(places) == 2:
+                pairs[places] += 1
+        num_pairs = sum(1 for _ in combinations(kept, 2))
+        figures.double_loss_packs = sum(pairs.values()) / num_pairs
+        figures.double_loss_any = len(pairs) / num_pairs

@@ -1,0 +1,273 @@
+"""Which copies are kept, made and released: every rule, on small clusters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import PackCopy, StoreStatus
+from torchrelay.scheduler.policy.replication.repair import (
+    CopyCause,
+    PackDemand,
+    ReplicationInput,
+    ReplicationPlan,
+    repair,
+)
+
+GB = 1 << 30
+NOW = 10_000.0
+RULES = PolicyConfig(recent_s=600.0)
+CHUNKS = 8
+
+
+def a_copy(pack_id: str, num_bytes: int = GB, pins: int = 0, verified: int = CHUNKS, error: str = "") -> PackCopy:
+    return PackCopy(pack_id, num_bytes, CHUNKS, verified, pins, error)
+
+
+def a_store(name: str, *copies: PackCopy, domain: str = "", arena: int = 10 * GB) -> StoreStatus:
+    held = {copy.pack_id: copy for copy in copies}
+    return StoreStatus(name, f"{name} run", f"host of {name}", "", "", NOW, 0, arena, held, domain)
+
+
+def used(
+    pack_id: str, ago_s: float = 1.0, num_bytes: int = GB, settled: bool = False, lost: bool = False
+) -> PackDemand:
+    return PackDemand(pack_id, num_bytes, NOW - ago_s, settled, lost)
+
+
+def decide(
+    stores: Iterable[StoreStatus], *packs: PackDemand, config: PolicyConfig = RULES, **known: frozenset[object]
+) -> ReplicationPlan:
+    by_id = {store.store_id: store for store in stores}
+    return repair(ReplicationInput(NOW, by_id, packs, **known), config)  # type: ignore[arg-type]
+
+
+def orders(decided: ReplicationPlan) -> list[tuple[str, str, CopyCause]]:
+    return [(order.pack_id, order.store_id, order.cause) for order in decided.orders]
+
+
+def three(*copies_of_first: PackCopy) -> list[StoreStatus]:
+    """Two stores in rack r1, one in r2."""
+    return [
+        a_store("a", *copies_of_first, domain="r1"),
+        a_store("b", domain="r1"),
+        a_store("c", domain="r2"),
+    ]
+
+
+def test_a_recent_pack_gets_its_second_copy_in_another_domain() -> None:
+    decided = decide(three(a_copy("p")), used("p"))
+    assert orders(decided) == [("p", "c", CopyCause.REPLICATE)]
+    assert not decided.orders[0].urgent and not decided.orders[0].may_evict_guarded
+    assert "only on a" in decided.orders[0].reason
+    assert decided.num_short == 1 and not decided.settled
+
+
+def test_a_working_copy_counts_as_one_and_so_does_what_arrives() -> None:
+    stores = three(a_copy("p", pins=2))
+    stores[2] = a_store("c", a_copy("p", verified=3), domain="r2")
+    decided = decide(stores, used("p"))
+    assert not decided.orders and not decided.settled  # not there yet
+    stores[2] = a_store("c", a_copy("p"), domain="r2")
+    decided = decide(stores, used("p"))
+    assert not decided.orders and decided.settled == {"p"}
+
+
+def test_what_was_ordered_is_not_ordered_again() -> None:
+    assert not decide(three(a_copy("p")), used("p"), under_way=frozenset({("p", "c")})).orders
+
+
+def test_where_it_failed_lately_it_does_not_go_again() -> None:
+    decided = decide(three(a_copy("p")), used("p"), avoid=frozenset({("p", "c")}))
+    assert orders(decided) == [("p", "b", CopyCause.REPLICATE)]  # better in the same rack than not at all
+
+
+def test_a_failed_copy_is_none_and_may_be_tried_again() -> None:
+    stores = three(a_copy("p"))
+    stores[2] = a_store("c", a_copy("p", verified=2, error="its source died"), domain="r2")
+    assert orders(decide(stores, used("p"))) == [("p", "c", CopyCause.REPLICATE)]
+
+
+def test_one_host_or_one_domain_does_what_it_can() -> None:
+    alone = decide([a_store("a", a_copy("p"))], used("p"))
+    assert not alone.orders and alone.settled == {"p"} and alone.guards == {"a": ("p",)}
+    rack = [a_store("a", a_copy("p"), domain="r1"), a_store("b", domain="r1")]
+    assert orders(decide(rack, used("p"))) == [("p", "b", CopyCause.REPLICATE)]
+    rack[1] = a_store("b", a_copy("p"), domain="r1")
+    assert not decide(rack, used("p")).orders
+    assert not decide([], used("p")).orders
+
+
+def test_without_a_domain_of_its_own_a_host_is_one() -> None:
+    stores = [a_store("a", a_copy("p")), a_store("b")]
+    assert orders(decide(stores, used("p"))) == [("p", "b", CopyCause.REPLICATE)]
+
+
+def test_a_lost_copy_is_rebuilt_urgently_and_before_anything_else() -> None:
+    stores = three(a_copy("new"), a_copy("old"))
+    decided = decide(stores, used("new", 1.0), used("old", 100.0, settled=True))
+    assert orders(decided)[0] == ("old", "c", CopyCause.REBUILD) and decided.orders[0].urgent
+    assert orders(decided)[1:] == [("new", "b", CopyCause.REPLICATE)]  # c receives the other one
+    few = replace(RULES, max_replications_per_store=1, max_replications=1)
+    packs = [used("new", 1.0), used("old", 100.0, settled=True), used("older", 200.0, settled=True)]
+    stores[0] = a_store("a", a_copy("new"), a_copy("old"), a_copy("older"), domain="r1")
+    assert orders(decide(stores, *packs, config=few)) == [("old", "c", CopyCause.REBUILD)]
+    assert not decide(stores, *packs, config=few, under_way=frozenset({("old", "c")})).orders
+
+
+def test_rebuilds_are_bounded_in_all_and_per_store() -> None:
+    packs = [used(f"p{number}", number, settled=True) for number in range(20)]
+    stores = [a_store("full", *(a_copy(pack.pack_id) for pack in packs), arena=40 * GB, domain="r0")]
+    stores += [a_store(f"s{number}", arena=40 * GB) for number in range(4)]
+    config = replace(RULES, max_replications=7, max_replications_per_store=3)
+    decided = decide(stores, *packs, config=config)
+    assert len(decided.orders) == 7
+    assert {order.pack_id for order in decided.orders} == {f"p{number}" for number in range(7)}
+    per_store = [sum(order.store_id == store.store_id for order in decided.orders) for store in stores]
+    assert per_store[0] == 0 and max(per_store) <= 3 and min(per_store[1:]) >= 1
+
+
+def test_half_of_the_places_stay_free_of_what_is_not_urgent() -> None:
+    packs = [used(f"p{number}", number) for number in range(20)]
+    stores = [a_store("full", *(a_copy(pack.pack_id) for pack in packs), arena=40 * GB)]
+    stores += [a_store(f"s{number}", arena=40 * GB) for number in range(20)]
+    assert len(decide(stores, *packs, config=replace(RULES, max_replications=8)).orders) == 4
+
+
+def test_a_store_that_is_away_for_a_moment_keeps_what_it_has_but_gets_nothing() -> None:
+    stores = [a_store("a", a_copy("p")), a_store("b", a_copy("p")), a_store("c")]
+    known = used("p", settled=True)
+    assert not decide(stores, known, away=frozenset({"b"})).orders
+    decided = decide([*stores[:1], *stores[2:]], known)
+    assert orders(decided) == [("p", "c", CopyCause.REBUILD)]
+    stores = [a_store("a", a_copy("p")), a_store("b")]
+    assert not decide(stores, known, away=frozenset({"b"})).orders
+
+
+def test_what_was_lost_altogether_comes_back_but_not_what_was_let_go() -> None:
+    stores = [a_store("a"), a_store("b")]
+    assert orders(decide(stores, used("p", lost=True))) == [("p", "a", CopyCause.REBUILD)]
+    assert not decide(stores, used("p")).orders
+    assert orders(decide(stores, used("p", ago_s=9_000, lost=True))) == [("p", "a", CopyCause.KEEP)]
+    assert not decide(stores, used("p", ago_s=9_000)).orders
+
+
+def test_a_pack_without_demand_has_one_copy_while_nobody_needs_the_room() -> None:
+    old = used("old", ago_s=9_000, lost=True)
+    full = [a_store("a", a_copy("x", 8 * GB), arena=10 * GB)]
+    assert not decide(full, old).orders  # within the budget of 8 GB there is no room
+    stores = [a_store("a", a_copy("old")), a_store("b", a_copy("old"))]
+    decided = decide(stores, replace(old, lost=False))
+    assert decided.released == {("old", "b")} and decided.guards == {"a": (), "b": ()}
+
+
+def test_copies_beyond_two_may_go_the_pinned_and_the_far_apart_stay() -> None:
+    stores = [
+        a_store("a", a_copy("p"), domain="r1"),
+        a_store("b", a_copy("p", pins=1), domain="r1"),
+        a_store("c", a_copy("p"), domain="r2"),
+        a_store("d", a_copy("p"), a_copy("x"), domain="r2"),
+    ]
+    decided = decide(stores, used("p"))
+    assert decided.released == {("p", "a"), ("p", "d")} and not decided.orders
+    assert {store for store, packs in decided.guards.items() if packs} == {"b", "c"}
+
+
+def test_guards_name_the_spare_ones_first_then_the_last_ones_of_each_the_longest_unused_first() -> None:
+    stores = [
+        a_store("a", a_copy("one"), a_copy("two"), a_copy("three")),
+        a_store("b", a_copy("two"), a_copy("three")),
+    ]
+    nowhere_else = frozenset({("one", "b")})
+    decided = decide(stores, used("one", 5), used("two", 50), used("three", 500), avoid=nowhere_else)
+    # On a the spare one is "three", on b it is "two"; of "one" there is no other.
+    assert decided.guards == {"a": ("three", "two", "one"), "b": ("two", "three")}
+    stores[0] = a_store("a", a_copy("one"))
+    gone = frozenset({("one", "b"), ("two", "a"), ("three", "a")})
+    assert decide(stores, used("one", 500), used("two", 50), used("three", 5), avoid=gone).guards == {
+        "a": ("one",),
+        "b": ("two", "three"),
+    }
+
+
+def test_the_last_ones_are_spread_over_the_stores_and_what_arrives_is_guarded_too() -> None:
+    stores = [a_store("a", a_copy("p"), a_copy("q")), a_store("b", a_copy("p"), a_copy("q"))]
+    guards = decide(stores, used("p", 1), used("q", 2)).guards
+    assert guards["a"][0] != guards["b"][0] and set(guards["a"]) == set(guards["b"]) == {"p", "q"}
+    assert decide([a_store("a", a_copy("p")), a_store("b")], used("p")).guards == {"a": ("p",), "b": ("p",)}
+
+
+def test_copies_that_would_fail_together_are_spread_when_there_is_a_place() -> None:
+    stores = [a_store("a", a_copy("p"), domain="r1"), a_store("b", a_copy("p"), domain="r1")]
+    assert not decide(stores, used("p", settled=True)).orders
+    stores.append(a_store("c", domain="r2"))
+    assert orders(decide(stores, used("p", settled=True))) == [("p", "c", CopyCause.SPREAD)]
+    stores[2] = a_store("c", a_copy("p"), domain="r2")
+    decided = decide(stores, used("p", settled=True))
+    assert not decided.orders and len(decided.released) == 1
+
+
+def test_new_copies_go_where_the_arena_is_least_full_by_bytes() -> None:
+    stores = [
+        a_store("a", a_copy("p")),
+        a_store("b", a_copy("q", 3 * GB)),
+        a_store("c", a_copy("r", 2 * GB)),
+        a_store("d", a_copy("s", 2 * GB), arena=40 * GB),
+    ]
+    sizes = [used("p"), used("q", num_bytes=3 * GB), used("r", num_bytes=2 * GB), used("s", num_bytes=2 * GB)]
+    placed = dict.fromkeys("pqrs", "")
+    for order in decide(stores, *sizes).orders:
+        placed[order.pack_id] = order.store_id
+    assert placed["p"] == "d"  # the largest arena
+    assert "" not in placed.values() and len(set(placed.values())) == 4
+
+
+def test_room_is_made_by_what_may_go_and_never_by_guarded_or_pinned_packs() -> None:
+    recent = used("p", settled=True)
+    surplus = a_store("b", a_copy("stale", 9 * GB))
+    assert orders(decide([a_store("a", a_copy("p")), surplus], recent)) == [("p", "b", CopyCause.REBUILD)]
+    pinned = a_store("b", a_copy("busy", 9 * GB + 1, pins=1))
+    assert not decide([a_store("a", a_copy("p")), pinned], recent).orders
+    other = used("q", num_bytes=9 * GB + 1)
+    guarded = a_store("b", a_copy("q", 9 * GB + 1))
+    assert not decide([a_store("a", a_copy("p")), guarded], recent, other).orders
+
+
+def test_a_pack_without_any_copy_may_take_the_room_of_another_ones_second() -> None:
+    arena = 2 * GB
+    stores = [a_store("a", a_copy("q", 2 * GB), arena=arena), a_store("b", a_copy("q", 2 * GB), arena=arena)]
+    decided = decide(stores, used("q", 300.0, 2 * GB, settled=True), used("p", lost=True))
+    (order,) = decided.orders
+    assert order.cause is CopyCause.REBUILD and order.may_evict_guarded
+    spared = {"a": "b", "b": "a"}[order.store_id]
+    assert decided.guards[spared] == ("q",)
+    stores = [a_store("a", a_copy("q", 2 * GB), arena=arena), a_store("b", a_copy("r", 2 * GB), arena=arena)]
+    last = [used("q", 300.0, 2 * GB), used("r", 300.0, 2 * GB), used("p", lost=True)]
+    assert not decide(stores, *last).orders  # a last copy makes room for nobody
+
+
+def test_a_much_fuller_host_gives_copies_away_and_it_ends() -> None:
+    packs = [used(f"p{number}", 1.0 + number) for number in range(8)]
+    first = {pack.pack_id: a_copy(pack.pack_id) for pack in packs}
+    held: dict[str, dict[str, PackCopy]] = {"a": dict(first), "b": dict(first), "c": {}, "d": {}}
+    num_moves = 0
+    for _ in range(100):
+        decided = decide([a_store(name, *copies.values()) for name, copies in held.items()], *packs)
+        for pack_id, store_id in decided.released:
+            del held[store_id][pack_id]
+        if not decided.orders:
+            if not decided.released:
+                break
+            continue
+        (order,) = decided.orders
+        assert order.cause is CopyCause.BALANCE and not order.urgent
+        held[order.store_id][order.pack_id] = a_copy(order.pack_id)
+        num_moves += 1
+    assert 4 <= num_moves <= 10
+    assert sorted(len(copies) for copies in held.values()) == [4, 4, 4, 4]
+
+
+def test_packs_nobody_knows_only_take_room() -> None:
+    decided = decide([a_store("a", a_copy("stranger")), a_store("b")])
+    assert not decided.orders and not decided.released and decided.guards == {"a": (), "b": ()}

@@ -1,0 +1,113 @@
+"""The flame never goes out: 100 hosts in racks, 1,000 models with Zipf demand, hosts that fail and return at random."""
+
+from __future__ import annotations
+
+from tests.unit.scheduler.policy.replication.replication_simulation import STEP_S, Figures, Simulation
+from torchrelay.scheduler.policy.config import PolicyConfig
+
+REQUESTS_PER_S = 6.0
+RULES = PolicyConfig(recent_s=300.0)
+NUM_SINGLE, NUM_DOUBLE = 16, 6
+
+
+def run(seed: int = 7) -> Figures:
+    """Builds up, then loses one host after the other, each when the last loss is mended; then two at a time."""
+    simulation = Simulation(seed, num_hosts=100, racks=10, num_models=1000, config=RULES)
+    figures = simulation.figures
+    for _ in range(240):
+        simulation.step(REQUESTS_PER_S)
+    for number in range(NUM_SINGLE):
+        _lose_one(simulation, restart=number % 4 == 3)
+        _go_on(simulation, 5.0)
+        simulation.measure()
+    for _ in range(NUM_DOUBLE):
+        _lose_two(simulation)
+        _go_on(simulation, 5.0)
+    rack = simulation.hosts[_up(simulation)[0]].domain
+    for name in _up(simulation):
+        if simulation.hosts[name].domain == rack:
+            simulation.fail(name, 30.0)
+    figures.rack_lost = len(simulation.without_copy())
+    return figures
+
+
+def _go_on(simulation: Simulation, seconds: float) -> None:
+    for _ in range(int(seconds / STEP_S)):
+        simulation.step(REQUESTS_PER_S)
+        simulation.figures.num_windows += len(simulation.without_copy())
+
+
+def _up(simulation: Simulation) -> list[str]:
+    return [name for name, host in simulation.hosts.items() if host.up]
+
+
+def _lose_one(simulation: Simulation, restart: bool) -> None:
+    """A host fails, or its store's process alone, and everything it had is whole again in a bounded time."""
+    figures, random = simulation.figures, simulation.random
+    simulation.fail(random.choice(_up(simulation)), 1.0 if restart else random.uniform(10, 60), keeps_arena=restart)
+    begin, num_rebuilds = simulation.now, figures.num_rebuilds
+    figures.num_windows += len(simulation.without_copy())
+    while simulation.short():
+        assert simulation.now - begin < 60, f"{len(simulation.short())} packs are still short"
+        simulation.step(REQUESTS_PER_S)
+        figures.num_windows += len(simulation.without_copy())
+    figures.unprotected_s = max(figures.unprotected_s, simulation.now - begin)
+    assert not restart or figures.num_rebuilds == num_rebuilds, "a store that comes back at once costs no transfer"
+
+
+def _lose_two(simulation: Simulation) -> None:
+    """Two hosts at the same moment; what had both its copies there comes back from the remote store."""
+    figures = simulation.figures
+    for name in simulation.random.sample(_up(simulation), 2):
+        simulation.fail(name, 30.0)
+    lost = simulation.without_copy()
+    figures.doubles_simulated += 1
+    figures.doubles_lost += len(lost)
+    begin = simulation.now
+    while any(not simulation.whole_on(pack_id) for pack_id in lost) or simulation.short():
+        assert simulation.now - begin < 90
+        simulation.step(REQUESTS_PER_S)
+        if lost and all(simulation.whole_on(pack_id) for pack_id in lost):
+            figures.doubles_back_s, lost = max(figures.doubles_back_s, simulation.now - begin), []
+
+
+def test_no_window_without_a_copy_under_any_single_loss() -> None:
+    figures = run()
+    print(figures)
+    print(
+        f"double losses: {figures.double_loss_packs:.2f} of {figures.num_settled} recent packs lose their last copy "
+        f"(mean of all pairs of hosts; {figures.double_loss_any:.1%} of the pairs cost any); simulated "
+        f"{figures.doubles_simulated}: {figures.doubles_lost} lost, back within {figures.doubles_back_s:.1f} s"
+    )
+    assert figures.num_failures >= NUM_SINGLE * 3 // 4 and figures.num_returns_with_arena
+    assert figures.num_settled > 200
+    assert figures.num_windows == 0
+    assert figures.unprotected_s < 30
+    assert max(figures.max_over_mean_bytes) < 1.5
+    assert figures.max_kept_per_pack == RULES.recent_copies
+    assert figures.mean_copies_per_pack < 2.5
+    assert figures.max_at_once <= RULES.max_replications
+    assert figures.max_arriving <= RULES.max_replications_per_store
+    assert figures.rack_lost == 0, "ten hosts at once, but of one failure domain"
+    assert figures.double_loss_packs < 0.5
+
+
+def test_with_a_single_copy_the_same_losses_leave_windows() -> None:
+    simulation = Simulation(7, 100, 10, 1000, PolicyConfig(recent_s=300.0, recent_copies=1))
+    for _ in range(100):
+        simulation.step(REQUESTS_PER_S)
+    for name in simulation.random.sample(_up(simulation), 10):
+        simulation.fail(name, 30.0)
+    assert simulation.without_copy()
+
+
+def test_the_same_seed_gives_the_same_cluster() -> None:
+    simulations = [Simulation(3, 12, 3, 40, RULES) for _ in range(2)]
+    for simulation in simulations:
+        for _ in range(40):
+            simulation.step(4.0)
+        simulation.fail("store-004", 5.0)
+        for _ in range(40):
+            simulation.step(4.0)
+        simulation.measure()
+    assert simulations[0].figures == simulations[1].figures

@@ -1,0 +1,100 @@
+"""Admissions: once each, first come first, bounded, and tied to gateways that may come and go."""
+
+from __future__ import annotations
+
+from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_model, a_store, a_worker, two_workers_one_host
+from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import AttemptKey
+from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, Waiting
+
+MODEL = a_model()
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    scene = Scene(PolicyConfig(queue_limit=2)).settle()
+    for number in range(3):
+        scene.admit(MODEL, f"r{number}")
+    refusal = scene.refusal("r2")
+    assert refusal is not None and refusal.reason is RefusalReason.QUEUE_FULL
+    assert 1.0 <= refusal.retry_after_s <= 60.0 and MODEL.name in refusal.message
+    other = a_model("acme/other")
+    scene.admit(other, "r3")  # another model's line is not full
+    assert scene.refusal("r3") is None
+    positions = [answer.queue_position for answer in scene.answers if isinstance(answer, Waiting)]
+    assert positions == [0, 1, 0]
+
+
+def test_first_come_first_served_as_kv_becomes_free() -> None:
+    scene = Scene().settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
+    for number in range(3):
+        scene.admit(MODEL, f"r{number}", num_prompt_tokens=500, max_tokens=100)
+    scene.finish_loads()
+    assert scene.placement("r0") is not None and scene.placement("r1") is None
+    scene.admit(MODEL, "small", num_prompt_tokens=10, max_tokens=10)
+    assert scene.placement("small") is None  # nobody overtakes
+    scene.release("r0")
+    assert scene.placement("r1") is not None and scene.placement("r2") is None
+    scene.check()
+
+
+def test_the_same_key_again_is_answered_again_and_runs_once() -> None:
+    scene = two_workers_one_host()
+    scene.admit(MODEL, "r1")
+    scene.admit(MODEL, "r1")
+    placements = [answer.placement for answer in scene.answers if isinstance(answer, Placed)]
+    assert len(placements) == 2 and placements[0] == placements[1]
+    assert len(scene.policy.state.reservations) == 1
+    scene.admit(MODEL, "r1", current=placements[0])
+    assert len([answer for answer in scene.answers if isinstance(answer, Placed)]) == 2
+    scene.admit(MODEL, "r1", attempt=2)  # another attempt is another admission
+    assert len(scene.policy.state.reservations) == 2
+
+
+def test_a_withdrawn_request_leaves_its_place() -> None:
+    scene = Scene().settle()
+    first = scene.admit(MODEL, "r1")
+    scene.admit(MODEL, "r2")
+    scene.do(scene.policy.withdraw(first.key, scene.now))
+    assert scene.policy.state.queues.position(AttemptKey("r2", 1)) == 0
+    assert [answer.reason for answer in scene.answers if isinstance(answer, AdmissionRefused)] == [
+        RefusalReason.WITHDRAWN
+    ]
+
+
+def test_a_withdrawal_that_crossed_the_placement_frees_its_resources() -> None:
+    scene = two_workers_one_host()
+    admission = scene.admit(MODEL, "r1")
+    placement = scene.placement("r1")
+    assert placement is not None
+    assert scene.policy.state.reservations.reserved_bytes(placement.decode.instance_id) == admission.kv_bytes(MODEL)
+    scene.do(scene.policy.withdraw(admission.key, scene.now))
+    assert scene.policy.state.reservations.reserved_bytes(placement.decode.instance_id) == 0
+
+
+def test_requests_of_an_absent_gateway_keep_their_turn_and_end_with_its_grace() -> None:
+    scene = Scene().settle()
+    scene.admit(MODEL, "r1")
+    scene.admit(MODEL, "r2")
+    scene.do(scene.policy.gateway_left("gateway-1", scene.now))
+    scene.settle(a_store("s1", "host-1"), a_worker("w"))
+    assert scene.placement("r1") is None  # nobody could be told
+    scene.do(scene.policy.gateway_arrived("gateway-1", scene.now))
+    scene.admit(MODEL, "r1")
+    assert scene.placement("r1") is not None
+    scene.pass_time(scene.config.gateway_grace_s + 0.2)
+    assert len(scene.policy.state.queues) == 0  # r2 was not asked for again
+    assert len(scene.policy.state.reservations) == 1
+
+
+def test_gateways_remember_only_what_is_open() -> None:
+    gateways = GatewaySessions(grace_s=10.0)
+    key = AttemptKey("r1", 1)
+    gateways.arrived("g", now=0.0)
+    gateways.confirm("g", key)
+    assert gateways.is_confirmed(key) and gateways.overdue(100.0) == ()
+    gateways.left("g", now=100.0)
+    assert not gateways.is_confirmed(key) and gateways.overdue(109.0) == ()
+    assert gateways.overdue(110.0) == (key,)
+    gateways.forget(key)
+    assert gateways.overdue(111.0) == () and len(gateways) == 0

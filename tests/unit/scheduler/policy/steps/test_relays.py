@@ -1,0 +1,189 @@
+"""From reports to arrows, and to other sources for a relay that turned slow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, Scene, a_copy, a_model, a_store, a_worker, hosts
+from torchrelay.control.v1.scheduler_pb2 import RelayView
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import REMOTE, NicCounters, SourceShare, StoreStatus
+from torchrelay.scheduler.policy.effects import RerouteCommand
+from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.policy.steps import relays
+from torchrelay.scheduler.service.relay_view import relay_views
+
+MODEL = a_model()
+WHY = Reason("replicate", "one is enough")
+MB = 1e6
+
+
+def a_host(number: int, num_verified: int = 0, nic: NicCounters | None = None, **changes: object) -> StoreStatus:
+    copies = [replace(a_copy(MODEL, num_verified), **changes)] if num_verified or changes else []  # type: ignore[arg-type]
+    return replace(a_store(f"store-{number}", f"host-{number}", copies), nic=nic)
+
+
+def a_cluster(*stores: StoreStatus) -> Scene:
+    return Scene(PolicyConfig(replicate=False)).settle(*stores)
+
+
+def reroutes(scene: Scene) -> list[RerouteCommand]:
+    return [command for command in scene.commands if isinstance(command, RerouteCommand)]
+
+
+def test_arrows_go_by_what_the_links_have_left() -> None:
+    speeds = {1: 1000 * MB, 2: 100 * MB, 3: 1000 * MB, 4: 500 * MB}
+    scene = a_cluster(
+        *(
+            a_host(number, NUM_CHUNKS if number == 1 else 0, NicCounters(0, 0, speed))
+            for number, speed in speeds.items()
+        )
+    )
+    state = scene.policy.state
+    edges = relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3", "store-4"], scene.now)
+    assert [(edge.target, edge.upstream) for edge in edges] == [
+        ("store-3", "store-1"),
+        ("store-4", "store-3"),
+        ("store-2", "store-4"),
+    ]
+    assert [relay.bytes_per_s for relay in state.relays.running()] == [1000 * MB, 500 * MB, 100 * MB]
+
+
+def test_a_host_with_running_requests_is_fed_last() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
+    scene.settle(a_worker("w", "host-2", num_running=3))
+    edges = relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
+    assert [edge.target for edge in edges] == ["store-3", "store-2"]
+
+
+def test_a_copy_on_its_way_is_told_the_sources_it_has() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
+    state = scene.policy.state
+    first = relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
+    again = relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now + 0.1)
+    assert again[0].already_there and again[0].striped == first[1].striped
+    assert again[0].sources[-1] == REMOTE and again[0].sources.count(first[1].upstream) == 1
+    assert str(again[0]) == "store-3 by a relay under way already"
+
+
+def slow_relay() -> Scene:
+    """store-3 follows store-1, which turns slow; store-2 has the pack as well."""
+    nic = NicCounters(0, 0, 100 * MB)
+    scene = a_cluster(a_host(1, NUM_CHUNKS, nic), a_host(2, NUM_CHUNKS, nic), a_host(3, 0, nic))
+    (edge,) = relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    assert edge.upstream == "store-1"
+    report(scene, 0.5, SourceShare("store-1", 1, 90 * MB, True))
+    assert not reroutes(scene)
+    return scene
+
+
+def report(scene: Scene, seconds: float, *shares: SourceShare) -> None:
+    scene.stores["store-3"] = a_host(3, 2, NicCounters(0, 0, 100 * MB), shares=shares)
+    scene.pass_time(seconds)
+
+
+def test_a_relay_that_gets_less_than_half_of_its_plan_gets_another_source() -> None:
+    scene = slow_relay()
+    report(scene, 0.5, SourceShare("store-1", 1, 20 * MB, True))
+    assert not reroutes(scene)  # it may be over in a moment
+    report(scene, 1.0, SourceShare("store-1", 1, 20 * MB, True))
+    (command,) = reroutes(scene)
+    assert command.model.pack_id == MODEL.pack_id and command.urgent
+    assert command.hop.store_id == "store-3" and command.hop.sources[0] == "store-2"
+    assert set(command.hop.sources) == {"store-1", "store-2", REMOTE}
+    (happening,) = [one for one in scene.events if one.kind == "reroute"]
+    assert happening.topic == "relay.slow" and "20 MB/s instead of the 100 planned" in happening.reason
+    (relay,) = scene.policy.state.relays.running()
+    assert relay.upstream == "store-2"
+
+
+def test_that_nothing_better_is_known_is_told_once() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    report(scene, 20.0, SourceShare("store-1", 1, 1 * MB, True))
+    (slow,) = [one for one in scene.events if one.topic == "relay.slow"]
+    assert slow.reason == "store-3 gets 1 MB/s instead of the 500 planned from store-1; no better source is known"
+    assert slow.kind == "relay_slow" and slow.fields["new_sources"] == ""
+
+
+def test_relays_are_seen_from_plan_to_end() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    state = scene.policy.state
+    relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False, reason=WHY)
+    (planned,) = relay_views(state, scene.now)
+    assert planned.state == RelayView.STATE_PLANNED and not planned.urgent and planned.reason == "one is enough"
+    assert [feed.holder_id for feed in planned.feeds] == ["store-1"] and planned.model == MODEL.pack_id[:12]
+    scene.admit(MODEL, "r1")  # now somebody has named it
+    share = SourceShare("store-1", 8 * 1024 * 1024, 8 * 1024 * 1024, True)
+    scene.stores["store-3"] = a_host(3, 2, shares=(share,), relay_begin_us=1)
+    scene.pass_time(0.1)
+    (running,) = relay_views(state, scene.now)
+    assert running.state == RelayView.STATE_RUNNING and running.model == MODEL.name
+    assert (running.num_chunks_verified, running.num_chunks, running.left_s) == (2, NUM_CHUNKS, 3.0)
+    scene.pass_time(1.6)
+    (slow,) = relay_views(state, scene.now)
+    assert slow.state == RelayView.STATE_SLOW and 1.0 < slow.running_s < 2.0
+    ended = replace(share, num_bytes=MODEL.pack_bytes, bytes_per_s=0.0, following=False)
+    scene.stores["store-3"] = a_host(3, NUM_CHUNKS, shares=(ended,), relay_begin_us=1, relay_end_us=4_000_001)
+    scene.pass_time(0.1)
+    (finished,) = relay_views(state, scene.now)
+    assert finished.state == RelayView.STATE_FINISHED and finished.running_s == 4.0
+    assert finished.bytes_per_s == MODEL.pack_bytes / 4 and not finished.left_s
+    scene.pass_time(10)
+    assert relay_views(state, scene.now) == []
+    events = [one.topic for one in scene.events if one.topic.startswith("relay.")]
+    assert events == ["relay.begun", "relay.slow", "relay.finished"]
+
+
+def test_an_idle_relay_becomes_urgent_once_somebody_waits() -> None:
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    state = scene.policy.state
+    relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False)
+    relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    (running,), (view,) = state.relays.running(), relay_views(state, scene.now)
+    assert running.urgent and view.urgent
+
+
+def test_a_relay_that_its_store_refuses_has_failed() -> None:
+    scene = hosts(1, replicate=False)
+    scene.obedient = False
+    scene.admit(MODEL, "r1")
+    instance = next(iter(scene.policy.state.instances))
+    store = next(iter(scene.stores))
+    scene.do(scene.policy.load_failed(instance.instance_id, "the arena is full", scene.now, relay_failed=store))
+    (failed,) = [one for one in scene.events if one.topic == "relay.failed"]
+    assert failed.reason.endswith("ended: the arena is full") and failed.fields["error"] == "the arena is full"
+
+
+def test_it_is_left_alone_for_a_while_and_when_nothing_better_is_known() -> None:
+    scene = slow_relay()
+    report(scene, 20.0, SourceShare("store-1", 1, 20 * MB, True), SourceShare("store-2", 1, 5 * MB, True))
+    assert len(reroutes(scene)) <= 2
+    scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
+    relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+    report(scene, 10.0, SourceShare("store-1", 1, 1 * MB, True))
+    assert not reroutes(scene)
+
+
+def test_the_plan_of_a_wake_tells_its_predictions() -> None:
+    scene = hosts(2, replicate=False)
+    scene.admit(MODEL, "r1")
+    (plan,) = [one for one in scene.events if one.kind == "plan"]
+    assert "from remote at 500 MB/s, ready in 67.4 ms" in plan.reason
+
+
+def test_a_wake_on_a_host_that_has_the_pack_names_no_relay() -> None:
+    scene = hosts(1, replicate=False)
+    scene.hold("store-1", MODEL)
+    scene.report_all()
+    scene.admit(MODEL, "r1")
+    (plan,) = [one for one in scene.events if one.kind == "plan"]
+    (scaled,) = [one for one in scene.events if one.topic == "scale.up"]
+    assert plan.reason == scaled.fields["relay"] == "store-1 from its host copy"
+    assert not [one for one in scene.events if one.topic.startswith("relay.")]
+
+
+def test_a_store_that_is_lost_takes_its_relays_along() -> None:
+    scene = slow_relay()
+    scene.do(scene.policy.store_gone("store-3", scene.now))
+    assert not scene.policy.state.relays.running()

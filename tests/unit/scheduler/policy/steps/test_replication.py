@@ -1,0 +1,259 @@
+"""The replicator inside the policy: what it orders, what it remembers, what it tells stores, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_copy, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import Model, StoreStatus
+from torchrelay.scheduler.policy.effects import CopyCommand, GuardCommand, SchedulerEvent
+
+MODEL = a_model()
+
+
+def in_rack(number: int, rack: str, *models: Model) -> StoreStatus:
+    store = a_store(f"store-{number}", f"host-{number}", [a_copy(model) for model in models])
+    return replace(store, failure_domain=rack)
+
+
+def racks(obedient: bool = True, **config: object) -> Scene:
+    """Three stores, two of them in one rack; the first has the model's pack, and somebody asks for the model."""
+    scene = Scene(PolicyConfig(**config), obedient)  # type: ignore[arg-type]
+    scene.settle(in_rack(1, "r1", MODEL), in_rack(2, "r1"), in_rack(3, "r2"))
+    scene.admit(MODEL, "r1")
+    return scene
+
+
+def copies(scene: Scene) -> list[CopyCommand]:
+    return [command for command in scene.commands if isinstance(command, CopyCommand)]
+
+
+def guards(scene: Scene) -> list[GuardCommand]:
+    return [command for command in scene.commands if isinstance(command, GuardCommand)]
+
+
+def of_kind(scene: Scene, kind: str) -> list[SchedulerEvent]:
+    return [happening for happening in scene.events if happening.kind == kind]
+
+
+def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_guarded() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    (command,) = copies(scene)
+    assert command.hop.store_id == "store-3" and command.hop.sources[0] == "store-1" and not command.hop.loads
+    assert not command.urgent and command.keep_guarded and command.model == MODEL
+    assert scene.guards == {"store-1": (MODEL.pack_id,), "store-3": (MODEL.pack_id,)}
+    (why,) = of_kind(scene, "replicate")
+    assert why.model == MODEL.name and "only on store-1" in why.reason and why.topic == "scale.replicate"
+    assert why.fields["store_id"] == "store-3" and why.fields["source"] == "store-1"
+    assert len(of_kind(scene, "copied")) == 1
+    assert not scene.policy.state.replication_state.under_way and scene.policy.state.replication_state.num_short == 0
+    assert not len(scene.policy.state.relays)
+
+
+def test_a_model_nobody_asked_for_is_left_alone() -> None:
+    scene = Scene().settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"))
+    scene.pass_time(5.0)
+    assert not scene.commands
+
+
+def test_nothing_is_begun_before_all_stores_had_time_to_report() -> None:
+    scene = Scene()
+    scene.stores["store-1"] = in_rack(1, "r1", MODEL)
+    scene.stores["store-2"] = in_rack(2, "r2")
+    scene.admit(MODEL, "r1")
+    scene.pass_time(scene.config.refusal_settle_s - 0.2)
+    assert not copies(scene)
+    scene.pass_time(1.0)
+    assert len(copies(scene)) == 1
+
+
+def test_a_lost_copy_is_rebuilt_urgently_after_a_moment_in_which_the_store_might_return() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    del scene.stores["store-3"]
+    scene.do(scene.policy.store_gone("store-3", scene.now))
+    scene.pass_time(scene.config.loss_grace_s - 0.5)
+    assert len(copies(scene)) == 1
+    scene.pass_time(1.5)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-3", "store-2"]
+    assert copies(scene)[1].urgent
+    assert "a copy was lost" in of_kind(scene, "rebuild")[0].reason
+
+
+def test_a_store_that_returns_with_its_arena_costs_nothing_and_is_told_its_guard_again() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    back = replace(scene.stores.pop("store-3"), incarnation="store-3 again")
+    scene.do(scene.policy.store_gone("store-3", scene.now))
+    scene.pass_time(1.0)
+    scene.stores["store-3"] = back
+    num_guards = len(guards(scene))
+    scene.pass_time(5.0)
+    assert len(copies(scene)) == 1
+    assert [command.store_id for command in guards(scene)[num_guards:]] == ["store-3"]
+
+
+def test_a_pack_whose_every_copy_was_lost_comes_back_from_the_remote_store() -> None:
+    scene = racks()
+    scene.pass_time(2.0)
+    for store_id in ("store-1", "store-3"):
+        del scene.stores[store_id]
+        scene.do(scene.policy.store_gone(store_id, scene.now))
+    scene.pass_time(4.0)
+    again = copies(scene)[1]
+    assert again.urgent and again.hop.store_id == "store-2" and again.hop.sources == ("remote",)
+    assert "last copy was lost" in of_kind(scene, "rebuild")[0].reason
+
+
+def test_a_restarted_store_without_its_arena_counts_as_a_loss() -> None:
+    scene = Scene().settle(in_rack(1, "r1", MODEL))
+    scene.admit(MODEL, "r1")
+    scene.pass_time(1.0)
+    scene.stores["store-1"] = replace(in_rack(1, "r1"), incarnation="store-1 again")
+    scene.pass_time(2.0)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-1"]
+
+
+def test_a_pack_that_was_dropped_by_hand_does_not_come_back_by_itself() -> None:
+    scene = Scene().settle(in_rack(1, "r1", MODEL))
+    scene.admit(MODEL, "r1")
+    scene.pass_time(1.0)
+    scene.stores["store-1"] = in_rack(1, "r1")
+    scene.pass_time(5.0)
+    assert not copies(scene)
+
+
+def test_a_copy_that_fails_is_tried_elsewhere_and_there_again_later() -> None:
+    scene = racks(obedient=False)
+    scene.pass_time(1.0)
+    assert len(copies(scene)) == 1
+    scene.do(scene.policy.copy_failed(MODEL.pack_id, "store-3", "the arena is full", scene.now))
+    assert "the arena is full" in of_kind(scene, "copy_failed")[0].reason
+    assert not len(scene.policy.state.relays)
+    scene.pass_time(0.9)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-3", "store-2"]
+    scene.do(scene.policy.copy_begun(MODEL.pack_id, "store-2", scene.now))
+    scene.hold("store-2", MODEL, num_chunks_verified=3, error="its source died")
+    scene.pass_time(2.0)
+    assert copies(scene)[-1].hop.store_id == "store-3" and len(of_kind(scene, "copy_failed")) == 2
+
+
+def test_a_pack_that_was_deleted_is_forgotten_at_the_first_refusal() -> None:
+    scene = racks(obedient=False)
+    del scene.stores["store-1"]
+    scene.do(scene.policy.store_gone("store-1", scene.now))
+    while not copies(scene):
+        scene.pass_time(0.1)
+    scene.do(scene.policy.copy_failed(MODEL.pack_id, copies(scene)[0].hop.store_id, "no such pack", scene.now, True))
+    assert "no such pack" in of_kind(scene, "copy_failed")[0].reason
+    scene.pass_time(300.0)
+    assert len(copies(scene)) == 1
+    replication_state = scene.policy.state.replication_state
+    assert MODEL.pack_id not in replication_state.recent_packs and MODEL.pack_id not in replication_state.lost
+
+
+def test_losses_of_packs_that_nobody_remembers_are_not_kept() -> None:
+    scene = Scene().settle(in_rack(1, "r1"), in_rack(2, "r2"))
+    for number in range(50):
+        scene.hold("store-1", a_model(f"old-{number}"))
+    scene.pass_time(1.0)
+    del scene.stores["store-1"]
+    scene.do(scene.policy.store_gone("store-1", scene.now))
+    scene.pass_time(scene.policy.state.config.loss_grace_s + 5.0)
+    assert scene.policy.state.replication_state.lost == set()
+
+
+def test_an_old_error_in_the_reports_does_not_end_a_new_try() -> None:
+    scene = racks(obedient=False)
+    scene.hold("store-3", MODEL, num_chunks_verified=3, error="of an earlier try")
+    scene.pass_time(3.0)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-3"]
+    assert not of_kind(scene, "copy_failed")
+
+
+def test_what_a_store_never_reports_is_given_up() -> None:
+    scene = racks(obedient=False)
+    scene.pass_time(1.0)
+    scene.do(scene.policy.copy_begun(MODEL.pack_id, "store-3", scene.now))
+    scene.pass_time(12.0)
+    assert "does not report it" in of_kind(scene, "copy_failed")[0].reason
+
+
+def test_guards_are_renewed_in_time_and_told_again_when_a_store_did_not_take_them() -> None:
+    scene = racks(guard_s=9.0)
+    scene.pass_time(2.0)
+    begin = len(guards(scene))
+    scene.pass_time(9.0)
+    renewed = [command.store_id for command in guards(scene)[begin:]]
+    assert 2 <= renewed.count("store-1") <= 4 and renewed.count("store-1") == renewed.count("store-3")
+    begin = len(guards(scene))
+    scene.do(scene.policy.guard_failed("store-3", scene.now))
+    scene.pass_time(2.8)
+    assert "store-3" in [command.store_id for command in guards(scene)[begin:]]
+
+
+def test_when_demand_ends_so_does_the_guard() -> None:
+    scene = racks(recent_s=5.0)
+    scene.release("r1")
+    scene.pass_time(8.0)
+    assert scene.guards == {"store-1": (), "store-3": ()}
+    begin = len(scene.commands)
+    scene.pass_time(60.0)
+    assert not guards(scene)[begin:]
+
+
+def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
+    scene = Scene(PolicyConfig(recent_s=3.0)).settle(
+        in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w-a", "host-1")
+    )
+    scene.admit(MODEL, "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.pass_time(10.0)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-2"]
+    assert scene.guards["store-1"] == (MODEL.pack_id,)
+
+
+def test_a_new_scheduler_takes_over_what_the_one_before_guarded() -> None:
+    scene = Scene()
+    guarded = replace(a_copy(MODEL), guarded=True)
+    first = replace(in_rack(1, "r1"), copies={MODEL.pack_id: guarded})
+    scene.settle(first, in_rack(2, "r2"))
+    scene.pass_time(2.0)
+    assert [command.hop.store_id for command in copies(scene)] == ["store-2"]
+    assert scene.guards["store-1"] == (MODEL.pack_id,)
+    scene = Scene(PolicyConfig(recent_s=2.0)).settle(first, in_rack(2, "r2"))
+    scene.pass_time(4.0)
+    assert scene.guards["store-1"] == ()
+
+
+def test_switched_off_it_does_nothing() -> None:
+    scene = racks(replicate=False)
+    scene.pass_time(5.0)
+    assert not scene.commands
+
+
+def test_a_recent_pack_that_no_store_can_take_is_said_to_be_short() -> None:
+    scene = Scene()
+    small = a_store("store-2", "host-2", arena_bytes=16 * MB)
+    scene.settle(in_rack(1, "r1", MODEL), small)
+    scene.admit(MODEL, "r1")
+    scene.pass_time(3.0)
+    assert not copies(scene) and scene.policy.state.replication_state.num_short == 1
+
+
+def test_a_lost_pack_that_the_remote_store_has_no_more_is_given_up_once_nobody_asks_for_it() -> None:
+    scene = racks(obedient=False, recent_s=5.0, copy_backoff_max_s=4.0)
+    del scene.stores["store-1"]
+    scene.do(scene.policy.store_gone("store-1", scene.now))
+    num_failed = 0
+    for _ in range(600):
+        scene.pass_time(0.1)
+        for command in copies(scene)[num_failed:]:
+            num_failed += 1
+            scene.do(scene.policy.copy_failed(MODEL.pack_id, command.hop.store_id, "no such version", scene.now))
+    assert 2 < num_failed < 16
+    scene.pass_time(60.0)
+    assert len(copies(scene)) == num_failed

@@ -1,0 +1,103 @@
+"""Timelines and decisions: bounded, in order, and only what belongs to the request."""
+
+from __future__ import annotations
+
+from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, two_workers_one_host
+from tests.unit.scheduler.policy.paper_cluster import a_model as model_of
+from torchrelay.scheduler.policy.core import (
+    AttemptKey,
+    Instance,
+    InstancePhase,
+    PackCopy,
+    Placement,
+    SlotStatus,
+    WorkerRef,
+)
+from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent
+from torchrelay.scheduler.policy.explain import ExplainLog
+from torchrelay.scheduler.policy.prediction import Outcome, Prediction
+from torchrelay.scheduler.policy.timed_phase import TimedPhase
+
+SEAT = WorkerRef("w", "w:1", "i1")
+KEY = AttemptKey("r1", 1)
+
+
+def opened(cold: bool, key: AttemptKey = KEY) -> AttemptPlaced:
+    return AttemptPlaced(
+        key, "acme/tiny", 10.0, 10.5, Placement(key, SEAT, SEAT, cold, Prediction(ttft_s=0.25, tbt_s=0.02))
+    )
+
+
+def an_instance() -> Instance:
+    roles = frozenset[object]()
+    return Instance(
+        "i1", "acme/tiny", "v", "p", "w", "", "h", roles, InstancePhase.READY, 0, 10.1, 0, accepted_at=10.4  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def test_a_cold_request_shows_the_load_of_its_instances() -> None:
+    explain = ExplainLog()
+    copy = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 10_150_000, 10_160_000, 10_300_000, "store-9")
+    slot = SlotStatus(InstancePhase.READY, "i1", load_phases=(TimedPhase("map", 10_310_000, 10_320_000, "w"),))
+    explain.opened(opened(cold=True))
+    explain.observe(an_instance(), slot, "store-1", copy)
+    explain.released(
+        KEY, [TimedPhase("queue", 10_000_000, 10_600_000), TimedPhase("first_token", 10_600_000, 10_700_000)]
+    )
+    found = explain.request("r1")
+    assert found is not None
+    phases, decisions = found
+    assert [phase.name for phase in phases] == ["queue", "plan", "relay", "map", "first_token"]
+    assert phases[2].where == "store-1" and phases[2].detail == "1 kB from store-9, first chunk after 10.0 ms"
+    assert [one.kind for one in decisions] == ["place"] and "250 ms" in decisions[0].reason
+
+
+def test_a_copy_that_was_there_before_is_a_relay_of_no_length_and_a_warm_request_shows_no_load() -> None:
+    explain = ExplainLog()
+    old = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 5_000_000, 5_000_001, 6_000_000, "remote")
+    explain.observe(an_instance(), SlotStatus(), "store-1", old)
+    explain.opened(opened(cold=True))
+    explain.opened(opened(cold=False, key=AttemptKey("r2", 1)))
+    cold, warm = explain.request("r1"), explain.request("r2")
+    assert cold is not None and [phase.name for phase in cold[0]] == ["queue", "plan", "relay"]
+    assert cold[0][-1].begin_us == cold[0][-1].end_us and "host copy present" in cold[0][-1].detail
+    assert warm is not None and [phase.name for phase in warm[0]] == ["queue"]
+
+
+def test_rings_are_bounded() -> None:
+    explain = ExplainLog(max_requests=3)
+    for number in range(10):
+        explain.opened(opened(cold=False, key=AttemptKey(f"r{number}", 1)))
+    assert explain.request("r6") is None and explain.request("r9") is not None
+    explain.released(AttemptKey("r9", 1), [TimedPhase("x", 1, 2)] * 1000)
+    found = explain.request("r9")
+    assert found is not None and len(found[0]) <= 64
+    for number in range(1000):
+        explain.happened(SchedulerEvent(float(number), "wake", "acme/tiny", "i", "because"))
+    assert len(explain.model("acme/tiny")) == 100
+    assert explain.model("acme/none") == []
+
+
+def test_every_decision_of_the_policy_has_a_reason() -> None:
+    scene = two_workers_one_host(idle_timeout_s=1.0)
+    scene.admit(model_of(), "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.pass_time(2.0)
+    assert {"wake", "plan", "ready", "drain", "idle", "released"} <= set(scene.kinds())
+    assert all(happening.reason for happening in scene.events)
+
+
+def test_what_was_predicted_stands_beside_what_was_measured() -> None:
+    explain, placed = ExplainLog(), opened(cold=False)
+    explain.opened(placed)
+    explain.record_accuracy(KEY, placed.placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=11.0))
+    found = explain.request("r1")
+    assert found is not None
+    told = found[1][-1]
+    assert (told.kind, told.at) == ("predict", 11.0)
+    assert "first token predicted 250 ms, measured 300 ms" in told.reason
+    assert "between tokens predicted 20.0 ms, measured 21.0 ms" in told.reason
+    explain.record_accuracy(KEY, placed.placement, Outcome())  # it ended without a token: nothing to compare
+    again = explain.request("r1")
+    assert again is not None and len(again[1]) == len(found[1])

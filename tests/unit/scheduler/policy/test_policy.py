@@ -1,0 +1,213 @@
+"""The policy as a whole: cold starts, growth, idleness, sharing, restarts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.scheduler.policy.paper_cluster import (
+    MB,
+    Scene,
+    a_copy,
+    a_model,
+    a_store,
+    a_worker,
+    hosts,
+    two_workers_one_host,
+)
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import BOTH, REMOTE, InstancePhase, Role
+from torchrelay.scheduler.policy.effects import RefusalReason, UnloadCommand, Waiting
+
+PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+
+
+def test_the_first_request_wakes_prefill_and_decode_apart_with_one_copy() -> None:
+    scene = two_workers_one_host()
+    scene.obedient = False
+    model = a_model()
+    scene.admit(model, "r1")
+    (wake,) = scene.wakes()
+    (hop,) = wake.hops
+    assert hop.store_id == "store-1" and hop.sources == (REMOTE,)
+    assert {order.roles for order in hop.loads} == {PREFILL, DECODE}
+    assert [type(answer) for answer in scene.answers] == [Waiting]
+    first, second = hop.loads
+    scene.load(first.instance_id, first.worker_id, first.roles, model)
+    assert scene.placement("r1") is None  # half of it is not enough
+    scene.load(second.instance_id, second.worker_id, second.roles, model)
+    placement = scene.placement("r1")
+    assert placement is not None and placement.cold and placement.needs_kv_transfer
+
+
+def test_one_slot_that_fits_plays_both_roles() -> None:
+    scene = Scene().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene.admit(a_model(), "r1")
+    assert scene.workers["w-a"].slot.roles == BOTH
+    placement = scene.placement("r1")
+    assert placement is not None and not placement.needs_kv_transfer
+
+
+def test_a_cold_model_waits_for_workers_and_is_not_refused() -> None:
+    scene = Scene().settle()
+    scene.admit(a_model(), "r1")
+    scene.pass_time(5)
+    assert scene.refusal("r1") is None
+    scene.settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    assert scene.placement("r1") is not None
+
+
+def test_weights_that_fit_nowhere_are_refused_with_both_numbers() -> None:
+    scene = two_workers_one_host()
+    scene.admit(a_model(pack_bytes=5000 * MB), "r1")
+    refusal = scene.refusal("r1")
+    assert refusal is not None and refusal.reason is RefusalReason.NO_CAPACITY
+    assert f"{5000 * MB:,} bytes" in refusal.message and f"{1024 * MB:,}." in refusal.message
+
+
+def test_kv_that_fits_no_pool_is_refused() -> None:
+    scene = two_workers_one_host()
+    scene.admit(a_model(), "r1", max_tokens=100_000)
+    refusal = scene.refusal("r1")
+    assert refusal is not None and refusal.reason is RefusalReason.NO_CAPACITY and "KV" in refusal.message
+
+
+def test_idle_models_go_back_to_zero_after_their_own_timeout() -> None:
+    scene = two_workers_one_host()
+    model = a_model(idle_timeout_s=5.0)
+    scene.admit(model, "r1")
+    scene.finish_loads()
+    scene.pass_time(20)
+    assert all(worker.slot.phase is InstancePhase.READY for worker in scene.workers.values())  # r1 still runs
+    scene.release("r1")
+    scene.pass_time(4.5)
+    assert all(worker.slot.phase is InstancePhase.READY for worker in scene.workers.values())
+    scene.pass_time(1.0)
+    assert all(worker.slot.phase is InstancePhase.FREE for worker in scene.workers.values())
+    assert list(scene.policy.state.instances) == []
+    events = [happening.topic for happening in scene.events]
+    for event in ("scale.up", "instance.loading", "instance.ready", "instance.draining", "instance.released"):
+        assert event in events
+    told = {one.topic: one for one in scene.events}
+    assert told["instance.ready"].reason.startswith("all 4 layers loaded in ")
+    assert told["instance.ready"].fields["num_layers"] == 4
+    assert (told["scale.up"].fields["cause"], told["scale.up"].fields["num_waiting"]) == ("at_zero", 1)
+    assert (told["scale.down"].fields["cause"], told["scale.down"].fields["idle_timeout_s"]) == ("idle", 5.0)
+    assert told["instance.released"].fields["cause"] == "idle"
+    scene.admit(model, "r2")
+    assert scene.placement("r2") is not None
+
+
+def test_a_wake_nobody_waits_for_any_more_is_cancelled() -> None:
+    scene = two_workers_one_host(idle_timeout_s=60.0)
+    admission = scene.admit(a_model(), "r1")
+    scene.do(scene.policy.withdraw(admission.key, scene.now))
+    scene.pass_time(0.9)
+    assert all(
+        worker.slot.phase is InstancePhase.LOADING for worker in scene.workers.values()
+    )  # it may come again at once
+    scene.pass_time(0.3)
+    assert all(worker.slot.phase is InstancePhase.FREE for worker in scene.workers.values())
+    assert "cancel" in scene.kinds()
+
+
+def test_an_idle_model_gives_its_slot_to_a_waiting_one() -> None:
+    scene = two_workers_one_host()
+    first, second = a_model("acme/first"), a_model("acme/second")
+    scene.admit(first, "r1")
+    scene.finish_loads()
+    scene.release("r1")
+    scene.pass_time(0.2)
+    scene.admit(second, "r2")
+    assert scene.placement("r2") is not None
+    assert "evict" in scene.kinds()
+    evicted = next(happening for happening in scene.events if happening.kind == "evict")
+    assert "acme/second" in evicted.reason
+    # The other slot stays with the first model, which goes on in it.
+    scene.admit(first, "r3")
+    assert scene.placement("r3") is not None
+
+
+def test_a_busy_model_with_two_slots_gives_one_up_for_a_model_that_waits_long() -> None:
+    scene = two_workers_one_host()
+    busy, second = a_model("acme/busy"), a_model("acme/second")
+    scene.admit(busy, "r1")
+    scene.finish_loads()
+    scene.pass_time(0.2)
+    scene.admit(second, "r2")
+    assert scene.placement("r2") is None
+    scene.pass_time(1.5)
+    assert scene.placement("r2") is not None
+    running = scene.placement("r1")
+    assert running is not None
+    assert scene.workers[running.decode.worker_id].slot.roles == BOTH  # decoding went on where it was
+    assert "share" in scene.kinds()
+
+
+def test_a_burst_wakes_three_hosts_by_one_chain() -> None:
+    scene = hosts(3, requests_per_instance=4)
+    scene.obedient = False
+    model = a_model()
+    for number in range(12):
+        scene.admit(model, f"r{number}")
+    hops = [hop for wake in scene.wakes() for hop in wake.hops]
+    assert len(hops) == 3 and len({hop.store_id for hop in hops}) == 3
+    assert [hop.sources[0] for hop in hops] == [REMOTE, hops[0].store_id, hops[1].store_id]
+    for wake in scene.wakes():
+        scene.obey(wake)
+    assert all(scene.placement(f"r{number}") for number in range(12))
+    assert {worker.slot.phase for worker in scene.workers.values()} == {InstancePhase.LOADING}
+
+
+def test_growth_follows_the_chain_and_stops_at_the_models_maximum() -> None:
+    scene = hosts(4, requests_per_instance=1)
+    model = a_model(max_instances=2)
+    scene.stores["store-4"] = a_store("store-4", "host-4", [a_copy(model)])
+    scene.report_all()
+    for number in range(6):
+        scene.admit(model, f"r{number}")
+    hops = [hop for wake in scene.wakes() for hop in wake.hops]
+    assert len(hops) == 2
+    assert hops[0].store_id == "store-4" and hops[1].sources[0] == "store-4"
+
+
+def test_long_queues_at_measured_rates_justify_more_instances() -> None:
+    scene = hosts(2, queue_target_s=1.0)
+    model = a_model()
+    scene.admit(model, "r1")
+    scene.finish_loads()
+    placement = scene.placement("r1")
+    assert placement is not None
+    worker = scene.workers[placement.prefill.worker_id]
+    scene.workers[worker.worker_id] = replace(worker, prefill_tokens_per_s=100.0, num_queued_prefill_tokens=190)
+    scene.pass_time(0.2)
+    assert len(scene.wakes()) == 2
+
+
+def test_a_restarted_scheduler_adopts_what_runs() -> None:
+    old = two_workers_one_host()
+    model = a_model()
+    old.admit(model, "r1")
+    old.finish_loads()
+    placement = old.placement("r1")
+    assert placement is not None
+    scene = Scene(now=old.now)
+    scene.workers, scene.stores = old.workers, old.stores
+    scene.admit(model, "r2")  # before any report: it waits, and wakes nothing
+    scene.admit(model, "r1", current=placement)
+    assert scene.commands == [] and scene.placement("r1") is None  # it runs; nothing is said
+    scene.report_all()
+    adopted = scene.placement("r2")
+    assert adopted is not None and adopted.prefill == placement.prefill and adopted.decode == placement.decode
+    assert scene.commands == [] and scene.now == old.now
+    assert scene.policy.state.reservations.num_decoding(placement.decode.instance_id) == 2
+    scene.check()
+
+
+def test_idle_instances_found_at_a_restart_end_by_the_default_timeout() -> None:
+    old = two_workers_one_host()
+    old.admit(a_model(), "r1")
+    old.finish_loads()
+    scene = Scene(PolicyConfig(idle_timeout_s=3.0), now=old.now)
+    scene.workers, scene.stores = old.workers, old.stores
+    scene.pass_time(4.0)
+    assert [type(command) for command in scene.commands] == [UnloadCommand, UnloadCommand]

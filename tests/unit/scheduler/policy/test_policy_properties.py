@@ -1,0 +1,171 @@
+"""Whatever comes in whatever order: no request is lost, no KV is promised twice, nothing cold is refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_model, a_store, a_worker
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Role
+from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, WakeCommand
+
+MODELS = [a_model(f"acme/m{number}", max_instances=2, idle_timeout_s=3.0) for number in range(3)]
+QUEUE_LIMIT = 6
+POOL_BYTES = 4 * MB
+
+
+class Policing(RuleBasedStateMachine):
+    @initialize(num_hosts=st.integers(1, 3), roles_apart=st.booleans())
+    def start(self, num_hosts: int, roles_apart: bool) -> None:
+        self.scene = Scene(PolicyConfig(queue_limit=QUEUE_LIMIT, requests_per_instance=3, max_open_per_instance=5))
+        self.open: set[AttemptKey] = set()
+        self.placements: dict[AttemptKey, Placed] = {}
+        self.num_admitted = 0
+        self.num_seen = 0
+        self.num_commands_seen = 0
+        for number in range(num_hosts):
+            host_id = f"host-{number}"
+            pool = {"kv_pool_bytes": POOL_BYTES}
+            apart = (frozenset((Role.PREFILL,)), frozenset((Role.DECODE,)))
+            both = (frozenset(Role), frozenset(Role))
+            prefill, decode = apart if roles_apart else both
+            self.scene.settle(
+                a_store(f"store-{number}", host_id),
+                a_worker(f"p-{number}", host_id, prefill, **pool),
+                a_worker(f"d-{number}", host_id, decode, **pool),
+            )
+        self.all_workers = dict(self.scene.workers)
+
+    @rule(model=st.sampled_from(MODELS), tokens=st.integers(1, 2000), choices=st.integers(1, 2))
+    def admit(self, model: object, tokens: int, choices: int) -> None:
+        model = next(one for one in MODELS if one == model)
+        self.num_admitted += 1
+        request_id = f"r{self.num_admitted}"
+        self.open.add(AttemptKey(request_id, 1))
+        self.scene.admit(model, request_id, num_prompt_tokens=tokens, max_tokens=20, num_choices=choices)
+
+    @rule(data=st.data())
+    def admit_again(self, data: st.DataObject) -> None:
+        if self.open:
+            key = data.draw(st.sampled_from(sorted(self.open)))
+            state = self.scene.policy.state
+            attempt = state.reservations.get(key)
+            waiting = next((one for one in state.queues if one.key == key), None)
+            admission = attempt.admission if attempt else waiting
+            assert admission is not None
+            self.scene.do(self.scene.policy.tick(self.scene.now))  # what is due happens, asked again or not
+            if key not in self.open or state.reservations.get(key) is not attempt:
+                return  # it was placed just now
+            before = (len(state.reservations), len(state.queues))
+            model = self.scene.models[admission.version_id]
+            effects = self.scene.policy.admit(admission, model, None, self.scene.now)
+            assert (len(state.reservations), len(state.queues)) == before
+            assert not effects.commands
+            self.scene.do(effects)
+
+    @rule(data=st.data(), withdraw=st.booleans())
+    def end(self, data: st.DataObject, withdraw: bool) -> None:
+        if self.open:
+            key = data.draw(st.sampled_from(sorted(self.open)))
+            self.open.discard(key)
+            if withdraw:
+                self.scene.do(self.scene.policy.withdraw(key, self.scene.now))
+            else:
+                self.scene.release(key.request_id)
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 4.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.scene.pass_time(seconds, step_s=0.25)
+
+    @rule()
+    def loads_end(self) -> None:
+        self.scene.finish_loads()
+
+    @rule(data=st.data())
+    def worker_dies(self, data: st.DataObject) -> None:
+        if self.scene.workers:
+            self.scene.kill(data.draw(st.sampled_from(sorted(self.scene.workers))))
+
+    @rule()
+    def workers_return(self) -> None:
+        for worker_id, worker in self.all_workers.items():
+            if worker_id not in self.scene.workers:
+                self.num_admitted += 1
+                self.scene.workers[worker_id] = replace(worker, incarnation=f"{worker_id} {self.num_admitted}")
+        self.scene.report_all()
+
+    @rule(data=st.data())
+    def load_breaks(self, data: st.DataObject) -> None:
+        loading = sorted(w.worker_id for w in self.scene.workers.values() if w.slot.phase is InstancePhase.LOADING)
+        if loading:
+            worker_id = data.draw(st.sampled_from(loading))
+            worker = self.scene.workers[worker_id]
+            self.scene.workers[worker_id] = replace(worker, slot=replace(a_worker("x").slot, error="bytes were lost"))
+            self.scene.report(worker_id)
+
+    @rule()
+    def gateway_reconnects(self) -> None:
+        scene = self.scene
+        scene.do(scene.policy.gateway_left("gateway-1", scene.now))
+        scene.do(scene.policy.gateway_arrived("gateway-1", scene.now))
+        state = scene.policy.state
+        for admission in [*state.queues, *(attempt.admission for attempt in state.reservations.attempts())]:
+            attempt = state.reservations.get(admission.key)
+            current = attempt.placement if attempt else None
+            scene.do(scene.policy.admit(admission, scene.models[admission.version_id], current, scene.now))
+
+    @invariant()
+    def nothing_is_lost_or_promised_twice(self) -> None:
+        scene = self.scene
+        scene.check()
+        state = scene.policy.state
+        for answer in scene.answers[self.num_seen :]:
+            if isinstance(answer, AdmissionRefused):
+                self.open.discard(answer.key)
+                assert answer.reason is not RefusalReason.NO_CAPACITY
+                if answer.reason is RefusalReason.QUEUE_FULL:
+                    assert answer.retry_after_s >= 1.0
+            elif isinstance(answer, Placed):
+                first = self.placements.setdefault(answer.placement.key, answer)
+                assert first.placement == answer.placement
+        self.num_seen = len(scene.answers)
+        waiting = {admission.key for admission in state.queues}
+        placed = {attempt.admission.key for attempt in state.reservations.attempts()}
+        assert not waiting & placed
+        assert waiting | placed == self.open
+        assert all(state.queues.num_waiting(model.version_id) <= QUEUE_LIMIT for model in MODELS)
+
+    @invariant()
+    def instances_keep_their_bounds(self) -> None:
+        state = self.scene.policy.state
+        staying = Counter((i.version_id, role) for i in state.instances if i.staying for role in i.target_roles)
+        # One more than the maximum at most: an instance that took both roles when its partner was lost.
+        assert all(number <= 3 for number in staying.values())
+        for command in self.scene.commands[self.num_commands_seen :]:
+            if isinstance(command, WakeCommand):
+                assert len({hop.store_id for hop in command.hops}) == len(command.hops)
+        self.num_commands_seen = len(self.scene.commands)
+
+    def teardown(self) -> None:
+        """Once everything works again and time passes, everyone who waits is served."""
+        if not hasattr(self, "scene"):
+            return
+        self.workers_return()
+        for key in sorted(key for key in self.open if key in self.placements):
+            self.scene.release(key.request_id)
+        for _ in range(60):
+            self.scene.pass_time(1.0, step_s=0.25)
+            self.scene.finish_loads()
+            for attempt in self.scene.policy.state.reservations.attempts():
+                self.scene.release(attempt.admission.key.request_id)
+        assert len(self.scene.policy.state.queues) == 0
+        assert list(self.scene.policy.state.instances) == []
+
+
+TestPolicing = Policing.TestCase
+TestPolicing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,207 @@
+"""The history read back from a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import pytest
+from nats.aio.client import Client
+from nats.js.api import StreamState
+
+from torchrelay.common.errors import InvalidRequest, Overloaded, Unavailable
+from torchrelay.common.ids import new_id
+from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
+from torchrelay.control.v1.scheduler_pb2 import Event
+from torchrelay.scheduler.policy.effects import SchedulerEvent
+from torchrelay.scheduler.service.events.publisher import EventPublisher
+from torchrelay.scheduler.service.events.reader import FIRST_EVENT_US, EventReader
+
+
+class Kept:
+    """A stream of its own, one that writes to it and one that reads it."""
+
+    def __init__(self, nats: Client) -> None:
+        self.nats, self.subjects = nats, Subjects(new_id("t"))
+        self._history, self.past = (
+            EventPublisher(nats.jetstream(), self.subjects),
+            EventReader(nats.jetstream(), self.subjects),
+        )
+        self._num_written = 0
+
+    async def _stream(self) -> StreamState:
+        return (await self.nats.jetstream().stream_info(self.subjects.history_stream)).state
+
+    async def write(self, *kinds: str, reason: str = "because") -> None:
+        for kind in kinds:
+            fields = {"took_s": 1.5}
+            self._history.note(SchedulerEvent(10.0, "kind", "acme/tiny", "it", reason, kind, fields, {"store-a": 3}))
+        publishing = asyncio.create_task(self._history.run())
+        self._num_written += len(kinds)
+        async with asyncio.timeout(10):
+            while (await self._stream()).messages < self._num_written:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        publishing.cancel()
+        await asyncio.wait((publishing,))
+
+    async def readers(self, count: int = 1) -> list[str]:
+        """Once there are so many."""
+        js, stream = self.nats.jetstream(), self.subjects.history_stream
+        while len(found := await js.consumers_info(stream)) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        return [info.name for info in found]
+
+    async def read(self, kinds: Sequence[str] = (), since_us: int = FIRST_EVENT_US, after: int = 0) -> list[Event]:
+        return [event async for event in self.past.events(kinds, since_us, after, False)]
+
+
+@asynccontextmanager
+async def kept(url: str) -> AsyncIterator[Kept]:
+    nats = await connect(url, "test")
+    try:
+        it = Kept(nats)
+        await ensure_streams(nats.jetstream(), it.subjects)
+        yield it
+    finally:
+        await nats.close()
+
+
+async def test_events_come_back_whole_and_in_order(nats_url: str) -> None:
+    async with kept(nats_url) as it:
+        assert await it.read() == []
+        await it.write("relay.begun", "instance.ready", "relay.finished")
+        first, second, third = await it.read()
+        assert [event.kind for event in (first, second, third)] == ["relay.begun", "instance.ready", "relay.finished"]
+        assert first == Event(
+            sequence=1,
+            at_unix_us=10_000_000,
+            kind="relay.begun",
+            model="acme/tiny",
+            reason="because",
+            fields_json='{"took_s": 1.5, "brought": {"store-a": 3}}',
+        )
+        assert [event.sequence for event in await it.read(after=first.sequence)] == [2, 3]
+
+
+async def test_more_than_a_batch_comes_in_full(nats_url: str) -> None:
+    async with kept(nats_url) as it:
+        await it.write(*["relay.begun"] * 230)
+        assert [event.sequence for event in await it.read()] == list(range(1, 231))
+
+
+async def test_kinds_and_times_are_chosen(nats_url: str) -> None:
+    async with kept(nats_url) as it:
+        await it.write("relay.begun", "instance.ready", "scale.up")
+        assert [event.kind for event in await it.read(["relay"])] == ["relay.begun"]
+        assert [event.kind for event in await it.read(["scale", "instance"])] == ["instance.ready", "scale.up"]
+        assert await it.read(["model"]) == []
+        later_us = int((time.time() + 60) * 1e6)
+        assert await it.read(since_us=later_us) == [] and await it.read(since_us=0) == []
+        with pytest.raises(InvalidRequest, match=r"no events of kind 'relay\.>'"):
+            await it.read(["relay.>"])
+
+
+async def test_one_who_follows_hears_what_is_to_come(nats_url: str) -> None:
+    async with kept(nats_url) as it, asyncio.timeout(10):
+        await it.write("relay.begun")
+        following = it.past.events(["relay"], FIRST_EVENT_US, 0, True)
+        assert (await anext(following)).kind == "relay.begun"
+        only_new = it.past.events([], 0, 0, True)
+        waiting = asyncio.ensure_future(anext(only_new))
+        await it.readers(2)
+        await it.write("scale.up", "relay.finished")
+        assert (await anext(following)).kind == "relay.finished"
+        assert (await waiting).kind == "scale.up"
+        await following.aclose()
+        await only_new.aclose()
+
+
+@pytest.mark.parametrize("has_heard", [True, False])
+async def test_one_whose_reader_the_broker_forgot_goes_on_and_misses_nothing(nats_url: str, has_heard: bool) -> None:
+    async with kept(nats_url) as it, asyncio.timeout(10):
+        following = it.past.events([], 0, 0, True)
+        hearing = asyncio.ensure_future(anext(following))
+        await it.readers()
+        if has_heard:
+            await it.write("relay.begun")
+            assert (await hearing).kind == "relay.begun"
+            hearing = asyncio.ensure_future(anext(following))
+        for reader in await it.readers():
+            await it.nats.jetstream().delete_consumer(it.subjects.history_stream, reader)
+        await it.write("relay.finished")
+        assert (await hearing).kind == "relay.finished"
+        await following.aclose()
+
+
+async def test_one_who_stops_following_is_let_go(nats_url: str) -> None:
+    async with kept(nats_url) as it:
+
+        async def follow() -> None:
+            async for _ in it.past.events([], 0, 0, True):
+                raise AssertionError("nothing has happened")
+
+        following = asyncio.create_task(follow())
+        await it.readers()
+        following.cancel()
+        done, _ = await asyncio.wait((following,), timeout=10)
+        assert done
+
+
+async def test_one_who_stops_while_its_reader_is_made_is_let_go(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kept(nats_url) as it:
+        js, begun = it.past._js, asyncio.Event()
+        inner = js.pull_subscribe
+
+        async def deaf(*args: Any, **named: Any) -> Any:
+            with suppress(asyncio.CancelledError):
+                begun.set()
+                await asyncio.Event().wait()
+            return await inner(*args, **named)
+
+        monkeypatch.setattr(js, "pull_subscribe", deaf)
+        following = asyncio.ensure_future(anext(it.past.events([], 0, 0, True)))
+        await begun.wait()
+        following.cancel()
+        await asyncio.wait((following,), timeout=10)
+        assert following.cancelled()
+
+
+async def test_what_cannot_be_read_is_left_out(nats_url: str) -> None:
+    async with kept(nats_url) as it:
+        for damaged in (b"no json", b"[]", b'{"at_unix_us": "soon"}'):
+            await it.nats.jetstream().publish(it.subjects.event("relay.begun"), damaged)
+        await it.write("relay.finished")
+        assert [event.kind for event in await it.read()] == ["relay.finished"]
+
+
+async def test_without_a_stream_it_says_so(nats_url: str) -> None:
+    nats = await connect(nats_url, "test")
+    try:
+        past = EventReader(nats.jetstream(), Subjects(new_id("t")))
+        with pytest.raises(Unavailable, match="cannot be read"):
+            [event async for event in past.events([], FIRST_EVENT_US, 0, False)]
+    finally:
+        await nats.close()
+
+
+@pytest.mark.parametrize("since_us", [-1, 1 << 60])
+async def test_what_is_no_time_is_refused(nats_url: str, since_us: int) -> None:
+    async with kept(nats_url) as it:
+        with pytest.raises(InvalidRequest, match="no time") as caught:
+            await it.read(since_us=since_us)
+    assert caught.value.field == "since_unix_us"
+
+
+async def test_only_so_many_read_at_once(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrelay.scheduler.service.events.reader.MAX_READERS", 1)
+    async with kept(nats_url) as it:
+        await it.write("relay.begun")
+        first = it.past.events((), FIRST_EVENT_US, 0, True)
+        assert (await anext(first)).kind == "relay.begun"
+        with pytest.raises(Overloaded):
+            await it.read()
+        await first.aclose()
+        assert len(await it.read()) == 1

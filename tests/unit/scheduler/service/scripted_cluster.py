@@ -1,0 +1,149 @@
+"""A gateway's door, and a house of scripted hosts with schedulers started in it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from nats.aio.client import Client
+
+from tests.unit.scheduler.service.scripted_peers import MB, NUM_LAYERS, ScriptedStore, ScriptedWorker
+from torchrelay.common.ids import new_id
+from torchrelay.common.net.nats_client import Subjects, connect
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
+from torchrelay.scheduler.main import serving
+from torchrelay.scheduler.settings import SchedulerSettings
+
+WAIT_S = 20.0  # for what merely must happen, on a machine however busy
+CLUSTER_KEY = "00112233445566778899aabbccddeeff"
+
+
+class Door:
+    """A gateway's side of the Admit stream."""
+
+    def __init__(self, address: str, gateway_id: str = "gateway-1") -> None:
+        self._channel = open_channel(address)
+        self.stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
+        self._gateway_id = gateway_id
+        self._call: Any = None
+
+    async def __aenter__(self) -> Self:
+        self._call = self.stub.Admit()
+        await asyncio.wait_for(self._call.wait_for_connection(), WAIT_S)
+        await self.send(hello=scheduler_pb2.Hello(gateway_id=self._gateway_id))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._call.cancel()
+        await self._channel.close()
+
+    async def send(self, **command: Any) -> None:
+        await self._call.write(scheduler_pb2.AdmitCommand(**command))
+
+    async def event(self, timeout_s: float = WAIT_S) -> scheduler_pb2.AdmitEvent:
+        async with asyncio.timeout(timeout_s):
+            event = await self._call.read()
+        assert isinstance(event, scheduler_pb2.AdmitEvent), "the stream ended"
+        return event
+
+    async def admit(self, request_id: str, attempt: int = 1, **changes: Any) -> None:
+        await self.send(admit=a_request(request_id, attempt, **changes))
+
+    async def placement(self, timeout_s: float = WAIT_S) -> scheduler_pb2.Placement:
+        """The next placement; word of waiting is passed over."""
+        while True:
+            event = await self.event(timeout_s)
+            if not event.HasField("waiting"):
+                assert event.HasField("placement"), event
+                return event.placement
+
+
+def a_version(name: str = "acme/tiny", idle_timeout_s: float = 0.0) -> types_pb2.ModelVersion:
+    return types_pb2.ModelVersion(
+        version_id=f"version of {name}",
+        model=name,
+        tenant_id="acme",
+        pack_id=f"pack of {name}",
+        pack_bytes=32 * MB,
+        shape=types_pb2.ModelShape(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16, kv_dtype_bytes=4),
+        scaling=types_pb2.ScalingSettings(idle_timeout_s=idle_timeout_s),
+    )
+
+
+def a_request(request_id: str, attempt: int = 1, **changes: Any) -> scheduler_pb2.AdmitRequest:
+    fields: dict[str, Any] = {
+        "key": types_pb2.AttemptKey(request_id=request_id, attempt=attempt),
+        "version": a_version(),
+        "num_prompt_tokens": 20,
+        "max_tokens": 30,
+        "num_choices": 1,
+    }
+    return scheduler_pb2.AdmitRequest(**(fields | changes))
+
+
+class House:
+    """One NATS prefix with scripted peers, and schedulers started on it."""
+
+    def __init__(self, nats_url: str, nats: Client, stack: AsyncExitStack) -> None:
+        self.prefix = new_id("t")
+        self.subjects = Subjects(self.prefix)
+        self.nats = nats
+        self._nats_url, self._stack = nats_url, stack
+
+    async def host(self, number: int) -> tuple[ScriptedStore, ScriptedWorker, ScriptedWorker]:
+        """A host with a store and two workers that can play both roles."""
+        host_id = f"host-{number}"
+        store = ScriptedStore(self.nats, self.subjects, f"store-{number}", host_id)  # type: ignore[abstract]
+        workers = [ScriptedWorker(self.nats, self.subjects, f"w-{number}{letter}", host_id) for letter in "ab"]
+        for peer in (store, *workers):
+            await self._stack.enter_async_context(peer)
+        return store, workers[0], workers[1]
+
+    def settings(self, **changes: Any) -> SchedulerSettings:
+        fields = {"nats_url": self._nats_url, "nats_prefix": self.prefix, "cluster_key": CLUSTER_KEY}
+        return SchedulerSettings(**(fields | changes))
+
+    @asynccontextmanager
+    async def scheduler(self, num_workers: int = 0, **changes: Any) -> AsyncIterator[str]:
+        """A running scheduler's address, once it has heard of ``num_workers`` workers."""
+        async with serving(self.settings(**changes)) as addresses:
+            await cluster(addresses["grpc"], lambda view: len(view.workers) >= num_workers)
+            yield addresses["grpc"]
+
+
+@asynccontextmanager
+async def house(nats_url: str) -> AsyncIterator[House]:
+    nats = await connect(nats_url, "scripted")
+    try:
+        async with AsyncExitStack() as stack:
+            yield House(nats_url, nats, stack)
+    finally:
+        await nats.close()
+
+
+async def cluster(
+    address: str, until: Callable[[scheduler_pb2.ClusterView], bool], timeout_s: float = WAIT_S
+) -> scheduler_pb2.ClusterView:
+    """The first view of the cluster that fulfils ``until``."""
+    async with asyncio.timeout(timeout_s), open_channel(address) as channel:
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        call: Any = stub.WatchCluster(scheduler_pb2.WatchClusterRequest())
+        async for view in call:
+            if until(view):
+                call.cancel()
+                assert isinstance(view, scheduler_pb2.ClusterView)
+                return view
+    raise AssertionError("the stream of views ended")
+
+
+async def eventually(condition: Callable[[], bool], timeout_s: float = WAIT_S) -> None:
+    """Waits for something that no stream tells of."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

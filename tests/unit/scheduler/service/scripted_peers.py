@@ -1,0 +1,234 @@
+"""Workers and stores as real gRPC servers that do what they are told and report it, without weights or tokens."""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+from collections.abc import AsyncIterator
+from types import TracebackType
+from typing import Any, Self
+
+from nats.aio.client import Client
+
+from torchrelay.common.errors import Conflict, StaleEpoch, TorchrelayError
+from torchrelay.common.ids import new_id
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.net.rpc import RpcServer
+from torchrelay.control.v1 import (
+    param_store_pb2,
+    param_store_pb2_grpc,
+    reports_pb2,
+    types_pb2,
+    worker_pb2,
+    worker_pb2_grpc,
+)
+
+MB = 1 << 20
+NUM_LAYERS = 4
+
+
+class Reporting(abc.ABC):
+    """A server whose report goes out on NATS ten times a second and on a Watch stream at every change."""
+
+    def __init__(self, nats: Client, subject: str) -> None:
+        self._nats, self._subject = nats, subject
+        self.server = RpcServer("127.0.0.1")
+        self.address = f"127.0.0.1:{self.server.port}"
+        self.epoch = 0
+        self._version = 0
+        self._is_leaving = False
+        self._changed = asyncio.Condition()
+        self._publishing: asyncio.Task[None] | None = None
+
+    @abc.abstractmethod
+    def report(self) -> Any:
+        """What it says of itself now."""
+
+    def check_epoch(self, epoch: int) -> None:
+        if epoch < self.epoch:
+            raise StaleEpoch(f"epoch {epoch} is over")
+        self.epoch = epoch
+
+    async def touch(self) -> None:
+        async with self._changed:
+            self._version += 1
+            self._changed.notify_all()
+
+    async def watch(self) -> AsyncIterator[Any]:
+        seen = -1
+        while True:
+            async with self._changed:
+                while seen == self._version:
+                    await self._changed.wait()
+                seen = self._version
+                if self._is_leaving:
+                    return
+            yield self.report()
+
+    async def _publish(self) -> None:
+        while True:
+            await self._nats.publish(self._subject, self.report().SerializeToString())
+            await asyncio.sleep(0.1)
+
+    async def __aenter__(self) -> Self:
+        await self.server.start()
+        self._publishing = asyncio.create_task(self._publish())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.kill()
+
+    async def leave(self) -> None:
+        """Begins to end as a process does that is told to: it ends its streams, and still reports for a moment."""
+        self._is_leaving = True
+        await self.touch()
+
+    async def kill(self) -> None:
+        """Ends as a killed process does: no goodbye, nobody listens any more."""
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.wait((self._publishing,))
+            self._publishing = None
+            await self.server.server.stop(None)
+
+
+class ScriptedWorker(Reporting, worker_pb2_grpc.WorkerServicer):
+    def __init__(self, nats: Client, subjects: Subjects, worker_id: str, host_id: str) -> None:
+        super().__init__(nats, subjects.worker_load(worker_id))
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.server)
+        self.worker_id, self.host_id = worker_id, host_id
+        self.incarnation = new_id("run")
+        self.slot = reports_pb2.SlotState(state=reports_pb2.SlotState.STATE_FREE)
+        self.loads: list[worker_pb2.LoadRequest] = []
+        self.role_changes: list[worker_pb2.SetRolesRequest] = []
+        self.unloads: list[worker_pb2.UnloadRequest] = []
+        self.refusal: TorchrelayError | None = None
+
+    def report(self) -> reports_pb2.WorkerReport:
+        return reports_pb2.WorkerReport(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            host_id=self.host_id,
+            grpc_address=self.address,
+            data_address=f"{self.worker_id}:9",
+            roles=[types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE],
+            epoch=self.epoch,
+            slot=self.slot,
+            kv_pool_bytes=64 * MB,
+            kv_free_bytes=64 * MB,
+        )
+
+    async def Load(self, request: worker_pb2.LoadRequest, context: Any) -> worker_pb2.LoadReply:
+        self.check_epoch(request.epoch)
+        self.loads.append(request)
+        if self.refusal is not None:
+            raise self.refusal
+        version = request.version
+        self.slot = reports_pb2.SlotState(
+            state=reports_pb2.SlotState.STATE_LOADING,
+            instance_id=request.instance_id,
+            model=version.model,
+            version_id=version.version_id,
+            pack_id=version.pack_id,
+            roles=request.roles,
+            num_layers=NUM_LAYERS,
+        )
+        await self.touch()
+        return worker_pb2.LoadReply()
+
+    async def finish_load(self) -> None:
+        self.slot.state = reports_pb2.SlotState.STATE_READY
+        self.slot.num_layers_ready = NUM_LAYERS
+        begin_us = 1_000_000 * 60
+        for number, name in enumerate(("hold", "map")):
+            self.slot.load_phases.add(name=name, begin_unix_us=begin_us + number, end_unix_us=begin_us + number + 1)
+        await self.touch()
+
+    async def fail_load(self, error: str) -> None:
+        self.slot = reports_pb2.SlotState(state=reports_pb2.SlotState.STATE_FREE, error=error)
+        await self.touch()
+
+    async def SetRoles(self, request: worker_pb2.SetRolesRequest, context: Any) -> worker_pb2.SetRolesReply:
+        self.check_epoch(request.epoch)
+        self.role_changes.append(request)
+        del self.slot.roles[:]
+        self.slot.roles.extend(request.roles)
+        await self.touch()
+        return worker_pb2.SetRolesReply()
+
+    async def Unload(self, request: worker_pb2.UnloadRequest, context: Any) -> worker_pb2.UnloadReply:
+        self.check_epoch(request.epoch)
+        self.unloads.append(request)
+        if self.slot.instance_id != request.instance_id:
+            raise Conflict("another instance is here")
+        self.slot = reports_pb2.SlotState(state=reports_pb2.SlotState.STATE_FREE)
+        await self.touch()
+        return worker_pb2.UnloadReply()
+
+    async def WatchSlot(
+        self, request: worker_pb2.WatchSlotRequest, context: Any
+    ) -> AsyncIterator[reports_pb2.WorkerReport]:
+        async for report in self.watch():
+            yield report
+
+
+class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
+    """Uploads are not its concern; gRPC answers UNIMPLEMENTED for them."""
+
+    def __init__(self, nats: Client, subjects: Subjects, store_id: str, host_id: str) -> None:
+        super().__init__(nats, subjects.store_load(store_id))
+        param_store_pb2_grpc.add_ParamStoreServicer_to_server(self, self.server.server)
+        self.store_id, self.host_id = store_id, host_id
+        self.incarnation = new_id("run")
+        self.relays: list[param_store_pb2.RelayRequest] = []
+        self.guards: list[param_store_pb2.GuardRequest] = []
+        self.copies: dict[str, reports_pb2.PackCopy] = {}
+        self.link: reports_pb2.LinkReport | None = None
+        self.answers = asyncio.Event()  # cleared: commands get no answer
+        self.answers.set()
+
+    def report(self) -> reports_pb2.StoreReport:
+        return reports_pb2.StoreReport(
+            store_id=self.store_id,
+            incarnation=self.incarnation,
+            host_id=self.host_id,
+            grpc_address=self.address,
+            data_address=f"{self.store_id}:9",
+            epoch=self.epoch,
+            arena_target_bytes=1024 * MB,
+            copies=self.copies.values(),
+            link=self.link,
+        )
+
+    async def Relay(self, request: param_store_pb2.RelayRequest, context: Any) -> param_store_pb2.RelayReply:
+        self.check_epoch(request.epoch)
+        self.relays.append(request)
+        await self.answers.wait()
+        if request.pack_id in self.copies:
+            return param_store_pb2.RelayReply(already_complete=True)
+        self.copies[request.pack_id] = reports_pb2.PackCopy(
+            pack_id=request.pack_id, pack_bytes=request.pack_bytes, num_chunks=8, source=request.sources[0].holder_id
+        )
+        await self.touch()
+        return param_store_pb2.RelayReply()
+
+    async def Guard(self, request: param_store_pb2.GuardRequest, context: Any) -> param_store_pb2.GuardReply:
+        self.check_epoch(request.epoch)
+        self.guards.append(request)
+        return param_store_pb2.GuardReply()
+
+    async def finish_relay(self, pack_id: str, begin_unix_us: int) -> None:
+        copy = self.copies[pack_id]
+        copy.num_chunks_verified = copy.num_chunks
+        copy.relay_begin_unix_us = begin_unix_us
+        copy.relay_first_unix_us = begin_unix_us + 1_500
+        copy.relay_end_unix_us = begin_unix_us + 9_000
+        await self.touch()
+
+    async def WatchCopies(
+        self, request: param_store_pb2.WatchCopiesRequest, context: Any
+    ) -> AsyncIterator[reports_pb2.StoreReport]:
+        async for report in self.watch():
+            yield report

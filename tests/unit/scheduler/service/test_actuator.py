@@ -1,0 +1,68 @@
+"""What stores are told of a plan, over gRPC: striped sources, urgency, and other sources when one turns slow."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tests.unit.scheduler.service.scripted_cluster import Door, House, a_version, cluster, eventually, house
+from tests.unit.scheduler.service.scripted_peers import ScriptedStore
+from torchrelay.control.v1 import param_store_pb2, reports_pb2
+
+PACK = a_version().pack_id
+MB = 1e6
+
+
+async def a_store(it: House, number: int, mb_per_s: float, whole: bool = True) -> ScriptedStore:
+    """A host; where the store has the pack already, both its slots are taken by another model."""
+    store, *workers = await it.host(number)
+    store.link = reports_pb2.LinkReport(bytes_per_s=mb_per_s * MB)
+    if whole:
+        store.copies[PACK] = reports_pb2.PackCopy(
+            pack_id=PACK, pack_bytes=a_version().pack_bytes, num_chunks=8, num_chunks_verified=8
+        )
+        for worker in workers:
+            worker.slot.state = reports_pb2.SlotState.STATE_DRAINING
+            worker.slot.instance_id = f"of {worker.worker_id}"
+    await store.touch()
+    return store
+
+
+async def first_relay(door: Door, store: ScriptedStore) -> param_store_pb2.RelayRequest:
+    await asyncio.sleep(0.5)  # the settling time of a start
+    await door.admit("r1")
+    await door.placement()
+    await eventually(lambda: bool(store.relays))
+    return store.relays[0]
+
+
+async def test_sources_slower_than_the_target_are_striped_over(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        await a_store(it, 1, 60)
+        await a_store(it, 2, 40)
+        target = await a_store(it, 3, 100, whole=False)
+        async with it.scheduler(6, replicate=False) as address, Door(address) as door:
+            await cluster(address, lambda view: len(view.stores) == 3)
+            relay = await first_relay(door, target)
+    assert [source.holder_id for source in relay.sources] == ["store-1", "store-2", "remote"]
+    assert relay.num_striped == 2
+    assert relay.urgency == param_store_pb2.RELAY_URGENCY_URGENT
+
+
+async def test_a_relay_that_turns_slow_is_given_another_source(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        await a_store(it, 1, 60)
+        await a_store(it, 2, 100)
+        target = await a_store(it, 3, 50, whole=False)
+        async with it.scheduler(6, replicate=False) as address, Door(address) as door:
+            await cluster(address, lambda view: len(view.stores) == 3)
+            relay = await first_relay(door, target)
+            assert relay.sources[0].holder_id == "store-1" and relay.num_striped == 1
+            share = reports_pb2.SourceShare(holder_id="store-1", num_bytes=1, bytes_per_s=5 * MB, following=True)
+            target.copies[PACK].shares.append(share)
+            await target.touch()
+            await eventually(lambda: len(target.relays) == 2)
+            again = target.relays[1]
+    assert again.sources[0].holder_id == "store-2" and again.sources[0].ticket.holder_id == "store-2"
+    assert [source.holder_id for source in again.sources[1:]] == ["store-1", "remote"]
+    assert again.num_striped == 2  # what the slow one still brings is welcome
+    assert again.urgency == param_store_pb2.RELAY_URGENCY_URGENT

@@ -1,0 +1,66 @@
+"""Copies and guards as stores are told of them, over gRPC; and as the history and Explain tell of them."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from tests.unit.scheduler.service.scripted_cluster import Door, a_version, cluster, eventually, house
+from torchrelay.control.v1 import param_store_pb2, scheduler_pb2
+
+PACK = a_version().pack_id
+
+
+async def test_a_woken_model_is_copied_idly_to_another_host_and_guarded_on_both(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        hosts = [await it.host(number) for number in (1, 2)]
+        stores = [store for store, _, _ in hosts]
+        async with it.scheduler(4) as address, Door(address) as door:
+            await cluster(address, lambda view: len(view.stores) == 2)
+            await door.admit("r1")
+            await door.placement()
+            first = next(store for store in stores if store.relays)
+            second = next(store for store in stores if store is not first)
+            await first.finish_relay(PACK, time.time_ns() // 1000)
+            await eventually(lambda: bool(second.relays))
+            (woken,), (copied,) = first.relays, second.relays
+            assert woken.urgency == param_store_pb2.RELAY_URGENCY_URGENT and not woken.keep_guarded
+            assert copied.urgency == param_store_pb2.RELAY_URGENCY_IDLE and copied.keep_guarded
+            assert [source.holder_id for source in copied.sources] == [first.store_id, "remote"]
+            assert copied.sources[0].ticket.receiver_id == second.store_id and copied.epoch == woken.epoch
+            await second.finish_relay(PACK, time.time_ns() // 1000)
+            await eventually(lambda: bool(first.guards and second.guards))
+            for store in stores:
+                guard = store.guards[-1]
+                assert list(guard.pack_ids) == [PACK] and guard.lease_s == 30 and guard.epoch == woken.epoch
+            js = it.nats.jetstream()
+            subscription = await js.subscribe(it.subjects.event("scale.>"), stream=it.subjects.history_stream)
+            events: dict[str, dict[str, object]] = {}
+            while it.subjects.event("scale.copied") not in events:
+                message = await subscription.next_msg(timeout=5)
+                events[message.subject] = json.loads(message.data)
+            begun = events[it.subjects.event("scale.replicate")]
+            assert begun["model"] == "acme/tiny" and begun["store_id"] == second.store_id and begun["reason"]
+            reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            assert {"replicate", "copied"} <= {decision.kind for decision in reply.decisions}
+
+
+async def test_a_killed_store_costs_an_urgent_copy(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        stores = [(await it.host(number))[0] for number in (1, 2, 3)]
+        async with it.scheduler(6) as address, Door(address) as door:
+            await cluster(address, lambda view: len(view.stores) == 3)
+            await door.admit("r1")
+            await door.placement()
+            first = next(store for store in stores if store.relays)
+            await first.finish_relay(PACK, time.time_ns() // 1000)
+            others = [store for store in stores if store is not first]
+            await eventually(lambda: any(store.relays for store in others))
+            second = next(store for store in others if store.relays)
+            await second.finish_relay(PACK, time.time_ns() // 1000)
+            third = next(store for store in others if store is not second)
+            await eventually(lambda: bool(second.guards))
+            await second.kill()
+            await eventually(lambda: bool(third.relays), 10)
+            (rebuilt,) = third.relays
+            assert rebuilt.urgency == param_store_pb2.RELAY_URGENCY_URGENT and rebuilt.keep_guarded

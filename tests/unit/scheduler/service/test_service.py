@@ -1,0 +1,280 @@
+"""The service with real gRPC servers and a real broker around it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.unit.scheduler.service.scripted_cluster import (
+    CLUSTER_KEY,
+    Door,
+    a_request,
+    a_version,
+    cluster,
+    eventually,
+    house,
+)
+from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
+from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.scheduler import main
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.transfer.protocol.tickets import derive_node_key, verify_ticket
+
+KEY = bytes.fromhex(CLUSTER_KEY)
+PACK = a_version().pack_id
+
+
+async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "_TICK_S", 3600.0)  # nothing in it waits for a timer
+    async with house(nats_url) as it:
+        store, first, second = await it.host(1)
+        async with it.scheduler(2) as address, Door(address) as door:
+            await cluster(address, lambda view: view.largest_slot_bytes > 0)
+            await asyncio.sleep(PolicyConfig().settle_s)  # the settling time of a start, in which nothing is woken
+            await door.admit("r1")
+            placement = await door.placement()
+            (relay,) = store.relays
+            assert relay.epoch > 1.6e12 and [source.holder_id for source in relay.sources] == ["remote"]
+            assert relay.pack_bytes == a_version().pack_bytes
+            assert [*first.loads[0].roles, *second.loads[0].roles] == [types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE]
+            assert first.loads[0].version == a_version()
+            assert placement.cold and placement.prefill.worker_id == "w-1a" and placement.decode.worker_id == "w-1b"
+            assert placement.prefill.instance_id == first.loads[0].instance_id
+            assert placement.decode.grpc_address == second.address
+            ticket = placement.kv_ticket
+            assert (ticket.buffer_id, ticket.holder_id, ticket.receiver_id) == ("r1/1", "w-1a", "w-1b")
+            verify_ticket(ticket, "w-1a", derive_node_key(KEY, "w-1a"), int(time.time() * 1000))
+
+
+async def test_three_hosts_are_woken_by_a_chain_with_tickets(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        hosts = [await it.host(number) for number in (1, 2, 3)]
+        async with it.scheduler(6, requests_per_instance=1) as address, Door(address) as door:
+            await cluster(address, lambda view: len(view.stores) == 3)
+            await asyncio.sleep(PolicyConfig().settle_s)
+            for number in range(3):
+                await door.admit(f"r{number}")
+            for _ in range(3):
+                await door.placement()
+            await eventually(lambda: all(store.relays for store, _, _ in hosts))
+            upstream = {store.store_id: store.relays[0].sources[0] for store, _, _ in hosts}
+            head = next(name for name, source in upstream.items() if source.holder_id == "remote")
+            second = next(name for name, source in upstream.items() if source.holder_id == head)
+            third = next(name for name, source in upstream.items() if source.holder_id == second)
+            assert {head, second, third} == {"store-1", "store-2", "store-3"}
+            source = upstream[third]
+            assert source.data_address == f"{second}:9"
+            assert (source.ticket.buffer_id, source.ticket.receiver_id) == (PACK, third)
+            verify_ticket(source.ticket, second, derive_node_key(KEY, second), int(time.time() * 1000))
+            assert all(store.relays[0].sources[-1].holder_id == "remote" for store, _, _ in hosts)
+
+
+async def test_admissions_sent_again_have_the_effect_of_once(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        _, first, second = await it.host(1)
+        async with it.scheduler(2) as address:
+            async with Door(address) as door:
+                await door.admit("r1")
+                placement = await door.placement()
+            async with Door(address) as door:
+                await door.admit("r1", current=placement)  # it runs: nothing is to be said
+                await door.admit("r1")  # the answer was lost on the way
+                again = await door.placement()
+                for one in (placement, again):
+                    one.ClearField("kv_ticket")
+                assert again == placement
+                view = await cluster(address, lambda view: bool(view.demand))
+                assert [(demand.num_waiting, demand.num_running) for demand in view.demand] == [(0, 1)]
+                await door.send(release=scheduler_pb2.Release(key=placement.key))
+                await cluster(address, lambda view: not view.demand)
+            assert len(first.loads) == len(second.loads) == 1
+
+
+async def test_a_gateway_that_stays_away_loses_its_admissions(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        await it.host(1)
+        async with it.scheduler(2, gateway_grace_s=0.3) as address:
+            async with Door(address) as door:
+                await door.admit("r1")
+                await door.placement()
+                before = await cluster(address, lambda view: bool(view.demand))
+            after = await cluster(address, lambda view: not view.demand)
+            assert [(demand.num_waiting, demand.num_running) for demand in before.demand] == [(0, 1)]
+            assert not after.demand
+
+
+async def test_a_killed_decode_worker_is_replaced_within_a_second(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        _, first, second = await it.host(1)
+        async with it.scheduler(2) as address, Door(address) as door:
+            await door.admit("r1")
+            placement = await door.placement()
+            for worker in (first, second):
+                await worker.finish_load()
+            await cluster(address, lambda view: {one.state for one in view.instances} == {"ready"})
+            await second.kill()
+            begin = time.monotonic()
+            await door.admit("r1", 2, num_forced_tokens=5, lost_workers=["w-1b"])
+            resumed = await door.placement()
+            assert time.monotonic() - begin < 1.0
+            assert resumed.prefill == resumed.decode == placement.prefill
+            assert not resumed.HasField("kv_ticket") and not resumed.cold
+            assert list(first.role_changes[0].roles) == [types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE]
+
+
+async def test_a_store_lost_in_the_middle_of_a_command_loses_no_request(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        store, _, _ = await it.host(1)
+        store.answers.clear()
+        async with it.scheduler(2) as address, Door(address) as door:
+            await door.admit("r1")
+            await eventually(lambda: bool(store.relays))
+            await store.kill()
+            await cluster(address, lambda view: not view.stores and not view.instances)
+            await it.host(2)
+            placement = await door.placement()
+            assert placement.prefill.worker_id == "w-2a"
+
+
+async def test_a_load_that_breaks_is_tried_again(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        _, first, second = await it.host(1)
+        async with it.scheduler(2) as address, Door(address) as door:
+            await door.admit("r1")
+            broken = await door.placement()
+            await first.fail_load("no holder had chunk 7")
+            await second.fail_load("no holder had chunk 7")
+            await door.send(release=scheduler_pb2.Release(key=broken.key))
+            await door.admit("r1", 2)
+            again = await door.placement()
+            assert again.prefill.instance_id != broken.prefill.instance_id
+            model = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            assert "no holder had chunk 7" in [decision.reason for decision in model.decisions]
+
+
+async def test_a_restarted_scheduler_goes_on_within_two_seconds(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        store, first, second = await it.host(1)
+        async with it.scheduler(2) as address, Door(address) as door:
+            await door.admit("r1")
+            placement = await door.placement()
+            for worker in (first, second):
+                await worker.finish_load()
+            await cluster(address, lambda view: {one.state for one in view.instances} == {"ready"})
+        begin = time.monotonic()
+        async with it.scheduler() as address, Door(address) as door:
+            await door.admit("r1", current=placement)
+            await door.admit("r2")
+            adopted = await door.placement()
+            assert time.monotonic() - begin < 2.0
+            assert adopted.prefill == placement.prefill and adopted.decode == placement.decode
+            assert adopted.key.request_id == "r2"
+            view = await cluster(address, lambda view: bool(view.demand))
+            assert view.demand[0].num_running == 2
+            assert view.epoch > first.epoch
+            assert len(first.loads) == len(second.loads) == len(store.relays) == 1
+
+
+async def test_failed_loads_end_in_a_refusal_with_the_cause(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        _, first, second = await it.host(1)
+        first.refusal = second.refusal = Conflict("the slot is on fire")
+        async with it.scheduler(2, load_tries=2) as address, Door(address) as door:
+            await door.admit("r1")
+            while (event := await door.event()).HasField("waiting"):
+                pass
+            assert event.refusal.reason == scheduler_pb2.Refusal.REASON_LOAD_FAILED
+            assert "the slot is on fire" in event.refusal.message
+            assert len(first.loads) == 2
+
+
+async def test_a_model_goes_back_to_zero_and_its_history_tells(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        _, first, second = await it.host(1)
+        async with it.scheduler(2) as address, Door(address) as door:
+            await door.admit("r1", version=a_version(idle_timeout_s=0.3))
+            placement = await door.placement()
+            for worker in (first, second):
+                await worker.finish_load()
+            await door.send(release=scheduler_pb2.Release(key=placement.key))
+            await eventually(lambda: bool(first.unloads and second.unloads))
+            await cluster(address, lambda view: not view.instances)
+            js = it.nats.jetstream()
+            subscription = await js.subscribe(it.subjects.event(">"), stream=it.subjects.history_stream)
+            events: dict[str, dict[str, object]] = {}
+            released = it.subjects.event("instance.released")
+            while released not in events:
+                message = await subscription.next_msg(timeout=5)
+                events[message.subject] = json.loads(message.data)
+            for kind in ("instance.loading", "instance.ready", "instance.draining", "scale.up", "scale.down"):
+                event = events[it.subjects.event(kind)]
+                assert event["model"] == "acme/tiny" and event["reason"] and event["at_unix_us"]
+            assert "idle" in str(events[it.subjects.event("scale.down")]["reason"])
+
+
+async def test_explain_tells_a_cold_start_from_queue_to_first_token(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        store, first, second = await it.host(1)
+        async with it.scheduler(2) as address, Door(address) as door:
+            await door.admit("r1")
+            placement = await door.placement()
+            now_us = time.time_ns() // 1000
+            await store.finish_relay(PACK, now_us)
+            for worker in (first, second):
+                await worker.finish_load()
+            await cluster(address, lambda view: {one.state for one in view.instances} == {"ready"})
+            phases = [
+                scheduler_pb2.Phase(name="prefill", begin_unix_us=now_us + 20_000, end_unix_us=now_us + 30_000),
+                scheduler_pb2.Phase(name="first_token", begin_unix_us=now_us + 30_000, end_unix_us=now_us + 31_000),
+            ]
+            await door.send(release=scheduler_pb2.Release(key=placement.key, ttft_s=0.1, phases=phases))
+            await cluster(address, lambda view: not view.demand)
+            reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(request_id="r1"))
+            names = [phase.name for phase in reply.phases]
+            assert {"queue", "plan", "relay", "hold", "map", "prefill", "first_token"} == set(names)
+            relay = next(phase for phase in reply.phases if phase.name == "relay")
+            assert relay.where == "store-1" and "from remote" in relay.detail and "1.5 ms" in relay.detail
+            assert relay.end_unix_us - relay.begin_unix_us == 9_000
+            assert [one.begin_unix_us for one in reply.phases] == sorted(one.begin_unix_us for one in reply.phases)
+            assert "wake" in [decision.kind for decision in reply.decisions]
+            model = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
+            assert all(decision.reason for decision in model.decisions)
+
+
+async def test_a_newer_scheduler_ends_this_one(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        _, first, _ = await it.host(1)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with it.scheduler(2), asyncio.timeout(20):
+                await asyncio.sleep(1.1)  # its start-up, in which it would go above what it sees
+                first.epoch = int(time.time() * 1000) + 1_000_000
+                await asyncio.Event().wait()
+        assert caught.group_contains(StaleEpoch)
+
+
+async def test_at_its_start_a_scheduler_goes_above_every_epoch_it_sees(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        store, first, second = await it.host(1)
+        ahead = int(time.time() * 1000) + 60_000  # the clock of the scheduler before went wrong
+        store.epoch = first.epoch = second.epoch = ahead
+        async with it.scheduler(2) as address, Door(address) as door:
+            await door.admit("r1")
+            await door.placement()
+            assert first.loads[0].epoch == ahead + 1
+
+
+async def test_a_stream_without_a_hello_is_refused(nats_url: str) -> None:
+    async with house(nats_url) as it, it.scheduler() as address, Door(address) as door:
+        call: Any = door.stub.Admit()
+        await call.write(scheduler_pb2.AdmitCommand(admit=a_request("r1")))
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert isinstance(error_from_rpc(caught.value), InvalidRequest)

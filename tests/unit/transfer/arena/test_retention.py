@@ -1,0 +1,107 @@
+"""The guard over packs: who may evict what, in which order, for how long; and an arena in which nothing may go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.transfer.arena.arena_packs import CAPACITY, pack, reserve
+from torchrelay.common.errors import Overloaded
+from torchrelay.transfer.arena.arena import Arena
+from torchrelay.transfer.arena.slab import Slab
+from torchrelay.transfer.errors import ArenaFull
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[Arena]:
+    made = Arena.create(tmp_path / "arena", CAPACITY)
+    yield made
+    made.check_integrity()
+    made.close(unlink=True)
+
+
+def three(arena: Arena) -> list[str]:
+    """Packs of 20 of the 64 pages each, in the order of their use."""
+    return [reserve(arena, 20, seed).pack_id for seed in (1, 2, 3)]
+
+
+def one_more(arena: Arena, seed: int, num_pages: int = 20, keep_guarded: bool = False) -> Slab:
+    return arena.reserve(pack(num_pages, seed)[1].encode(), keep_guarded=keep_guarded)
+
+
+def left_after(arena: Arena, seed: int, keep_guarded: bool = False) -> set[str]:
+    """Who of those before is still there when one more has come."""
+    come = one_more(arena, seed, keep_guarded=keep_guarded)
+    return there(arena) - {come.pack_id}
+
+
+def there(arena: Arena) -> set[str]:
+    return {slab.pack_id for slab in arena.slabs()}
+
+
+def test_the_guarded_stay_while_anything_else_may_go(arena: Arena) -> None:
+    first, second, third = three(arena)
+    arena.retention.renew([first, second], 60)
+    fourth = one_more(arena, 4).pack_id
+    assert there(arena) == {first, second, fourth}  # the third was used last, and went
+    assert third not in there(arena)
+
+
+def test_at_the_end_the_guarded_go_in_their_own_order(arena: Arena) -> None:
+    first, second, third = three(arena)
+    arena.retention.renew([second, third, first], 60)
+    fourth = one_more(arena, 4).pack_id
+    assert there(arena) == {first, third, fourth}
+    arena.retention.renew([third, first, fourth], 60)
+    assert left_after(arena, 5) == {first, fourth}
+
+
+def test_who_must_keep_them_is_told_that_the_arena_is_full(arena: Arena) -> None:
+    packs = three(arena)
+    arena.retention.renew(packs, 60)
+    with pytest.raises(ArenaFull, match="pinned or guarded") as told:
+        one_more(arena, 4, keep_guarded=True)
+    assert isinstance(told.value, Overloaded) and told.value.retry_after_s > 0
+    assert there(arena) == set(packs)
+    assert one_more(arena, 4, num_pages=4, keep_guarded=True).num_slab_bytes
+
+
+def test_a_pack_that_is_no_longer_named_may_go(arena: Arena) -> None:
+    first, second, third = three(arena)
+    arena.retention.renew([first, second, third], 60)
+    arena.retention.renew([first, third], 60)
+    assert left_after(arena, 4, keep_guarded=True) == {first, third}
+
+
+def test_a_guard_ends_with_its_lease(arena: Arena) -> None:
+    packs = three(arena)
+    arena.retention.renew(packs, 0)
+    assert not arena.retention.ranks
+    one_more(arena, 4, keep_guarded=True)
+    assert packs[0] not in there(arena)
+
+
+def test_what_is_named_before_it_comes_is_guarded_from_its_first_moment(arena: Arena) -> None:
+    coming = reserve(arena, 20, 9).pack_id
+    arena.retention.renew([coming], 60)
+    assert arena.drop(coming), "the scheduler's own word goes before its guard"
+    packs = [reserve(arena, 20, seed).pack_id for seed in (9, 1, 2)]
+    assert packs[0] == coming
+    assert left_after(arena, 3) == {packs[0], packs[2]}
+
+
+def test_pinned_packs_never_go_guarded_or_not_and_the_answer_is_clear(arena: Arena) -> None:
+    packs = three(arena)
+    for pack_id in packs:
+        arena.pin(pack_id, "worker")
+    arena.retention.renew(packs[:1], 60)
+    for keep in (False, True):
+        with pytest.raises(ArenaFull, match="are pinned"):
+            one_more(arena, 4, keep_guarded=keep)
+    assert there(arena) == set(packs)
+    arena.unpin(packs[0], "worker")
+    with pytest.raises(ArenaFull):
+        one_more(arena, 4, keep_guarded=True)
+    assert left_after(arena, 4) == set(packs[1:])

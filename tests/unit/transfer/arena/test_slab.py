@@ -1,0 +1,180 @@
+"""Slabs as buffers and sinks, and their mapping by another process."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.transfer.loopback_holders import Interrupted, make_pack
+from torchrelay.common.errors import NotFound
+from torchrelay.engine.weights.pack_weights import as_tensor
+from torchrelay.transfer.arena.arena import Arena
+from torchrelay.transfer.arena.slab import MappedSlab, Slab
+from torchrelay.transfer.arena.slab_table import TABLE_BYTES
+from torchrelay.transfer.errors import ArenaCorrupted, BufferLost
+
+DATA, MANIFEST = make_pack(30_000)
+
+_WORKER = """
+import hashlib, json, sys
+from torchrelay.transfer.arena.slab import MappedSlab
+slab = MappedSlab(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+for line in sys.stdin:
+    print(json.dumps({
+        "verified": [index for index in range(slab.num_chunks) if slab.is_verified(index)],
+        "num_verified": slab.num_verified,
+        "complete": slab.complete,
+        "sha256": hashlib.sha256(slab.data).hexdigest(),
+        "read_only": slab.data.readonly,
+        "num_bytes": slab.manifest.num_bytes,
+    }), flush=True)
+slab.close()
+"""
+
+
+@pytest.fixture
+def slab(tmp_path: Path) -> Iterator[Slab]:
+    arena = Arena.create(tmp_path / "arena", TABLE_BYTES + (1 << 20))
+    arena.reserve(make_pack(5_000, seed=9)[1].encode())  # so that ours does not lie at the front
+    yield arena.reserve(MANIFEST.encode())
+    arena.check_integrity()
+    arena.close(unlink=True)
+
+
+def put(slab: Slab, index: int) -> None:
+    span = slab.manifest.chunk_range(index)
+    slab.chunk(index)[:] = DATA[span.begin : span.end]
+    slab.accept(index)
+
+
+def mapped(slab: Slab) -> MappedSlab:
+    arena_path = slab._pins.path  # type: ignore[attr-defined]
+    return MappedSlab(arena_path, slab.offset, slab.num_slab_bytes)
+
+
+def test_accepted_chunks_count_once_and_are_told(slab: Slab) -> None:
+    told: list[int] = []
+    end = slab.on_change(lambda: told.append(slab.num_verified))
+    put(slab, 2)
+    put(slab, 0)
+    put(slab, 0)
+    end()
+    end()
+    put(slab, 1)
+    assert told == [1, 2, 2]
+    assert slab.num_verified == 3
+    assert not slab.complete
+    assert slab.missing() == [3, 4, 5, 6, 7]
+    assert [slab.wait(index, 0.0) for index in range(4)] == [True, True, True, False]
+
+
+def test_who_waits_wakes_at_once(slab: Slab) -> None:
+    results: list[bool] = []
+    threads = [threading.Thread(target=lambda: results.append(slab.wait(5, 10.0))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    put(slab, 5)
+    for thread in threads:
+        thread.join()
+    assert results == [True, True, True]
+
+
+def test_no_chunk_overtakes_another_because_it_comes_while_we_look(slab: Slab) -> None:
+    assert slab.wait_any(Interrupted(range(3), lambda index: put(slab, index)), 1.0) == [0, 1, 2]
+
+
+def test_a_failed_filling_can_begin_anew(slab: Slab) -> None:
+    put(slab, 0)
+    told: list[str] = []
+    slab.on_change(lambda: told.append(slab.error))
+    slab.fail("every source is gone")
+    assert "every source is gone" in told[0]
+    assert slab.wait(0, 0.0), "what is verified stays good"
+    with pytest.raises(BufferLost, match="every source is gone"):
+        slab.wait(1, 10.0)
+    slab.revive()
+    assert slab.error == ""
+    assert not slab.wait(1, 0.0)
+
+
+def test_another_process_maps_it_read_only_and_sees_chunks_as_they_come(slab: Slab) -> None:
+    arguments = [str(slab._pins.path), str(slab.offset), str(slab.num_slab_bytes)]  # type: ignore[attr-defined]
+    with subprocess.Popen(
+        [sys.executable, "-c", _WORKER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+
+        def ask() -> dict[str, object]:
+            assert worker.stdin is not None
+            assert worker.stdout is not None
+            worker.stdin.write("now\n")
+            worker.stdin.flush()
+            answer: dict[str, object] = json.loads(worker.stdout.readline())
+            return answer
+
+        assert ask()["num_verified"] == 0
+        put(slab, 1)
+        assert ask()["verified"] == [1]
+        for index in range(slab.num_chunks):
+            put(slab, index)
+        last = ask()
+        assert last["complete"] is True
+        assert last["read_only"] is True
+        assert last["num_bytes"] == len(DATA)
+        assert last["sha256"] == hashlib.sha256(DATA).hexdigest()
+        worker.stdin.close()
+        assert worker.wait(10) == 0
+
+
+def test_a_mapping_outlives_its_pack_and_its_tensors_outlive_its_close(slab: Slab) -> None:
+    for index in range(slab.num_chunks):
+        put(slab, index)
+    view = mapped(slab)
+    assert view.data == DATA
+    array, tensor = np.frombuffer(view.data, dtype=np.uint8), as_tensor(view.data)
+    assert not array.flags.writeable
+    with pytest.raises(TypeError):
+        view.data[0] = 1
+    view.close()
+    view.close()
+    assert array[17] == DATA[17]
+    del array
+    gc.collect()
+    view.close()
+    assert bytes(tensor.tolist()) == DATA
+    del tensor, view
+    gc.collect()
+
+
+def test_what_is_no_slab_is_not_mapped(slab: Slab, tmp_path: Path) -> None:
+    path = tmp_path / "arena"
+    with pytest.raises(NotFound):
+        MappedSlab(tmp_path / "nowhere", slab.offset, slab.num_slab_bytes)
+    for offset, num_bytes in [(slab.offset + 1, 4096), (slab.offset, 0), (slab.offset, 1 << 30), (-4096, 4096)]:
+        with pytest.raises(ArenaCorrupted):
+            MappedSlab(path, offset, num_bytes)
+    with pytest.raises(ArenaCorrupted):
+        MappedSlab(path, slab.offset + slab.format.data_offset, 4096)
+    with pytest.raises(ArenaCorrupted):
+        MappedSlab(path, slab.offset, slab.num_slab_bytes - 4096)
+
+
+def test_integrity_notices_marks_that_were_never_earned(slab: Slab) -> None:
+    put(slab, 0)
+    slab._shared[0] = 0
+    with pytest.raises(ArenaCorrupted, match="hides"):
+        slab.check_integrity()
+    slab._shared[0] = 7
+    with pytest.raises(ArenaCorrupted, match="neither"):
+        slab.check_integrity()
+    slab._shared[0] = 1

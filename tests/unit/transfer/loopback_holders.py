@@ -1,0 +1,209 @@
+"""What the tests of the data plane are made of: small packs, holders on loopback, and doors that misbehave."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from blake3 import blake3
+
+from torchrelay.transfer.buffers import Buffer, MemoryBuffer
+from torchrelay.transfer.fetch.sources import Receiver, SourceAddress
+from torchrelay.transfer.manifest import Manifest, Segment
+from torchrelay.transfer.protocol.tickets import TicketIssuer, derive_node_key
+from torchrelay.transfer.serve.holder import HolderServer
+
+CLUSTER_KEY = b"the cluster's own master key, 32"
+OFFICE = TicketIssuer(CLUSTER_KEY)
+FAR = 1 << 50  # an expiry that no test reaches
+
+
+def make_pack(num_bytes: int, chunk_bytes: int = 4096, seed: int = 0) -> tuple[bytes, Manifest]:
+    """Random bytes and their manifest; small chunks, which the format allows."""
+    data = random.Random(seed).randbytes(num_bytes)
+    digests = tuple(blake3(data[at : at + chunk_bytes]).digest() for at in range(0, num_bytes, chunk_bytes))
+    manifest = Manifest(
+        architecture="LlamaForCausalLM",
+        dtype="F32",
+        config={"seed": seed},
+        tensors=(),
+        segments=(Segment(0, num_bytes),),
+        num_bytes=num_bytes,
+        chunk_bytes=chunk_bytes,
+        chunk_digests=digests,
+    )
+    return data, manifest
+
+
+class FixedBuffer(MemoryBuffer):
+    """A published pack in plain memory, with a manifest as its head and its digests."""
+
+    def __init__(self, buffer_id: str, data: bytes, manifest: Manifest, published: int | None = None) -> None:
+        spans = [manifest.chunk_range(index) for index in range(manifest.num_chunks)]
+        super().__init__(buffer_id, [span.end - span.begin for span in spans])
+        self.head = manifest.encode()
+        self.pieces = [data[span.begin : span.end] for span in spans]
+        for index in range(manifest.num_chunks if published is None else published):
+            self.publish(index, self.pieces[index])
+
+
+class PackSink(FixedBuffer):
+    """An empty pack to follow into, which can be served meanwhile; notes what it accepted."""
+
+    def __init__(self, buffer_id: str, data: bytes, manifest: Manifest) -> None:
+        super().__init__(buffer_id, data, manifest, published=0)
+        self.accepted: list[int] = []
+        self._expected = manifest.chunk_digests
+
+    def digest(self, index: int) -> bytes:
+        return self._expected[index]
+
+    def accept(self, index: int) -> None:
+        self.accepted.append(index)
+        self.publish(index)
+
+    @property
+    def bytes_held(self) -> bytes:
+        return b"".join(bytes(self.chunk(index)) for index in range(self.num_chunks))
+
+
+class BlindSink:
+    """A sink that believes each frame's own digest, as the receiver of KV does."""
+
+    def __init__(self, num_chunks: int, chunk_bytes: int) -> None:
+        self.chunks = [bytearray(chunk_bytes) for _ in range(num_chunks)]
+
+    def chunk(self, index: int) -> memoryview:
+        return memoryview(self.chunks[index])
+
+    def digest(self, index: int) -> bytes | None:
+        return None
+
+    def accept(self, index: int) -> None:
+        """Nothing to mark."""
+
+
+class Interrupted(list[int]):
+    """Wanted chunks of which all are published while somebody has looked at the first."""
+
+    def __init__(self, indices: Iterable[int], publish: Callable[[int], None]) -> None:
+        super().__init__(indices)
+        self._publish: Callable[[int], None] | None = publish
+
+    def __iter__(self) -> Iterator[int]:
+        publish, self._publish = self._publish, None
+        for place, index in enumerate(super().__iter__()):
+            if place == 1 and publish is not None:
+                for each in super().__iter__():
+                    publish(each)
+            yield index
+
+
+def receiver(receiver_id: str = "host-r") -> Receiver:
+    return Receiver(receiver_id, derive_node_key(CLUSTER_KEY, receiver_id))
+
+
+@contextmanager
+def serving(
+    *buffers: Buffer, holder_id: str = "host-h", find: Callable[[str], Buffer | None] | None = None
+) -> Iterator[HolderServer]:
+    """A holder on loopback that serves these buffers."""
+    held = {buffer.buffer_id: buffer for buffer in buffers}
+    server = HolderServer(
+        holder_id, derive_node_key(CLUSTER_KEY, holder_id), find or held.get, "127.0.0.1", find_timeout_s=0.2
+    )
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def source_at(
+    address: str, buffer_id: str, holder_id: str = "host-h", receiver_id: str = "host-r", expires: int = FAR
+) -> SourceAddress:
+    return SourceAddress(holder_id, address, OFFICE.issue(buffer_id, holder_id, receiver_id, expires))
+
+
+@contextmanager
+def silent_listener() -> Iterator[str]:
+    """Takes connections and never says a word; gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextmanager
+def tampering_proxy(behind: str, meddle: Callable[[bytes, int], bytes | None]) -> Iterator[str]:
+    """A relay in front of a holder. ``meddle(data, offset)`` changes what the holder sends; None cuts it off."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    threads: list[threading.Thread] = []
+
+    def forward(connected: socket.socket) -> None:
+        host, port = behind.rsplit(":", 1)
+        with connected, socket.create_connection((host, int(port))) as holder:
+            upward = threading.Thread(target=_pump, args=(connected, holder), daemon=True)
+            upward.start()
+            offset = 0
+            while data := holder.recv(1 << 16):
+                changed = meddle(data, offset)
+                if changed is None:
+                    break
+                offset += len(data)
+                try:
+                    connected.sendall(changed)
+                except OSError:  # the follower has had enough
+                    break
+            for end in (connected, holder):
+                _shut(end)
+            upward.join()
+
+    def accept() -> None:
+        while True:
+            try:
+                connected, _ = listener.accept()
+            except OSError:  # the listener was closed
+                return
+            thread = threading.Thread(target=forward, args=(connected,), daemon=True)
+            threads.append(thread)
+            thread.start()
+
+    accepting = threading.Thread(target=accept, daemon=True)
+    accepting.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        _shut(listener)
+        listener.close()
+        accepting.join()
+        for thread in threads:
+            thread.join()
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    """Whether the condition comes true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        threading.Event().wait(0.005)
+    return True
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    try:
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+    except OSError:  # one of the two is gone, and so is the stream
+        return
+
+
+def _shut(end: socket.socket) -> None:
+    try:
+        end.shutdown(socket.SHUT_RDWR)
+    except OSError:  # closed already
+        return

@@ -1,0 +1,52 @@
+"""Frames over a connection that others end and send on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from torchrelay.transfer.protocol.frame_stream import FrameStream
+from torchrelay.transfer.protocol.frames import FrameKind
+from torchrelay.transfer.transport.interface import TransferClass
+
+
+class FullConnection:
+    """Its peer takes nothing: a send lasts until the connection is aborted."""
+
+    def __init__(self) -> None:
+        self.sending, self.aborted = threading.Event(), threading.Event()
+        self.told: list[str] = []
+
+    def receive_into(self, view: memoryview) -> int:
+        raise TimeoutError
+
+    def send(self, parts: Sequence[bytes | memoryview]) -> None:
+        self.sending.set()
+        self.aborted.wait(10)
+        self.told.append("sent")
+
+    def set_class(self, transfer_class: TransferClass) -> None:
+        return
+
+    def peer_closed(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        self.told.append("aborted")
+        self.aborted.set()
+
+    def close(self) -> None:
+        self.told.append("closed")
+
+
+def test_a_connection_is_closed_when_nobody_sends_on_it_and_not_touched_afterwards() -> None:
+    connection = FullConnection()
+    frames = FrameStream(connection, 1.0)
+    sending = threading.Thread(target=frames.send, args=(FrameKind.ALIVE,))
+    sending.start()
+    assert connection.sending.wait(10)
+    frames.close()
+    sending.join()
+    assert connection.told == ["aborted", "sent", "closed"]
+    frames.abort()
+    assert connection.told[-1] == "closed"

@@ -1,0 +1,197 @@
+"""The holder's side: leases, late buffers, ranges, garbage at the door, and shutting down."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import suppress
+
+import pytest
+
+from tests.unit.transfer.loopback_holders import (
+    CLUSTER_KEY,
+    FAR,
+    OFFICE,
+    FixedBuffer,
+    PackSink,
+    eventually,
+    make_pack,
+    receiver,
+    serving,
+    source_at,
+)
+from torchrelay.transfer.buffers import MemoryBuffer
+from torchrelay.transfer.errors import RangeRefused, SourceClosed, SourcesExhausted, SourceStalled, UnknownBuffer
+from torchrelay.transfer.fetch.follow import SourceAddress, fetch_head, follow
+from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.protocol.tickets import derive_node_key
+from torchrelay.transfer.serve.holder import HolderServer
+from torchrelay.transfer.transport.tcp import split_address
+
+DATA, MANIFEST = make_pack(40_000)
+PACK_ID = pack_id_of(MANIFEST.encode())
+
+
+class LeasedBuffer(FixedBuffer):
+    """Notes who reads it."""
+
+    def __init__(self, gone: bool = False) -> None:
+        super().__init__(PACK_ID, DATA, MANIFEST)
+        self.owners: set[str] = set()
+        self.num_leases = 0
+        self._gone = gone
+
+    def acquire(self, owner: str) -> None:
+        if self._gone:
+            raise UnknownBuffer("evicted just now")
+        self.owners.add(owner)
+        self.num_leases += 1
+
+    def release(self, owner: str) -> None:
+        self.owners.remove(owner)
+
+
+def test_a_leased_buffer_is_held_for_as_long_as_it_is_read() -> None:
+    leased = LeasedBuffer()
+    with serving(leased) as holder:
+        source = source_at(holder.address, PACK_ID)
+        assert fetch_head(source, receiver()) == MANIFEST.encode()
+        assert eventually(lambda: not leased.owners)
+        assert leased.num_leases == 1
+    with serving(LeasedBuffer(gone=True)) as holder, pytest.raises(UnknownBuffer, match="just now"):
+        fetch_head(source_at(holder.address, PACK_ID), receiver())
+
+
+def test_a_buffer_may_appear_after_it_was_asked_for() -> None:
+    begin = time.monotonic()
+
+    def find(buffer_id: str) -> MemoryBuffer | None:
+        return FixedBuffer(PACK_ID, DATA, MANIFEST) if time.monotonic() - begin > 0.1 else None
+
+    with serving(find=find) as holder:
+        assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
+
+
+@pytest.mark.parametrize(("begin", "end", "allowed"), [(4096, 12288, [1, 2]), (32768, 0, [8, 9]), (1, 8192, [1])])
+def test_a_ticket_s_range_is_kept(begin: int, end: int, allowed: list[int]) -> None:
+    sent = FixedBuffer(PACK_ID, DATA, MANIFEST)
+    with serving(sent) as holder:
+        ticket = OFFICE.issue(PACK_ID, "host-h", "host-r", FAR, begin, end)
+        source = SourceAddress("host-h", holder.address, ticket)
+        for index in range(MANIFEST.num_chunks):
+            sink = PackSink(PACK_ID, DATA, MANIFEST)
+            if index in allowed:
+                assert list(follow(PACK_ID, [index], [source], sink, receiver())) == [index]
+            else:
+                with pytest.raises(SourcesExhausted) as exhausted:
+                    list(follow(PACK_ID, [index], [source], sink, receiver()))
+                assert isinstance(exhausted.value.failures[0][1], RangeRefused)
+
+
+@pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, b"TRF1" + b"\xff" * 60, bytes(48)])
+def test_garbage_at_the_door_costs_nothing(greeting: bytes) -> None:
+    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
+        host, port = holder.address.rsplit(":", 1)
+        with socket.create_connection((host, int(port)), timeout=5.0) as caller:
+            caller.sendall(greeting)
+            with suppress(OSError):  # it has hung up already
+                caller.shutdown(socket.SHUT_WR)
+            while True:
+                try:
+                    if not caller.recv(1 << 16):
+                        break
+                except ConnectionResetError:
+                    break
+        assert eventually(lambda: holder.num_streams == 0)
+        assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
+
+
+def test_a_greeting_that_trickles_in_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrelay.transfer.serve.downstream.HANDSHAKE_S", 0.3)
+    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
+        with socket.create_connection(split_address(holder.address)) as caller:
+            caller.settimeout(0.05)
+            begin = time.monotonic()
+            ended = False
+            while not ended and time.monotonic() - begin < 1.5:  # one header takes 2.4 s
+                try:
+                    caller.sendall(b"T")  # always a byte before the silence is too long
+                    ended = caller.recv(1) is not None
+                except TimeoutError:
+                    continue
+                except OSError:
+                    ended = True
+        assert ended
+        assert eventually(lambda: holder.num_streams == 0)
+
+
+def test_the_door_stays_open_when_the_system_gives_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse_once(thread: threading.Thread) -> None:
+        if thread.name == "stream":
+            monkeypatch.setattr(threading.Thread, "start", start)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
+        monkeypatch.setattr(threading.Thread, "start", refuse_once)
+        with pytest.raises((SourceClosed, OSError)):
+            fetch_head(source_at(holder.address, PACK_ID), receiver())
+        assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
+
+
+def test_closing_ends_streams_that_wait() -> None:
+    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)) as holder:
+        stream = follow(
+            PACK_ID, range(2), [source_at(holder.address, PACK_ID)], PackSink(PACK_ID, DATA, MANIFEST), receiver()
+        )
+        assert next(stream) == 0
+        begin = time.monotonic()
+        holder.close()
+        assert time.monotonic() - begin < 1.0
+        assert holder.num_streams == 0
+        with pytest.raises(SourcesExhausted):
+            next(stream)
+
+
+def test_a_holder_that_never_started_closes() -> None:
+    server = HolderServer("host-h", b"k" * 32, lambda _: None, "127.0.0.1")
+    assert server.address.startswith("127.0.0.1:")
+    server.close()
+
+
+def test_many_followers_at_once() -> None:
+    sent = FixedBuffer(PACK_ID, DATA, MANIFEST)
+    sinks = [PackSink(PACK_ID, DATA, MANIFEST) for _ in range(8)]
+    with serving(sent) as holder:
+        source = source_at(holder.address, PACK_ID)
+        threads = [
+            threading.Thread(target=lambda sink=sink: list(follow(PACK_ID, range(10), [source], sink, receiver())))
+            for sink in sinks
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert eventually(lambda: holder.bytes_sent == 8 * len(DATA))
+    assert all(sink.bytes_held == DATA for sink in sinks)
+
+
+def test_streams_beyond_the_limit_wait_for_their_turn() -> None:
+    sent = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)
+    key = derive_node_key(CLUSTER_KEY, "host-h")
+    server = HolderServer("host-h", key, {PACK_ID: sent}.get, "127.0.0.1", max_streams=1)
+    server.start()
+    source = source_at(server.address, PACK_ID)
+    first = follow(PACK_ID, range(2), [source], PackSink(PACK_ID, DATA, MANIFEST), receiver())
+    assert next(first) == 0
+    with pytest.raises(SourceStalled):
+        fetch_head(source, receiver(), stall_s=0.3)
+    first.close()
+    begin = time.monotonic()
+    assert fetch_head(source, receiver()) == MANIFEST.encode()
+    assert time.monotonic() - begin < 1.0
+    server.close()
+    assert server.num_streams == 0

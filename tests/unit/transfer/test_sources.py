@@ -1,9 +1,0 @@
-"""Who follows keeps its key to itself."""
-
-from __future__ import annotations
-
-from torchrelay.transfer.sources import Receiver
-
-
-def test_a_key_is_never_printed() -> None:
-    assert "secret" not in repr(Receiver("host-r", b"secret"))

@@ -1,0 +1,178 @@
+"""What every transport keeps to, by one suite over each: order, ends, waiting, giving up, many at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.unit.transfer.loopback_holders import eventually
+from tests.unit.transfer.transport.transport_cases import TRANSPORTS, TransportCase, make_wire, receive
+from torchrelay.transfer.transport import shm, tcp
+from torchrelay.transfer.transport.interface import Connection, TransferClass
+
+
+@pytest.fixture(params=TRANSPORTS)
+def case(request: pytest.FixtureRequest) -> Iterator[TransportCase]:
+    with TemporaryDirectory() as folder:
+        yield make_wire(request.param, Path(folder))
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1, 0, 3 << 20, 7, 1 << 20], [1] * 900, [52, 256 << 10] * 24, [(1 << 20) - 1, 2, 1 << 20]]
+)
+def test_parts_arrive_in_order_however_many_and_large(case: TransportCase, sizes: list[int]) -> None:
+    parts = [random.Random(number).randbytes(size) for number, size in enumerate(sizes)]
+    with case.pair() as (near, far):
+        for sender, receiver in ((near, far), (far, near)):
+            if sender is far:
+                far.send([b"hello"])  # an end that was accepted speaks first
+                assert receive(near, 5) == b"hello"
+            sending = threading.Thread(target=sender.send, args=(parts,))
+            sending.start()
+            assert receive(receiver, sum(sizes)) == b"".join(parts)
+            sending.join()
+
+
+def test_both_directions_at_once(case: TransportCase) -> None:
+    data = random.Random(7).randbytes(8 << 20)
+    with case.pair() as (near, far):
+        near.send([b"?"])
+        assert receive(far, 1) == b"?"
+        senders = [threading.Thread(target=end.send, args=([data],)) for end in (near, far)]
+        received: dict[Connection, bytes] = {}
+
+        def take(end: Connection) -> None:
+            received[end] = receive(end, len(data))
+
+        takers = [threading.Thread(target=take, args=(end,)) for end in (near, far)]
+        for thread in (*senders, *takers):
+            thread.start()
+        for thread in (*senders, *takers):
+            thread.join()
+        assert received == {near: data, far: data}
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 600 << 10])
+def test_what_was_sent_before_the_end_still_arrives(case: TransportCase, num_bytes: int) -> None:
+    with case.pair() as (near, far):
+        near.send([bytes(num_bytes)])
+        near.close()
+        assert receive(far, num_bytes) == bytes(num_bytes)
+        assert far.receive_into(memoryview(bytearray(1))) == 0
+        assert far.peer_closed()
+
+
+def test_an_end_is_seen_without_waiting(case: TransportCase) -> None:
+    with case.pair() as (near, far):
+        assert not near.peer_closed()
+        assert not far.peer_closed()
+        near.send([b"x"])
+        assert receive(far, 1) == b"x"
+        assert not far.peer_closed()
+        near.abort()
+        assert eventually(far.peer_closed)
+    with case.pair() as (near, far):
+        far.close()
+        assert eventually(near.peer_closed)
+
+
+def test_sending_to_one_that_has_gone_fails(case: TransportCase) -> None:
+    with case.pair() as (near, far):
+        near.send([b"x"])
+        receive(far, 1)
+        near.close()
+        with pytest.raises(OSError):
+            for _ in range(100):
+                far.send([bytes(1 << 20)])
+
+
+def test_a_receive_lets_its_caller_look_around(case: TransportCase) -> None:
+    with case.pair() as (near, far):
+        for end in (near, far):
+            begin = time.monotonic()
+            with pytest.raises(TimeoutError):
+                end.receive_into(memoryview(bytearray(1)))
+            assert 0.05 < time.monotonic() - begin < 1.0
+
+
+def test_a_peer_that_takes_nothing_is_given_up(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (tcp, shm):
+        monkeypatch.setattr(module, "SEND_TIMEOUT_S", 0.1)
+    with case.pair() as (near, _), pytest.raises(TimeoutError, match="taken nothing"):
+        near.send([bytes(64 << 20)])
+
+
+def test_aborting_wakes_the_threads_that_are_blocked(case: TransportCase) -> None:
+    with case.pair() as (near, _):
+        failed: list[OSError] = []
+
+        def send() -> None:
+            try:
+                near.send([bytes(64 << 20)])
+            except OSError as error:
+                failed.append(error)
+
+        sending = threading.Thread(target=send)
+        sending.start()
+        near.abort()
+        sending.join(5.0)
+        assert failed
+        assert near.receive_into(memoryview(bytearray(1))) == 0
+
+
+@pytest.mark.parametrize("transfer_class", TransferClass)
+def test_every_class_brings_the_same_bytes(case: TransportCase, transfer_class: TransferClass) -> None:
+    data = random.Random(3).randbytes(2 << 20)
+    with case.pair() as (near, far):
+        near.set_class(transfer_class)
+        sending = threading.Thread(target=near.send, args=([data[:52], data[52:]],))
+        sending.start()
+        assert receive(far, len(data)) == data
+        sending.join()
+        near.close()
+        near.set_class(transfer_class)
+
+
+def test_many_connections_at_once(case: TransportCase) -> None:
+    def echo(connection: Connection) -> None:
+        connection.send([receive(connection, 200_000)])
+
+    with case.listening() as listener:
+        near = [case.transport.connect(listener.address, timeout_s=5.0) for _ in range(32)]
+        far = [listener.accept() for _ in near]
+        threads = [threading.Thread(target=echo, args=(connection,)) for connection in far]
+        for thread in threads:
+            thread.start()
+        for number, connection in enumerate(near):
+            connection.send([bytes([number]) * 200_000])
+        for number, connection in enumerate(near):
+            assert receive(connection, 200_000) == bytes([number]) * 200_000
+        for thread in threads:
+            thread.join()
+        for end in (*near, *far):
+            assert end is not None
+            end.close()
+
+
+def test_a_closed_listener_accepts_no_more_and_nobody_reaches_it(case: TransportCase) -> None:
+    accepted: list[Connection | None] = []
+    with case.listening() as listener:
+        accepting = threading.Thread(target=lambda: accepted.append(listener.accept()))
+        accepting.start()
+        listener.close()
+        accepting.join(5.0)
+        assert accepted == [None]
+        with pytest.raises(OSError, match="cannot connect"):
+            case.transport.connect(listener.address, timeout_s=1.0)
+
+
+def test_a_bad_address_reaches_nobody(case: TransportCase) -> None:
+    for bad in ("", "host", "shm:relative", "host:http"):
+        with pytest.raises(ConnectionError, match="form"):
+            case.transport.connect(bad, timeout_s=1.0)

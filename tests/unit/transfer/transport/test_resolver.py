@@ -1,0 +1,92 @@
+"""Names are looked up within a limit, once for all who ask."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.unit.transfer.loopback_holders import eventually
+from torchrelay.transfer.transport.resolver import Resolver
+from torchrelay.transfer.transport.tcp import TcpTransport
+
+look_up = socket.getaddrinfo
+
+
+class SlowServer:
+    """The system's resolver when its servers are away: it hangs until ``answer`` is set."""
+
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+        self.num_asked = 0
+
+    def __call__(self, host: str, port: int, **options: Any) -> Any:
+        if options.get("flags"):
+            return look_up(host, port, **options)
+        self.num_asked += 1
+        self.answer.wait(10.0)
+        return look_up("127.0.0.1", port, **options)
+
+
+@pytest.fixture
+def away(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowServer]:
+    server = SlowServer()
+    monkeypatch.setattr(socket, "getaddrinfo", server)
+    yield server
+    server.answer.set()
+
+
+def soon(s: float = 0.2) -> float:
+    return time.monotonic() + s
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "10.1.2.3"])
+def test_an_address_is_not_looked_up(away: SlowServer, host: str) -> None:
+    family, place = Resolver().resolve(host, 7, soon())
+    assert place[:2] == (host, 7)
+    assert family == (socket.AF_INET6 if ":" in host else socket.AF_INET)
+    assert away.num_asked == 0
+
+
+def test_a_name_is_found() -> None:
+    family, place = Resolver().resolve("localhost", 7, soon(5.0))
+    assert place[0] == ("::1" if family == socket.AF_INET6 else "127.0.0.1")
+
+
+def test_a_name_that_is_none_is_told() -> None:
+    with pytest.raises(OSError, match="has no address"):
+        Resolver().resolve(f"{'x' * 70}.invalid", 7, soon(5.0))
+
+
+def test_a_connection_is_given_up_in_time_though_the_name_servers_are_away(away: SlowServer) -> None:
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match="not resolved in time"):
+        TcpTransport().connect("some-host:7", 0.3)
+    assert 0.3 <= time.monotonic() - begin < 1.0
+
+
+def test_a_stop_ends_the_wait(away: SlowServer) -> None:
+    stop = threading.Event()
+    threading.Timer(0.05, stop.set).start()
+    begin = time.monotonic()
+    with pytest.raises(InterruptedError):
+        TcpTransport().connect("other-host:7", 5.0, stop)  # the last test's name may be looked up still
+    assert time.monotonic() - begin < 1.0
+
+
+def test_many_tries_are_one_lookup_and_the_late_answer_is_used_by_the_next(away: SlowServer) -> None:
+    resolver = Resolver()
+    for _ in range(5):
+        with pytest.raises(TimeoutError):
+            resolver.resolve("some-host", 7, soon(0.02))
+    assert away.num_asked == 1
+    threading.Timer(0.05, away.answer.set).start()
+    assert resolver.resolve("some-host", 7, soon(5.0))[1] == ("127.0.0.1", 7)
+    assert away.num_asked == 1
+    assert eventually(lambda: not any(thread.name == "resolve" for thread in threading.enumerate()))
+    resolver.resolve("some-host", 7, soon(5.0))
+    assert away.num_asked == 2  # nothing is remembered: names move

@@ -1,0 +1,223 @@
+"""Shared memory apart from what every transport does: who may meet, what a peer may claim, and what is left behind."""
+
+from __future__ import annotations
+
+import array
+import errno
+import gc
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.unit.transfer.transport.transport_cases import TransportCase, receive
+from torchrelay.transfer.transport import shm
+from torchrelay.transfer.transport.interface import Connection, Listener
+from torchrelay.transfer.transport.shm import ShmTransport
+from torchrelay.transfer.transport.shm_ring import RING_BYTES, RingReader, make_ring
+
+SPEAKER = """
+import sys, threading
+from torchrelay.transfer.transport.shm import ShmTransport
+connection = ShmTransport().connect(sys.argv[1], 5.0)
+connection.send([b"hello"])
+threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def case() -> Iterator[TransportCase]:
+    with TemporaryDirectory() as folder:
+        yield TransportCase(ShmTransport(), f"shm:{folder}/door")
+
+
+def path_of(listener: Listener) -> Path:
+    return Path(listener.address.removeprefix("shm:"))
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_peer_that_is_killed_is_noticed_at_once(case: TransportCase) -> None:
+    with case.listening() as listener:
+        peer = subprocess.Popen([sys.executable, "-c", SPEAKER, listener.address])
+        accepted = listener.accept()
+        assert accepted is not None
+        assert receive(accepted, 5) == b"hello"
+        assert not accepted.peer_closed()
+        peer.kill()
+        peer.wait()
+        begin = time.monotonic()
+        assert accepted.receive_into(memoryview(bytearray(1))) == 0
+        with pytest.raises(OSError):
+            accepted.send([bytes(4 * RING_BYTES)])
+        assert time.monotonic() - begin < 1.0
+        accepted.close()
+
+
+def test_another_user_is_refused_at_both_ends(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    with case.listening() as listener:
+        mine = os.geteuid()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "geteuid", lambda: mine + 1)
+            with pytest.raises(PermissionError, match="another user"):
+                case.transport.connect(listener.address, 1.0)
+            accepted: list[Connection | None] = []
+            accepting = threading.Thread(target=lambda: accepted.append(listener.accept()))
+            accepting.start()
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
+                foreign.settimeout(5.0)
+                foreign.connect(str(path_of(listener)))
+                assert foreign.recv(1) == b""  # sent away
+            listener.close()
+            accepting.join()
+            assert accepted == [None]
+
+
+def test_only_its_owner_may_open_the_door(case: TransportCase) -> None:
+    with case.listening() as listener:
+        assert path_of(listener).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_dead_process_s_socket_is_replaced_a_living_one_s_is_not(case: TransportCase) -> None:
+    path = Path(case.host.removeprefix("shm:"))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(path))
+    with case.listening() as listener:
+        with pytest.raises(OSError) as refused:
+            case.transport.listen(case.host, 0)
+        assert refused.value.errno == errno.EADDRINUSE
+        case.transport.connect(listener.address, 1.0).close()
+    assert not path.exists()
+
+
+def test_a_listener_leaves_its_successor_s_socket_alone(case: TransportCase) -> None:
+    with case.listening() as first:
+        path_of(first).unlink()
+        with case.listening() as second:
+            first.close()
+            assert path_of(second).exists()
+            case.transport.connect(second.address, 1.0).close()
+
+
+def test_nothing_is_left_open(case: TransportCase) -> None:
+    before = num_descriptors()
+    for _ in range(20):
+        with case.pair() as (near, far):
+            near.send([bytes(RING_BYTES)])
+            receive(far, 100)
+            near.close()  # twice is harmless
+    assert num_descriptors() == before
+
+
+def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "SEND_TIMEOUT_S", 0.1)
+    with case.pair() as (near, far):
+        near.send([bytes(RING_BYTES)])
+        with pytest.raises(TimeoutError):
+            near.send([b"x"])
+        assert receive(far, RING_BYTES) == bytes(RING_BYTES)
+        near.send([b"y"])
+        assert receive(far, 1) == b"y"
+
+
+def test_a_full_queue_is_waited_for_and_not_for_ever(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "_BACKLOG", 0)
+    with case.listening() as listener:
+        waiting = case.transport.connect(listener.address, 1.0)
+        with pytest.raises(TimeoutError):
+            case.transport.connect(listener.address, 0.1)
+        stop = threading.Event()
+        stop.set()
+        with pytest.raises(InterruptedError):
+            case.transport.connect(listener.address, 5.0, stop)
+        waiting.close()
+
+
+def small_ring() -> int:
+    ring = os.memfd_create("small", os.MFD_CLOEXEC)
+    os.ftruncate(ring, 4096)
+    return ring
+
+
+@pytest.mark.parametrize("rings", [[], [small_ring, small_ring], [lambda: os.open("/dev/null", os.O_RDWR)] * 2])
+def test_what_is_no_ring_is_not_used(case: TransportCase, rings: Sequence[object]) -> None:
+    before = num_descriptors()
+    with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(str(path_of(listener)))
+        near, far = socket.socketpair()
+        given = [make() for make in rings if callable(make)]
+        with near, far:
+            socket.send_fds(peer, [b"\0"], [near.fileno(), *given])
+        for descriptor in given:
+            os.close(descriptor)
+        accepted = listener.accept()
+        assert accepted is not None
+        with pytest.raises(ConnectionError, match="ring"):
+            accepted.receive_into(memoryview(bytearray(1)))
+        accepted.close()
+    assert num_descriptors() == before
+
+
+def test_a_meeting_that_fails_late_closes_each_descriptor_once(
+    case: TransportCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> RingReader:
+        raise OSError("no socket options left")
+
+    gc.collect()  # what earlier tests left
+    before = num_descriptors()
+    with case.pair() as (near, far):
+        near.send([b"hello"])
+        monkeypatch.setattr(shm, "RingReader", fail)
+        with pytest.raises(OSError, match="no socket options left") as failed:
+            far.receive_into(memoryview(bytearray(1)))
+        # Their numbers are free, and given to files; the socket of the failed meeting must not close one of them.
+        opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(6)]
+        del failed
+        gc.collect()
+        for descriptor in opened:
+            os.close(descriptor)
+    assert num_descriptors() == before
+
+
+def test_what_is_no_socket_is_not_used(case: TransportCase) -> None:
+    before = num_descriptors()
+    with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(str(path_of(listener)))
+        given = [os.open("/dev/null", os.O_RDWR), make_ring(), make_ring()]
+        socket.send_fds(peer, [b"\0"], given)
+        for descriptor in given:
+            os.close(descriptor)
+        accepted = listener.accept()
+        assert accepted is not None
+        with pytest.raises(ConnectionError, match="no socket"):
+            accepted.receive_into(memoryview(bytearray(1)))
+        accepted.close()
+    assert num_descriptors() == before
+
+
+@pytest.mark.parametrize("said", [struct.pack("=I", RING_BYTES + 1), struct.pack("=2I", RING_BYTES, 1), b"abc"])
+def test_false_counts_end_the_connection(case: TransportCase, said: bytes) -> None:
+    with case.listening() as listener, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.connect(str(path_of(listener)))
+        near, far = socket.socketpair()
+        rings = array.array("i", [make_ring(), make_ring()])
+        socket.send_fds(peer, [b"\0"], [far.fileno(), *rings])
+        accepted = listener.accept()
+        assert accepted is not None
+        peer.send(said)
+        with near, far, pytest.raises(ConnectionError, match="peer sends"):
+            accepted.receive_into(memoryview(bytearray(8)))
+        accepted.close()
+        for ring in rings:
+            os.close(ring)

@@ -1,0 +1,81 @@
+"""TCP apart from what every transport does: addresses, connecting, and a shortage of descriptors."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from torchrelay.transfer.transport import tcp
+from torchrelay.transfer.transport.interface import Connection, Listener
+from torchrelay.transfer.transport.tcp import TcpTransport, join_address, split_address
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = TcpTransport().listen("127.0.0.1", 0)
+    yield made
+    made.close()
+
+
+def test_connecting_fails_with_a_reason() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = join_address(*gone.getsockname())
+    with pytest.raises(ConnectionRefusedError, match="cannot connect"):
+        TcpTransport().connect(address, timeout_s=5.0)
+    for bad in ("", "host", "host:", "host:-1", "host:http"):
+        with pytest.raises(ConnectionError, match="form host:port"):
+            TcpTransport().connect(bad, timeout_s=5.0)
+
+
+def test_a_peer_that_died_without_a_word_is_noticed_by_both_ends(listener: Listener) -> None:
+    connecting = TcpTransport().connect(listener.address, timeout_s=5.0)
+    accepted = listener.accept()
+    for end in (connecting, accepted):
+        assert isinstance(end, tcp.TcpConnection)
+        assert end._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert 0 < end._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
+        assert 0 < end._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) <= 30_000
+        end.close()
+
+
+def test_connecting_stops_and_times_out() -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = join_address(*full.getsockname())
+        with socket.socket() as first, socket.socket() as second:
+            for waiting in (first, second):  # after these the queue is full, and no handshake ends
+                waiting.setblocking(False)
+                waiting.connect_ex(full.getsockname())
+            with pytest.raises(TimeoutError):
+                TcpTransport().connect(address, timeout_s=0.15)
+            stop = threading.Event()
+            stop.set()
+            with pytest.raises(InterruptedError):
+                TcpTransport().connect(address, timeout_s=5.0, stop=stop)
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 1), ("::1", 65535), ("node-7.internal", 8000)])
+def test_addresses_read_back(host: str, port: int) -> None:
+    assert split_address(join_address(host, port)) == (host, port)
+
+
+def test_a_listener_outlives_a_shortage_of_descriptors(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "ACCEPT_RETRY_S", 0.01)
+    accepted: list[Connection | None] = []
+    waiting = threading.Thread(target=lambda: accepted.append(listener.accept()))
+    near = socket.create_connection(split_address(listener.address))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))  # none is left
+    try:
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    waiting.join(5)
+    assert accepted and accepted[0] is not None
+    accepted[0].close()
+    near.close()

@@ -1,0 +1,266 @@
+"""The data plane within TLS: the same streams, the same limits, and only peers of the cluster."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from tests.support.certificates import Authority
+from tests.unit.transfer.loopback_holders import (
+    CLUSTER_KEY,
+    FixedBuffer,
+    PackSink,
+    eventually,
+    make_pack,
+    receiver,
+    silent_listener,
+    source_at,
+)
+from torchrelay.common.tls import Tls, TlsFiles
+from torchrelay.transfer.buffers import Buffer
+from torchrelay.transfer.errors import SourcesExhausted
+from torchrelay.transfer.fetch.follow import fetch_head, follow
+from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.protocol.tickets import derive_node_key
+from torchrelay.transfer.serve.holder import HolderServer
+from torchrelay.transfer.transport import tls as tls_module
+from torchrelay.transfer.transport.interface import Connection, TransferClass, Transport
+from torchrelay.transfer.transport.tcp import TcpTransport, split_address
+from torchrelay.transfer.transport.tls import TlsTransport, transport_for
+
+CHUNK_BYTES = 64 << 10
+DATA, MANIFEST = make_pack(20 * CHUNK_BYTES + 17, CHUNK_BYTES)
+PACK_ID = pack_id_of(MANIFEST.encode())
+ALL = range(MANIFEST.num_chunks)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("cluster"))
+
+
+@pytest.fixture(scope="module")
+def node(cluster: Authority) -> Transport:
+    """How a node of the cluster speaks."""
+    return transport_for(Tls(cluster.node("node")))
+
+
+@pytest.fixture(scope="module")
+def strangers(cluster: Authority, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Transport]:
+    """How those speak who are none of the cluster."""
+    mine, theirs = cluster.node("mine"), Authority(tmp_path_factory.mktemp("stranger")).node("theirs")
+    return {
+        "plain": transport_for(None),
+        "another cluster": transport_for(Tls(theirs)),
+        "another cluster, and knows our CA": transport_for(Tls(TlsFiles(mine.ca, theirs.cert, theirs.key))),
+        "expired": transport_for(Tls(cluster.expired())),
+    }
+
+
+@contextmanager
+def serving(transport: Transport, *buffers: Buffer, holder_id: str = "host-h") -> Iterator[HolderServer]:
+    held = {buffer.buffer_id: buffer for buffer in buffers}
+    key = derive_node_key(CLUSTER_KEY, holder_id)
+    server = HolderServer(holder_id, key, held.get, "127.0.0.1", find_timeout_s=0.2, transport=transport)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def pair(transport: Transport) -> Iterator[tuple[Connection, Connection]]:
+    """Two ends that have shaken hands: the one that connected, and the one that accepted."""
+    listener = transport.listen("127.0.0.1", 0)
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(lambda: transport.connect(listener.address, timeout_s=5.0))
+        far = listener.accept()
+        assert far is not None
+        with pytest.raises(TimeoutError):
+            far.receive_into(memoryview(bytearray(1)))
+        near = connecting.result()
+    yield near, far
+    near.close()
+    far.close()
+    listener.close()
+
+
+def receive(connection: Connection, num_bytes: int) -> bytes:
+    view, done = memoryview(bytearray(num_bytes)), 0
+    while done < num_bytes:
+        done += connection.receive_into(view[done:])
+    return bytes(view)
+
+
+def follow_all(address: str, sink: PackSink, transport: Transport, stall_s: float = 5.0) -> list[int]:
+    source = source_at(address, PACK_ID)
+    return list(follow(PACK_ID, ALL, [source], sink, receiver(), stall_s=stall_s, transport=transport))
+
+
+def test_a_pack_arrives_whole_through_a_chain(node: Transport) -> None:
+    first, second, third = (
+        FixedBuffer(PACK_ID, DATA, MANIFEST),
+        PackSink(PACK_ID, DATA, MANIFEST),
+        PackSink(PACK_ID, DATA, MANIFEST),
+    )
+    with serving(node, first) as upper, serving(node, second) as lower, ThreadPoolExecutor(1) as threads:
+        filling = threads.submit(follow_all, upper.address, second, node)
+        assert sorted(follow_all(lower.address, third, node)) == list(ALL)  # in order only from one that has them all
+        assert filling.result() == list(ALL)
+        assert fetch_head(source_at(upper.address, PACK_ID), receiver(), transport=node) == MANIFEST.encode()
+    assert second.bytes_held == third.bytes_held == DATA
+
+
+def test_strangers_get_nothing_and_the_door_stays_open(node: Transport, strangers: dict[str, Transport]) -> None:
+    pack, sink = FixedBuffer(PACK_ID, DATA, MANIFEST), PackSink(PACK_ID, DATA, MANIFEST)
+    with serving(node, pack) as holder, socket.create_connection(split_address(holder.address)):  # and one is silent
+        for transport in strangers.values():
+            with pytest.raises(SourcesExhausted):
+                follow_all(holder.address, sink, transport, stall_s=2.0)
+        assert not sink.accepted
+        assert holder.bytes_sent == 0
+        assert follow_all(holder.address, sink, node) == list(ALL)
+
+
+def test_strangers_are_not_followed(node: Transport, strangers: dict[str, Transport]) -> None:
+    for transport in strangers.values():
+        sink = PackSink(PACK_ID, DATA, MANIFEST)
+        with (
+            serving(transport, FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder,
+            pytest.raises(SourcesExhausted),
+        ):
+            follow_all(holder.address, sink, node, stall_s=2.0)
+        assert not sink.accepted
+
+
+def test_the_wire_carries_nothing_readable(node: Transport) -> None:
+    secret = b"a secret of the tenant " * 100
+    seen = bytearray()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def tap(behind: str) -> None:
+        """Carries one connection on, both ways, and keeps what it sees."""
+        connected, _ = listener.accept()
+        with connected, socket.create_connection(split_address(behind)) as onward:
+            ends = {connected: onward, onward: connected}
+
+            def carry(source: socket.socket) -> None:
+                while data := source.recv(1 << 16):
+                    seen.extend(data)
+                    ends[source].sendall(data)
+                ends[source].shutdown(socket.SHUT_WR)
+
+            with ThreadPoolExecutor(2) as threads:
+                list(threads.map(carry, ends))
+
+    behind = node.listen("127.0.0.1", 0)
+    with ThreadPoolExecutor(2) as threads:
+        tapping = threads.submit(tap, behind.address)
+        host, port = listener.getsockname()
+        connecting = threads.submit(lambda: node.connect(f"{host}:{port}", 5.0))
+        far = behind.accept()
+        assert far is not None
+        with pytest.raises(TimeoutError):
+            far.receive_into(memoryview(bytearray(1)))
+        near = connecting.result()
+        near.send([secret])
+        assert receive(far, len(secret)) == secret
+        for end in (near, far, behind):
+            end.close()
+        tapping.result()
+    listener.close()
+    assert len(seen) > len(secret)
+    assert b"secret" not in seen
+
+
+def test_parts_arrive_in_order_both_ways_at_once(node: Transport) -> None:
+    parts = [bytes([number]) * size for number, size in enumerate([1, 0, 3 << 20, 7, 1 << 20])]
+    whole = b"".join(parts)
+    with pair(node) as (near, far), ThreadPoolExecutor(4) as threads:
+        for end in (near, far):
+            end.set_class(TransferClass.IDLE)
+        sending = [threads.submit(end.send, parts) for end in (near, far)]
+        receiving = [threads.submit(receive, end, len(whole)) for end in (near, far)]
+        assert all(future.result() == whole for future in receiving)
+        for future in sending:
+            future.result()
+        assert not far.peer_closed()
+        near.close()
+        assert eventually(far.peer_closed)
+        assert far.receive_into(memoryview(bytearray(1))) == 0
+
+
+def test_a_receive_lets_its_caller_look_around_and_an_abort_wakes_it(node: Transport) -> None:
+    with pair(node) as (near, _):
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError):
+            near.receive_into(memoryview(bytearray(1)))
+        assert 0.05 < time.monotonic() - begin < 1.0
+
+        def send() -> None:
+            with pytest.raises(OSError):
+                near.send([bytes(64 << 20)])
+
+        with ThreadPoolExecutor(1) as threads:
+            sending = threads.submit(send)
+            near.abort()
+            sending.result(5.0)
+
+
+def test_damage_on_the_way_is_an_error(node: Transport, cluster: Authority) -> None:
+    listener = TcpTransport().listen("127.0.0.1", 0)
+    server = Tls(cluster.node("node")).server_context
+    with ThreadPoolExecutor(1) as threads:
+        connecting = threads.submit(lambda: node.connect(listener.address, 5.0))
+        raw = listener.accept()
+        assert raw is not None
+        far = tls_module.TlsConnection(raw, server, is_server=True)
+        with pytest.raises(TimeoutError):
+            far.receive_into(memoryview(bytearray(1)))
+        near = connecting.result()
+        raw.send([b"\x17\x03\x03\x00\x20" + bytes(32)])  # a record that nobody sealed
+        with pytest.raises(OSError, match=r"(?i)mac"):
+            receive(near, 1)
+    for end in (near, far, listener):
+        end.close()
+
+
+def test_a_holder_that_shakes_no_hands_is_left_in_time(node: Transport) -> None:
+    with silent_listener() as address:
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match="has not shown its certificate"):
+            node.connect(address, timeout_s=0.2)
+        assert time.monotonic() - begin < 2.0
+        stop = threading.Event()
+        stop.set()
+        with pytest.raises(InterruptedError):
+            node.connect(address, timeout_s=5.0, stop=stop)
+
+
+def test_a_follower_that_shakes_no_hands_is_sent_away(node: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tls_module, "HANDSHAKE_S", 0.1)
+    listener = node.listen("127.0.0.1", 0)
+    with socket.create_connection(split_address(listener.address)) as silent:
+        far = listener.accept()
+        assert far is not None
+        view = memoryview(bytearray(1))
+        with pytest.raises(TimeoutError):
+            far.receive_into(view)
+        with pytest.raises(ConnectionAbortedError, match="certificate"):
+            for _ in range(20):
+                silent.send(b"\x16\x03\x01\x02\x00"[:1])
+                far.send([b"x"])
+        far.close()
+    listener.close()
+
+
+def test_the_setting_chooses(cluster: Authority) -> None:
+    assert isinstance(transport_for(None), TcpTransport)
+    assert isinstance(transport_for(Tls(cluster.node("node"))), TlsTransport)

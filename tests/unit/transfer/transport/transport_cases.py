@@ -1,0 +1,85 @@
+"""The transports that one suite runs over: how to make each, where it listens, and a door of each that says nothing."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchrelay.transfer.transport.auto import AutoTransport
+from torchrelay.transfer.transport.interface import Connection, Listener, Transport
+from torchrelay.transfer.transport.shm import ShmTransport
+from torchrelay.transfer.transport.tcp import TcpTransport
+
+TRANSPORTS = ("tcp", "shm", "any")
+
+
+@dataclass(frozen=True)
+class TransportCase:
+    """A transport, and the host to listen at."""
+
+    transport: Transport
+    host: str
+
+    @contextmanager
+    def listening(self) -> Iterator[Listener]:
+        listener = self.transport.listen(self.host, 0)
+        try:
+            yield listener
+        finally:
+            listener.close()
+
+    @contextmanager
+    def pair(self) -> Iterator[tuple[Connection, Connection]]:
+        """Two ends of one connection: the connector's, and the accepted one."""
+        with self.listening() as listener:
+            near = self.transport.connect(listener.address, timeout_s=5.0)
+            far = listener.accept()
+            assert far is not None
+            try:
+                yield near, far
+            finally:
+                near.close()
+                far.close()
+
+    @contextmanager
+    def silent_door(self) -> Iterator[str]:
+        """Takes connections and never says a word; gives its address."""
+        accepted: list[Connection] = []
+
+        def accept() -> None:
+            while (connection := listener.accept()) is not None:
+                accepted.append(connection)
+
+        with self.listening() as listener:
+            accepting = threading.Thread(target=accept)
+            accepting.start()
+            yield listener.address
+            listener.close()
+            accepting.join()
+            for connection in accepted:
+                connection.close()
+
+
+def make_wire(name: str, folder: Path) -> TransportCase:
+    """``folder`` is for the sockets of shared memory; its path must be short."""
+    if name == "tcp":
+        return TransportCase(TcpTransport(), "127.0.0.1")
+    address = f"shm:{folder / 'door'}"
+    return TransportCase(ShmTransport() if name == "shm" else AutoTransport(TcpTransport()), address)
+
+
+def receive(connection: Connection, num_bytes: int) -> bytes:
+    """Exactly so many bytes, however they come."""
+    view, done = memoryview(bytearray(num_bytes)), 0
+    while done < num_bytes:
+        try:
+            received = connection.receive_into(view[done:])
+        except TimeoutError:
+            continue
+        if received == 0:
+            raise EOFError(f"{done} of {num_bytes} bytes came")
+        done += received
+    return bytes(view)

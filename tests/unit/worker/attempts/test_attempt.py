@@ -1,0 +1,80 @@
+"""Attempts as the engine and their gateways see them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import types_pb2
+from torchrelay.engine.core import Finish, NewToken
+from torchrelay.worker.attempts.attempt import Attempt, dispatch_outputs
+from torchrelay.worker.attempts.outbox import Outbox
+
+
+def start(**changes: object) -> pb.AttemptStart:
+    message = pb.AttemptStart(
+        key=types_pb2.AttemptKey(request_id="req-1", attempt=2),
+        prompt=[5, 6, 7],
+        num_prompt_tokens=3,
+        sampling=pb.Sampling(temperature=0.5, top_p=0.9, top_k=4, seed=11, max_tokens=8, stop_token_ids=[2]),
+        choices=[pb.ChoiceStart(choice=0), pb.ChoiceStart(choice=3, forced_output=[9, 9])],
+    )
+    message.MergeFrom(pb.AttemptStart(**changes))  # type: ignore[arg-type]
+    return message
+
+
+async def test_the_engine_sees_what_the_gateway_asked_for() -> None:
+    group = Attempt(start(), Outbox("gw"), {}).group()
+    assert (group.group_id, group.prompt, group.num_prompt_tokens) == ("req-1/2", (5, 6, 7), 3)
+    assert group.sampling.stop_token_ids == frozenset({2})
+    assert [(c.choice, c.forced_output) for c in group.choices] == [(0, ()), (3, (9, 9))]
+
+
+async def test_ignore_eos_leaves_the_users_own_stop_tokens() -> None:
+    attempt = Attempt(start(sampling=pb.Sampling(ignore_eos=True, stop_token_ids=[5])), Outbox("gw"), {})
+    assert attempt.group().sampling.stop_token_ids == frozenset({2, 5})  # the gateway leaves the model's out
+
+
+async def test_the_deadline_is_told_by_the_engine_s_clock() -> None:
+    assert Attempt(start(), Outbox("gw"), {}).group().deadline_s is None
+    in_a_minute = int((time.time() + 60) * 1000)
+    deadline_s = Attempt(start(deadline_unix_ms=in_a_minute), Outbox("gw"), {}).group().deadline_s
+    assert deadline_s is not None and 59 < deadline_s - time.monotonic() <= 60
+    past = Attempt(start(deadline_unix_ms=1), Outbox("gw"), {}).group().deadline_s
+    assert past is not None and past < time.monotonic()
+
+
+async def test_an_output_carries_position_finish_and_the_phases_once() -> None:
+    attempt = Attempt(start(), Outbox("gw"), {})
+    attempt.phases.append(pb.MeasuredPhase(name="prefill", begin_unix_us=1, end_unix_us=2))
+    first = attempt.output(NewToken("req-1/2", 3, 2, 42), None)
+    second = attempt.output(NewToken("req-1/2", 3, 3, 2, Finish.STOP), Finish.STOP)
+    assert (first.choice, first.first_position, list(first.token_ids)) == (3, 2, [42])
+    assert [phase.name for phase in first.phases] == ["prefill"]
+    assert first.finish_reason == pb.FINISH_REASON_UNSPECIFIED
+    assert second.finish_reason == pb.FINISH_REASON_STOP and not second.phases
+    assert attempt.num_forced(3) == 2
+
+
+async def test_a_failure_names_only_the_open_choices() -> None:
+    attempt = Attempt(start(), Outbox("gw"), {})
+    attempt.open_choices.discard(0)
+    outputs = attempt.failure(pb.RunError(code=pb.RunError.CODE_DECODE_LOST, message="gone"))
+    assert [(o.choice, o.finish_reason, o.error.message) for o in outputs] == [(3, pb.FINISH_REASON_ERROR, "gone")]
+
+
+async def test_one_message_per_gateway_and_step() -> None:
+    left, right = Outbox("left"), Outbox("right")
+    tokens = [pb.ChoiceOutput(choice=i) for i in range(3)]
+    dispatch_outputs([(left, tokens[0]), (right, tokens[1]), (left, tokens[2])])
+    assert [o.choice for o in (await left.take()).outputs] == [0, 2]
+    assert [o.choice for o in (await right.take()).outputs] == [1]
+    dispatch_outputs([(left, tokens[1])])
+    dispatch_outputs([(left, tokens[0])])
+    assert [o.choice for o in (await left.take()).outputs] == [1, 0]  # a slow gateway gets them in one message
+    waiting = asyncio.ensure_future(left.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    dispatch_outputs([(left, tokens[2])])
+    assert [o.choice for o in (await waiting).outputs] == [2]

@@ -1,0 +1,121 @@
+"""Counters, shares and what is learned from steps; as metrics and for the report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple
+
+import pytest
+from opentelemetry import metrics
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
+
+from torchrelay.common.latency_model import StepWork
+from torchrelay.engine.core import StepResult
+from torchrelay.engine.profile import StepProfile
+from torchrelay.worker.metrics.step_metrics import InstanceLabels, StepMetrics
+from torchrelay.worker.metrics.time_shares import NO_SHARES
+
+LABELS = InstanceLabels("i1", "acme/tiny", "pack", "prefill+decode")
+WARM = StepProfile(compute_s=0.015, memory_s=0.003, scheduling_s=0.002)
+
+
+def a_step(num_prefilled: int = 0, num_decoding: int = 1, profile: StepProfile = WARM) -> StepResult:
+    work = StepWork(num_prefilled, num_prefilled * 10, num_decoding, num_decoding * 100)
+    return StepResult((), (), num_prefilled, num_decoding, profile.total_s, work, profile)
+
+
+@pytest.fixture
+def reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemoryMetricReader]:
+    found = InMemoryMetricReader()
+    provider = MeterProvider(metric_readers=[found], shutdown_on_exit=False)
+    monkeypatch.setattr(metrics, "get_meter", provider.get_meter)
+    yield found
+    provider.shutdown()
+
+
+def points(reader: InMemoryMetricReader, name: str) -> dict[tuple[object, ...], float]:
+    """Values of a metric by its attributes, in order of their names."""
+    data = reader.get_metrics_data()
+    if data is None:  # nothing at all was observed
+        return {}
+    return {
+        tuple(value for _, value in sorted((point.attributes or {}).items())): point.value
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+        if metric.name == name
+        for point in metric.data.data_points
+        if isinstance(point, NumberDataPoint)
+    }
+
+
+def test_the_exported_shares_sum_to_the_time_of_the_steps(reader: InMemoryMetricReader) -> None:
+    step_metrics = StepMetrics()
+    steps = [a_step(), a_step(64, 0), a_step(64, 2), a_step()]
+    for step in steps:
+        step_metrics.record_step(step, LABELS)
+    found = points(reader, "torchrelay_worker_engine_time")
+    assert sum(found.values()) == pytest.approx(sum(step.step_s for step in steps))
+    assert found["acme/tiny", "decode", "prefill+decode", "compute"] == pytest.approx(0.03)
+    assert found["acme/tiny", "mixed", "prefill+decode", "memory"] == pytest.approx(0.003)
+    assert found["acme/tiny", "prefill", "prefill+decode", "scheduling"] == pytest.approx(0.002)
+
+
+def test_positions_are_counted_by_phase(reader: InMemoryMetricReader) -> None:
+    step_metrics = StepMetrics()
+    for step in (a_step(64, 0), a_step(), a_step(32, 2)):
+        step_metrics.record_step(step, LABELS)
+    assert points(reader, "torchrelay_worker_positions") == {("prefill",): 96, ("decode",): 3}
+
+
+def test_the_error_of_the_model_is_a_metric(reader: InMemoryMetricReader) -> None:
+    step_metrics = StepMetrics()
+    assert points(reader, "torchrelay_worker_latency_prediction_error") == {}
+    for _ in range(10):
+        step_metrics.record_step(a_step(), LABELS)
+        step_metrics.record_step(a_step(64, 0), LABELS)
+    found = points(reader, "torchrelay_worker_latency_prediction_error")
+    assert found.keys() == {("acme/tiny", "prefill"), ("acme/tiny", "decode")}
+    assert max(found.values()) < 0.1, "all steps were alike"
+
+
+def test_shares_are_those_of_the_instance_in_the_slot() -> None:
+    step_metrics = StepMetrics()
+    step_metrics.record_step(a_step(), LABELS)
+    assert astuple(step_metrics.time_shares_of(LABELS)) == pytest.approx((0.75, 0.15, 0, 0, 0.1))
+    other = InstanceLabels("i2", "acme/other", "another", "decode")
+    assert step_metrics.time_shares_of(other) == step_metrics.time_shares_of(None) == NO_SHARES
+    step_metrics.record_step(a_step(profile=StepProfile(io_wait_s=1.0)), other)
+    assert step_metrics.time_shares_of(other).io_wait == 1.0
+    assert step_metrics.time_shares_of(LABELS) == NO_SHARES
+
+
+def test_models_outlive_their_instance_and_cold_steps_teach_nothing() -> None:
+    step_metrics = StepMetrics(token_budget=128)
+    step_metrics.record_step(a_step(profile=StepProfile(compute_s=0.01, io_wait_s=0.5)), LABELS)
+    assert step_metrics.latency(LABELS) is None and step_metrics.latency(None) is None
+    for _ in range(20):
+        step_metrics.record_step(a_step(), LABELS)
+    step_metrics.record_step(a_step(), InstanceLabels("i2", "acme/other", "another", "decode"))
+    known = step_metrics.latency(InstanceLabels("i3", LABELS.model, LABELS.pack_id, "decode"))
+    assert known is not None and known.token_budget == 128
+    assert known.tbt_s(1, 100) == pytest.approx(WARM.total_s, rel=0.05)
+    assert not known.prefill.known
+
+
+def test_of_short_steps_only_some_are_learned_from() -> None:
+    step_metrics = StepMetrics()
+    for _ in range(100):
+        step_metrics.record_step(a_step(profile=StepProfile(compute_s=0.001)), LABELS)
+    known = step_metrics.latency(LABELS)
+    assert known is not None and 9 <= known.decode.num_steps <= 12
+
+
+def test_rates_are_medians_of_late_steps() -> None:
+    step_metrics = StepMetrics()
+    assert step_metrics.step_s == step_metrics.prefill_tokens_per_s == 0.0
+    for step in (a_step(), a_step(64, 0), a_step(64, 1)):
+        step_metrics.record_step(step)
+    assert step_metrics.step_s == pytest.approx(0.02) and step_metrics.prefill_tokens_per_s == pytest.approx(3200)
+    assert (step_metrics.num_positions_prefilled, step_metrics.num_positions_decoded) == (128, 2)

@@ -1,0 +1,142 @@
+"""The engine's thread runs commands between steps, steps while there is work, and reports what goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from itertools import count
+from typing import Any, cast
+
+import pytest
+
+from torchrelay.common.errors import Conflict, Unavailable
+from torchrelay.engine.core import EMPTY_STEP, LoadFailed, StepResult
+from torchrelay.engine.instance import Instance
+from torchrelay.worker.slot.engine_thread import MAX_PENDING_KV_WRITES, EngineThread
+
+
+class Steps:
+    """Stands where an instance does: has work for a number of steps."""
+
+    def __init__(self, count: int, error: Exception | None = None) -> None:
+        self.count, self.error = count, error
+        self.threads: set[int] = set()
+
+    def rest_s(self) -> float | None:
+        return 0.0 if self.count > 0 or self.error is not None else None
+
+    def step(self) -> StepResult:
+        self.threads.add(threading.get_ident())
+        if self.error is not None:
+            raise self.error
+        self.count -= 1
+        return EMPTY_STEP
+
+
+class Outcome:
+    """What the thread told the loop."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepResult] = []
+        self.faults: list[Exception] = []
+        self.engine = EngineThread(self.steps.append, self.faults.append)
+
+    def install(self, steps: Steps) -> None:
+        self.engine.instance = cast(Instance, cast(Any, steps))
+
+
+async def test_steps_run_on_one_thread_while_there_is_work() -> None:
+    outcome, steps = Outcome(), Steps(5)
+    outcome.engine.start()
+    await outcome.engine.call(lambda: outcome.install(steps))
+    while steps.count:
+        await outcome.engine.call(lambda: None)  # commands run between the steps
+    await outcome.engine.call(lambda: None)
+    await asyncio.to_thread(outcome.engine.close)
+    await asyncio.sleep(0)
+    assert len(outcome.steps) == 5 and not outcome.faults
+    assert len(steps.threads) == 1 and threading.get_ident() not in steps.threads
+
+
+async def test_a_command_returns_its_value_or_its_error() -> None:
+    outcome = Outcome()
+    outcome.engine.start()
+
+    def refuse() -> None:
+        raise Conflict("not now")
+
+    assert await outcome.engine.call(lambda: 41 + 1) == 42
+    with pytest.raises(Conflict, match="not now"):
+        await outcome.engine.call(refuse)
+    await asyncio.to_thread(outcome.engine.close)
+
+
+@pytest.mark.parametrize("error", [LoadFailed("the disk is gone"), RuntimeError("a kernel broke")])
+async def test_a_failing_step_gives_the_instance_up_and_says_why(error: Exception) -> None:
+    outcome = Outcome()
+    outcome.engine.start()
+    await outcome.engine.call(lambda: outcome.install(Steps(0, error)))
+    async with asyncio.timeout(20):
+        while not outcome.faults:
+            await outcome.engine.call(lambda: None)
+    assert await outcome.engine.call(lambda: outcome.engine.instance) is None
+    await asyncio.to_thread(outcome.engine.close)
+    assert outcome.faults == [error]
+
+
+async def test_received_kv_waits_while_the_engine_is_busy_but_commands_of_the_loop_never_do() -> None:
+    """A step that waits for layers must hold the senders back, and must not keep a cancel from being posted."""
+    outcome, busy, stop = Outcome(), threading.Event(), threading.Event()
+    outcome.engine.start()
+    outcome.engine.post(busy.wait)
+    written: list[int] = []
+
+    def receive() -> None:
+        for index in range(MAX_PENDING_KV_WRITES + 10):
+            outcome.engine.write(lambda index=index: written.append(index), stop)  # type: ignore[misc]
+
+    receiving = asyncio.ensure_future(asyncio.to_thread(receive))
+    await asyncio.sleep(0.3)
+    assert not receiving.done() and not written
+    for _ in range(20_000):
+        outcome.engine.post(lambda: None)
+    busy.set()
+    await receiving
+    await outcome.engine.call(lambda: None)
+    assert written == list(range(MAX_PENDING_KV_WRITES + 10))
+    await asyncio.to_thread(outcome.engine.close)
+
+
+async def test_a_receiver_that_is_held_back_is_freed_by_its_stop() -> None:
+    outcome, busy, stop, full = Outcome(), threading.Event(), threading.Event(), threading.Event()
+    written: list[int] = []
+    outcome.engine.start()
+    outcome.engine.post(busy.wait)
+
+    def receive() -> None:
+        for number in count():
+            if number == MAX_PENDING_KV_WRITES:
+                full.set()
+            outcome.engine.write(lambda: written.append(1), stop)
+            if stop.is_set():
+                return
+
+    receiving = asyncio.ensure_future(asyncio.to_thread(receive))
+    assert await asyncio.to_thread(full.wait, 10)
+    stop.set()
+    async with asyncio.timeout(10):
+        await receiving
+    assert not written  # freed by its stop alone: the engine is still busy
+    busy.set()
+    await outcome.engine.call(lambda: None)
+    assert len(written) == MAX_PENDING_KV_WRITES
+    await asyncio.to_thread(outcome.engine.close)
+
+
+async def test_a_closed_thread_refuses_calls_and_takes_no_notice_of_commands() -> None:
+    outcome = Outcome()
+    outcome.engine.start()
+    await asyncio.to_thread(outcome.engine.close)
+    outcome.engine.post(lambda: None)
+    with pytest.raises(Unavailable, match="shutting down"):
+        await outcome.engine.call(lambda: None)

@@ -1,0 +1,78 @@
+"""The slot's states, its epoch, and its watchers."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from torchrelay.common.errors import Conflict, StaleEpoch
+from torchrelay.control.v1 import types_pb2
+from torchrelay.worker.slot.slot import DRAINING, FREE, LOADING, READY, HostedInstance, Slot
+
+PREFILL, DECODE = types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE
+
+
+def hosted(instance_id: str = "ins-1") -> HostedInstance:
+    shape = types_pb2.ModelShape(num_layers=4)
+    return HostedInstance(instance_id, types_pb2.ModelVersion(model="acme/m", pack_id="p", shape=shape), [PREFILL])
+
+
+async def test_a_taken_slot_takes_no_other_instance() -> None:
+    slot = Slot()
+    await slot.begin_load(hosted())
+    with pytest.raises(Conflict, match="ins-1"):
+        await slot.begin_load(hosted("ins-2"))
+    assert slot.state == LOADING
+    await slot.release("the disk is gone")
+    assert (slot.state, slot.report().error) == (FREE, "the disk is gone")
+    await slot.begin_load(hosted("ins-2"))
+    assert slot.report().error == ""
+
+
+async def test_requests_are_taken_while_loading_and_ready_and_never_while_draining() -> None:
+    slot = Slot()
+    await slot.begin_load(hosted())
+    taken = {}
+    for state in (LOADING, READY, DRAINING):
+        await slot.move(state)
+        taken[state] = slot.serving_instance("ins-1", PREFILL) is not None
+    assert taken == {LOADING: True, READY: True, DRAINING: False}
+    await slot.move(READY)
+    assert slot.serving_instance("ins-1", DECODE) is None
+    assert slot.serving_instance("ins-2", PREFILL) is None
+    await slot.set_roles([PREFILL, DECODE])
+    assert slot.serving_instance("ins-1", DECODE) is not None
+
+
+def test_a_lower_epoch_is_refused() -> None:
+    slot = Slot()
+    slot.check_epoch(5)
+    slot.check_epoch(5)
+    with pytest.raises(StaleEpoch, match="epoch 4"):
+        slot.check_epoch(4)
+    assert slot.epoch == 5
+
+
+async def test_watchers_see_the_state_at_once_and_every_change() -> None:
+    slot = Slot()
+    seen: list[int] = []
+    changes = slot.changes()
+    await anext(changes)
+    seen.append(slot.state)
+    for state in (LOADING, READY):
+        waiting = asyncio.ensure_future(anext(changes))
+        await slot.move(state)
+        await waiting
+        seen.append(slot.state)
+    assert seen == [FREE, LOADING, READY]
+
+
+async def test_watchers_of_a_closed_slot_come_to_an_end() -> None:
+    slot = Slot()
+    changes = slot.changes()
+    await anext(changes)
+    await slot.close()
+    with pytest.raises(StopAsyncIteration):
+        await anext(changes)
+    assert [change async for change in slot.changes()] == []

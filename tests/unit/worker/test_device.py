@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import pytest
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.worker.device import resolve_device
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_gpus", "expected"),
+    [
+        ("cpu", 0, "cpu"),
+        ("cpu", 2, "cpu"),
+        ("auto", 0, "cpu"),
+        ("auto", 2, "cuda:0"),
+        ("cuda", 1, "cuda:0"),
+        ("cuda:1", 2, "cuda:1"),
+    ],
+)
+def test_the_device_that_is_wanted(wanted: str, num_gpus: int, expected: str) -> None:
+    assert resolve_device(wanted, num_gpus) == expected
+
+
+@pytest.mark.parametrize(("wanted", "num_gpus"), [("cuda", 0), ("cuda:1", 1)])
+def test_a_gpu_that_is_not_there(wanted: str, num_gpus: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"told to use GPU \d, but torch finds") as caught:
+        resolve_device(wanted, num_gpus)
+    assert caught.value.field == "device"
+
+
+@pytest.mark.parametrize("wanted", ["", "gpu", "cuda:x", "cpu:0", "mps"])
+def test_no_device_at_all(wanted: str) -> None:
+    with pytest.raises(InvalidRequest, match="is no device"):
+        resolve_device(wanted, 1)
