@@ -1,7 +1,7 @@
 /* Attention of rows that each see positions of their own: of sequences that are decoded, and of short prompts. */
 #pragma once
 
-#include "products.h" /* vectors */
+#include "matmul.h" /* vectors */
 
 /* Taken at a time; what is computed for them, 256 bytes for each number of a head, lies on the stack. */
 #define POSITIONS 32

@@ -7,7 +7,7 @@
  * Called from kernels.py, which has the shapes. OpenMP's team is torch's own: both load libgomp.so.1.
  */
 #include "attention.h"
-#include "products.h"
+#include "matmul.h"
 #include "ops.h"
 
 /* Whole layers of rows that each see positions of their own
