@@ -12,6 +12,7 @@ import asyncpg
 import pytest
 
 from tests.unit.gateway.postgres_server import postgres_server
+from tests.unit.gateway.token_path_rig import make_rig, rig, tokenizer_json  # noqa: F401  (fixtures)
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
 from torchrelay.gateway.billing.ledger import Ledger

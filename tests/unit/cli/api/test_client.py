@@ -102,7 +102,7 @@ def test_a_gateway_that_is_started_again_is_waited_for() -> None:
 
 
 def test_a_gateway_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "RESTART_S", 0.2)
+    monkeypatch.setattr(client_module, "RESTART_TIMEOUT_S", 0.2)
     with (
         GatewayClient("http://127.0.0.1:1", ADMIN_KEY, is_supervised=lambda: True) as client,
         pytest.raises(Unreachable, match="is restarting"),

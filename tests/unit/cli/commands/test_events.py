@@ -53,7 +53,7 @@ def test_it_asks_for_what_was_named(run: Run, home: Home) -> None:
 
 def test_after_a_break_nothing_is_shown_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "RETRY_S", 0.01)
-    monkeypatch.setattr(events, "GONE_S", 0.5)
+    monkeypatch.setattr(events, "RESTART_TIMEOUT_S", 0.5)
 
     def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
         assert request.follow

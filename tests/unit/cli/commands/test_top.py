@@ -51,7 +51,7 @@ def test_into_a_pipe_it_is_one_view(run: Run, home: Home) -> None:
 
 def test_it_ends_with_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(top, "RETRY_S", 0.05)
-    monkeypatch.setattr(top, "GONE_S", 0.2)
+    monkeypatch.setattr(top, "RESTART_TIMEOUT_S", 0.2)
     with cluster_of_one_view() as address, pytest.raises(Unreachable, match="has stopped"):
         top.follow(address, lambda: False)
     with cluster_of_one_view() as address, pytest.raises(Unreachable, match="answers no more"):

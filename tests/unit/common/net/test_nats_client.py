@@ -13,7 +13,7 @@ from torchrelay.common.net import nats_client
 
 
 async def test_closing_does_not_wait_for_a_broker_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nats_client, "CLOSE_S", 0.1)
+    monkeypatch.setattr(nats_client, "CLOSE_TIMEOUT_S", 0.1)
     async with stalled_client() as client, asyncio.timeout(10):
         await client.close()
         assert client.is_closed

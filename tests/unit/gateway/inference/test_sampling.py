@@ -26,7 +26,7 @@ def test_a_default_is_cut_to_the_room_and_a_given_number_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "field"), [(GenerateParams("m", text="x"), "prompt"), (GenerateParams("m", messages=()), "messages")]
+    ("params", "field"), [(GenerateParams("m", text="x"), "prompt"), (GenerateParams("m", messages=()), "messages")]
 )
 def test_a_prompt_that_fills_the_context_is_too_long(params: GenerateParams, field: str) -> None:
     with pytest.raises(ContextLengthExceeded) as caught:
@@ -69,7 +69,7 @@ def test_wishes_for_the_sampler_reach_the_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ask", "field"),
+    ("params", "field"),
     [
         (GenerateParams("m", text="x", logit_bias=((1 << 20, 1.0),)), "logit_bias"),
         (GenerateParams("m", text="x", stop_token_ids=(1 << 20,)), "stop_token_ids"),

@@ -109,7 +109,7 @@ async def test_a_child_that_cannot_start_again_is_tried_again(programs: Programs
 async def test_a_program_that_vanished_is_looked_for_less_and_less_often(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor_module, "STEADY_S", 1e-3)  # its first run was a steady one
+    monkeypatch.setattr(supervisor_module, "BACKOFF_RESET_S", 1e-3)  # its first run was a steady one
     worker, program = programs.spec("worker"), programs.folder / "program"
     program.symlink_to(sys.executable)
     life = Life(programs.stack([], [replace(worker, command=(str(program), *worker.command[1:]))]))
@@ -164,7 +164,7 @@ async def test_a_stop_while_children_start_is_prompt(programs: Programs) -> None
 async def test_a_stubborn_child_and_its_own_children_are_killed(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(child_module, "STOP_S", 0.2)
+    monkeypatch.setattr(child_module, "STOP_TIMEOUT_S", 0.2)
     spec = programs.spec("stubborn", STUBBORN)
     child = await Child.start(spec)
     grandchild = int((await child.ready())["grandchild"])
@@ -175,7 +175,7 @@ async def test_a_stubborn_child_and_its_own_children_are_killed(
 
 
 async def test_the_impatient_end_everything_at_once(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child_module, "STOP_S", 60.0)
+    monkeypatch.setattr(child_module, "STOP_TIMEOUT_S", 60.0)
     spec = programs.spec("stubborn", STUBBORN)
     life = Life(programs.stack([spec]))
     async with asyncio.TaskGroup() as tasks:
