@@ -55,7 +55,7 @@ def test_predictions_are_made_measured_and_near(platform: Platform, tenant: Tena
     for report in reports:
         assert sum(getattr(report.profile, share) for share in SHARES) == pytest.approx(1.0)
         assert report.profile.bottleneck in SHARES
-        assert report.device == "cpu" and report.keeps_prefixes
+        assert report.device == "cpu" and report.has_prefix_cache
     assert any(report.latency.prefill.num_steps >= 8 for report in reports)
     assert any(report.latency.decode.num_steps >= 8 for report in reports)
     assert all(report.latency.decode.error < 1 and report.latency.prefill.error < 1 for report in reports)

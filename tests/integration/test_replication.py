@@ -97,13 +97,13 @@ async def three_stores(folder: Path, remote: Path, nats_url: str) -> AsyncIterat
         stores.stop()
 
 
-def guarded_on(view: scheduler_pb2.ClusterView, pack_id: str) -> set[str]:
+def retained_on(view: scheduler_pb2.ClusterView, pack_id: str) -> set[str]:
     """The stores with the whole pack under guard."""
     return {
         store.store_id
         for store in view.stores
         for copy in store.copies
-        if copy.pack_id == pack_id and copy.num_chunks_verified == copy.num_chunks > 0 and copy.guarded
+        if copy.pack_id == pack_id and copy.num_chunks_verified == copy.num_chunks > 0 and copy.retained
     }
 
 
@@ -126,15 +126,15 @@ async def test_a_used_model_is_kept_in_two_racks_and_a_lost_copy_is_rebuilt(
         async with serving(settings) as addresses, Door(addresses["grpc"]) as door:
             await cluster(addresses["grpc"], lambda view: len(view.stores) == 3)
             await door.admit("r1", version=types_pb2.ModelVersion(**version))
-            view = await cluster(addresses["grpc"], lambda view: len(guarded_on(view, pack_id)) == 2, 20)
-            assert guarded_on(view, pack_id) == {"store-a", "store-c"}
+            view = await cluster(addresses["grpc"], lambda view: len(retained_on(view, pack_id)) == 2, 20)
+            assert retained_on(view, pack_id) == {"store-a", "store-c"}
             sources = {store.store_id: store.copies[0].source for store in view.stores if store.copies}
             assert sources == {"store-a": "remote", "store-c": "store-a"}
 
             stores.kill("store-c")
             killed_at = time.monotonic()
             view = await cluster(
-                addresses["grpc"], lambda view: guarded_on(view, pack_id) >= {"store-a", "store-b"}, 20
+                addresses["grpc"], lambda view: retained_on(view, pack_id) >= {"store-a", "store-b"}, 20
             )
             assert time.monotonic() - killed_at < 10
             reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
@@ -144,4 +144,4 @@ async def test_a_used_model_is_kept_in_two_racks_and_a_lost_copy_is_rebuilt(
             stores.kill("store-a")  # the only one that has it elsewhere: store-b is now the last
             await cluster(addresses["grpc"], lambda view: {store.store_id for store in view.stores} == {"store-b"})
             view = await cluster(addresses["grpc"], lambda view: bool(view.stores))
-            assert guarded_on(view, pack_id) == {"store-b"}
+            assert retained_on(view, pack_id) == {"store-b"}

@@ -109,7 +109,6 @@ class Stores:
         request = pb.RelayRequest(
             epoch=_EPOCH,
             pack_id=pack.pack_id,
-            pack_bytes=pack.num_bytes,
             sources=sources,
             relay_id="by hand",
             num_striped=num_striped,

@@ -19,7 +19,7 @@ from tests.support.partial_service import serve
 from torchrelay.common.net.rpc import RpcServer
 from torchrelay.common.tokens.text import StopChecker
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import scheduler_pb2 as admit_pb
+from torchrelay.control.v1 import types_pb2
 
 Key: TypeAlias = tuple[str, int]
 Answer: TypeAlias = Callable[[Sequence[int], int, int, int], int]  # prompt, seed, choice, position -> token
@@ -114,9 +114,9 @@ class EchoWorker:
         return server
 
     @property
-    def ref(self) -> admit_pb.WorkerRef:
+    def ref(self) -> types_pb2.WorkerRef:
         address = f"127.0.0.1:{self._port}"
-        return admit_pb.WorkerRef(worker_id=self.worker_id, grpc_address=address, instance_id=f"i-{self.worker_id}")
+        return types_pb2.WorkerRef(worker_id=self.worker_id, grpc_address=address, instance_id=f"i-{self.worker_id}")
 
     async def start(self) -> None:
         await self._server.start()
@@ -235,7 +235,7 @@ class _Role:
             outputs.append(self._choice(start, one, len(one.forced_output), prompt).step(model, prompt))
             outputs[-1].num_cached_prompt_tokens = self._worker.num_cached
         ended_us = time.time_ns() // 1000
-        outputs[0].phases.append(pb.MeasuredPhase(name="prefill", begin_unix_us=began_us, end_unix_us=ended_us))
+        outputs[0].phases.append(types_pb2.Phase(name="prefill", begin_unix_us=began_us, end_unix_us=ended_us))
         if self._worker.errors["hand-over"]:  # the first tokens go out, the KV does not
             error = self._worker.errors["hand-over"].pop(0)
             reason = pb.FINISH_REASON_ERROR

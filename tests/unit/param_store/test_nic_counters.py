@@ -56,6 +56,6 @@ async def test_a_store_reports_them(tmp_path: Path) -> None:
     before = read_nic_counters()
     async with running_store(tmp_path) as store:
         report = await store.report()
-    assert report.HasField("link") == (before is not None)
+    assert report.HasField("nic") == (before is not None)
     if before is not None:
-        assert report.link.bytes_received >= before.bytes_received
+        assert report.nic.bytes_received >= before.bytes_received

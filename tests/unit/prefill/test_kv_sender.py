@@ -25,7 +25,7 @@ def handover() -> KvSender:
         num_prompt_tokens=3,
         sampling=pb.Sampling(max_tokens=8),
         choices=[pb.ChoiceStart(choice=0), pb.ChoiceStart(choice=1)],
-        decode=pb.WorkerRefAddress(worker_id="dec-1", instance_id="ins-2"),
+        decode=types_pb2.WorkerRef(worker_id="dec-1", instance_id="ins-2"),
     )
     attempt = Attempt(start, Outbox("gw"), {})
     return KvSender(attempt, KvLayout.of(SHAPE, 2, attempt.group()))
@@ -68,7 +68,7 @@ async def test_who_waits_for_a_chunk_of_a_given_up_hand_over_is_told() -> None:
 
 async def test_the_offer_says_what_the_decode_worker_needs_to_lay_the_buffer_out() -> None:
     offer = handover().offer("pack", "pre-1", "127.0.0.1:9", "rack-1", "shm:/door")
-    assert (offer.instance_id, offer.pack_id, offer.block_tokens, offer.max_tokens) == ("ins-2", "pack", 2, 8)
+    assert (offer.instance_id, offer.pack_id, offer.block_tokens) == ("ins-2", "pack", 2)
     assert [(list(s.choices), s.num_context_tokens) for s in offer.sequences] == [([0, 1], 3)]
     assert (offer.source.holder_id, offer.source.data_address) == ("pre-1", "127.0.0.1:9")
     assert (offer.host_id, offer.local_address) == ("rack-1", "shm:/door")

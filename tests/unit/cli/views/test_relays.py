@@ -9,23 +9,27 @@ import pytest
 from tests.unit.cli.views.test_cluster import drawn
 from torchrelay.cli.views.cluster import cluster_screen
 from torchrelay.cli.views.relays import find_chains, format_duration, progress_bar, relay_blocks, state_text
-from torchrelay.control.v1.scheduler_pb2 import ClusterView, Feed, RelayView
+from torchrelay.control.v1.scheduler_pb2 import ClusterView, RelaySource, RelayView
 
 PACK = "feed" * 16
 
 
-def a_feed(holder_id: str, num_bytes: int = 0, mb_per_s: float = 0.0, error: str = "", following: bool = True) -> Feed:
-    return Feed(holder_id=holder_id, num_bytes=num_bytes, bytes_per_s=mb_per_s * 1e6, following=following, error=error)
+def a_source(
+    holder_id: str, num_bytes: int = 0, mb_per_s: float = 0.0, error: str = "", following: bool = True
+) -> RelaySource:
+    return RelaySource(
+        holder_id=holder_id, num_bytes=num_bytes, bytes_per_s=mb_per_s * 1e6, following=following, error=error
+    )
 
 
-def a_relay(target: str, *feeds: Feed, **changes: object) -> RelayView:
+def a_relay(target: str, *sources: RelaySource, **changes: object) -> RelayView:
     fields: dict[str, object] = {
         "pack_id": PACK,
         "model": "acme/[red]tiny",
         "target": target,
         "state": RelayView.STATE_RUNNING,
         "urgent": True,
-        "feeds": feeds,
+        "sources": sources,
         "pack_bytes": 31_830_016,
         "num_chunks": 122,
         "num_chunks_verified": 61,
@@ -36,7 +40,7 @@ def a_relay(target: str, *feeds: Feed, **changes: object) -> RelayView:
 
 def chain() -> list[RelayView]:
     hosts = ["store-source", "store-h1", "store-h2", "store-h3"]
-    return [a_relay(target, a_feed(source, 15_000_000, 23.4)) for source, target in pairwise(hosts)]
+    return [a_relay(target, a_source(source, 15_000_000, 23.4)) for source, target in pairwise(hosts)]
 
 
 def lines(*relays: RelayView, width: int = 100) -> list[str]:
@@ -55,8 +59,8 @@ def test_a_chain_reads_as_a_chain() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_it_fits_the_terminal(width: int) -> None:
-    feeds = a_feed("store-h3", 900_000, 0.5), a_feed("store-source", 100_000, 123.4)
-    relays = [*chain(), a_relay("store-h4", *feeds, state=RelayView.STATE_SLOW, num_replans=2)]
+    sources = a_source("store-h3", 900_000, 0.5), a_source("store-source", 100_000, 123.4)
+    relays = [*chain(), a_relay("store-h4", *sources, state=RelayView.STATE_SLOW, num_replans=2)]
     shown = drawn(cluster_screen(ClusterView(relays=relays), {}, "127.0.0.1:1"), width)
     assert all(len(line) <= width for line in shown.splitlines())
     for part in ("store-source -> store-h1 ", "61/122", "rep", "slow, 1.2 s", "left", "█", "90%"):
@@ -65,7 +69,7 @@ def test_it_fits_the_terminal(width: int) -> None:
 
 
 def test_stripes_have_shares_and_what_is_the_targets_stands_once() -> None:
-    shown = lines(a_relay("store-c", a_feed("store-a", 6_000_000, 12), a_feed("store-b", 4_000_000, 8)))
+    shown = lines(a_relay("store-c", a_source("store-a", 6_000_000, 12), a_source("store-b", 4_000_000, 8)))
     assert shown[1:3] == ["  store-a -> store-c", "  store-b -> store-c"]
     first, second = (line for line in shown if " MB " in line and "->" in line)
     assert "60%" in first and "61/122" in first and "left" in first
@@ -73,8 +77,8 @@ def test_stripes_have_shares_and_what_is_the_targets_stands_once() -> None:
 
 
 def test_a_source_that_was_given_up_is_told_and_leaves_the_chain() -> None:
-    gone = a_feed("store-h1", 9_000_000, error="reset by peer", following=False)
-    shown = lines(a_relay("store-h2", a_feed("store-source", 3_000_000, 20), gone, num_repairs=2, num_replans=1))
+    gone = a_source("store-h1", 9_000_000, error="reset by peer", following=False)
+    shown = lines(a_relay("store-h2", a_source("store-source", 3_000_000, 20), gone, num_repairs=2, num_replans=1))
     assert shown[1] == "  store-source -> store-h2" and "store-h1" not in "".join(shown[:2])
     assert "2  1.2 s left, re-planned" in shown[5]
     assert "store-h1 -> store-h2" in shown[6] and shown[6].endswith("given up")
@@ -82,16 +86,16 @@ def test_a_source_that_was_given_up_is_told_and_leaves_the_chain() -> None:
 
 
 def test_a_source_that_only_stands_by_is_no_arrow() -> None:
-    relay = a_relay("store-h2", a_feed("store-h1", 9_000_000, 20), a_feed("store-h3", following=False))
+    relay = a_relay("store-h2", a_source("store-h1", 9_000_000, 20), a_source("store-h3", following=False))
     assert not any("store-h3" in line for line in lines(relay))
-    rests = a_relay("store-h2", a_feed("store-h1", 9_000_000, 20), a_feed("store-h3", 1_000_000, following=False))
+    rests = a_relay("store-h2", a_source("store-h1", 9_000_000, 20), a_source("store-h3", 1_000_000, following=False))
     assert lines(rests)[1] == "  store-h1 -> store-h2" and lines(rests)[6].endswith("rests")
 
 
 def test_those_that_ended_tell_time_mean_rate_or_cause() -> None:
     done = a_relay(
         "store-b",
-        a_feed("store-a", 30_000_000, following=False),
+        a_source("store-a", 30_000_000, following=False),
         state=RelayView.STATE_FINISHED,
         running_s=1.5,
         num_chunks_verified=122,
@@ -108,7 +112,7 @@ def test_those_that_ended_tell_time_mean_rate_or_cause() -> None:
 
 
 def test_an_arrow_that_brings_next_to_nothing_is_no_part_of_the_chain() -> None:
-    relay = a_relay("store-h2", a_feed("store-h1", 9_000_000, 20), a_feed("store-h3", 10_000))
+    relay = a_relay("store-h2", a_source("store-h1", 9_000_000, 20), a_source("store-h3", 10_000))
     shown = lines(relay)
     assert shown[1:3] == ["  store-h1 -> store-h2", ""] and "<1%" in shown[6]
     relay.state = RelayView.STATE_FINISHED
@@ -116,14 +120,16 @@ def test_an_arrow_that_brings_next_to_nothing_is_no_part_of_the_chain() -> None:
 
 
 def test_a_planned_one_has_an_arrow_and_no_rate() -> None:
-    shown = lines(a_relay("store-b", Feed(holder_id="remote"), state=RelayView.STATE_PLANNED, num_chunks_verified=0))
+    shown = lines(
+        a_relay("store-b", RelaySource(holder_id="remote"), state=RelayView.STATE_PLANNED, num_chunks_verified=0)
+    )
     assert shown[1] == "  remote -> store-b"
     assert " - " in shown[5] and "planned" in shown[5]
     assert state_text(a_relay("store-b", left_s=0)).plain == "under way"
 
 
 def test_packs_have_blocks_of_their_own() -> None:
-    other = a_relay("store-h1", a_feed("remote"), pack_id="beef" * 16, model="acme/other", urgent=False)
+    other = a_relay("store-h1", a_source("remote"), pack_id="beef" * 16, model="acme/other", urgent=False)
     shown = lines(*chain(), other)
     assert [line for line in shown if line.startswith("relay")] == [
         "relay  acme/[red]tiny  31.8 MB, urgent",

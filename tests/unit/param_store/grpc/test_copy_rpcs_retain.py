@@ -15,13 +15,13 @@ from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 
 
-async def guard(store: RunningStore, *pack_ids: str, lease_s: float = 60, epoch: int = 0) -> None:
-    await store.stub.Guard(pb.GuardRequest(epoch=epoch, pack_ids=pack_ids, lease_s=lease_s))
+async def retain(store: RunningStore, *pack_ids: str, lease_s: float = 60, epoch: int = 0) -> None:
+    await store.stub.Retain(pb.RetainRequest(epoch=epoch, pack_ids=pack_ids, lease_s=lease_s))
 
 
 async def refusal(store: RunningStore, lease_s: float = 60, epoch: int = 0) -> TorchrelayError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await guard(store, "f" * 64, lease_s=lease_s, epoch=epoch)
+        await retain(store, "f" * 64, lease_s=lease_s, epoch=epoch)
     return error_from_rpc(caught.value)
 
 
@@ -32,18 +32,18 @@ async def test_a_report_tells_what_is_guarded_and_what_fails_with_the_host(
     async with running_store(tmp_path, failure_domain="rack-7") as store:
         assert (await store.report()).failure_domain == "rack-7"
         await store.relay(pack_id, REMOTE)
-        assert not (await store.until_complete(pack_id)).guarded
-        await guard(store, pack_id)
-        await store.until(lambda report: report.copies[0].guarded)
-        await guard(store)
-        await store.until(lambda report: not report.copies[0].guarded)
+        assert not (await store.until_complete(pack_id)).retained
+        await retain(store, pack_id)
+        await store.until(lambda report: report.copies[0].retained)
+        await retain(store)
+        await store.until(lambda report: not report.copies[0].retained)
     async with running_store(tmp_path, host_id="host-3") as store:
         assert (await store.report()).failure_domain == "host-3"
 
 
 async def test_a_stale_epoch_and_a_lease_without_end_are_refused(tmp_path: Path) -> None:
     async with running_store(tmp_path) as store:
-        await guard(store, epoch=7)
+        await retain(store, epoch=7)
         assert isinstance(await refusal(store, epoch=6), StaleEpoch)
         for lease_s in (-1.0, 1e9, float("nan"), float("inf")):
             refused = await refusal(store, lease_s, epoch=7)
@@ -58,16 +58,16 @@ async def test_a_relay_that_must_keep_the_guarded_is_told_that_the_arena_is_full
     async with running_store(tmp_path, arena_bytes=arena_bytes) as store:
         await store.relay(large.pack_id, REMOTE)
         await store.until_complete(large.pack_id)
-        await guard(store, large.pack_id)
-        request = pb.RelayRequest(pack_id=small.pack_id, sources=[REMOTE], keep_guarded=True)
+        await retain(store, large.pack_id)
+        request = pb.RelayRequest(pack_id=small.pack_id, sources=[REMOTE], keep_retained=True)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await store.stub.Relay(request)
         told = error_from_rpc(caught.value)
-        assert isinstance(told, Overloaded) and "pinned or guarded" in told.message
+        assert isinstance(told, Overloaded) and "pinned or retained" in told.message
         async with held(store, large.pack_id) as replies:
             await anext(replies)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await store.relay(small.pack_id, REMOTE)  # it might evict the guarded, but not the pinned
+                await store.relay(small.pack_id, REMOTE)  # it might evict the retained, but not the pinned
             assert isinstance(error_from_rpc(caught.value), Overloaded)
         await store.until(lambda report: all(copy.num_pins == 0 for copy in report.copies))
         await store.relay(small.pack_id, REMOTE)

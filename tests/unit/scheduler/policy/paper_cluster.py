@@ -27,8 +27,8 @@ from torchrelay.scheduler.policy.effects import (
     Command,
     CopyCommand,
     Effects,
-    GuardCommand,
     Placed,
+    RetainCommand,
     SchedulerEvent,
     SetRolesCommand,
     UnloadCommand,
@@ -93,7 +93,7 @@ class Scene:
     events: list[SchedulerEvent] = field(default_factory=list)
     opened: list[AttemptPlaced] = field(default_factory=list)
     failing_workers: set[str] = field(default_factory=set)
-    guards: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    retained_packs: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ids = count(1)
@@ -158,8 +158,8 @@ class Scene:
             self.do(self.policy.roles_set(command.instance_id, self.now))
         elif isinstance(command, CopyCommand):
             self.copy(command.model, command.hop.store_id)
-        elif isinstance(command, GuardCommand):
-            self.guards[command.store_id] = command.pack_ids
+        elif isinstance(command, RetainCommand):
+            self.retained_packs[command.store_id] = command.pack_ids
         elif isinstance(command, UnloadCommand):
             self.workers[command.worker_id] = replace(self.workers[command.worker_id], slot=SlotStatus())
             self.report(command.worker_id)

@@ -55,7 +55,7 @@ def two_hosts() -> Scene:
     return scene.settle(
         a_store("store-1", "host-1"),
         a_store("store-2", "host-2"),
-        a_worker("p", "host-1", prefill, keeps_prefixes=True),
+        a_worker("p", "host-1", prefill, has_prefix_cache=True),
         a_worker("d", "host-2", decode),
     )
 

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from nats.aio.client import Client
 
-from tests.unit.scheduler.service.scripted_peers import MB, NUM_LAYERS, ScriptedStore, ScriptedWorker
+from tests.unit.scheduler.service.scripted_peers import NUM_LAYERS, PACK_BYTES, ScriptedStore, ScriptedWorker
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc import open_channel
@@ -34,7 +34,7 @@ class Door:
     async def __aenter__(self) -> Self:
         self._call = self.stub.Admit()
         await asyncio.wait_for(self._call.wait_for_connection(), WAIT_S)
-        await self.send(hello=scheduler_pb2.Hello(gateway_id=self._gateway_id))
+        await self.send(hello=scheduler_pb2.AdmitHello(gateway_id=self._gateway_id))
         return self
 
     async def __aexit__(
@@ -70,7 +70,7 @@ def a_version(name: str = "acme/tiny", idle_timeout_s: float = 0.0) -> types_pb2
         model=name,
         tenant_id="acme",
         pack_id=f"pack of {name}",
-        pack_bytes=32 * MB,
+        pack_bytes=PACK_BYTES,
         shape=types_pb2.ModelShape(num_layers=NUM_LAYERS, num_kv_heads=2, head_dim=16, kv_dtype_bytes=4),
         scaling=types_pb2.ScalingSettings(idle_timeout_s=idle_timeout_s),
     )

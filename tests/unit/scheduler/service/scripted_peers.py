@@ -24,6 +24,7 @@ from torchrelay.control.v1 import (
 )
 
 MB = 1 << 20
+PACK_BYTES = 32 * MB
 NUM_LAYERS = 4
 
 
@@ -183,9 +184,9 @@ class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
         self.store_id, self.host_id = store_id, host_id
         self.incarnation = new_id("run")
         self.relays: list[param_store_pb2.RelayRequest] = []
-        self.guards: list[param_store_pb2.GuardRequest] = []
+        self.retains: list[param_store_pb2.RetainRequest] = []
         self.copies: dict[str, reports_pb2.PackCopy] = {}
-        self.link: reports_pb2.LinkReport | None = None
+        self.nic: reports_pb2.NicCounters | None = None
         self.answers = asyncio.Event()  # cleared: commands get no answer
         self.answers.set()
 
@@ -199,7 +200,7 @@ class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
             epoch=self.epoch,
             arena_target_bytes=1024 * MB,
             copies=self.copies.values(),
-            link=self.link,
+            nic=self.nic,
         )
 
     async def Relay(self, request: param_store_pb2.RelayRequest, context: Any) -> param_store_pb2.RelayReply:
@@ -209,15 +210,15 @@ class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
         if request.pack_id in self.copies:
             return param_store_pb2.RelayReply(already_complete=True)
         self.copies[request.pack_id] = reports_pb2.PackCopy(
-            pack_id=request.pack_id, pack_bytes=request.pack_bytes, num_chunks=8, source=request.sources[0].holder_id
+            pack_id=request.pack_id, pack_bytes=PACK_BYTES, num_chunks=8, source=request.sources[0].holder_id
         )
         await self.touch()
         return param_store_pb2.RelayReply()
 
-    async def Guard(self, request: param_store_pb2.GuardRequest, context: Any) -> param_store_pb2.GuardReply:
+    async def Retain(self, request: param_store_pb2.RetainRequest, context: Any) -> param_store_pb2.RetainReply:
         self.check_epoch(request.epoch)
-        self.guards.append(request)
-        return param_store_pb2.GuardReply()
+        self.retains.append(request)
+        return param_store_pb2.RetainReply()
 
     async def finish_relay(self, pack_id: str, begin_unix_us: int) -> None:
         copy = self.copies[pack_id]

@@ -15,7 +15,7 @@ MB = 1e6
 async def a_store(it: House, number: int, mb_per_s: float, whole: bool = True) -> ScriptedStore:
     """A host; where the store has the pack already, both its slots are taken by another model."""
     store, *workers = await it.host(number)
-    store.link = reports_pb2.LinkReport(bytes_per_s=mb_per_s * MB)
+    store.nic = reports_pb2.NicCounters(link_bytes_per_s=mb_per_s * MB)
     if whole:
         store.copies[PACK] = reports_pb2.PackCopy(
             pack_id=PACK, pack_bytes=a_version().pack_bytes, num_chunks=8, num_chunks_verified=8

@@ -1,4 +1,4 @@
-"""Copies and guards as stores are told of them, over gRPC; and as the history and Explain tell of them."""
+"""Copies and retained_packs as stores are told of them, over gRPC; and as the history and Explain tell of them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ async def test_a_woken_model_is_copied_idly_to_another_host_and_guarded_on_both(
             await first.finish_relay(PACK, time.time_ns() // 1000)
             await eventually(lambda: bool(second.relays))
             (woken,), (copied,) = first.relays, second.relays
-            assert woken.urgency == param_store_pb2.RELAY_URGENCY_URGENT and not woken.keep_guarded
-            assert copied.urgency == param_store_pb2.RELAY_URGENCY_IDLE and copied.keep_guarded
+            assert woken.urgency == param_store_pb2.RELAY_URGENCY_URGENT and not woken.keep_retained
+            assert copied.urgency == param_store_pb2.RELAY_URGENCY_IDLE and copied.keep_retained
             assert [source.holder_id for source in copied.sources] == [first.store_id, "remote"]
             assert copied.sources[0].ticket.receiver_id == second.store_id and copied.epoch == woken.epoch
             await second.finish_relay(PACK, time.time_ns() // 1000)
-            await eventually(lambda: bool(first.guards and second.guards))
+            await eventually(lambda: bool(first.retains and second.retains))
             for store in stores:
-                guard = store.guards[-1]
-                assert list(guard.pack_ids) == [PACK] and guard.lease_s == 30 and guard.epoch == woken.epoch
+                request = store.retains[-1]
+                assert list(request.pack_ids) == [PACK] and request.lease_s == 30 and request.epoch == woken.epoch
             js = it.nats.jetstream()
             subscription = await js.subscribe(it.subjects.event("scale.>"), stream=it.subjects.history_stream)
             events: dict[str, dict[str, object]] = {}
@@ -59,8 +59,8 @@ async def test_a_killed_store_costs_an_urgent_copy(nats_url: str) -> None:
             second = next(store for store in others if store.relays)
             await second.finish_relay(PACK, time.time_ns() // 1000)
             third = next(store for store in others if store is not second)
-            await eventually(lambda: bool(second.guards))
+            await eventually(lambda: bool(second.retains))
             await second.kill()
             await eventually(lambda: bool(third.relays), 10)
             (rebuilt,) = third.relays
-            assert rebuilt.urgency == param_store_pb2.RELAY_URGENCY_URGENT and rebuilt.keep_guarded
+            assert rebuilt.urgency == param_store_pb2.RELAY_URGENCY_URGENT and rebuilt.keep_retained

@@ -27,13 +27,13 @@ def three(arena: Arena) -> list[str]:
     return [reserve(arena, 20, seed).pack_id for seed in (1, 2, 3)]
 
 
-def one_more(arena: Arena, seed: int, num_pages: int = 20, keep_guarded: bool = False) -> Slab:
-    return arena.reserve(pack(num_pages, seed)[1].encode(), keep_guarded=keep_guarded)
+def one_more(arena: Arena, seed: int, num_pages: int = 20, keep_retained: bool = False) -> Slab:
+    return arena.reserve(pack(num_pages, seed)[1].encode(), keep_retained=keep_retained)
 
 
-def left_after(arena: Arena, seed: int, keep_guarded: bool = False) -> set[str]:
+def left_after(arena: Arena, seed: int, keep_retained: bool = False) -> set[str]:
     """Who of those before is still there when one more has come."""
-    come = one_more(arena, seed, keep_guarded=keep_guarded)
+    come = one_more(arena, seed, keep_retained=keep_retained)
     return there(arena) - {come.pack_id}
 
 
@@ -61,25 +61,25 @@ def test_at_the_end_the_guarded_go_in_their_own_order(arena: Arena) -> None:
 def test_who_must_keep_them_is_told_that_the_arena_is_full(arena: Arena) -> None:
     packs = three(arena)
     arena.retention.renew(packs, 60)
-    with pytest.raises(ArenaFull, match="pinned or guarded") as told:
-        one_more(arena, 4, keep_guarded=True)
+    with pytest.raises(ArenaFull, match="pinned or retained") as told:
+        one_more(arena, 4, keep_retained=True)
     assert isinstance(told.value, Overloaded) and told.value.retry_after_s > 0
     assert there(arena) == set(packs)
-    assert one_more(arena, 4, num_pages=4, keep_guarded=True).num_slab_bytes
+    assert one_more(arena, 4, num_pages=4, keep_retained=True).num_slab_bytes
 
 
 def test_a_pack_that_is_no_longer_named_may_go(arena: Arena) -> None:
     first, second, third = three(arena)
     arena.retention.renew([first, second, third], 60)
     arena.retention.renew([first, third], 60)
-    assert left_after(arena, 4, keep_guarded=True) == {first, third}
+    assert left_after(arena, 4, keep_retained=True) == {first, third}
 
 
-def test_a_guard_ends_with_its_lease(arena: Arena) -> None:
+def test_retention_ends_with_its_lease(arena: Arena) -> None:
     packs = three(arena)
     arena.retention.renew(packs, 0)
     assert not arena.retention.ranks
-    one_more(arena, 4, keep_guarded=True)
+    one_more(arena, 4, keep_retained=True)
     assert packs[0] not in there(arena)
 
 
@@ -99,9 +99,9 @@ def test_pinned_packs_never_go_guarded_or_not_and_the_answer_is_clear(arena: Are
     arena.retention.renew(packs[:1], 60)
     for keep in (False, True):
         with pytest.raises(ArenaFull, match="are pinned"):
-            one_more(arena, 4, keep_guarded=keep)
+            one_more(arena, 4, keep_retained=keep)
     assert there(arena) == set(packs)
     arena.unpin(packs[0], "worker")
     with pytest.raises(ArenaFull):
-        one_more(arena, 4, keep_guarded=True)
+        one_more(arena, 4, keep_retained=True)
     assert left_after(arena, 4) == set(packs[1:])

@@ -47,7 +47,7 @@ async def test_the_deadline_is_told_by_the_engine_s_clock() -> None:
 
 async def test_an_output_carries_position_finish_and_the_phases_once() -> None:
     attempt = Attempt(start(), Outbox("gw"), {})
-    attempt.phases.append(pb.MeasuredPhase(name="prefill", begin_unix_us=1, end_unix_us=2))
+    attempt.phases.append(types_pb2.Phase(name="prefill", begin_unix_us=1, end_unix_us=2))
     first = attempt.output(NewToken("req-1/2", 3, 2, 42), None)
     second = attempt.output(NewToken("req-1/2", 3, 3, 2, Finish.STOP), Finish.STOP)
     assert (first.choice, first.first_position, list(first.token_ids)) == (3, 2, [42])

@@ -117,7 +117,7 @@ def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_smal
 
 
 def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_small: bool = False) -> Table:
-    numbers = ("run", "wait", "KV free", "pre/s", "dec/s")
+    numbers = ("run", "KV free", "pre/s", "dec/s")
     columns = ("worker", "host", "roles", "state", "model", "layers", *numbers)
     spared = ("host", "layers", "KV free") if is_small else ()
     made = ResultTable(*columns, right=(*numbers, "layers"), whole=("worker", "model"), without=spared, is_narrow=True)
@@ -132,7 +132,6 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_
             Text(slot.error, style="red") if slot.error else Text(slot.model or "-"),
             f"{slot.num_layers_ready}/{slot.num_layers}" if slot.num_layers else "",
             str(worker.num_running),
-            str(worker.num_waiting),
             _part(worker.kv_free_bytes, worker.kv_pool_bytes),
             _rate(rates.get(f"{node}.prefilled")),
             _rate(rates.get(f"{node}.decoded")),

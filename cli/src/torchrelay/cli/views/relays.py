@@ -9,7 +9,7 @@ from rich.text import Text
 
 from torchrelay.cli.views.console import ResultTable, printable
 from torchrelay.common.sizes import format_bytes
-from torchrelay.control.v1.scheduler_pb2 import Feed, RelayView
+from torchrelay.control.v1.scheduler_pb2 import RelaySource, RelayView
 
 _BAR_CELLS, _SMALL_BAR_CELLS = 16, 6
 _LEAST_SHARE = 0.01
@@ -35,7 +35,7 @@ def _block(relays: Sequence[RelayView], is_small: bool) -> list[RenderableType]:
     urgencies = dict.fromkeys("urgent" if relay.urgent else "idle" for relay in relays)
     size = format_bytes(max(relay.pack_bytes for relay in relays))
     head = Text.assemble("relay  ", (printable(relays[0].model), "bold"), f"  {size}, {' and '.join(urgencies)}")
-    arrows = [(feed.holder_id, relay.target) for relay in relays for feed in active_sources(relay)]
+    arrows = [(source.holder_id, relay.target) for relay in relays for source in active_sources(relay)]
     chains = [Text(f"  {' -> '.join(path)}", style="cyan") for path in find_chains(arrows)]
     return [
         head,
@@ -51,9 +51,9 @@ def _errors(relays: Sequence[RelayView]) -> Iterator[str]:
         if relay.state == RelayView.STATE_FAILED:
             yield f"{relay.target} failed: {printable(relay.error)}"
         elif relay.state in _UNDER_WAY:
-            for feed in relay.feeds:
-                if feed.error and not feed.following:
-                    yield f"{feed.holder_id} -> {relay.target} was given up: {printable(feed.error)}"
+            for source in relay.sources:
+                if source.error and not source.following:
+                    yield f"{source.holder_id} -> {relay.target} was given up: {printable(source.error)}"
 
 
 def sources_table(relays: Sequence[RelayView], is_small: bool = False) -> ResultTable:
@@ -65,34 +65,33 @@ def sources_table(relays: Sequence[RelayView], is_small: bool = False) -> Result
     spared = () if is_striped else ("share",)
     made = ResultTable(*columns, right=numbers, whole=("arrow", ""), without=spared, is_narrow=True)
     for relay in relays:
-        for number, feed in enumerate(listed_sources(relay)):
+        for number, source in enumerate(listed_sources(relay)):
             cells = _target_cells(relay, is_small) if not number else (Text(""),) * 3
-            state = state_text(relay, is_small) if not number else Text(_source_status(relay, feed), style="dim")
-            arrow = f"{feed.holder_id} -> {relay.target}"
-            made.add_line(arrow, _rate(relay, feed), _share(relay, feed), *cells, state)
+            state = state_text(relay, is_small) if not number else Text(_source_status(relay, source), style="dim")
+            arrow = f"{source.holder_id} -> {relay.target}"
+            made.add_line(arrow, _rate(relay, source), _share(relay, source), *cells, state)
     return made
 
 
-def listed_sources(relay: RelayView) -> list[Feed]:
+def listed_sources(relay: RelayView) -> list[RelaySource]:
     """Arrows that are told of: whoever brings something, did, or failed. Who brings most comes first."""
-    feeds = [feed for feed in relay.feeds if feed.num_bytes]
+    sources = [source for source in relay.sources if source.num_bytes]
     if relay.state in _UNDER_WAY:
-        feeds = [feed for feed in relay.feeds if feed.following or feed.num_bytes or feed.error]
-    feeds = feeds or list(relay.feeds) or [Feed(holder_id="?")]  # nobody has told yet
-    return sorted(feeds, key=lambda feed: (not feed.following, -feed.num_bytes))
+        sources = [source for source in relay.sources if source.following or source.num_bytes or source.error]
+    sources = sources or list(relay.sources) or [RelaySource(holder_id="?")]  # nobody has told yet
+    return sorted(sources, key=lambda source: (not source.following, -source.num_bytes))
 
 
-def active_sources(relay: RelayView) -> list[Feed]:
+def active_sources(relay: RelayView) -> list[RelaySource]:
     """Arrows that make up the chain: bytes flow along them, will, or did until the end, and not just a few."""
     if relay.state == RelayView.STATE_FAILED:
         return []
     if relay.state == RelayView.STATE_FINISHED:
-        total = sum(feed.num_bytes for feed in relay.feeds)
-        return [feed for feed in listed_sources(relay) if feed.num_bytes >= _LEAST_SHARE * total]
-    followed = [feed for feed in relay.feeds if feed.following]
-    return (
-        [feed for feed in followed if feed.bytes_per_s] or followed or [feed for feed in relay.feeds if not feed.error]
-    )
+        total = sum(source.num_bytes for source in relay.sources)
+        return [source for source in listed_sources(relay) if source.num_bytes >= _LEAST_SHARE * total]
+    followed = [source for source in relay.sources if source.following]
+    measured = [source for source in followed if source.bytes_per_s]
+    return measured or followed or [source for source in relay.sources if not source.error]
 
 
 def find_chains(arrows: Sequence[Edge]) -> list[list[str]]:
@@ -150,23 +149,23 @@ def progress_bar(done: int, total: int, cells: int = 8) -> str:
     return "█" * filled + "░" * (cells - filled)
 
 
-def _rate(relay: RelayView, feed: Feed) -> str:
+def _rate(relay: RelayView, source: RelaySource) -> str:
     if relay.state == RelayView.STATE_PLANNED:
         return "-"
     if relay.state in (RelayView.STATE_FINISHED, RelayView.STATE_FAILED):  # the mean over the whole run
-        return format_bytes(feed.num_bytes / relay.running_s) if relay.running_s else "-"
-    return format_bytes(feed.bytes_per_s)
+        return format_bytes(source.num_bytes / relay.running_s) if relay.running_s else "-"
+    return format_bytes(source.bytes_per_s)
 
 
-def _share(relay: RelayView, feed: Feed) -> str:
-    total = sum(one.num_bytes for one in relay.feeds)
+def _share(relay: RelayView, source: RelaySource) -> str:
+    total = sum(one.num_bytes for one in relay.sources)
     if not total:
         return ""
-    return "<1%" if 0 < feed.num_bytes < _LEAST_SHARE * total else f"{feed.num_bytes / total:.0%}"
+    return "<1%" if 0 < source.num_bytes < _LEAST_SHARE * total else f"{source.num_bytes / total:.0%}"
 
 
-def _source_status(relay: RelayView, feed: Feed) -> str:
+def _source_status(relay: RelayView, source: RelaySource) -> str:
     """What became of a source beside the first."""
-    if feed.following or relay.state not in _UNDER_WAY:
+    if source.following or relay.state not in _UNDER_WAY:
         return ""
-    return "given up" if feed.error else "rests"
+    return "given up" if source.error else "rests"

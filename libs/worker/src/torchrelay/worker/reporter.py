@@ -48,7 +48,7 @@ class Reporter:
             kv_bytes_received=step_metrics.kv_bytes_received,
             kv_bytes_sent=worker.holder.bytes_sent,
             slot_start_s=step_metrics.slot_start_s,
-            keeps_prefixes=settings.prefix_cache,
+            has_prefix_cache=settings.prefix_cache,
             device=settings.device.partition(":")[0],
             profile=_profile_to_proto(step_metrics.time_shares_of(worker.slot.instance_labels)),
             latency=_latency_to_proto(latency) if latency else None,

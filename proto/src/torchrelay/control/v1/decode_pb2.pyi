@@ -28,7 +28,6 @@ class KvOffer(_message.Message):
     PACK_ID_FIELD_NUMBER: _builtins.int
     SEQUENCES_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
-    MAX_TOKENS_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
     LOCAL_ADDRESS_FIELD_NUMBER: _builtins.int
@@ -36,7 +35,6 @@ class KvOffer(_message.Message):
     """of the decode worker; refused by any other"""
     pack_id: _builtins.str
     """both sides must run the same weights"""
-    max_tokens: _builtins.int
     block_tokens: _builtins.int
     """with it and the model's shape, torchrelay.engine.kv.layout lays the buffer out"""
     host_id: _builtins.str
@@ -59,14 +57,13 @@ class KvOffer(_message.Message):
         pack_id: _builtins.str = ...,
         sequences: _abc.Iterable[Global___KvSequence] | None = ...,
         source: _types_pb2.Source | None = ...,
-        max_tokens: _builtins.int = ...,
         block_tokens: _builtins.int = ...,
         host_id: _builtins.str = ...,
         local_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "host_id", b"host_id", "instance_id", b"instance_id", "key", b"key", "local_address", b"local_address", "max_tokens", b"max_tokens", "pack_id", b"pack_id", "sequences", b"sequences", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "host_id", b"host_id", "instance_id", b"instance_id", "key", b"key", "local_address", b"local_address", "pack_id", b"pack_id", "sequences", b"sequences", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -200,7 +200,7 @@ class AttemptStart(_message.Message):
     @_builtins.property
     def choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceStart]: ...
     @_builtins.property
-    def decode(self) -> Global___WorkerRefAddress:
+    def decode(self) -> _types_pb2.WorkerRef:
         """to the prefill worker: where the KV goes"""
 
     @_builtins.property
@@ -217,7 +217,7 @@ class AttemptStart(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         sampling: Global___Sampling | None = ...,
         choices: _abc.Iterable[Global___ChoiceStart] | None = ...,
-        decode: Global___WorkerRefAddress | None = ...,
+        decode: _types_pb2.WorkerRef | None = ...,
         kv_ticket: _types_pb2.Ticket | None = ...,
         deadline_unix_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
@@ -229,31 +229,6 @@ class AttemptStart(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AttemptStart: _TypeAlias = AttemptStart  # noqa: Y015
-
-@_typing.final
-class WorkerRefAddress(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
-    INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    grpc_address: _builtins.str
-    instance_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        worker_id: _builtins.str = ...,
-        grpc_address: _builtins.str = ...,
-        instance_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_address", b"grpc_address", "instance_id", b"instance_id", "worker_id", b"worker_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WorkerRefAddress: _TypeAlias = WorkerRefAddress  # noqa: Y015
 
 @_typing.final
 class CancelAttempt(_message.Message):
@@ -378,8 +353,8 @@ class ChoiceOutput(_message.Message):
         """set with FINISH_REASON_ERROR"""
 
     @_builtins.property
-    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuredPhase]:
-        """with the first token only"""
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Phase]:
+        """"wait", "prefill", "kv"; with the first token only"""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
@@ -395,7 +370,7 @@ class ChoiceOutput(_message.Message):
         finish_reason: Global___FinishReason.ValueType = ...,
         error: Global___RunError | None = ...,
         num_cached_prompt_tokens: _builtins.int = ...,
-        phases: _abc.Iterable[Global___MeasuredPhase] | None = ...,
+        phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "key", b"key"]  # noqa: Y015
@@ -436,32 +411,6 @@ class TokenLogprobs(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
-
-@_typing.final
-class MeasuredPhase(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    BEGIN_UNIX_US_FIELD_NUMBER: _builtins.int
-    END_UNIX_US_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """"wait", "prefill", "kv" """
-    begin_unix_us: _builtins.int
-    end_unix_us: _builtins.int
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        begin_unix_us: _builtins.int = ...,
-        end_unix_us: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_unix_us", b"begin_unix_us", "end_unix_us", b"end_unix_us", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___MeasuredPhase: _TypeAlias = MeasuredPhase  # noqa: Y015
 
 @_typing.final
 class RunError(_message.Message):

@@ -565,21 +565,19 @@ class RelayRequest(_message.Message):
 
     EPOCH_FIELD_NUMBER: _builtins.int
     PACK_ID_FIELD_NUMBER: _builtins.int
-    PACK_BYTES_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     RELAY_ID_FIELD_NUMBER: _builtins.int
     NUM_STRIPED_FIELD_NUMBER: _builtins.int
     URGENCY_FIELD_NUMBER: _builtins.int
-    KEEP_GUARDED_FIELD_NUMBER: _builtins.int
+    KEEP_RETAINED_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     pack_id: _builtins.str
-    pack_bytes: _builtins.int
     relay_id: _builtins.str
     num_striped: _builtins.int
     """0: one"""
     urgency: Global___RelayUrgency.ValueType
-    keep_guarded: _builtins.bool
-    """rather refused (ArenaFull) than guarded packs evicted; else they go after all others"""
+    keep_retained: _builtins.bool
+    """rather refused (ArenaFull) than retained packs evicted; else they go after all others"""
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Source]:
         """the first num_striped are followed at once, the others are alternates for repair"""
@@ -589,16 +587,15 @@ class RelayRequest(_message.Message):
         *,
         epoch: _builtins.int = ...,
         pack_id: _builtins.str = ...,
-        pack_bytes: _builtins.int = ...,
         sources: _abc.Iterable[_types_pb2.Source] | None = ...,
         relay_id: _builtins.str = ...,
         num_striped: _builtins.int = ...,
         urgency: Global___RelayUrgency.ValueType = ...,
-        keep_guarded: _builtins.bool = ...,
+        keep_retained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keep_guarded", b"keep_guarded", "num_striped", b"num_striped", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_id", b"relay_id", "sources", b"sources", "urgency", b"urgency"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "keep_retained", b"keep_retained", "num_striped", b"num_striped", "pack_id", b"pack_id", "relay_id", b"relay_id", "sources", b"sources", "urgency", b"urgency"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -681,7 +678,7 @@ class WatchCopiesRequest(_message.Message):
 Global___WatchCopiesRequest: _TypeAlias = WatchCopiesRequest  # noqa: Y015
 
 @_typing.final
-class GuardRequest(_message.Message):
+class RetainRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -689,7 +686,7 @@ class GuardRequest(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     lease_s: _builtins.float
-    """that are not here yet are guarded from the moment they come
+    """that are not here yet are retained from the moment they come
     so that a scheduler that died does not keep the arena full for ever
     """
     @_builtins.property
@@ -709,10 +706,10 @@ class GuardRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GuardRequest: _TypeAlias = GuardRequest  # noqa: Y015
+Global___RetainRequest: _TypeAlias = RetainRequest  # noqa: Y015
 
 @_typing.final
-class GuardReply(_message.Message):
+class RetainReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -724,4 +721,4 @@ class GuardReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___GuardReply: _TypeAlias = GuardReply  # noqa: Y015
+Global___RetainReply: _TypeAlias = RetainReply  # noqa: Y015

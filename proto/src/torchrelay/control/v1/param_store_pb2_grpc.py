@@ -96,10 +96,10 @@ class ParamStoreStub:
                 request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.WatchCopiesRequest.SerializeToString,
                 response_deserializer=torchrelay_dot_control_dot_v1_dot_reports__pb2.StoreReport.FromString,
                 _registered_method=True)
-        self.Guard = channel.unary_unary(
-                '/torchrelay.control.v1.ParamStore/Guard',
-                request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardRequest.SerializeToString,
-                response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardReply.FromString,
+        self.Retain = channel.unary_unary(
+                '/torchrelay.control.v1.ParamStore/Retain',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.RetainRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.RetainReply.FromString,
                 _registered_method=True)
 
 
@@ -189,7 +189,7 @@ class ParamStoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Guard(self, request, context):
+    def Retain(self, request, context):
         """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
         place. What is no longer named may go: that is the release permit.
         """
@@ -260,10 +260,10 @@ def add_ParamStoreServicer_to_server(servicer, server):
                     request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.WatchCopiesRequest.FromString,
                     response_serializer=torchrelay_dot_control_dot_v1_dot_reports__pb2.StoreReport.SerializeToString,
             ),
-            'Guard': grpc.unary_unary_rpc_method_handler(
-                    servicer.Guard,
-                    request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardRequest.FromString,
-                    response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardReply.SerializeToString,
+            'Retain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Retain,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.RetainRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.RetainReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -602,7 +602,7 @@ class ParamStore:
             _registered_method=True)
 
     @staticmethod
-    def Guard(request,
+    def Retain(request,
             target,
             options=(),
             channel_credentials=None,
@@ -615,9 +615,9 @@ class ParamStore:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/torchrelay.control.v1.ParamStore/Guard',
-            torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardRequest.SerializeToString,
-            torchrelay_dot_control_dot_v1_dot_param__store__pb2.GuardReply.FromString,
+            '/torchrelay.control.v1.ParamStore/Retain',
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.RetainRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.RetainReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -57,7 +57,7 @@ class ParamStoreStub:
     """Releases an unpinned pack's range."""
     WatchCopies: _grpc.UnaryStreamMultiCallable[_param_store_pb2.WatchCopiesRequest, _reports_pb2.StoreReport]
     """The report at once, then again at every change of a copy (bounded rate while chunks arrive)."""
-    Guard: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.GuardRequest, _param_store_pb2.GuardReply]
+    Retain: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.RetainRequest, _param_store_pb2.RetainReply]
     """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
     place. What is no longer named may go: that is the release permit.
     """
@@ -90,7 +90,7 @@ class ParamStoreAsyncStub(ParamStoreStub):
     """Releases an unpinned pack's range."""
     WatchCopies: _aio.UnaryStreamMultiCallable[_param_store_pb2.WatchCopiesRequest, _reports_pb2.StoreReport]  # type: ignore[assignment]
     """The report at once, then again at every change of a copy (bounded rate while chunks arrive)."""
-    Guard: _aio.UnaryUnaryMultiCallable[_param_store_pb2.GuardRequest, _param_store_pb2.GuardReply]  # type: ignore[assignment]
+    Retain: _aio.UnaryUnaryMultiCallable[_param_store_pb2.RetainRequest, _param_store_pb2.RetainReply]  # type: ignore[assignment]
     """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
     place. What is no longer named may go: that is the release permit.
     """
@@ -194,11 +194,11 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         """The report at once, then again at every change of a copy (bounded rate while chunks arrive)."""
 
     @_abc_1.abstractmethod
-    def Guard(
+    def Retain(
         self,
-        request: _param_store_pb2.GuardRequest,
+        request: _param_store_pb2.RetainRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_param_store_pb2.GuardReply, _abc.Awaitable[_param_store_pb2.GuardReply]]:
+    ) -> _typing.Union[_param_store_pb2.RetainReply, _abc.Awaitable[_param_store_pb2.RetainReply]]:
         """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
         place. What is no longer named may go: that is the release permit.
         """

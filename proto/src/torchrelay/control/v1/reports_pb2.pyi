@@ -38,7 +38,6 @@ class WorkerReport(_message.Message):
     KV_POOL_BYTES_FIELD_NUMBER: _builtins.int
     KV_FREE_BYTES_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
-    NUM_WAITING_FIELD_NUMBER: _builtins.int
     NUM_QUEUED_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
     STEP_S_FIELD_NUMBER: _builtins.int
@@ -51,7 +50,7 @@ class WorkerReport(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     LATENCY_FIELD_NUMBER: _builtins.int
     QUEUED_PREFILL_S_FIELD_NUMBER: _builtins.int
-    KEEPS_PREFIXES_FIELD_NUMBER: _builtins.int
+    HAS_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """new with every process start"""
@@ -64,7 +63,6 @@ class WorkerReport(_message.Message):
     kv_pool_bytes: _builtins.int
     kv_free_bytes: _builtins.int
     num_running: _builtins.int
-    num_waiting: _builtins.int
     num_queued_prefill_tokens: _builtins.int
     prefill_tokens_per_s: _builtins.float
     """measured; 0: not yet"""
@@ -84,7 +82,7 @@ class WorkerReport(_message.Message):
     """kind of device it computes on: "cpu", "cuda" """
     queued_prefill_s: _builtins.float
     """by that model, for num_queued_prefill_tokens; 0: not known"""
-    keeps_prefixes: _builtins.bool
+    has_prefix_cache: _builtins.bool
     """prompts that begin alike compute the common part once"""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Role.ValueType]:
@@ -114,7 +112,6 @@ class WorkerReport(_message.Message):
         kv_pool_bytes: _builtins.int = ...,
         kv_free_bytes: _builtins.int = ...,
         num_running: _builtins.int = ...,
-        num_waiting: _builtins.int = ...,
         num_queued_prefill_tokens: _builtins.int = ...,
         prefill_tokens_per_s: _builtins.float = ...,
         step_s: _builtins.float = ...,
@@ -127,11 +124,11 @@ class WorkerReport(_message.Message):
         profile: Global___EngineProfile | None = ...,
         latency: Global___LatencyModel | None = ...,
         queued_prefill_s: _builtins.float = ...,
-        keeps_prefixes: _builtins.bool = ...,
+        has_prefix_cache: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency", "profile", b"profile", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "device", b"device", "epoch", b"epoch", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "keeps_prefixes", b"keeps_prefixes", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "latency", b"latency", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "num_waiting", b"num_waiting", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "queued_prefill_s", b"queued_prefill_s", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "device", b"device", "epoch", b"epoch", "grpc_address", b"grpc_address", "has_prefix_cache", b"has_prefix_cache", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "latency", b"latency", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "queued_prefill_s", b"queued_prefill_s", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -294,7 +291,9 @@ class SlotState(_message.Message):
         """roles played now"""
 
     @_builtins.property
-    def load_phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoadPhase]: ...
+    def load_phases(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Phase]:
+        """hold, map, first_layer, last_layer"""
+
     def __init__(
         self,
         *,
@@ -306,7 +305,7 @@ class SlotState(_message.Message):
         roles: _abc.Iterable[_types_pb2.Role.ValueType] | None = ...,
         num_layers_ready: _builtins.int = ...,
         num_layers: _builtins.int = ...,
-        load_phases: _abc.Iterable[Global___LoadPhase] | None = ...,
+        load_phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
         error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -316,32 +315,6 @@ class SlotState(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SlotState: _TypeAlias = SlotState  # noqa: Y015
-
-@_typing.final
-class LoadPhase(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    BEGIN_UNIX_US_FIELD_NUMBER: _builtins.int
-    END_UNIX_US_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    """hold, map, first_layer, last_layer"""
-    begin_unix_us: _builtins.int
-    end_unix_us: _builtins.int
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        begin_unix_us: _builtins.int = ...,
-        end_unix_us: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_unix_us", b"begin_unix_us", "end_unix_us", b"end_unix_us", "name", b"name"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LoadPhase: _TypeAlias = LoadPhase  # noqa: Y015
 
 @_typing.final
 class StoreReport(_message.Message):
@@ -361,7 +334,7 @@ class StoreReport(_message.Message):
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
     NUM_RUNNING_UPLOADS_FIELD_NUMBER: _builtins.int
     FAILURE_DOMAIN_FIELD_NUMBER: _builtins.int
-    LINK_FIELD_NUMBER: _builtins.int
+    NIC_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     incarnation: _builtins.str
     host_id: _builtins.str
@@ -385,7 +358,7 @@ class StoreReport(_message.Message):
         """in the arena"""
 
     @_builtins.property
-    def link(self) -> Global___LinkReport:
+    def nic(self) -> Global___NicCounters:
         """absent: the host has no counters to be read"""
 
     def __init__(
@@ -405,43 +378,43 @@ class StoreReport(_message.Message):
         bytes_received: _builtins.int = ...,
         num_running_uploads: _builtins.int = ...,
         failure_domain: _builtins.str = ...,
-        link: Global___LinkReport | None = ...,
+        nic: Global___NicCounters | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["link", b"link"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["nic", b"nic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_free_bytes", b"arena_free_bytes", "arena_target_bytes", b"arena_target_bytes", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "copies", b"copies", "data_address", b"data_address", "epoch", b"epoch", "failure_domain", b"failure_domain", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "link", b"link", "num_running_uploads", b"num_running_uploads", "store_id", b"store_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_free_bytes", b"arena_free_bytes", "arena_target_bytes", b"arena_target_bytes", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "copies", b"copies", "data_address", b"data_address", "epoch", b"epoch", "failure_domain", b"failure_domain", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "nic", b"nic", "num_running_uploads", b"num_running_uploads", "store_id", b"store_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StoreReport: _TypeAlias = StoreReport  # noqa: Y015
 
 @_typing.final
-class LinkReport(_message.Message):
+class NicCounters(_message.Message):
     """The host's network interfaces taken together, loopback left out. The counters rise and hold all traffic."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     BYTES_SENT_FIELD_NUMBER: _builtins.int
     BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
-    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    LINK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     bytes_sent: _builtins.int
     bytes_received: _builtins.int
-    bytes_per_s: _builtins.float
+    link_bytes_per_s: _builtins.float
     """link speed, in either direction; 0: not known"""
     def __init__(
         self,
         *,
         bytes_sent: _builtins.int = ...,
         bytes_received: _builtins.int = ...,
-        bytes_per_s: _builtins.float = ...,
+        link_bytes_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "link_bytes_per_s", b"link_bytes_per_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LinkReport: _TypeAlias = LinkReport  # noqa: Y015
+Global___NicCounters: _TypeAlias = NicCounters  # noqa: Y015
 
 @_typing.final
 class PackCopy(_message.Message):
@@ -459,7 +432,7 @@ class PackCopy(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     SHARES_FIELD_NUMBER: _builtins.int
     NUM_REPAIRS_FIELD_NUMBER: _builtins.int
-    GUARDED_FIELD_NUMBER: _builtins.int
+    RETAINED_FIELD_NUMBER: _builtins.int
     pack_id: _builtins.str
     pack_bytes: _builtins.int
     num_chunks: _builtins.int
@@ -477,8 +450,8 @@ class PackCopy(_message.Message):
     """holder id it comes from, or "remote": of several the one that brings most"""
     num_repairs: _builtins.int
     """sources given up or joined because another died, fell silent or turned slow"""
-    guarded: _builtins.bool
-    """the scheduler's guard over it has not run out"""
+    retained: _builtins.bool
+    """the scheduler's retention lease over it has not run out"""
     @_builtins.property
     def shares(self) -> _containers.RepeatedCompositeFieldContainer[Global___SourceShare]:
         """every source that has brought something, the remote store too"""
@@ -498,11 +471,11 @@ class PackCopy(_message.Message):
         source: _builtins.str = ...,
         shares: _abc.Iterable[Global___SourceShare] | None = ...,
         num_repairs: _builtins.int = ...,
-        guarded: _builtins.bool = ...,
+        retained: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "guarded", b"guarded", "num_chunks", b"num_chunks", "num_chunks_verified", b"num_chunks_verified", "num_pins", b"num_pins", "num_repairs", b"num_repairs", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_begin_unix_us", b"relay_begin_unix_us", "relay_end_unix_us", b"relay_end_unix_us", "relay_first_unix_us", b"relay_first_unix_us", "shares", b"shares", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "num_chunks", b"num_chunks", "num_chunks_verified", b"num_chunks_verified", "num_pins", b"num_pins", "num_repairs", b"num_repairs", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "relay_begin_unix_us", b"relay_begin_unix_us", "relay_end_unix_us", b"relay_end_unix_us", "relay_first_unix_us", b"relay_first_unix_us", "retained", b"retained", "shares", b"shares", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -21,23 +21,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _DeadlineClass:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _DeadlineClassEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeadlineClass.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    DEADLINE_CLASS_UNSPECIFIED: _DeadlineClass.ValueType  # 0
-    DEADLINE_CLASS_INTERACTIVE: _DeadlineClass.ValueType  # 1
-    DEADLINE_CLASS_BATCH: _DeadlineClass.ValueType  # 2
-
-class DeadlineClass(_DeadlineClass, metaclass=_DeadlineClassEnumTypeWrapper): ...
-
-DEADLINE_CLASS_UNSPECIFIED: DeadlineClass.ValueType  # 0
-DEADLINE_CLASS_INTERACTIVE: DeadlineClass.ValueType  # 1
-DEADLINE_CLASS_BATCH: DeadlineClass.ValueType  # 2
-Global___DeadlineClass: _TypeAlias = DeadlineClass  # noqa: Y015
-
 @_typing.final
 class AdmitCommand(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -47,7 +30,7 @@ class AdmitCommand(_message.Message):
     WITHDRAW_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def hello(self) -> Global___Hello:
+    def hello(self) -> Global___AdmitHello:
         """first message of every stream"""
 
     @_builtins.property
@@ -59,7 +42,7 @@ class AdmitCommand(_message.Message):
     def __init__(
         self,
         *,
-        hello: Global___Hello | None = ...,
+        hello: Global___AdmitHello | None = ...,
         admit: Global___AdmitRequest | None = ...,
         withdraw: Global___Withdraw | None = ...,
         release: Global___Release | None = ...,
@@ -75,7 +58,7 @@ class AdmitCommand(_message.Message):
 Global___AdmitCommand: _TypeAlias = AdmitCommand  # noqa: Y015
 
 @_typing.final
-class Hello(_message.Message):
+class AdmitHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
@@ -91,7 +74,7 @@ class Hello(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Hello: _TypeAlias = Hello  # noqa: Y015
+Global___AdmitHello: _TypeAlias = AdmitHello  # noqa: Y015
 
 @_typing.final
 class AdmitRequest(_message.Message):
@@ -104,7 +87,6 @@ class AdmitRequest(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
-    DEADLINE_CLASS_FIELD_NUMBER: _builtins.int
     LOST_WORKERS_FIELD_NUMBER: _builtins.int
     CURRENT_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
@@ -114,7 +96,6 @@ class AdmitRequest(_message.Message):
     max_tokens: _builtins.int
     """per choice, counted from the end of the prompt"""
     num_choices: _builtins.int
-    deadline_class: Global___DeadlineClass.ValueType
     traceparent: _builtins.str
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
@@ -142,14 +123,13 @@ class AdmitRequest(_message.Message):
         max_tokens: _builtins.int = ...,
         num_choices: _builtins.int = ...,
         block_hashes: _abc.Iterable[_builtins.bytes] | None = ...,
-        deadline_class: Global___DeadlineClass.ValueType = ...,
         lost_workers: _abc.Iterable[_builtins.str] | None = ...,
         current: Global___Placement | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["current", b"current", "key", b"key", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "deadline_class", b"deadline_class", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "current", b"current", "key", b"key", "lost_workers", b"lost_workers", "max_tokens", b"max_tokens", "num_choices", b"num_choices", "num_forced_tokens", b"num_forced_tokens", "num_prompt_tokens", b"num_prompt_tokens", "traceparent", b"traceparent", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -184,7 +164,6 @@ class Release(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEY_FIELD_NUMBER: _builtins.int
-    LOST_WORKERS_FIELD_NUMBER: _builtins.int
     TTFT_S_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
@@ -194,23 +173,20 @@ class Release(_message.Message):
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
-    def lost_workers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-    @_builtins.property
-    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Phase]:
         """what the gateway and workers measured, for Explain"""
 
     def __init__(
         self,
         *,
         key: _types_pb2.AttemptKey | None = ...,
-        lost_workers: _abc.Iterable[_builtins.str] | None = ...,
         ttft_s: _builtins.float = ...,
         num_output_tokens: _builtins.int = ...,
-        phases: _abc.Iterable[Global___Phase] | None = ...,
+        phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "lost_workers", b"lost_workers", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "num_output_tokens", b"num_output_tokens", "phases", b"phases", "ttft_s", b"ttft_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -260,9 +236,9 @@ class Placement(_message.Message):
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
-    def prefill(self) -> Global___WorkerRef: ...
+    def prefill(self) -> _types_pb2.WorkerRef: ...
     @_builtins.property
-    def decode(self) -> Global___WorkerRef: ...
+    def decode(self) -> _types_pb2.WorkerRef: ...
     @_builtins.property
     def kv_ticket(self) -> _types_pb2.Ticket:
         """holder: the prefill worker; receiver: the decode worker; absent when they are one"""
@@ -271,8 +247,8 @@ class Placement(_message.Message):
         self,
         *,
         key: _types_pb2.AttemptKey | None = ...,
-        prefill: Global___WorkerRef | None = ...,
-        decode: Global___WorkerRef | None = ...,
+        prefill: _types_pb2.WorkerRef | None = ...,
+        decode: _types_pb2.WorkerRef | None = ...,
         kv_ticket: _types_pb2.Ticket | None = ...,
         cold: _builtins.bool = ...,
     ) -> None: ...
@@ -283,31 +259,6 @@ class Placement(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Placement: _TypeAlias = Placement  # noqa: Y015
-
-@_typing.final
-class WorkerRef(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    WORKER_ID_FIELD_NUMBER: _builtins.int
-    GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
-    INSTANCE_ID_FIELD_NUMBER: _builtins.int
-    worker_id: _builtins.str
-    grpc_address: _builtins.str
-    instance_id: _builtins.str
-    def __init__(
-        self,
-        *,
-        worker_id: _builtins.str = ...,
-        grpc_address: _builtins.str = ...,
-        instance_id: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_address", b"grpc_address", "instance_id", b"instance_id", "worker_id", b"worker_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___WorkerRef: _TypeAlias = WorkerRef  # noqa: Y015
 
 @_typing.final
 class Refusal(_message.Message):
@@ -420,7 +371,7 @@ class ExplainReply(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     DECISIONS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
+    def phases(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Phase]:
         """in order of begin"""
 
     @_builtins.property
@@ -430,7 +381,7 @@ class ExplainReply(_message.Message):
     def __init__(
         self,
         *,
-        phases: _abc.Iterable[Global___Phase] | None = ...,
+        phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
         decisions: _abc.Iterable[Global___Decision] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -440,40 +391,6 @@ class ExplainReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExplainReply: _TypeAlias = ExplainReply  # noqa: Y015
-
-@_typing.final
-class Phase(_message.Message):
-    """One named stretch of time: queue, plan, relay, map, prefill, first_token ..."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NAME_FIELD_NUMBER: _builtins.int
-    BEGIN_UNIX_US_FIELD_NUMBER: _builtins.int
-    END_UNIX_US_FIELD_NUMBER: _builtins.int
-    WHERE_FIELD_NUMBER: _builtins.int
-    DETAIL_FIELD_NUMBER: _builtins.int
-    name: _builtins.str
-    begin_unix_us: _builtins.int
-    end_unix_us: _builtins.int
-    where: _builtins.str
-    """service or worker id"""
-    detail: _builtins.str
-    def __init__(
-        self,
-        *,
-        name: _builtins.str = ...,
-        begin_unix_us: _builtins.int = ...,
-        end_unix_us: _builtins.int = ...,
-        where: _builtins.str = ...,
-        detail: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_unix_us", b"begin_unix_us", "detail", b"detail", "end_unix_us", b"end_unix_us", "name", b"name", "where", b"where"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
 class Decision(_message.Message):
@@ -710,7 +627,7 @@ class RelayView(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
     URGENT_FIELD_NUMBER: _builtins.int
-    FEEDS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     PACK_BYTES_FIELD_NUMBER: _builtins.int
     NUM_CHUNKS_FIELD_NUMBER: _builtins.int
     NUM_CHUNKS_VERIFIED_FIELD_NUMBER: _builtins.int
@@ -751,7 +668,7 @@ class RelayView(_message.Message):
     error: _builtins.str
     """why it failed"""
     @_builtins.property
-    def feeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___Feed]: ...
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___RelaySource]: ...
     def __init__(
         self,
         *,
@@ -760,7 +677,7 @@ class RelayView(_message.Message):
         target: _builtins.str = ...,
         state: Global___RelayView.State.ValueType = ...,
         urgent: _builtins.bool = ...,
-        feeds: _abc.Iterable[Global___Feed] | None = ...,
+        sources: _abc.Iterable[Global___RelaySource] | None = ...,
         pack_bytes: _builtins.int = ...,
         num_chunks: _builtins.int = ...,
         num_chunks_verified: _builtins.int = ...,
@@ -776,15 +693,15 @@ class RelayView(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "ended_s", b"ended_s", "error", b"error", "feeds", b"feeds", "left_s", b"left_s", "model", b"model", "num_chunks", b"num_chunks", "num_chunks_verified", b"num_chunks_verified", "num_repairs", b"num_repairs", "num_replans", b"num_replans", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "planned_bytes_per_s", b"planned_bytes_per_s", "reason", b"reason", "running_s", b"running_s", "state", b"state", "target", b"target", "urgent", b"urgent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "ended_s", b"ended_s", "error", b"error", "left_s", b"left_s", "model", b"model", "num_chunks", b"num_chunks", "num_chunks_verified", b"num_chunks_verified", "num_repairs", b"num_repairs", "num_replans", b"num_replans", "pack_bytes", b"pack_bytes", "pack_id", b"pack_id", "planned_bytes_per_s", b"planned_bytes_per_s", "reason", b"reason", "running_s", b"running_s", "sources", b"sources", "state", b"state", "target", b"target", "urgent", b"urgent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RelayView: _TypeAlias = RelayView  # noqa: Y015
 
 @_typing.final
-class Feed(_message.Message):
-    """One arrow: from a holder, or "remote", into the target of its relay."""
+class RelaySource(_message.Message):
+    """One edge: from a holder, or "remote", into the target of its relay."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -817,7 +734,7 @@ class Feed(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Feed: _TypeAlias = Feed  # noqa: Y015
+Global___RelaySource: _TypeAlias = RelaySource  # noqa: Y015
 
 @_typing.final
 class WatchEventsRequest(_message.Message):

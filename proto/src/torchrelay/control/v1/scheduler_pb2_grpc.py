@@ -62,7 +62,7 @@ class SchedulerServicer:
     """
 
     def Admit(self, request_iterator, context):
-        """One stream per gateway carries all its requests. After a reconnect the gateway sends Hello and every
+        """One stream per gateway carries all its requests. After a reconnect the gateway sends AdmitHello and every
         open admission again; admitting the same AttemptKey twice has the effect of once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -34,7 +34,7 @@ class SchedulerStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerAsyncStub: ...
     Admit: _grpc.StreamStreamMultiCallable[_scheduler_pb2.AdmitCommand, _scheduler_pb2.AdmitEvent]
-    """One stream per gateway carries all its requests. After a reconnect the gateway sends Hello and every
+    """One stream per gateway carries all its requests. After a reconnect the gateway sends AdmitHello and every
     open admission again; admitting the same AttemptKey twice has the effect of once.
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainReply]
@@ -50,7 +50,7 @@ class SchedulerAsyncStub(SchedulerStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Admit: _aio.StreamStreamMultiCallable[_scheduler_pb2.AdmitCommand, _scheduler_pb2.AdmitEvent]  # type: ignore[assignment]
-    """One stream per gateway carries all its requests. After a reconnect the gateway sends Hello and every
+    """One stream per gateway carries all its requests. After a reconnect the gateway sends AdmitHello and every
     open admission again; admitting the same AttemptKey twice has the effect of once.
     """
     Explain: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ExplainRequest, _scheduler_pb2.ExplainReply]  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class SchedulerServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_scheduler_pb2.AdmitCommand],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.AdmitEvent], _abc.AsyncIterator[_scheduler_pb2.AdmitEvent]]:
-        """One stream per gateway carries all its requests. After a reconnect the gateway sends Hello and every
+        """One stream per gateway carries all its requests. After a reconnect the gateway sends AdmitHello and every
         open admission again; admitting the same AttemptKey twice has the effect of once.
         """
 

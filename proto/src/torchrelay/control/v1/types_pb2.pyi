@@ -229,6 +229,67 @@ class Source(_message.Message):
 Global___Source: _TypeAlias = Source  # noqa: Y015
 
 @_typing.final
+class WorkerRef(_message.Message):
+    """One worker of a placement."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
+    INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    grpc_address: _builtins.str
+    instance_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        grpc_address: _builtins.str = ...,
+        instance_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_address", b"grpc_address", "instance_id", b"instance_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerRef: _TypeAlias = WorkerRef  # noqa: Y015
+
+@_typing.final
+class Phase(_message.Message):
+    """One named stretch of time: queue, plan, relay, map, prefill, first_token ..."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    BEGIN_UNIX_US_FIELD_NUMBER: _builtins.int
+    END_UNIX_US_FIELD_NUMBER: _builtins.int
+    WHERE_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    begin_unix_us: _builtins.int
+    end_unix_us: _builtins.int
+    where: _builtins.str
+    """service or worker id"""
+    detail: _builtins.str
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        begin_unix_us: _builtins.int = ...,
+        end_unix_us: _builtins.int = ...,
+        where: _builtins.str = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin_unix_us", b"begin_unix_us", "detail", b"detail", "end_unix_us", b"end_unix_us", "name", b"name", "where", b"where"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Phase: _TypeAlias = Phase  # noqa: Y015
+
+@_typing.final
 class AttemptKey(_message.Message):
     """What identifies one attempt at one request; tokens of a stale attempt are dropped."""
 

@@ -311,7 +311,7 @@ class TokenLogprob(_message.Message):
     """its text in UTF-8; a part of a character where a token is one"""
     logprob: _builtins.float
     @_builtins.property
-    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___LikelyToken]:
+    def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]:
         """the likeliest first"""
 
     def __init__(
@@ -320,7 +320,7 @@ class TokenLogprob(_message.Message):
         token_id: _builtins.int = ...,
         token: _builtins.bytes = ...,
         logprob: _builtins.float = ...,
-        top: _abc.Iterable[Global___LikelyToken] | None = ...,
+        top: _abc.Iterable[Global___TopLogprob] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -331,7 +331,7 @@ class TokenLogprob(_message.Message):
 Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
-class LikelyToken(_message.Message):
+class TopLogprob(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
@@ -353,7 +353,7 @@ class LikelyToken(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LikelyToken: _TypeAlias = LikelyToken  # noqa: Y015
+Global___TopLogprob: _TypeAlias = TopLogprob  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):

@@ -143,7 +143,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         if not self.is_running(attempt):
             return
         end_us = now_us()
-        attempt.phases.append(pb.MeasuredPhase(name="kv", begin_unix_us=begin_us, end_unix_us=end_us))
+        attempt.phases.append(types_pb2.Phase(name="kv", begin_unix_us=begin_us, end_unix_us=end_us))
         record_span(
             "decode.kv_receive",
             attempt.start.traceparent,

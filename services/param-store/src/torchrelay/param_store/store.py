@@ -121,7 +121,7 @@ class Store:
 
     def report(self) -> reports_pb2.StoreReport:
         """The store's state as the scheduler hears of it."""
-        guarded = self.arena.retention.ranks
+        retained = self.arena.retention.ranks
         return reports_pb2.StoreReport(
             store_id=self.settings.store_id,
             incarnation=self.incarnation,
@@ -132,21 +132,21 @@ class Store:
             arena_target_bytes=self.arena.capacity_bytes,
             arena_bytes=self.arena.faulted_bytes,
             arena_free_bytes=self.arena.free_bytes,
-            copies=[_pack_copy(copy, guarded) for copy in self.arena_copies.copies()],
+            copies=[_pack_copy(copy, retained) for copy in self.arena_copies.copies()],
             bytes_sent=self.holder.bytes_sent,
             bytes_received=self.arena_copies.num_bytes_received,
             num_running_uploads=self.uploads.num_open,
             failure_domain=self.settings.failure_domain or self.settings.host_id,
-            link=_link(),
+            nic=_nic(),
         )
 
 
-def _link() -> reports_pb2.LinkReport | None:
+def _nic() -> reports_pb2.NicCounters | None:
     counters = read_nic_counters()
     if counters is None:
         return None
-    return reports_pb2.LinkReport(
-        bytes_sent=counters.bytes_sent, bytes_received=counters.bytes_received, bytes_per_s=counters.bytes_per_s
+    return reports_pb2.NicCounters(
+        bytes_sent=counters.bytes_sent, bytes_received=counters.bytes_received, link_bytes_per_s=counters.bytes_per_s
     )
 
 
@@ -160,7 +160,7 @@ def _open_remote(settings: StoreSettings, disk: DiskCache | None) -> RemoteStore
     return remote if disk is None else DiskTier(remote, disk)
 
 
-def _pack_copy(copy: CopyReport, guarded: Container[str]) -> reports_pb2.PackCopy:
+def _pack_copy(copy: CopyReport, retained: Container[str]) -> reports_pb2.PackCopy:
     record = copy.record
     return reports_pb2.PackCopy(
         pack_id=record.pack_id,
@@ -184,5 +184,5 @@ def _pack_copy(copy: CopyReport, guarded: Container[str]) -> reports_pb2.PackCop
             for share in record.stats.by_source()
         ],
         num_repairs=record.stats.num_repairs,
-        guarded=record.pack_id in guarded,
+        retained=record.pack_id in retained,
     )

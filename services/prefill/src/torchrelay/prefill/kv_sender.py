@@ -75,7 +75,6 @@ class KvSender:
                 for sequence in self.layout.sequences
             ],
             source=types_pb2.Source(holder_id=holder_id, data_address=data_address, ticket=start.kv_ticket),
-            max_tokens=start.sampling.max_tokens,
             block_tokens=self.layout.block_tokens,
             host_id=host_id,
             local_address=local_address,

@@ -137,7 +137,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         if attempt.group_id not in self._measured:  # the first token of the attempt
             self._measured.add(attempt.group_id)
             end_us = now_us()
-            phase = pb.MeasuredPhase(name="prefill", begin_unix_us=attempt.began_us, end_unix_us=end_us)
+            phase = types_pb2.Phase(name="prefill", begin_unix_us=attempt.began_us, end_unix_us=end_us)
             attempt.phases.append(phase)
             record_span("prefill.run", attempt.start.traceparent, attempt.began_us * 1000, end_us * 1000)
 

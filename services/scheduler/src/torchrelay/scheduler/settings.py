@@ -42,7 +42,7 @@ class SchedulerSettings(ServiceSettings):
     cache_share: float = Field(
         0.8, gt=0, le=1, description="Part of each arena that models without recent demand may fill."
     )
-    guard_s: float = Field(
+    retention_s: float = Field(
         30.0, ge=1, le=3600, description="How long stores keep the last copies without word from here."
     )
 
@@ -79,5 +79,5 @@ class SchedulerSettings(ServiceSettings):
             max_replications=self.max_replications,
             max_replications_per_store=self.max_replications_per_store,
             cache_share=self.cache_share,
-            guard_s=self.guard_s,
+            retention_s=self.retention_s,
         )

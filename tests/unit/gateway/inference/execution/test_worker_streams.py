@@ -10,7 +10,7 @@ from tests.support.brokers import free_port
 from tests.support.echo_worker import EchoModel, EchoWorker
 from tests.unit.gateway.token_path_rig import until
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.inference.core import RequestEvent, WorkerLost
 from torchrelay.gateway.inference.execution.worker_streams import WorkerStreams
 
@@ -84,7 +84,7 @@ async def test_everybody_on_a_broken_stream_is_told(worker: EchoWorker) -> None:
 
 async def test_a_worker_that_is_not_there_is_lost_at_once() -> None:
     heard: list[RequestEvent] = []
-    nowhere = scheduler_pb2.WorkerRef(worker_id="w9", grpc_address=f"127.0.0.1:{free_port()}")
+    nowhere = types_pb2.WorkerRef(worker_id="w9", grpc_address=f"127.0.0.1:{free_port()}")
     async with WorkerStreams("gw") as streams:
         streams.stream("prefill", nowhere).start(start("r"), heard.append)
         await until(lambda: bool(heard))

@@ -10,7 +10,7 @@ from itertools import combinations, count
 from tests.unit.scheduler.policy.replication.simulated_hosts import GB, Host, transfer
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import REMOTE, Model
-from torchrelay.scheduler.policy.effects import CopyCommand, GuardCommand
+from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.steps import replication
 
@@ -74,8 +74,8 @@ class Simulation:
         replication.replicate(self.state, self.now)
         effects = self.state.take_effects()
         for command in effects.commands:
-            if isinstance(command, GuardCommand):
-                self.hosts[command.store_id].guard = command.pack_ids
+            if isinstance(command, RetainCommand):
+                self.hosts[command.store_id].retained_packs = command.pack_ids
             elif isinstance(command, CopyCommand):
                 self._copy(command)
         kinds = Counter(happening.kind for happening in effects.events)
@@ -96,7 +96,7 @@ class Simulation:
         if not host.up:
             replication.copy_failed(self.state, pack_id, name, "nobody listens", self.now)
         elif pack_id in host.held or host.reserve(
-            pack_id, command.model.pack_bytes, sources, self.now, command.keep_guarded
+            pack_id, command.model.pack_bytes, sources, self.now, command.keep_retained
         ):
             replication.copy_begun(self.state, pack_id, name, self.now)
         else:
@@ -114,7 +114,7 @@ class Simulation:
                 host.touch()
             return
         host = min(up, key=lambda host: sum(held.num_bytes for held in host.held.values()))
-        host.reserve(model.pack_id, model.pack_bytes, (REMOTE,), self.now, keep_guarded=False, pin_s=IDLE_S)
+        host.reserve(model.pack_id, model.pack_bytes, (REMOTE,), self.now, keep_retained=False, pin_s=IDLE_S)
 
     # Failures
 
@@ -124,7 +124,7 @@ class Simulation:
         host.run += 1
         if not keeps_arena:
             host.held.clear()
-        host.guard = ()
+        host.retained_packs = ()
         host.touch()
         self._returns.append((self.now + back_s, name, keeps_arena))
         store = self.state.membership.drop_store(name, self.now)
@@ -156,10 +156,10 @@ class Simulation:
         return [pack_id for pack_id in self.state.replication_state.settled if not self.whole_on(pack_id)]
 
     def kept_bytes(self) -> Counter[str]:
-        """By host, the copies of settled packs that are guarded."""
+        """By host, the copies of settled packs that are retained."""
         kept: Counter[str] = Counter({name: 0 for name, host in self.hosts.items() if host.up})
         for name, host in self.hosts.items():
-            for pack_id in host.guard:
+            for pack_id in host.retained_packs:
                 if host.up and pack_id in host.held:
                     kept[name] += host.held[pack_id].num_bytes
         return kept
@@ -175,8 +175,8 @@ class Simulation:
         figures, settled = self.figures, self.state.replication_state.settled
         kept = self.kept_bytes()
         figures.max_over_mean_bytes.append(max(kept.values()) / (sum(kept.values()) / len(kept)))
-        guards = Counter(pack_id for host in self.hosts.values() if host.up for pack_id in host.guard)
-        figures.max_kept_per_pack = max(figures.max_kept_per_pack, *guards.values())
+        retained_packs = Counter(pack_id for host in self.hosts.values() if host.up for pack_id in host.retained_packs)
+        figures.max_kept_per_pack = max(figures.max_kept_per_pack, *retained_packs.values())
         copies = Counter(pack_id for host in self.hosts.values() if host.up for pack_id in host.held)
         figures.mean_copies_per_pack = sum(copies.values()) / len(copies)
         figures.num_settled = len(settled)

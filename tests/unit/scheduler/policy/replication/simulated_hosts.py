@@ -37,7 +37,7 @@ class Host:
     run: int = 1
     up: bool = True
     held: dict[str, Held] = field(default_factory=dict)
-    guard: tuple[str, ...] = ()
+    retained_packs: tuple[str, ...] = ()
     _report: StoreStatus | None = None
 
     def touch(self) -> None:
@@ -45,16 +45,16 @@ class Host:
         self._report = None
 
     def reserve(
-        self, pack_id: str, num_bytes: int, sources: Sequence[str], now: float, keep_guarded: bool, pin_s: float = 0.0
+        self, pack_id: str, num_bytes: int, sources: Sequence[str], now: float, keep_retained: bool, pin_s: float = 0.0
     ) -> bool:
-        """Takes a copy in, as the arena does: evicting the longest unused, the guarded last or not at all."""
-        ranks = {guarded: rank for rank, guarded in enumerate(self.guard)}
+        """Takes a copy in, as the arena does: evicting the longest unused, the retained last or not at all."""
+        ranks = {retained: rank for rank, retained in enumerate(self.retained_packs)}
 
         def order(pack: str) -> tuple[bool, float]:
             return (True, ranks[pack]) if pack in ranks else (False, self.held[pack].last_used)
 
         leaving = [pack for pack, held in self.held.items() if held.whole and held.pinned_until <= now]
-        leaving = sorted((pack for pack in leaving if not (keep_guarded and pack in ranks)), key=order)
+        leaving = sorted((pack for pack in leaving if not (keep_retained and pack in ranks)), key=order)
         used = sum(held.num_bytes for held in self.held.values())
         if used - sum(self.held[pack].num_bytes for pack in leaving) + num_bytes > self.arena_bytes:
             return False
@@ -71,7 +71,7 @@ class Host:
                 verified = CHUNKS if held.whole else int(held.have / held.num_bytes * CHUNKS)
                 pins = int(not held.whole or held.pinned_until > now)
                 copies[pack_id] = PackCopy(
-                    pack_id, held.num_bytes, CHUNKS, verified, pins, guarded=pack_id in self.guard
+                    pack_id, held.num_bytes, CHUNKS, verified, pins, retained=pack_id in self.retained_packs
                 )
             name = self.store_id
             run = f"{name} run {self.run}"

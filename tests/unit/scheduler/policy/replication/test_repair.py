@@ -59,7 +59,7 @@ def three(*copies_of_first: PackCopy) -> list[StoreStatus]:
 def test_a_recent_pack_gets_its_second_copy_in_another_domain() -> None:
     decided = decide(three(a_copy("p")), used("p"))
     assert orders(decided) == [("p", "c", CopyCause.REPLICATE)]
-    assert not decided.orders[0].urgent and not decided.orders[0].may_evict_guarded
+    assert not decided.orders[0].urgent and not decided.orders[0].may_evict_retained
     assert "only on a" in decided.orders[0].reason
     assert decided.num_short == 1 and not decided.settled
 
@@ -91,7 +91,7 @@ def test_a_failed_copy_is_none_and_may_be_tried_again() -> None:
 
 def test_one_host_or_one_domain_does_what_it_can() -> None:
     alone = decide([a_store("a", a_copy("p"))], used("p"))
-    assert not alone.orders and alone.settled == {"p"} and alone.guards == {"a": ("p",)}
+    assert not alone.orders and alone.settled == {"p"} and alone.retained_packs == {"a": ("p",)}
     rack = [a_store("a", a_copy("p"), domain="r1"), a_store("b", domain="r1")]
     assert orders(decide(rack, used("p"))) == [("p", "b", CopyCause.REPLICATE)]
     rack[1] = a_store("b", a_copy("p"), domain="r1")
@@ -159,7 +159,7 @@ def test_a_pack_without_demand_has_one_copy_while_nobody_needs_the_room() -> Non
     assert not decide(full, old).orders  # within the budget of 8 GB there is no room
     stores = [a_store("a", a_copy("old")), a_store("b", a_copy("old"))]
     decided = decide(stores, replace(old, lost=False))
-    assert decided.released == {("old", "b")} and decided.guards == {"a": (), "b": ()}
+    assert decided.released == {("old", "b")} and decided.retained_packs == {"a": (), "b": ()}
 
 
 def test_copies_beyond_two_may_go_the_pinned_and_the_far_apart_stay() -> None:
@@ -171,10 +171,10 @@ def test_copies_beyond_two_may_go_the_pinned_and_the_far_apart_stay() -> None:
     ]
     decided = decide(stores, used("p"))
     assert decided.released == {("p", "a"), ("p", "d")} and not decided.orders
-    assert {store for store, packs in decided.guards.items() if packs} == {"b", "c"}
+    assert {store for store, packs in decided.retained_packs.items() if packs} == {"b", "c"}
 
 
-def test_guards_name_the_spare_ones_first_then_the_last_ones_of_each_the_longest_unused_first() -> None:
+def test_retained_packs_name_the_spare_ones_first_then_the_last_ones_of_each_the_longest_unused_first() -> None:
     stores = [
         a_store("a", a_copy("one"), a_copy("two"), a_copy("three")),
         a_store("b", a_copy("two"), a_copy("three")),
@@ -182,10 +182,10 @@ def test_guards_name_the_spare_ones_first_then_the_last_ones_of_each_the_longest
     nowhere_else = frozenset({("one", "b")})
     decided = decide(stores, used("one", 5), used("two", 50), used("three", 500), avoid=nowhere_else)
     # On a the spare one is "three", on b it is "two"; of "one" there is no other.
-    assert decided.guards == {"a": ("three", "two", "one"), "b": ("two", "three")}
+    assert decided.retained_packs == {"a": ("three", "two", "one"), "b": ("two", "three")}
     stores[0] = a_store("a", a_copy("one"))
     gone = frozenset({("one", "b"), ("two", "a"), ("three", "a")})
-    assert decide(stores, used("one", 500), used("two", 50), used("three", 5), avoid=gone).guards == {
+    assert decide(stores, used("one", 500), used("two", 50), used("three", 5), avoid=gone).retained_packs == {
         "a": ("one",),
         "b": ("two", "three"),
     }
@@ -193,9 +193,11 @@ def test_guards_name_the_spare_ones_first_then_the_last_ones_of_each_the_longest
 
 def test_the_last_ones_are_spread_over_the_stores_and_what_arrives_is_guarded_too() -> None:
     stores = [a_store("a", a_copy("p"), a_copy("q")), a_store("b", a_copy("p"), a_copy("q"))]
-    guards = decide(stores, used("p", 1), used("q", 2)).guards
-    assert guards["a"][0] != guards["b"][0] and set(guards["a"]) == set(guards["b"]) == {"p", "q"}
-    assert decide([a_store("a", a_copy("p")), a_store("b")], used("p")).guards == {"a": ("p",), "b": ("p",)}
+    retained_packs = decide(stores, used("p", 1), used("q", 2)).retained_packs
+    assert retained_packs["a"][0] != retained_packs["b"][0] and set(retained_packs["a"]) == set(
+        retained_packs["b"]
+    ) == {"p", "q"}
+    assert decide([a_store("a", a_copy("p")), a_store("b")], used("p")).retained_packs == {"a": ("p",), "b": ("p",)}
 
 
 def test_copies_that_would_fail_together_are_spread_when_there_is_a_place() -> None:
@@ -230,8 +232,8 @@ def test_room_is_made_by_what_may_go_and_never_by_guarded_or_pinned_packs() -> N
     pinned = a_store("b", a_copy("busy", 9 * GB + 1, pins=1))
     assert not decide([a_store("a", a_copy("p")), pinned], recent).orders
     other = used("q", num_bytes=9 * GB + 1)
-    guarded = a_store("b", a_copy("q", 9 * GB + 1))
-    assert not decide([a_store("a", a_copy("p")), guarded], recent, other).orders
+    retained = a_store("b", a_copy("q", 9 * GB + 1))
+    assert not decide([a_store("a", a_copy("p")), retained], recent, other).orders
 
 
 def test_a_pack_without_any_copy_may_take_the_room_of_another_ones_second() -> None:
@@ -239,9 +241,9 @@ def test_a_pack_without_any_copy_may_take_the_room_of_another_ones_second() -> N
     stores = [a_store("a", a_copy("q", 2 * GB), arena=arena), a_store("b", a_copy("q", 2 * GB), arena=arena)]
     decided = decide(stores, used("q", 300.0, 2 * GB, settled=True), used("p", lost=True))
     (order,) = decided.orders
-    assert order.cause is CopyCause.REBUILD and order.may_evict_guarded
+    assert order.cause is CopyCause.REBUILD and order.may_evict_retained
     spared = {"a": "b", "b": "a"}[order.store_id]
-    assert decided.guards[spared] == ("q",)
+    assert decided.retained_packs[spared] == ("q",)
     stores = [a_store("a", a_copy("q", 2 * GB), arena=arena), a_store("b", a_copy("r", 2 * GB), arena=arena)]
     last = [used("q", 300.0, 2 * GB), used("r", 300.0, 2 * GB), used("p", lost=True)]
     assert not decide(stores, *last).orders  # a last copy makes room for nobody
@@ -270,4 +272,4 @@ def test_a_much_fuller_host_gives_copies_away_and_it_ends() -> None:
 
 def test_packs_nobody_knows_only_take_room() -> None:
     decided = decide([a_store("a", a_copy("stranger")), a_store("b")])
-    assert not decided.orders and not decided.released and decided.guards == {"a": (), "b": ()}
+    assert not decided.orders and not decided.released and decided.retained_packs == {"a": (), "b": ()}

@@ -112,7 +112,7 @@ def test_relays_are_seen_from_plan_to_end() -> None:
     relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False, reason=WHY)
     (planned,) = relay_views(state, scene.now)
     assert planned.state == RelayView.STATE_PLANNED and not planned.urgent and planned.reason == "one is enough"
-    assert [feed.holder_id for feed in planned.feeds] == ["store-1"] and planned.model == MODEL.pack_id[:12]
+    assert [source.holder_id for source in planned.sources] == ["store-1"] and planned.model == MODEL.pack_id[:12]
     scene.admit(MODEL, "r1")  # now somebody has named it
     share = SourceShare("store-1", 8 * 1024 * 1024, 8 * 1024 * 1024, True)
     scene.stores["store-3"] = a_host(3, 2, shares=(share,), relay_begin_us=1)

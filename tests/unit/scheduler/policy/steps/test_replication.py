@@ -7,7 +7,7 @@ from dataclasses import replace
 from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Model, StoreStatus
-from torchrelay.scheduler.policy.effects import CopyCommand, GuardCommand, SchedulerEvent
+from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
 
 MODEL = a_model()
 
@@ -29,8 +29,8 @@ def copies(scene: Scene) -> list[CopyCommand]:
     return [command for command in scene.commands if isinstance(command, CopyCommand)]
 
 
-def guards(scene: Scene) -> list[GuardCommand]:
-    return [command for command in scene.commands if isinstance(command, GuardCommand)]
+def retained_packs(scene: Scene) -> list[RetainCommand]:
+    return [command for command in scene.commands if isinstance(command, RetainCommand)]
 
 
 def of_kind(scene: Scene, kind: str) -> list[SchedulerEvent]:
@@ -42,8 +42,8 @@ def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_guarded() 
     scene.pass_time(2.0)
     (command,) = copies(scene)
     assert command.hop.store_id == "store-3" and command.hop.sources[0] == "store-1" and not command.hop.loads
-    assert not command.urgent and command.keep_guarded and command.model == MODEL
-    assert scene.guards == {"store-1": (MODEL.pack_id,), "store-3": (MODEL.pack_id,)}
+    assert not command.urgent and command.keep_retained and command.model == MODEL
+    assert scene.retained_packs == {"store-1": (MODEL.pack_id,), "store-3": (MODEL.pack_id,)}
     (why,) = of_kind(scene, "replicate")
     assert why.model == MODEL.name and "only on store-1" in why.reason and why.topic == "scale.replicate"
     assert why.fields["store_id"] == "store-3" and why.fields["source"] == "store-1"
@@ -82,17 +82,17 @@ def test_a_lost_copy_is_rebuilt_urgently_after_a_moment_in_which_the_store_might
     assert "a copy was lost" in of_kind(scene, "rebuild")[0].reason
 
 
-def test_a_store_that_returns_with_its_arena_costs_nothing_and_is_told_its_guard_again() -> None:
+def test_a_store_that_returns_with_its_arena_costs_nothing_and_is_told_its_retained_packs_again() -> None:
     scene = racks()
     scene.pass_time(2.0)
     back = replace(scene.stores.pop("store-3"), incarnation="store-3 again")
     scene.do(scene.policy.store_gone("store-3", scene.now))
     scene.pass_time(1.0)
     scene.stores["store-3"] = back
-    num_guards = len(guards(scene))
+    num_retains = len(retained_packs(scene))
     scene.pass_time(5.0)
     assert len(copies(scene)) == 1
-    assert [command.store_id for command in guards(scene)[num_guards:]] == ["store-3"]
+    assert [command.store_id for command in retained_packs(scene)[num_retains:]] == ["store-3"]
 
 
 def test_a_pack_whose_every_copy_was_lost_comes_back_from_the_remote_store() -> None:
@@ -181,27 +181,27 @@ def test_what_a_store_never_reports_is_given_up() -> None:
     assert "does not report it" in of_kind(scene, "copy_failed")[0].reason
 
 
-def test_guards_are_renewed_in_time_and_told_again_when_a_store_did_not_take_them() -> None:
-    scene = racks(guard_s=9.0)
+def test_retained_packs_are_renewed_in_time_and_told_again_when_a_store_did_not_take_them() -> None:
+    scene = racks(retention_s=9.0)
     scene.pass_time(2.0)
-    begin = len(guards(scene))
+    begin = len(retained_packs(scene))
     scene.pass_time(9.0)
-    renewed = [command.store_id for command in guards(scene)[begin:]]
+    renewed = [command.store_id for command in retained_packs(scene)[begin:]]
     assert 2 <= renewed.count("store-1") <= 4 and renewed.count("store-1") == renewed.count("store-3")
-    begin = len(guards(scene))
-    scene.do(scene.policy.guard_failed("store-3", scene.now))
+    begin = len(retained_packs(scene))
+    scene.do(scene.policy.retain_failed("store-3", scene.now))
     scene.pass_time(2.8)
-    assert "store-3" in [command.store_id for command in guards(scene)[begin:]]
+    assert "store-3" in [command.store_id for command in retained_packs(scene)[begin:]]
 
 
-def test_when_demand_ends_so_does_the_guard() -> None:
+def test_when_demand_ends_so_does_the_retention() -> None:
     scene = racks(recent_s=5.0)
     scene.release("r1")
     scene.pass_time(8.0)
-    assert scene.guards == {"store-1": (), "store-3": ()}
+    assert scene.retained_packs == {"store-1": (), "store-3": ()}
     begin = len(scene.commands)
     scene.pass_time(60.0)
-    assert not guards(scene)[begin:]
+    assert not retained_packs(scene)[begin:]
 
 
 def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
@@ -213,20 +213,20 @@ def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
     scene.release("r1")
     scene.pass_time(10.0)
     assert [command.hop.store_id for command in copies(scene)] == ["store-2"]
-    assert scene.guards["store-1"] == (MODEL.pack_id,)
+    assert scene.retained_packs["store-1"] == (MODEL.pack_id,)
 
 
 def test_a_new_scheduler_takes_over_what_the_one_before_guarded() -> None:
     scene = Scene()
-    guarded = replace(a_copy(MODEL), guarded=True)
-    first = replace(in_rack(1, "r1"), copies={MODEL.pack_id: guarded})
+    retained = replace(a_copy(MODEL), retained=True)
+    first = replace(in_rack(1, "r1"), copies={MODEL.pack_id: retained})
     scene.settle(first, in_rack(2, "r2"))
     scene.pass_time(2.0)
     assert [command.hop.store_id for command in copies(scene)] == ["store-2"]
-    assert scene.guards["store-1"] == (MODEL.pack_id,)
+    assert scene.retained_packs["store-1"] == (MODEL.pack_id,)
     scene = Scene(PolicyConfig(recent_s=2.0)).settle(first, in_rack(2, "r2"))
     scene.pass_time(4.0)
-    assert scene.guards["store-1"] == ()
+    assert scene.retained_packs["store-1"] == ()
 
 
 def test_switched_off_it_does_nothing() -> None:

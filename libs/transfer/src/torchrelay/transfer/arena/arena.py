@@ -122,11 +122,11 @@ class Arena:
         """A growth under way ends after its slice, later ones raise ``ArenaFull``: so ``close`` comes in time."""
         self._growth_ended = True
 
-    def reserve(self, encoded_manifest: bytes, owner: str | None = None, keep_guarded: bool = False) -> Slab:
+    def reserve(self, encoded_manifest: bytes, owner: str | None = None, keep_retained: bool = False) -> Slab:
         """The place of this pack: the one it has already, or a new, empty one; pinned by ``owner`` if one is named.
 
         Grows when the faulted range has no room but the capacity has; where that is not enough, evicts the least
-        recently used unpinned packs; those under guard last, and not at all if ``keep_guarded``. A slab whose filling
+        recently used unpinned packs; those under guard last, and not at all if ``keep_retained``. A slab whose filling
         failed may be filled again. Raises ``ArenaFull``, and ``ProtocolViolation`` for a bad manifest.
         """
         pack_id = pack_id_of(encoded_manifest)
@@ -137,7 +137,7 @@ class Arena:
                 num_missing_bytes = 0
                 slab = self.get(pack_id)
                 if slab is None:
-                    allocation = self._find_space(pack_id, form.num_slab_bytes, end_bytes, keep_guarded)
+                    allocation = self._find_space(pack_id, form.num_slab_bytes, end_bytes, keep_retained)
                     num_missing_bytes = allocation.begin + form.num_slab_bytes - self.faulted_bytes
                     if num_missing_bytes <= 0:
                         slab = self._place(pack_id, allocation, form, encoded_manifest)
@@ -245,21 +245,21 @@ class Arena:
         self._tick += 1
         return self._tick
 
-    def _find_space(self, pack_id: str, num_bytes: int, end_bytes: int, keep_guarded: bool) -> Allocation:
+    def _find_space(self, pack_id: str, num_bytes: int, end_bytes: int, keep_retained: bool) -> Allocation:
         if self._closed:
             raise ArenaFull("the arena is closed")
         ranks, used = self.retention.ranks, []
         for entry in self._entries.values():
             rank = ranks.get(entry.pack_id)
-            kept = entry.pack_id in self._pins or (keep_guarded and rank is not None)
-            last_used = entry.last_used if rank is None else self._tick + 1 + rank  # the guarded leave after all others
+            kept = entry.pack_id in self._pins or (keep_retained and rank is not None)
+            last_used = entry.last_used if rank is None else self._tick + 1 + rank  # the retained leave last
             used.append(UsedRange(entry.pack_id, entry.begin, entry.end, last_used, kept))
         allocation = find_space(used, TABLE_BYTES, self.faulted_bytes, end_bytes, num_bytes)
         if allocation is None:
             pinned = sum(taken.end - taken.begin for taken in used if taken.pinned)
             raise ArenaFull(
                 f"pack {pack_id} needs {num_bytes} bytes in one piece; "
-                f"of the arena's {end_bytes} bytes {pinned} are pinned{' or guarded' if keep_guarded else ''}",
+                f"of the arena's {end_bytes} bytes {pinned} are pinned{' or retained' if keep_retained else ''}",
                 field="arena_bytes",
             )
         return allocation

@@ -24,6 +24,6 @@ class RetentionLease:
 
     @property
     def ranks(self) -> Mapping[str, int]:
-        """The packs guarded now, in the arena or not, with their place in the order in which they may go."""
+        """The packs retained now, in the arena or not, with their place in the order in which they may go."""
         until, ranks = self._lease
         return ranks if time.monotonic() < until else {}

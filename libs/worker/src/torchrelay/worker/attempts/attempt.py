@@ -40,7 +40,7 @@ class Attempt:
     stops: dict[int, StopChecker]
     began_us: int = field(default_factory=now_us)
     open_choices: set[int] = field(default_factory=set)
-    phases: list[pb.MeasuredPhase] = field(default_factory=list)
+    phases: list[types_pb2.Phase] = field(default_factory=list)
     deadline: asyncio.TimerHandle | None = None
     is_started: bool = False  # its stop checkers are there; tokens may come
     is_prefilled: bool = False  # the engine has computed its prompt

@@ -33,7 +33,7 @@ class HostedInstance:
     version: types_pb2.ModelVersion
     roles: list[types_pb2.Role.ValueType]
     num_layers_ready: int = 0
-    phases: list[reports_pb2.LoadPhase] = field(default_factory=list)
+    phases: list[types_pb2.Phase] = field(default_factory=list)
     settled: asyncio.Event = field(default_factory=asyncio.Event)  # mapped and built, or given up
 
     def labels_for_metrics(self) -> InstanceLabels:
@@ -107,7 +107,7 @@ class Slot:
     def add_phase(self, name: str, begin_us: int) -> None:
         """Notes that the named part of the load began at ``begin_us`` and ends now."""
         if self.hosted is not None:
-            phase = reports_pb2.LoadPhase(name=name, begin_unix_us=begin_us, end_unix_us=now_us())
+            phase = types_pb2.Phase(name=name, begin_unix_us=begin_us, end_unix_us=now_us())
             self.hosted.phases.append(phase)
 
     async def notify_watchers(self) -> None:

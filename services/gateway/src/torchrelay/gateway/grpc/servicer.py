@@ -138,5 +138,5 @@ def _deltas(session: RequestSession, deliveries: Iterable[TokenDelta], *, with_i
 
 def _logprobs(tokens: TokenBytes, delivery: TokenDelta) -> Iterator[pb.TokenLogprob]:
     for token_id, told in LogprobDelta.told(delivery):
-        top = [pb.LikelyToken(token_id=each, token=tokens.of(each), logprob=value) for each, value in told.top]
+        top = [pb.TopLogprob(token_id=each, token=tokens.of(each), logprob=value) for each, value in told.top]
         yield pb.TokenLogprob(token_id=token_id, token=tokens.of(token_id), logprob=told.chosen, top=top)

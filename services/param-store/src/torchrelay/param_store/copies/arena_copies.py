@@ -63,7 +63,7 @@ class ArenaCopies:
         pack_id: str,
         sources: Sequence[SourceAddress | None],
         relay_id: str = "",
-        keep_guarded: bool = False,
+        keep_retained: bool = False,
         num_striped: int = 1,
         transfer_class: TransferClass = TransferClass.URGENT,
     ) -> Future[bool]:
@@ -93,7 +93,7 @@ class ArenaCopies:
                 self._receiver,
                 self._num_remote_readers,
                 relay_id,
-                keep_guarded,
+                keep_retained,
                 self._transport,
                 num_striped,
                 transfer_class,

@@ -69,7 +69,7 @@ class DownloadPlan:
     receiver: Receiver
     num_remote_readers: int
     relay_id: str = ""
-    keep_guarded: bool = False  # rather fail than evict what the scheduler guards
+    keep_retained: bool = False  # rather fail than evict what the scheduler guards
     transport: Transport | None = None  # how peers are followed; None: plain TCP
     num_striped: int = 1
     transfer_class: TransferClass = TransferClass.URGENT
@@ -138,7 +138,7 @@ class PackDownload:
         """The slab of an earlier, interrupted filling, or a new one by the manifest of the first source that has it."""
         slab = self.arena.get(self.plan.pack_id)
         head = self._head() if slab is None else slab.head
-        slab = self.arena.reserve(head, DOWNLOAD_PIN, self.plan.keep_guarded)
+        slab = self.arena.reserve(head, DOWNLOAD_PIN, self.plan.keep_retained)
         self.record.pack_bytes, self.record.num_chunks = slab.num_bytes, slab.num_chunks
         self.on_change()
         return slab

@@ -25,7 +25,7 @@ _MIN_REPORT_INTERVAL_S = 0.05  # at most 20 reports a second to each watcher
 
 
 class CopyRpcs:
-    """Hold, Relay, Drop, WatchCopies, Guard."""
+    """Hold, Relay, Drop, WatchCopies, Retain."""
 
     store: Store
 
@@ -74,7 +74,7 @@ class CopyRpcs:
             request.pack_id,
             sources,
             request.relay_id,
-            request.keep_guarded,
+            request.keep_retained,
             max(request.num_striped, 1),
             TransferClass.IDLE if request.urgency == pb.RELAY_URGENCY_IDLE else TransferClass.URGENT,
         )
@@ -90,13 +90,13 @@ class CopyRpcs:
         log.info("drop", pack_id=request.pack_id, dropped=dropped)
         return pb.DropReply(dropped=dropped)
 
-    async def Guard(self, request: pb.GuardRequest, context: Context) -> pb.GuardReply:
+    async def Retain(self, request: pb.RetainRequest, context: Context) -> pb.RetainReply:
         self.store.epoch.check(request.epoch)
         if not 0 <= request.lease_s <= _MAX_LEASE_S:
             raise InvalidRequest(f"a guard is leased for at most {_MAX_LEASE_S:g} seconds", field="lease_s")
         self.store.arena.retention.renew(request.pack_ids, request.lease_s)
         self.store.changes.notify()
-        return pb.GuardReply()
+        return pb.RetainReply()
 
     async def WatchCopies(
         self, request: pb.WatchCopiesRequest, context: Context

@@ -42,7 +42,7 @@ class PolicyConfig:
     cache_share: float = 0.8  # of an arena that packs without recent demand may fill
     replicate_every_s: float = 0.5
     loss_grace_s: float = 2.0  # a store that fell silent may come back with its arena within this time
-    guard_s: float = 30.0  # how long a store keeps the guard when it hears nothing
+    retention_s: float = 30.0  # how long a store keeps the retained_packs when it hears nothing
     copy_backoff_s: float = 1.0  # after a copy that failed; doubled by each further one, up to copy_backoff_max_s
     copy_backoff_max_s: float = 60.0
 

@@ -103,7 +103,6 @@ class WorkerStatus:
     kv_pool_bytes: int = 0
     kv_free_bytes: int = 0
     num_running: int = 0
-    num_waiting: int = 0
     num_queued_prefill_tokens: int = 0
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
     step_s: float = 0.0  # median decode step; 0: not measured yet
@@ -112,7 +111,7 @@ class WorkerStatus:
     device: str = ""
     latency: LatencyModel | None = None  # of the pack in its slot; None: nothing learned
     queued_prefill_s: float = 0.0  # by that model
-    keeps_prefixes: bool = False  # prompts that begin alike compute the common part once
+    has_prefix_cache: bool = False  # prompts that begin alike compute the common part once
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class PackCopy:
     relay_end_us: int = 0
     source: str = ""
     shares: tuple[SourceShare, ...] = ()  # by source
-    guarded: bool = False  # by a scheduler's lease that has not run out
+    retained: bool = False  # by a scheduler's lease that has not run out
     num_repairs: int = 0
 
     @property

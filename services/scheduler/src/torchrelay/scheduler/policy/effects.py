@@ -60,16 +60,16 @@ class UnloadCommand:
 
 @dataclass(frozen=True)
 class CopyCommand:
-    """A store gets a copy that no request waits for; with ``keep_guarded`` not in the place of a guarded one."""
+    """A store gets a copy that no request waits for; with ``keep_retained`` not in the place of a retained one."""
 
     model: Model
     hop: Hop  # without loads
     urgent: bool
-    keep_guarded: bool
+    keep_retained: bool
 
 
 @dataclass(frozen=True)
-class GuardCommand:
+class RetainCommand:
     """A store keeps these packs for as long as the lease runs, and gives way with the first ones first."""
 
     store_id: str
@@ -77,7 +77,7 @@ class GuardCommand:
     lease_s: float
 
 
-Command = WakeCommand | RerouteCommand | SetRolesCommand | UnloadCommand | CopyCommand | GuardCommand
+Command = WakeCommand | RerouteCommand | SetRolesCommand | UnloadCommand | CopyCommand | RetainCommand
 
 
 class RefusalReason(enum.IntEnum):

@@ -198,7 +198,7 @@ class Policy:
         replication.copy_failed(self.state, pack_id, store_id, cause, now, gone)
         return self.state.take_effects()
 
-    def guard_failed(self, store_id: str, now: float) -> Effects:
+    def retain_failed(self, store_id: str, now: float) -> Effects:
         self.state.replication_state.not_told(store_id, now)
         return self.state.take_effects()
 

@@ -17,10 +17,10 @@ from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGE
 from torchrelay.scheduler.policy.effects import (
     Command,
     CopyCommand,
-    GuardCommand,
     Hop,
     LoadOrder,
     RerouteCommand,
+    RetainCommand,
     SetRolesCommand,
     UnloadCommand,
     WakeCommand,
@@ -68,8 +68,8 @@ class Actuator:
                 self._tasks.create_task(self._reroute(command), name=f"reroute {command.hop.store_id}")
             case CopyCommand():
                 self._tasks.create_task(self._copy(command), name=f"copy {command.model.name}")
-            case GuardCommand():
-                self._tasks.create_task(self._guard(command), name=f"guard {command.store_id}")
+            case RetainCommand():
+                self._tasks.create_task(self._retain(command), name=f"retain {command.store_id}")
 
     async def _wake(self, command: WakeCommand) -> None:
         """Relays in the order of the chain; each host's loads start as soon as its store has taken its relay."""
@@ -97,18 +97,17 @@ class Actuator:
         request = param_store_pb2.RelayRequest(
             epoch=self._controller.epoch.value,
             pack_id=model.pack_id,
-            pack_bytes=model.pack_bytes,
             sources=sources,
             relay_id=new_id("relay"),
             num_striped=max(sum(source in stores for source in hop.sources[: hop.num_striped]), 1),
             urgency=RELAY_URGENCY_URGENT,
         )
         if isinstance(command, CopyCommand):
-            request.keep_guarded = command.keep_guarded
+            request.keep_retained = command.keep_retained
         if not (isinstance(command, WakeCommand) or command.urgent):
             request.urgency = RELAY_URGENCY_IDLE
         stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address))
-        timeout_s = _TIMEOUT_S + request.pack_bytes / _FAULTING_BYTES_PER_S
+        timeout_s = _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S
         await self._call(lambda: stub.Relay(request, timeout=timeout_s))
 
     async def _reroute(self, command: RerouteCommand) -> None:
@@ -128,16 +127,16 @@ class Actuator:
             return
         self._controller.copy_begun(pack_id, store_id)
 
-    async def _guard(self, command: GuardCommand) -> None:
-        request = param_store_pb2.GuardRequest(
+    async def _retain(self, command: RetainCommand) -> None:
+        request = param_store_pb2.RetainRequest(
             epoch=self._controller.epoch.value, pack_ids=command.pack_ids, lease_s=command.lease_s
         )
         try:
             stub = self._store(command.store_id)
-            await self._call(lambda: stub.Guard(request, timeout=_TIMEOUT_S))
+            await self._call(lambda: stub.Retain(request, timeout=_TIMEOUT_S))
         except TorchrelayError as error:
-            log.info("guard_failed", store_id=command.store_id, error=error.message)
-            self._controller.guard_failed(command.store_id)
+            log.info("retain_failed", store_id=command.store_id, error=error.message)
+            self._controller.retain_failed(command.store_id)
 
     def _store(self, store_id: str) -> ParamStoreAsyncStub:
         store = self._controller.policy.state.membership.stores.get(store_id)

@@ -190,8 +190,8 @@ class Controller:
     def copy_failed(self, pack_id: str, store_id: str, cause: str, gone: bool = False) -> None:
         self._apply(self.policy.copy_failed(pack_id, store_id, cause, self.clock.now(), gone))
 
-    def guard_failed(self, store_id: str) -> None:
-        self._apply(self.policy.guard_failed(store_id, self.clock.now()))
+    def retain_failed(self, store_id: str) -> None:
+        self._apply(self.policy.retain_failed(store_id, self.clock.now()))
 
     def tick(self, reports_complete_since: float) -> None:
         self._apply(self.policy.tick(self.clock.now(), reports_complete_since))

@@ -82,7 +82,6 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> WorkerSta
         kv_pool_bytes=report.kv_pool_bytes,
         kv_free_bytes=report.kv_free_bytes,
         num_running=report.num_running,
-        num_waiting=report.num_waiting,
         num_queued_prefill_tokens=report.num_queued_prefill_tokens,
         prefill_tokens_per_s=report.prefill_tokens_per_s,
         step_s=report.step_s,
@@ -91,7 +90,7 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> WorkerSta
         device=report.device,
         latency=_latency_from_proto(report.latency) if report.HasField("latency") else None,
         queued_prefill_s=report.queued_prefill_s,
-        keeps_prefixes=report.keeps_prefixes,
+        has_prefix_cache=report.has_prefix_cache,
     )
 
 
@@ -129,7 +128,7 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> StoreStatus
                     SourceShare(share.holder_id, share.num_bytes, share.bytes_per_s, share.following, share.error)
                     for share in copy.shares
                 ),
-                guarded=copy.guarded,
+                retained=copy.retained,
                 num_repairs=copy.num_repairs,
             )
             for copy in report.copies
@@ -137,12 +136,12 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> StoreStatus
         failure_domain=report.failure_domain,
         bytes_sent=report.bytes_sent,
         bytes_received=report.bytes_received,
-        nic=_nic_from_proto(report.link) if report.HasField("link") else None,
+        nic=_nic_from_proto(report.nic) if report.HasField("nic") else None,
     )
 
 
-def _nic_from_proto(link: reports_pb2.LinkReport) -> NicCounters:
-    return NicCounters(link.bytes_sent, link.bytes_received, link.bytes_per_s)
+def _nic_from_proto(nic: reports_pb2.NicCounters) -> NicCounters:
+    return NicCounters(nic.bytes_sent, nic.bytes_received, nic.link_bytes_per_s)
 
 
 def model_from_proto(version: types_pb2.ModelVersion) -> Model:
@@ -195,7 +194,7 @@ def placement_from_proto(placement: scheduler_pb2.Placement, key: AttemptKey) ->
     )
 
 
-def _worker_ref_from_proto(ref: scheduler_pb2.WorkerRef) -> WorkerRef:
+def _worker_ref_from_proto(ref: types_pb2.WorkerRef) -> WorkerRef:
     return WorkerRef(ref.worker_id, ref.grpc_address, ref.instance_id)
 
 
@@ -209,18 +208,18 @@ def placement_to_proto(placement: Placement, ticket: types_pb2.Ticket | None) ->
     )
 
 
-def _worker_ref_to_proto(worker_ref: WorkerRef) -> scheduler_pb2.WorkerRef:
-    return scheduler_pb2.WorkerRef(
+def _worker_ref_to_proto(worker_ref: WorkerRef) -> types_pb2.WorkerRef:
+    return types_pb2.WorkerRef(
         worker_id=worker_ref.worker_id, grpc_address=worker_ref.grpc_address, instance_id=worker_ref.instance_id
     )
 
 
-def phases_from_proto(phases: Iterable[scheduler_pb2.Phase]) -> list[TimedPhase]:
+def phases_from_proto(phases: Iterable[types_pb2.Phase]) -> list[TimedPhase]:
     return [TimedPhase(one.name, one.begin_unix_us, one.end_unix_us, one.where, one.detail) for one in phases]
 
 
-def phase_to_proto(phase: TimedPhase) -> scheduler_pb2.Phase:
-    return scheduler_pb2.Phase(
+def phase_to_proto(phase: TimedPhase) -> types_pb2.Phase:
+    return types_pb2.Phase(
         name=phase.name,
         begin_unix_us=phase.begin_us,
         end_unix_us=phase.end_us,

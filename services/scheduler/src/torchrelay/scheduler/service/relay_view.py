@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.control.v1.scheduler_pb2 import Feed, RelayView
+from torchrelay.control.v1.scheduler_pb2 import RelaySource, RelayView
 from torchrelay.scheduler.planning import RunningRelay, measured_bytes_per_s
 from torchrelay.scheduler.policy.core import PackCopy
 from torchrelay.scheduler.policy.relay.replan import SLOW_AFTER_S
@@ -32,7 +32,7 @@ def _view(transfer: TransferStatus, model: str, is_slow: bool, now: float) -> Re
         target=transfer.target,
         state=_state(transfer, is_slow),
         urgent=transfer.urgent,
-        feeds=_feeds(transfer),
+        sources=_sources(transfer),
         pack_bytes=transfer.pack_bytes,
         planned_bytes_per_s=transfer.planned_bytes_per_s,
         running_s=transfer.running_s(now),
@@ -59,15 +59,14 @@ def _state(transfer: TransferStatus, is_slow: bool) -> RelayView.State.ValueType
     return RelayView.STATE_SLOW if is_slow else RelayView.STATE_RUNNING
 
 
-def _feeds(transfer: TransferStatus) -> list[Feed]:
+def _sources(transfer: TransferStatus) -> list[RelaySource]:
     """By report, and those planned that have not been heard of yet."""
     shares = transfer.copy.shares if transfer.copy else ()
     seen = {share.holder_id for share in shares}
-    planned = (
-        [] if transfer.ended_at else [Feed(holder_id=source) for source, _ in transfer.feeds if source not in seen]
-    )
+    unseen = [source for source, _ in transfer.feeds if source not in seen]
+    planned = [] if transfer.ended_at else [RelaySource(holder_id=source) for source in unseen]
     reported = [
-        Feed(
+        RelaySource(
             holder_id=share.holder_id,
             num_bytes=share.num_bytes,
             bytes_per_s=share.bytes_per_s,

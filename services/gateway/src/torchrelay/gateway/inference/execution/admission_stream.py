@@ -118,7 +118,7 @@ class AdmissionStream:
             async with asyncio.timeout(self._unreachable_after_s):
                 await call.wait_for_connection()
             self._connected_at = asyncio.get_running_loop().time()
-            await call.write(pb.AdmitCommand(hello=pb.Hello(gateway_id=self._gateway_id)))
+            await call.write(pb.AdmitCommand(hello=pb.AdmitHello(gateway_id=self._gateway_id)))
             self._admit_again()
             writer = asyncio.ensure_future(self._write(call))
             try:

@@ -64,7 +64,6 @@ def admit_request(
         max_tokens=resolved.sampling.max_tokens,
         num_choices=len(plan.forced),
         block_hashes=routing_hashes(resolved.principal.tenant_id, resolved.prompt) if has_routing_keys else (),
-        deadline_class=scheduler_pb2.DEADLINE_CLASS_INTERACTIVE,
         lost_workers=lost_workers,
         traceparent=traceparent,
     )
@@ -85,7 +84,7 @@ class Attempt:
     first_token_unix_us: int = 0
     ended_unix_us: int = 0
     num_output_tokens: int = 0
-    measured: list[scheduler_pb2.Phase] = field(default_factory=list)
+    measured: list[types_pb2.Phase] = field(default_factory=list)
     _streams: dict[str, RunStream] = field(default_factory=dict)
 
     @property
@@ -136,7 +135,7 @@ class Attempt:
         if output.phases:
             where = self._worker_of(output)
             self.measured += [
-                scheduler_pb2.Phase(
+                types_pb2.Phase(
                     name=one.name, begin_unix_us=one.begin_unix_us, end_unix_us=one.end_unix_us, where=where
                 )
                 for one in output.phases
@@ -160,7 +159,7 @@ class Attempt:
             return False
         return worker_id == placement.prefill.worker_id != placement.decode.worker_id
 
-    def end(self, lost_workers: Sequence[str], *, is_running: bool) -> None:
+    def end(self, *, is_running: bool) -> None:
         """Leaves the workers (``is_running``: they must be told to stop) and releases the placement."""
         for stream in self._streams.values():
             if is_running:
@@ -172,14 +171,13 @@ class Attempt:
         self.upstreams.admissions.release(
             scheduler_pb2.Release(
                 key=types_pb2.AttemptKey(request_id=self.resolved.request_id, attempt=self.plan.attempt),
-                lost_workers=lost_workers,
                 ttft_s=(began - self.asked_unix_us) / 1e6 if began else 0.0,
                 num_output_tokens=self.num_output_tokens,
                 phases=self.phases(),
             )
         )
 
-    def phases(self) -> list[scheduler_pb2.Phase]:
+    def phases(self) -> list[types_pb2.Phase]:
         """Where the time went, as far as the gateway knows.
 
         ``prepare``: key, chat template, tokens and limits, before the scheduler was asked. ``decode``: from the first
@@ -195,7 +193,6 @@ class Attempt:
             phases.append(("first_token", self.placed_unix_us, self.first_token_unix_us))
             phases.append(("decode", self.first_token_unix_us, self.ended_unix_us))
         own = [
-            scheduler_pb2.Phase(name=name, begin_unix_us=begin, end_unix_us=end, where=where)
-            for name, begin, end in phases
+            types_pb2.Phase(name=name, begin_unix_us=begin, end_unix_us=end, where=where) for name, begin, end in phases
         ]
         return own + self.measured

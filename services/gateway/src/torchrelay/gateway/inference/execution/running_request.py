@@ -188,7 +188,7 @@ class RunningRequest:
         for timer in self._timers:
             timer.cancel()
         for attempt in self._attempts.values():
-            attempt.end(self._lost_workers, is_running=True)
+            attempt.end(is_running=True)
         self._attempts.clear()
 
     # -- what can happen ---------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ class RunningRequest:
         self._accepted.append(delivery)
         if delivery.finish is not None and self._generation.is_over(number):
             del self._attempts[number]
-            attempt.end((), is_running=False)
+            attempt.end(is_running=False)
             if self._generation.is_finished:
                 self._notifier.end_pause()
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
@@ -278,7 +278,7 @@ class RunningRequest:
             return
         if lost_worker and lost_worker not in self._lost_workers:
             self._lost_workers.append(lost_worker)
-        attempt.end(self._lost_workers, is_running=True)
+        attempt.end(is_running=True)
         for plan in self._generation.resume(number):
             num_attempts = self._generation.num_attempts(plan.attempt)
             if num_attempts > self._max_attempts:

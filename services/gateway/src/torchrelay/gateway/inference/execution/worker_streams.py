@@ -19,7 +19,7 @@ from torchrelay.common.net.rpc import open_channel
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import scheduler_pb2, types_pb2
+from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
 from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
 from torchrelay.gateway.inference.core import WorkerLost
@@ -37,7 +37,7 @@ class RunStream:
     def __init__(
         self,
         role: RoleName,
-        worker: scheduler_pb2.WorkerRef,
+        worker: types_pb2.WorkerRef,
         gateway_id: str,
         idle_s: float,
         on_end: Callable[[], None],
@@ -152,7 +152,7 @@ class WorkerStreams:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def stream(self, role: RoleName, worker: scheduler_pb2.WorkerRef) -> RunStream:
+    def stream(self, role: RoleName, worker: types_pb2.WorkerRef) -> RunStream:
         """The stream to a worker in one of its roles; opened now if there is none."""
         place = (role, worker.grpc_address)
         stream = self._streams.get(place)

@@ -13,13 +13,13 @@ from torchrelay.scheduler.policy.replication.copy_index import CopyIndex
 class CopyPlacement:
     """The room that is left while a decision is made; a copy that gets a place is counted at once.
 
-    ``guarded``: packs whose kept copies make room for no other. ``num_running``: copies ordered before.
+    ``retained``: packs whose kept copies make room for no other. ``num_running``: copies ordered before.
     """
 
     def __init__(
         self,
         copy_index: CopyIndex,
-        guarded: Iterable[str],
+        retained: Iterable[str],
         num_running: int,
         avoid: frozenset[tuple[str, str]],
         config: PolicyConfig,
@@ -27,12 +27,12 @@ class CopyPlacement:
         self._copy_index, self._avoid, self._rules = copy_index, avoid, config
         self._num_running = num_running
         self.someone_waits = False  # for a place that is there, because too many copies are under way
-        self.room: dict[str, int] = {}  # bytes by store, when all goes that is neither pinned, arriving nor guarded
-        self.last_room: dict[str, int] = {}  # when guarded copies go too, as long as another of the pack is kept
+        self.room: dict[str, int] = {}  # bytes by store, when all goes that is neither pinned, arriving nor retained
+        self.last_room: dict[str, int] = {}  # when retained copies go too, as long as another of the pack is kept
         self.idle_room: dict[str, int] = {}  # when nothing goes, within the budget
         fixed: defaultdict[str, set[str]] = defaultdict(set)
         spare: defaultdict[str, set[str]] = defaultdict(set)
-        for pack_id in guarded:
+        for pack_id in retained:
             for rank, holder in enumerate(copy_index.of(pack_id).kept):
                 (spare if rank and not holder.pinned else fixed)[holder.store_id].add(pack_id)
         for store_id, store in copy_index.live.items():

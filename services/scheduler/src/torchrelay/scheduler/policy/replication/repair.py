@@ -2,7 +2,7 @@
 
 Of a pack used of late, ``recent_copies`` are kept, in different failure domains where there are any; of another pack
 that lost its last copy with a host, one, while there is room that nobody wants. Kept copies of recent packs are
-guarded: their stores evict them last. Copies beyond that are not dropped, they cost nothing until their room is
+retained: their stores evict them last. Copies beyond that are not dropped, they cost nothing until their room is
 wanted; so a pack has O(1) copies that take room from others, however many hosts it once ran on.
 
 A copy lost with a host is rebuilt before any other copy is begun. New copies go where the kept ones take the least
@@ -64,7 +64,7 @@ class CopyOrder:
     store_id: str
     cause: CopyCause
     reason: str
-    may_evict_guarded: bool = False
+    may_evict_retained: bool = False
 
     @property
     def urgent(self) -> bool:
@@ -76,7 +76,7 @@ class ReplicationPlan:
     """What is to be done, and what is permitted."""
 
     orders: tuple[CopyOrder, ...]
-    guards: Mapping[str, tuple[str, ...]]  # by store: packs to be kept, in the order in which they go if some must
+    retained_packs: Mapping[str, tuple[str, ...]]  # by store: packs to keep, first those to be evicted first
     released: frozenset[tuple[str, str]]  # (pack, store) of whole copies that may go
     settled: frozenset[str]  # recent packs with all the copies they should have
     num_short: int  # recent packs without
@@ -108,7 +108,7 @@ def repair(replication_input: ReplicationInput, config: PolicyConfig) -> Replica
         orders = [CopyOrder(move.pack_id, move.target, CopyCause.BALANCE, f"{move.source} is much fuller")]
     return ReplicationPlan(
         orders=tuple(orders),
-        guards=_guarded_packs(recent, copy_index),
+        retained_packs=_retained_packs(recent, copy_index),
         released=frozenset(copy_index.released(sizes)),
         settled=settled,
         num_short=len(recent) - len(settled),
@@ -152,7 +152,7 @@ def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | Non
 
 
 def _rebuild(wish: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
-    """A pack without any copy may take the room of guarded ones that are not the last of theirs."""
+    """A pack without any copy may take the room of retained ones that are not the last of theirs."""
     pack_id, domains = wish.pack.pack_id, wish.copies.domains
     evicts = False
     store = copy_placement.find(pack_id, copy_placement.room, urgent=True, domains=domains)
@@ -175,7 +175,7 @@ def _add_copy(wish: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | 
     return CopyOrder(pack_id, store.store_id, wish.cause, wish.reason)
 
 
-def _guarded_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict[str, tuple[str, ...]]:
+def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict[str, tuple[str, ...]]:
     """By store, the recent packs it keeps: first those that are kept elsewhere too, then the last ones; of both the
     longest unused first. What arrives and is wanted is named already.
     """

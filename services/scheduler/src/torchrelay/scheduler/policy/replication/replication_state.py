@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy.replication.repair import CopyCause
 _START_TIMEOUT_S = 10.0  # an order whose store never reports the pack is given up after this time
 _REPORT_LAG_S = 0.5  # a report that comes later than this was made after the command was answered
 _KEEP_TRIES = 5  # failed copies of a lost pack that nobody uses before it is given up: it may have been deleted
-_GUARD_RETRY_S = 2.0  # a guard that names the same packs in another order is renewed at most so often
+_RETAIN_RETRY_S = 2.0  # a retained_packs that names the same packs in another order is renewed at most so often
 
 Key = tuple[str, str]  # pack, store
 
@@ -45,8 +45,8 @@ class _FailedCopy:
 
 
 @dataclass(frozen=True)
-class _GuardLease:
-    """The guard that a store was given."""
+class _RetentionLease:
+    """The retained_packs that a store was given."""
 
     incarnation: str
     packs: tuple[str, ...]
@@ -66,7 +66,7 @@ class ReplicationState:
     _ordered: dict[Key, OrderedCopy] = field(default_factory=dict)
     _failed: dict[Key, _FailedCopy] = field(default_factory=dict)
     _away: dict[str, tuple[StoreStatus, float]] = field(default_factory=dict)  # until when it may come back
-    _told: dict[str, _GuardLease] = field(default_factory=dict)
+    _told: dict[str, _RetentionLease] = field(default_factory=dict)
 
     # Orders
 
@@ -154,26 +154,30 @@ class ReplicationState:
 
     # Guards
 
-    def untold(
-        self, guards: Mapping[str, tuple[str, ...]], stores: Mapping[str, StoreStatus], now: float, config: PolicyConfig
+    def retains_due(
+        self,
+        retained: Mapping[str, tuple[str, ...]],
+        stores: Mapping[str, StoreStatus],
+        now: float,
+        config: PolicyConfig,
     ) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """The guards that stores are to be told now, by store: new ones, and those whose lease is to be renewed."""
+        """Stores that are to be told now what to retain: it changed, or the lease is to be renewed."""
         for gone in self._told.keys() - stores.keys():
             del self._told[gone]
-        for store_id, packs in guards.items():
+        for store_id, packs in retained.items():
             store, told = stores[store_id], self._told.get(store_id)
             if told is None or told.incarnation != store.incarnation:
-                due = bool(packs) or any(copy.guarded for copy in store.copies.values())
+                due = bool(packs) or any(copy.retained for copy in store.copies.values())
             elif frozenset(told.packs) != frozenset(packs):
                 due = True
             else:
                 due = bool(packs) and now >= (told.renew_at if told.packs == packs else told.reorder_at)
             if due:
-                renew_at = now + config.guard_s / 3
-                self._told[store_id] = _GuardLease(store.incarnation, packs, renew_at, now + _GUARD_RETRY_S)
+                renew_at = now + config.retention_s / 3
+                self._told[store_id] = _RetentionLease(store.incarnation, packs, renew_at, now + _RETAIN_RETRY_S)
                 yield store_id, packs
 
     def not_told(self, store_id: str, now: float) -> None:
-        """The store did not take its guard: it is told again soon."""
+        """The store did not take its retained_packs: it is told again soon."""
         if told := self._told.get(store_id):
-            self._told[store_id] = replace(told, renew_at=now + _GUARD_RETRY_S)
+            self._told[store_id] = replace(told, renew_at=now + _RETAIN_RETRY_S)

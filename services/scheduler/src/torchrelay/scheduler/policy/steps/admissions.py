@@ -177,7 +177,7 @@ def _open(state: State, admission: Admission, placement: Placement, now: float) 
     for worker_ref in (placement.prefill, placement.decode):
         state.instances.touch(worker_ref.instance_id, now)
     worker = state.membership.workers.get(placement.prefill.worker_id)
-    if worker is not None and worker.keeps_prefixes and model.routing_block_tokens:
+    if worker is not None and worker.has_prefix_cache and model.routing_block_tokens:
         block_bytes = max(model.routing_block_tokens * model.kv_bytes_per_token, 1)
         max_blocks = worker.kv_pool_bytes // block_bytes
         state.prefix_index.note(placement.prefill.instance_id, admission.block_hashes, max_blocks)

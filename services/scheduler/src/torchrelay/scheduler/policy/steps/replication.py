@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from torchrelay.scheduler.policy.core import Instance, Model, StoreStatus
-from torchrelay.scheduler.policy.effects import CopyCommand, GuardCommand, Hop, SchedulerEvent
+from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand, SchedulerEvent
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand, ReplicationInput, repair
 from torchrelay.scheduler.policy.replication.replication_state import EndedCopy
@@ -32,8 +32,8 @@ def replicate(state: State, now: float) -> None:
     )
     for order in decided.orders:
         _order_copy(state, order, now)
-    for store_id, packs in replication_state.untold(decided.guards, state.membership.stores, now, config):
-        state.effects.commands.append(GuardCommand(store_id, packs, config.guard_s))
+    for store_id, packs in replication_state.retains_due(decided.retained_packs, state.membership.stores, now, config):
+        state.effects.commands.append(RetainCommand(store_id, packs, config.retention_s))
 
 
 def _model_of(state: State, instance: Instance) -> Model | None:
@@ -79,7 +79,7 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
     )
     state.replication_state.order((order.pack_id, order.store_id), order.cause, now)
     hop = Hop(edge.target, edge.sources, (), edge.num_striped)
-    state.effects.commands.append(CopyCommand(model, hop, order.urgent, not order.may_evict_guarded))
+    state.effects.commands.append(CopyCommand(model, hop, order.urgent, not order.may_evict_retained))
     cause = order.cause.value
     fields = {"cause": cause, "pack_id": order.pack_id, "store_id": order.store_id, "source": edge.upstream}
     _record_event(state, now, cause, model, f"{order.reason}: {edge}", f"scale.{cause}", fields)
@@ -121,9 +121,9 @@ def store_left(state: State, store: StoreStatus, now: float) -> None:
 
 
 def store_seen(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:
-    """A store reports; ``before``: what it said last. Packs that an earlier scheduler guarded were used of late."""
+    """A store reports; ``before``: what it said last. Packs that an earlier scheduler retained were used of late."""
     replication_state = state.replication_state
     replication_state.returned(store, before)
     for copy in store.copies.values():
-        if copy.guarded and copy.pack_id not in replication_state.recent_packs:
+        if copy.retained and copy.pack_id not in replication_state.recent_packs:
             replication_state.recent_packs.note(Model(copy.pack_id[:12], "", copy.pack_id, copy.pack_bytes, 0), now)

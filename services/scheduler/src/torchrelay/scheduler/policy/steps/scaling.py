@@ -58,7 +58,7 @@ def autoscaler_input(state: State, now: float) -> AutoscalerInput:
 
 def _instance_load(state: State, instance: Instance) -> InstanceLoad:
     worker = state.membership.workers.get(instance.worker_id)
-    reported = worker.num_running + worker.num_waiting if worker else 0
+    reported = worker.num_running if worker else 0
     names = state.aliases.of(instance.version_id) or (instance.model,)
     return InstanceLoad(
         instance, state.reservations.num_open(instance.instance_id), reported, frozenset(map(tenant_of, names))
