@@ -75,6 +75,7 @@ def test_a_working_copy_counts_as_one_and_so_does_what_arrives() -> None:
 
 
 def test_what_was_ordered_is_not_ordered_again() -> None:
+    assert decide(three(a_copy("p")), used("p")).orders
     assert not decide(three(a_copy("p")), used("p"), under_way=frozenset({("p", "c")})).orders
 
 
@@ -227,7 +228,7 @@ def test_new_copies_go_where_the_arena_is_least_full_by_bytes() -> None:
 
 def test_room_is_made_by_what_may_go_and_never_by_guarded_or_pinned_packs() -> None:
     recent = used("p", settled=True)
-    surplus = a_store("b", a_copy("stale", 9 * GB))
+    surplus = a_store("b", a_copy("stale", 10 * GB))
     assert orders(decide([a_store("a", a_copy("p")), surplus], recent)) == [("p", "b", CopyCause.REBUILD)]
     pinned = a_store("b", a_copy("busy", 9 * GB + 1, pins=1))
     assert not decide([a_store("a", a_copy("p")), pinned], recent).orders
@@ -273,3 +274,7 @@ def test_a_much_fuller_host_gives_copies_away_and_it_ends() -> None:
 def test_packs_nobody_knows_only_take_room() -> None:
     decided = decide([a_store("a", a_copy("stranger")), a_store("b")])
     assert not decided.orders and not decided.released and decided.retained_packs == {"a": (), "b": ()}
+    lost, strangers = used("p", ago_s=9_000, lost=True), [a_copy("stranger", 3 * GB), a_copy("other", 4 * GB)]
+    assert orders(decide([a_store("a", *strangers)], lost)) == [("p", "a", CopyCause.KEEP)]
+    strangers.append(a_copy("third", GB + 1))  # with "p" beyond the 8 GB that such copies may fill
+    assert not decide([a_store("a", *strangers)], lost).orders
