@@ -15,7 +15,9 @@ from torchrelay.transfer.buffers import Buffer, MemoryBuffer
 from torchrelay.transfer.fetch.sources import Receiver, SourceAddress
 from torchrelay.transfer.manifest import Manifest, Segment
 from torchrelay.transfer.protocol.tickets import TicketIssuer, derive_node_key
-from torchrelay.transfer.serve.holder import HolderServer
+from torchrelay.transfer.serve.holder import HolderLimits, HolderServer
+from torchrelay.transfer.transport.interface import Transport
+from torchrelay.transfer.transport.tcp import TcpTransport
 
 CLUSTER_KEY = b"the cluster's own master key, 32"
 OFFICE = TicketIssuer(CLUSTER_KEY)
@@ -109,12 +111,20 @@ def receiver(receiver_id: str = "host-r") -> Receiver:
 
 @contextmanager
 def serving(
-    *buffers: Buffer, holder_id: str = "host-h", find: Callable[[str], Buffer | None] | None = None
+    *buffers: Buffer,
+    holder_id: str = "host-h",
+    find: Callable[[str], Buffer | None] | None = None,
+    transport: Transport | None = None,
+    host: str = "127.0.0.1",
+    limits: HolderLimits | None = None,
+    unix_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
 ) -> Iterator[HolderServer]:
     """A holder on loopback that serves these buffers."""
     held = {buffer.buffer_id: buffer for buffer in buffers}
+    listener = (transport or TcpTransport()).listen(host, 0)
+    key = derive_node_key(CLUSTER_KEY, holder_id)
     server = HolderServer(
-        holder_id, derive_node_key(CLUSTER_KEY, holder_id), find or held.get, "127.0.0.1", find_timeout_s=0.2
+        holder_id, key, find or held.get, listener, limits or HolderLimits(find_timeout_s=0.2), unix_ms
     )
     server.start()
     try:

@@ -70,7 +70,7 @@ def test_the_longest_unused_is_evicted_and_its_place_used_again(arena: Arena) ->
     assert arena.get(second.pack_id) is None
     assert second.error
     with pytest.raises(BufferLost):
-        second.wait(0, 10.0)
+        second.wait_any([0], 10.0)
     with pytest.raises(BufferLost):
         second.accept(0)
 
@@ -92,7 +92,7 @@ def test_pins_keep_a_pack_whoever_has_them(arena: Arena) -> None:
 
 
 def test_a_pack_larger_than_the_arena_is_refused(arena: Arena) -> None:
-    with pytest.raises(ArenaFull, match="in one piece"):
+    with pytest.raises(ArenaFull, match="contiguous"):
         reserve(arena, 65, seed=1)
     assert reserve(arena, 64, seed=2).num_slab_bytes == 64 * PAGE
 
@@ -155,7 +155,7 @@ def test_when_the_system_has_no_more_memory_packs_make_room_for_each_other(path:
     file, arena._file = arena._file, os.open("/dev/full", os.O_RDWR)  # a file in which nothing can be allocated
     with pytest.raises(ArenaFull, match="cannot grow"):
         arena.grow(PAGE)
-    with pytest.raises(ArenaFull, match="in one piece"):
+    with pytest.raises(ArenaFull, match="contiguous"):
         reserve(arena, 11, seed=2)
     assert reserve(arena, 10, seed=3).offset == first.offset
     os.close(arena._file)
@@ -177,7 +177,7 @@ def test_closing_wakes_who_waits_and_refuses_the_rest(path: Path) -> None:
 
     def wait() -> None:
         try:
-            slab.wait(0, 10.0)
+            slab.wait_any([0], 10.0)
         except BufferLost as error:
             lost.append(error.message)
 
@@ -194,10 +194,9 @@ def test_closing_wakes_who_waits_and_refuses_the_rest(path: Path) -> None:
 
 
 def test_growing_ends_after_a_slice_when_it_is_told_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena.create(path, CAPACITY)
-    monkeypatch.setattr("torchrelay.transfer.arena.arena.GROW_SLICE_BYTES", PAGE)
+    arena = Arena.create(path, CAPACITY, grow_slice_bytes=PAGE)
     monkeypatch.setattr("torchrelay.transfer.arena.arena.prefault", lambda *_: arena.stop_growing())
-    with pytest.raises(ArenaFull, match="to be closed"):
+    with pytest.raises(ArenaFull, match="about to be closed"):
         arena.grow(CAPACITY)
     assert arena.faulted_bytes == TABLE_BYTES + PAGE
     arena.close(unlink=True)

@@ -33,7 +33,7 @@ from torchrelay.transfer.errors import (
     WrongHolder,
     WrongReceiver,
 )
-from torchrelay.transfer.fetch.follow import fetch_head, follow
+from torchrelay.transfer.fetch.follow import FollowOptions, TransferControl, fetch_head, follow
 from torchrelay.transfer.manifest import pack_id_of
 
 DATA, MANIFEST = make_pack(100_000)
@@ -175,7 +175,7 @@ def test_a_silent_source_is_left_for_the_next() -> None:
     with silent_listener() as door, serving(full_pack()) as holder:
         sources = [source_at(door, PACK_ID), source_at(holder.address, PACK_ID)]
         begin = time.monotonic()
-        assert list(follow(PACK_ID, ALL, sources, sink, receiver(), stall_s=0.3)) == list(ALL)
+        assert list(follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(stall_s=0.3))) == list(ALL)
         assert 0.3 <= time.monotonic() - begin < 2.0
 
 
@@ -199,7 +199,14 @@ def test_a_source_that_falls_silent_midway_is_left_too() -> None:
 def test_a_slow_holder_is_not_a_silent_one() -> None:
     slow = FixedBuffer(PACK_ID, DATA, MANIFEST, published=2)
     with serving(slow) as holder:
-        stream = follow(PACK_ID, range(3), [source_at(holder.address, PACK_ID)], empty_pack(), receiver(), stall_s=0.3)
+        stream = follow(
+            PACK_ID,
+            range(3),
+            [source_at(holder.address, PACK_ID)],
+            empty_pack(),
+            receiver(),
+            FollowOptions(stall_s=0.3),
+        )
         assert [next(stream), next(stream)] == [0, 1]
         later = threading.Timer(1.0, lambda: slow.publish(2, slow.pieces[2]))
         later.start()
@@ -235,7 +242,7 @@ def test_exhausted_sources_are_named_with_their_causes() -> None:
             source_at(holder.address, PACK_ID, expires=1),
         ]
         with pytest.raises(SourcesExhausted) as exhausted:
-            list(follow(PACK_ID, ALL, sources, empty_pack(), receiver(), stall_s=0.15))
+            list(follow(PACK_ID, ALL, sources, empty_pack(), receiver(), FollowOptions(stall_s=0.15)))
     causes = {holder_id: type(cause) for holder_id, cause in exhausted.value.failures}
     assert causes == {"host-1": SourceStalled, "host-2": ConnectionRefusedError, "host-h": TicketExpired}
     assert "host-2" in exhausted.value.message
@@ -265,11 +272,13 @@ def test_stop_ends_it_soon(published: int) -> None:
     with serving(waiting) as holder:
         (timer := threading.Timer(0.2, stop_it)).start()
         sources = [source_at(holder.address, PACK_ID)]
-        assert list(follow(PACK_ID, ALL, sources, empty_pack(), receiver(), stop)) == [*range(published)]
+        assert list(follow(PACK_ID, ALL, sources, empty_pack(), receiver(), control=TransferControl(stop))) == [
+            *range(published)
+        ]
         assert time.monotonic() - stopped[0] < 1.0
         timer.join()
     with silent_listener() as door, pytest.raises(SourceClosed):
-        fetch_head(source_at(door, PACK_ID), receiver(), stop)
+        fetch_head(source_at(door, PACK_ID), receiver(), stop=stop)
 
 
 def test_what_the_sink_raises_is_not_the_source_s_fault() -> None:
@@ -295,5 +304,7 @@ def test_a_source_that_only_says_it_is_alive_is_left_for_the_next() -> None:
     with serving(waiting) as first, serving(whole, holder_id="host-i") as second:
         sources = [source_at(first.address, PACK_ID), source_at(second.address, PACK_ID, "host-i")]
         chunks = range(MANIFEST.num_chunks)
-        assert list(follow(PACK_ID, chunks, sources, sink, receiver(), stall_s=0.4, starve_s=0.3)) == [*chunks]
+        assert list(follow(PACK_ID, chunks, sources, sink, receiver(), FollowOptions(stall_s=0.4, starve_s=0.3))) == [
+            *chunks
+        ]
     assert sink.bytes_held == DATA

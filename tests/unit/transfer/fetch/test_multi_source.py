@@ -21,7 +21,7 @@ from tests.unit.transfer.loopback_holders import (
     tampering_proxy,
 )
 from torchrelay.transfer.errors import BufferLost, SourcesExhausted
-from torchrelay.transfer.fetch.follow import follow
+from torchrelay.transfer.fetch.follow import FollowOptions, TransferControl, follow
 from torchrelay.transfer.fetch.sources import SourceAddress, SourceUpdates
 from torchrelay.transfer.fetch.statistics import TransferStats
 from torchrelay.transfer.manifest import pack_id_of
@@ -60,7 +60,9 @@ def test_two_sources_bring_disjoint_parts_at_once() -> None:
         tampering_proxy(host2.address, paced(lambda _: 8e6)) as door2,
     ):
         sources = [source_at(door1, PACK_ID, "host-1"), source_at(door2, PACK_ID, "host-2")]
-        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), num_striped=2, stats=stats)) == list(ALL)
+        assert sorted(
+            follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(num_striped=2), TransferControl(stats=stats))
+        ) == list(ALL)
     assert sink.bytes_held == DATA
     assert sorted(sink.accepted) == list(ALL)
     brought = {share.holder_id: share.num_bytes for share in stats.by_source()}
@@ -77,7 +79,9 @@ def test_a_source_that_turns_slow_is_helped_and_goes_on() -> None:
     ):
         sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         begin = time.monotonic()
-        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), stats=stats)) == list(ALL)
+        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), control=TransferControl(stats=stats))) == list(
+            ALL
+        )
         assert time.monotonic() - begin < 4.0  # alone it would take 5.6 s
     assert sink.bytes_held == DATA
     assert sorted(sink.accepted) == list(ALL)
@@ -93,7 +97,9 @@ def test_an_alternate_joins_long_before_a_silent_source_is_given_up() -> None:
     with silent_listener() as door, serving(full_pack(), holder_id="host-2") as host2:
         sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         begin = time.monotonic()
-        assert list(follow(PACK_ID, ALL, sources, sink, receiver(), stall_s=30.0, stats=stats)) == list(ALL)
+        assert list(
+            follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(stall_s=30.0), TransferControl(stats=stats))
+        ) == list(ALL)
         assert time.monotonic() - begin < 3.0
     assert stats.num_repairs == 1
     assert stats.largest == "host-2"
@@ -101,12 +107,13 @@ def test_an_alternate_joins_long_before_a_silent_source_is_given_up() -> None:
 
 def test_a_source_offered_meanwhile_is_an_alternate() -> None:
     sink, stats, updates = empty_pack(), TransferStats(), SourceUpdates()
+    control = TransferControl(updates=updates, stats=stats)
     with (
         serving(full_pack(published=4), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
     ):
         sources = [source_at(host1.address, PACK_ID, "host-1")]
-        following = follow(PACK_ID, ALL, sources, sink, receiver(), stats=stats, updates=updates)
+        following = follow(PACK_ID, ALL, sources, sink, receiver(), control=control)
         assert [next(following) for _ in range(4)] == list(ALL[:4])
         updates.add([source_at(host2.address, PACK_ID, "host-2")])
         assert sorted(following) == list(ALL[4:])
@@ -116,6 +123,7 @@ def test_a_source_offered_meanwhile_is_an_alternate() -> None:
 
 def test_a_transfer_under_way_is_striped_once_it_is_told_to() -> None:
     sink, stats, updates = empty_pack(), TransferStats(), SourceUpdates()
+    control = TransferControl(updates=updates, stats=stats)
     with (
         serving(full_pack(), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
@@ -123,7 +131,7 @@ def test_a_transfer_under_way_is_striped_once_it_is_told_to() -> None:
         tampering_proxy(host2.address, paced(lambda _: 8e6)) as door2,
     ):
         sources = [source_at(door1, PACK_ID, "host-1"), source_at(door2, PACK_ID, "host-2")]
-        following = follow(PACK_ID, ALL, sources[:1], sink, receiver(), stats=stats, updates=updates)
+        following = follow(PACK_ID, ALL, sources[:1], sink, receiver(), control=control)
         assert next(following) == 0
         updates.add(sources[1:], num_striped=2)
         assert sorted(following) == list(ALL[1:])
@@ -144,7 +152,13 @@ def test_an_idle_transfer_becomes_urgent_once_somebody_waits(monkeypatch: pytest
         sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         idle = TransferClass.IDLE
         following = follow(
-            PACK_ID, ALL, sources, sink, receiver(), transfer_class=idle, stats=stats, updates=updates, num_striped=1
+            PACK_ID,
+            ALL,
+            sources,
+            sink,
+            receiver(),
+            FollowOptions(transfer_class=idle),
+            TransferControl(updates=updates, stats=stats),
         )
         assert next(following) == 0
         assert classes == [idle]
@@ -162,7 +176,9 @@ def test_a_holder_that_refused_gets_a_new_chance_with_a_new_ticket() -> None:
     with serving(full_pack(), holder_id="host-1") as host1, serving(full_pack(0), holder_id="host-2") as host2:
         expired = source_at(host1.address, PACK_ID, "host-1", expires=1)
         sources = [expired, source_at(host2.address, PACK_ID, "host-2")]
-        following = follow(PACK_ID, ALL, sources, sink, receiver(), num_striped=2, updates=updates)
+        following = follow(
+            PACK_ID, ALL, sources, sink, receiver(), FollowOptions(num_striped=2), TransferControl(updates=updates)
+        )
         offering = threading.Timer(0.3, lambda: updates.add([source_at(host1.address, PACK_ID, "host-1")]))
         offering.start()
         assert sorted(following) == list(ALL)
@@ -177,7 +193,7 @@ def test_a_chunk_that_one_source_lacks_comes_from_the_other() -> None:
         partial.publish(index, partial.pieces[index])
     with serving(partial, holder_id="host-1") as host1, serving(full_pack(), holder_id="host-2") as host2:
         sources = [source_at(host1.address, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
-        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), num_striped=2)) == list(ALL)
+        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(num_striped=2))) == list(ALL)
     assert sink.bytes_held == DATA
 
 
@@ -231,7 +247,10 @@ def test_every_class_is_served() -> None:
         source = source_at(holder.address, PACK_ID)
         for transfer_class in TransferClass:
             chunk = [int(transfer_class)]
-            assert list(follow(PACK_ID, chunk, [source], sink, receiver(), transfer_class=transfer_class)) == chunk
+            assert (
+                list(follow(PACK_ID, chunk, [source], sink, receiver(), FollowOptions(transfer_class=transfer_class)))
+                == chunk
+            )
 
 
 def test_what_a_sink_raises_in_another_thread_ends_the_transfer() -> None:
@@ -244,5 +263,9 @@ def test_what_a_sink_raises_in_another_thread_ends_the_transfer() -> None:
     with serving(full_pack(), holder_id="host-1") as host1, serving(full_pack(), holder_id="host-2") as host2:
         sources = [source_at(host1.address, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         with pytest.raises(BufferLost, match="dropped meanwhile"):
-            list(follow(PACK_ID, ALL, sources, FullSink(PACK_ID, DATA, MANIFEST), receiver(), num_striped=2))
+            list(
+                follow(
+                    PACK_ID, ALL, sources, FullSink(PACK_ID, DATA, MANIFEST), receiver(), FollowOptions(num_striped=2)
+                )
+            )
         assert eventually(lambda: host1.num_streams == host2.num_streams == 0)

@@ -10,7 +10,6 @@ from contextlib import suppress
 import pytest
 
 from tests.unit.transfer.loopback_holders import (
-    CLUSTER_KEY,
     FAR,
     OFFICE,
     FixedBuffer,
@@ -23,11 +22,10 @@ from tests.unit.transfer.loopback_holders import (
 )
 from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.transfer.errors import RangeRefused, SourceClosed, SourcesExhausted, SourceStalled, UnknownBuffer
-from torchrelay.transfer.fetch.follow import SourceAddress, fetch_head, follow
+from torchrelay.transfer.fetch.follow import FollowOptions, SourceAddress, fetch_head, follow
 from torchrelay.transfer.manifest import pack_id_of
-from torchrelay.transfer.protocol.tickets import derive_node_key
-from torchrelay.transfer.serve.holder import HolderServer
-from torchrelay.transfer.transport.tcp import split_address
+from torchrelay.transfer.serve.holder import HolderLimits, HolderServer
+from torchrelay.transfer.transport.tcp import TcpTransport, split_address
 
 DATA, MANIFEST = make_pack(40_000)
 PACK_ID = pack_id_of(MANIFEST.encode())
@@ -107,9 +105,8 @@ def test_garbage_at_the_door_costs_nothing(greeting: bytes) -> None:
         assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
 
 
-def test_a_greeting_that_trickles_in_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrelay.transfer.serve.downstream.HANDSHAKE_S", 0.3)
-    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
+def test_a_greeting_that_trickles_in_is_cut_off() -> None:
+    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST), limits=HolderLimits(handshake_s=0.3)) as holder:
         with socket.create_connection(split_address(holder.address)) as caller:
             caller.settimeout(0.05)
             begin = time.monotonic()
@@ -157,7 +154,7 @@ def test_closing_ends_streams_that_wait() -> None:
 
 
 def test_a_holder_that_never_started_closes() -> None:
-    server = HolderServer("host-h", b"k" * 32, lambda _: None, "127.0.0.1")
+    server = HolderServer("host-h", b"k" * 32, lambda _: None, TcpTransport().listen("127.0.0.1", 0))
     assert server.address.startswith("127.0.0.1:")
     server.close()
 
@@ -181,17 +178,14 @@ def test_many_followers_at_once() -> None:
 
 def test_streams_beyond_the_limit_wait_for_their_turn() -> None:
     sent = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)
-    key = derive_node_key(CLUSTER_KEY, "host-h")
-    server = HolderServer("host-h", key, {PACK_ID: sent}.get, "127.0.0.1", max_streams=1)
-    server.start()
-    source = source_at(server.address, PACK_ID)
-    first = follow(PACK_ID, range(2), [source], PackSink(PACK_ID, DATA, MANIFEST), receiver())
-    assert next(first) == 0
-    with pytest.raises(SourceStalled):
-        fetch_head(source, receiver(), stall_s=0.3)
-    first.close()
-    begin = time.monotonic()
-    assert fetch_head(source, receiver()) == MANIFEST.encode()
-    assert time.monotonic() - begin < 1.0
-    server.close()
+    with serving(sent, limits=HolderLimits(max_streams=1)) as server:
+        source = source_at(server.address, PACK_ID)
+        first = follow(PACK_ID, range(2), [source], PackSink(PACK_ID, DATA, MANIFEST), receiver())
+        assert next(first) == 0
+        with pytest.raises(SourceStalled):
+            fetch_head(source, receiver(), FollowOptions(stall_s=0.3))
+        first.close()
+        begin = time.monotonic()
+        assert fetch_head(source, receiver()) == MANIFEST.encode()
+        assert time.monotonic() - begin < 1.0
     assert server.num_streams == 0

@@ -12,15 +12,14 @@ import pytest
 
 from tests.unit.transfer.loopback_holders import CLUSTER_KEY, FixedBuffer, PackSink, make_pack, receiver, source_at
 from tests.unit.transfer.transport.transport_cases import receive
-from torchrelay.transfer.fetch.follow import follow
+from torchrelay.transfer.fetch.follow import FollowOptions, follow
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport import shm
-from torchrelay.transfer.transport.auto import AutoTransport, prefer_local
+from torchrelay.transfer.transport.auto import AutoTransport, open_local_listener, prefer_local
 from torchrelay.transfer.transport.interface import Listener
-from torchrelay.transfer.transport.local_listener import open_local_listener
-from torchrelay.transfer.transport.shm import ShmConnection
+from torchrelay.transfer.transport.shm import ShmConnection, ShmTransport
 from torchrelay.transfer.transport.tcp import TcpConnection, TcpTransport
 
 KEY = derive_node_key(CLUSTER_KEY, "host-h")
@@ -73,10 +72,8 @@ def test_a_door_of_another_user_is_passed_by(folder: Path, network: Listener, mo
     door.close()
 
 
-def test_who_is_stopped_does_not_try_the_other_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "_BACKLOG", 0)
-    door, stop = open_local_listener(KEY, folder), threading.Event()
-    assert door is not None
+def test_who_is_stopped_does_not_try_the_other_way(folder: Path) -> None:
+    door, stop = ShmTransport(backlog=0).listen(f"shm:{folder / 'full'}"), threading.Event()
     transport = AutoTransport(TcpTransport())
     waiting = transport.connect(door.address, 1.0)  # fills the queue
     stop.set()
@@ -107,7 +104,9 @@ def test_a_system_without_the_folder_has_no_door(folder: Path) -> None:
 
 
 def test_a_holder_serves_at_both_doors_and_closes_both(folder: Path) -> None:
-    server = HolderServer("host-h", KEY, {PACK_ID: FixedBuffer(PACK_ID, DATA, MANIFEST)}.get, "127.0.0.1")
+    server = HolderServer(
+        "host-h", KEY, {PACK_ID: FixedBuffer(PACK_ID, DATA, MANIFEST)}.get, TcpTransport().listen("127.0.0.1", 0)
+    )
     door = open_local_listener(KEY, folder)
     assert door is not None
     server.add_listener(door)
@@ -116,7 +115,9 @@ def test_a_holder_serves_at_both_doors_and_closes_both(folder: Path) -> None:
         sink = PackSink(PACK_ID, DATA, MANIFEST)
         source = source_at(address, PACK_ID)
         transport = AutoTransport(TcpTransport())
-        assert len(list(follow(PACK_ID, range(sink.num_chunks), [source], sink, receiver(), transport=transport))) > 0
+        assert (
+            len(list(follow(PACK_ID, range(sink.num_chunks), [source], sink, receiver(), FollowOptions(transport)))) > 0
+        )
         assert sink.bytes_held == DATA
     server.close()
     assert list(folder.iterdir()) == []

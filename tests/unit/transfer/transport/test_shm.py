@@ -119,9 +119,8 @@ def test_nothing_is_left_open(case: TransportCase) -> None:
     assert num_descriptors() == before
 
 
-def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "SEND_TIMEOUT_S", 0.1)
-    with case.pair() as (near, far):
+def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase) -> None:
+    with TransportCase(ShmTransport(send_timeout_s=0.1), case.host).pair() as (near, far):
         near.send([bytes(RING_BYTES)])
         with pytest.raises(TimeoutError):
             near.send([b"x"])
@@ -130,9 +129,8 @@ def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase, monkeypatch:
         assert receive(far, 1) == b"y"
 
 
-def test_a_full_queue_is_waited_for_and_not_for_ever(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "_BACKLOG", 0)
-    with case.listening() as listener:
+def test_a_full_queue_is_waited_for_and_not_for_ever(case: TransportCase) -> None:
+    with TransportCase(ShmTransport(backlog=0), case.host).listening() as listener:
         waiting = case.transport.connect(listener.address, 1.0)
         with pytest.raises(TimeoutError):
             case.transport.connect(listener.address, 0.1)
@@ -216,7 +214,7 @@ def test_false_counts_end_the_connection(case: TransportCase, said: bytes) -> No
         accepted = listener.accept()
         assert accepted is not None
         peer.send(said)
-        with near, far, pytest.raises(ConnectionError, match="peer sends"):
+        with near, far, pytest.raises(ConnectionError, match="peer sent"):
             accepted.receive_into(memoryview(bytearray(8)))
         accepted.close()
         for ring in rings:

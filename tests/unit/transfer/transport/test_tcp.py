@@ -16,9 +16,9 @@ from torchrelay.transfer.transport.tcp import TcpTransport, join_address, split_
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    made = TcpTransport().listen("127.0.0.1", 0)
-    yield made
-    made.close()
+    listener = TcpTransport(accept_retry_s=0.01).listen("127.0.0.1", 0)
+    yield listener
+    listener.close()
 
 
 def test_connecting_fails_with_a_reason() -> None:
@@ -62,8 +62,7 @@ def test_addresses_read_back(host: str, port: int) -> None:
     assert split_address(join_address(host, port)) == (host, port)
 
 
-def test_a_listener_outlives_a_shortage_of_descriptors(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "ACCEPT_RETRY_S", 0.01)
+def test_a_listener_outlives_a_shortage_of_descriptors(listener: Listener) -> None:
     accepted: list[Connection | None] = []
     waiting = threading.Thread(target=lambda: accepted.append(listener.accept()))
     near = socket.create_connection(split_address(listener.address))

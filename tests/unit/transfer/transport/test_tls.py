@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
 from tests.support.certificates import Authority
+from tests.unit.transfer import loopback_holders
 from tests.unit.transfer.loopback_holders import (
-    CLUSTER_KEY,
     FixedBuffer,
     PackSink,
     eventually,
@@ -25,9 +25,8 @@ from tests.unit.transfer.loopback_holders import (
 from torchrelay.common.tls import Tls, TlsFiles
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.errors import SourcesExhausted
-from torchrelay.transfer.fetch.follow import fetch_head, follow
+from torchrelay.transfer.fetch.follow import FollowOptions, fetch_head, follow
 from torchrelay.transfer.manifest import pack_id_of
-from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport import tls as tls_module
 from torchrelay.transfer.transport.interface import Connection, TransferClass, Transport
@@ -63,16 +62,8 @@ def strangers(cluster: Authority, tmp_path_factory: pytest.TempPathFactory) -> d
     }
 
 
-@contextmanager
-def serving(transport: Transport, *buffers: Buffer, holder_id: str = "host-h") -> Iterator[HolderServer]:
-    held = {buffer.buffer_id: buffer for buffer in buffers}
-    key = derive_node_key(CLUSTER_KEY, holder_id)
-    server = HolderServer(holder_id, key, held.get, "127.0.0.1", find_timeout_s=0.2, transport=transport)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.close()
+def serving(transport: Transport, *buffers: Buffer, holder_id: str = "host-h") -> AbstractContextManager[HolderServer]:
+    return loopback_holders.serving(*buffers, holder_id=holder_id, transport=transport)
 
 
 @contextmanager
@@ -101,7 +92,7 @@ def receive(connection: Connection, num_bytes: int) -> bytes:
 
 def follow_all(address: str, sink: PackSink, transport: Transport, stall_s: float = 5.0) -> list[int]:
     source = source_at(address, PACK_ID)
-    return list(follow(PACK_ID, ALL, [source], sink, receiver(), stall_s=stall_s, transport=transport))
+    return list(follow(PACK_ID, ALL, [source], sink, receiver(), FollowOptions(transport, stall_s)))
 
 
 def test_a_pack_arrives_whole_through_a_chain(node: Transport) -> None:
@@ -114,7 +105,7 @@ def test_a_pack_arrives_whole_through_a_chain(node: Transport) -> None:
         filling = threads.submit(follow_all, upper.address, second, node)
         assert sorted(follow_all(lower.address, third, node)) == list(ALL)  # in order only from one that has them all
         assert filling.result() == list(ALL)
-        assert fetch_head(source_at(upper.address, PACK_ID), receiver(), transport=node) == MANIFEST.encode()
+        assert fetch_head(source_at(upper.address, PACK_ID), receiver(), FollowOptions(node)) == MANIFEST.encode()
     assert second.bytes_held == third.bytes_held == DATA
 
 
@@ -235,7 +226,7 @@ def test_damage_on_the_way_is_an_error(node: Transport, cluster: Authority) -> N
 def test_a_holder_that_shakes_no_hands_is_left_in_time(node: Transport) -> None:
     with silent_listener() as address:
         begin = time.monotonic()
-        with pytest.raises(TimeoutError, match="has not shown its certificate"):
+        with pytest.raises(TimeoutError, match="has not presented its certificate"):
             node.connect(address, timeout_s=0.2)
         assert time.monotonic() - begin < 2.0
         stop = threading.Event()
@@ -244,9 +235,8 @@ def test_a_holder_that_shakes_no_hands_is_left_in_time(node: Transport) -> None:
             node.connect(address, timeout_s=5.0, stop=stop)
 
 
-def test_a_follower_that_shakes_no_hands_is_sent_away(node: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_module, "HANDSHAKE_S", 0.1)
-    listener = node.listen("127.0.0.1", 0)
+def test_a_follower_that_shakes_no_hands_is_sent_away(cluster: Authority) -> None:
+    listener = TlsTransport(Tls(cluster.node("node")), TcpTransport(), handshake_s=0.1).listen("127.0.0.1", 0)
     with socket.create_connection(split_address(listener.address)) as silent:
         far = listener.accept()
         assert far is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchrelay.transfer.transport.auto import AutoTransport
 from torchrelay.transfer.transport.interface import Connection, Listener, Transport
 from torchrelay.transfer.transport.shm import ShmTransport
-from torchrelay.transfer.transport.tcp import TcpTransport
+from torchrelay.transfer.transport.tcp import SEND_TIMEOUT_S, TcpTransport
 
 TRANSPORTS = ("tcp", "shm", "any")
 
@@ -63,12 +63,12 @@ class TransportCase:
                 connection.close()
 
 
-def make_wire(name: str, folder: Path) -> TransportCase:
+def make_case(name: str, folder: Path, send_timeout_s: float = SEND_TIMEOUT_S) -> TransportCase:
     """``folder`` is for the sockets of shared memory; its path must be short."""
+    tcp, shm = TcpTransport(send_timeout_s), ShmTransport(send_timeout_s)
     if name == "tcp":
-        return TransportCase(TcpTransport(), "127.0.0.1")
-    address = f"shm:{folder / 'door'}"
-    return TransportCase(ShmTransport() if name == "shm" else AutoTransport(TcpTransport()), address)
+        return TransportCase(tcp, "127.0.0.1")
+    return TransportCase(shm if name == "shm" else AutoTransport(tcp, shm), f"shm:{folder / 'door'}")
 
 
 def receive(connection: Connection, num_bytes: int) -> bytes:
