@@ -9,6 +9,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Role
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.dispatch.prefix_index import PrefixIndex
+from torchrelay.scheduler.policy.inputs import Release
 from torchrelay.scheduler.policy.prediction import Outcome, outcome_of
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
@@ -66,7 +67,7 @@ def test_a_release_teaches_the_policy_how_long_the_hand_over_took() -> None:
     scene.finish_loads()
     assert scene.placement("r1") is not None
     before = scene.policy.state.kv_transfer_times.predict_s("host-1", "host-2", 102_400, 5e8)
-    scene.do(scene.policy.release(admission.key, True, scene.now, Outcome(kv_transfer_s=0.25)))
+    scene.apply(Release(admission.key, True, Outcome(kv_transfer_s=0.25)))
     after = scene.policy.state.kv_transfer_times.predict_s("host-1", "host-2", 102_400, 5e8)
     assert before < 0.01 and after == pytest.approx(0.25)
 
@@ -82,7 +83,7 @@ def test_the_batch_of_a_step_is_counted_in_choices() -> None:
     assert (reservations.num_decoding(instance_id), reservations.num_choices(instance_id)) == (2, 7)
     assert second.predicted.tbt_s > first.predicted.tbt_s
     reservations.check_integrity({})
-    scene.do(scene.policy.release(admission.key, True, scene.now))
+    scene.apply(Release(admission.key, True))
     assert (reservations.num_decoding(instance_id), reservations.num_choices(instance_id)) == (1, 2)
 
 
