@@ -42,9 +42,11 @@ from torchrelay.scheduler.policy.inputs import (
     LoadAccepted,
     LoadFailed,
     Release,
+    RolesFailed,
     RolesSet,
     StoreReported,
     Tick,
+    UnloadFailed,
     WorkerGone,
     WorkerReported,
 )
@@ -106,6 +108,7 @@ class Scene:
     commands: list[Command] = field(default_factory=list)
     events: list[SchedulerEvent] = field(default_factory=list)
     opened: list[AttemptPlaced] = field(default_factory=list)
+    effects: list[Effects] = field(default_factory=list)  # of each input
     failing_workers: set[str] = field(default_factory=set)
     retained_packs: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -158,7 +161,9 @@ class Scene:
     def apply(self, input_: Input) -> None:
         if self.recorder is not None:
             self.recorder.record(input_, self.now)
-        self.do(self.policy.apply(input_, self.now))
+        effects = self.policy.apply(input_, self.now)
+        self.effects.append(effects)
+        self.do(effects)
 
     def do(self, effects: Effects) -> None:
         self.answers += effects.answers
@@ -175,12 +180,17 @@ class Scene:
                 for order in hop.loads:
                     self.load(order.instance_id, order.worker_id, order.roles, command.model)
         elif isinstance(command, SetRolesCommand):
+            if command.worker_id not in self.workers:
+                self.apply(RolesFailed(command.instance_id, "the worker is gone"))
+                return
             self.set_slot(command.worker_id, roles=command.roles)
             self.apply(RolesSet(command.instance_id))
         elif isinstance(command, CopyCommand):
             self.copy(command.model, command.hop.store_id)
         elif isinstance(command, RetainCommand):
             self.retained_packs[command.store_id] = command.pack_ids
+        elif isinstance(command, UnloadCommand) and command.worker_id not in self.workers:
+            self.apply(UnloadFailed(command.instance_id, "the worker is gone"))
         elif isinstance(command, UnloadCommand):
             self.workers[command.worker_id] = replace(self.workers[command.worker_id], slot=SlotStatus())
             self.report(command.worker_id)

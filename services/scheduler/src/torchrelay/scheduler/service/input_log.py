@@ -13,6 +13,7 @@ from typing import BinaryIO
 import msgspec
 
 from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.effects import Effects
 from torchrelay.scheduler.policy.inputs import INPUT_TYPES, Input
 from torchrelay.scheduler.policy.policy import Policy
 
@@ -35,8 +36,8 @@ class _Entry(msgspec.Struct, frozen=True):
     input: msgspec.Raw
 
 
-_ENCODER = msgspec.json.Encoder(order="deterministic")  # sorts sets, and the keys of mappings
 _LOG_ENCODER = msgspec.json.Encoder()  # keeps the order of mappings: decisions may follow it
+_EFFECTS_ENCODER = msgspec.json.Encoder(order="deterministic")
 
 
 class InputRecorder:
@@ -55,7 +56,7 @@ class InputRecorder:
 
 
 def replay(path: Path) -> Iterator[bytes]:
-    """The effects of each logged input as a line of JSON, the same bytes in every process.
+    """The effects of each logged input, as a line of JSON without its end.
 
     Raises ``msgspec.DecodeError`` for a line that is not of a log.
     """
@@ -66,4 +67,9 @@ def replay(path: Path) -> Iterator[bytes]:
         for line in log:
             entry = entries.decode(line)
             effects = policy.apply(decoders[entry.kind].decode(entry.input), entry.now)
-            yield _ENCODER.encode(effects)
+            yield encode_effects(effects)
+
+
+def encode_effects(effects: Effects) -> bytes:
+    """The same bytes in every process: sets and the keys of mappings are sorted."""
+    return _EFFECTS_ENCODER.encode(effects)
