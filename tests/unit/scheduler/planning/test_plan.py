@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.scheduler.planning import MAX_ALTERNATES, MAX_STRIPED, Node, ReceiveProgress, TransferEdge, Uplink, plan
+from torchrelay.scheduler.planning import (
+    DEFAULT_BYTES_PER_S,
+    MAX_ALTERNATES,
+    MAX_STRIPED,
+    Node,
+    ReceiveProgress,
+    TransferEdge,
+    plan,
+)
 from torchrelay.scheduler.policy.core import REMOTE
 
 NAMES = [f"s{number}" for number in range(12)]
@@ -41,7 +49,8 @@ def test_two_complete_holders_head_two_chains() -> None:
 
 
 def test_later_targets_follow_the_end_of_a_running_chain() -> None:
-    edges = plan(["s0"], ["s1", "s2"], ["s3"], {"s0": 1, "s1": 1})
+    busy = Node(DEFAULT_BYTES_PER_S / 2, busy_out=True)
+    edges = plan(["s0"], ["s1", "s2"], ["s3"], nodes={"s0": busy, "s1": busy})
     assert edges[0].upstream == "s2"
 
 
@@ -82,25 +91,22 @@ def test_one_network_copy_per_host_and_fan_out_inside_it() -> None:
     assert upstreams(edges) == {"s1": ("s0",), "s2": ("s1",), "s3": ("s0",)}
 
 
-def test_the_live_target_and_later_deadlines_come_last() -> None:
-    targets = ["s1", "s2", "s3", "s4"]
-    edges = plan(["s0"], [], targets, deadlines={"s4": 1.0, "s3": 2.0}, live={"s1"})
-    assert [edge.target for edge in edges] == ["s4", "s3", "s2", "s1"]
+def test_the_live_target_comes_last() -> None:
+    edges = plan(["s0"], [], ["s1", "s2", "s3"], live={"s1"})
+    assert [edge.target for edge in edges] == ["s2", "s3", "s1"]
 
 
-def test_a_slow_uplink_is_crossed_once() -> None:
+def test_of_the_holders_on_one_host_the_first_feeds_another_store_there() -> None:
+    nodes = {f"s{number}": Node(host="a" if number < 8 else "b") for number in range(10)}
+    edges = plan([f"s{number}" for number in range(7)], [], ["s7"], nodes=nodes)
+    assert upstreams(edges) == {"s7": ("s0",)}
+
+
+def test_the_network_between_leaves_is_crossed_once() -> None:
     nodes = {name: Node(leaf="left" if name in ("s0", "s1", "s2") else "right") for name in NAMES[:6]}
-    uplinks = {"left": Uplink(500 * MB, 500 * MB), "right": Uplink(500 * MB, 500 * MB)}
-    edges = plan(["s0"], [], ["s1", "s3", "s2", "s4", "s5"], nodes=nodes, uplinks=uplinks)
+    edges = plan(["s0"], [], ["s1", "s3", "s2", "s4", "s5"], nodes=nodes)
     crossings = [edge for edge in edges if nodes[edge.upstream].leaf != nodes[edge.target].leaf]
     assert len(crossings) == 1 and all(edge.num_striped == 1 for edge in edges)
-
-
-def test_a_full_uplink_limits_what_is_promised_across_it() -> None:
-    nodes = {"s0": Node(leaf="left"), "s1": Node(leaf="right"), "s2": Node(leaf="right")}
-    edges = plan(["s0"], [], ["s1", "s2"], nodes=nodes, uplinks={"left": Uplink(residual_up=50 * MB)})
-    assert upstreams(edges) == {"s1": ("s0",), "s2": ("s1",)}
-    assert [edge.bytes_per_s for edge in edges] == pytest.approx([50 * MB, 50 * MB])
 
 
 def test_a_copy_on_its_way_feeds_no_faster_than_it_comes() -> None:
@@ -127,8 +133,6 @@ some_nodes = st.builds(
     targets=names,
     nodes=st.dictionaries(st.sampled_from([*NAMES, REMOTE]), some_nodes),
     arriving=st.dictionaries(st.sampled_from(NAMES), st.builds(ReceiveProgress, st.floats(0, 1), rates)),
-    uplinks=st.dictionaries(st.sampled_from(["x", "y"]), st.builds(Uplink, rates, rates)),
-    deadlines=st.dictionaries(st.sampled_from(NAMES), st.floats(0, 1e3)),
     live=st.sets(st.sampled_from(NAMES)),
 )
 def test_whatever_is_there_every_target_is_fed_by_what_has_it_before(
@@ -137,16 +141,11 @@ def test_whatever_is_there_every_target_is_fed_by_what_has_it_before(
     targets: list[str],
     nodes: dict[str, Node],
     arriving: dict[str, ReceiveProgress],
-    uplinks: dict[str, Uplink],
-    deadlines: dict[str, float],
     live: set[str],
 ) -> None:
     filling = [store for store in filling if store not in whole]
-    arguments = {
-        "nodes": nodes, "arriving": arriving, "uplinks": uplinks, "deadlines": deadlines, "live": live,
-    }  # fmt: skip
-    edges = plan(whole, filling, targets, num_bytes=1e9, **arguments)  # type: ignore[arg-type]
-    assert edges == plan(whole, filling, targets, num_bytes=1e9, **arguments)  # type: ignore[arg-type]
+    edges = plan(whole, filling, targets, nodes=nodes, arriving=arriving, live=live, num_bytes=1e9)
+    assert edges == plan(whole, filling, targets, nodes=nodes, arriving=arriving, live=live, num_bytes=1e9)
     assert sorted(edge.target for edge in edges) == sorted(targets)
     known = {*whole, *filling, *targets}
     has = {*whole, *filling}

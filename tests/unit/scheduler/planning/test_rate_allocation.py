@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchrelay.scheduler.planning.nodes import Node, Uplink
+from torchrelay.scheduler.planning.nodes import Node
 from torchrelay.scheduler.planning.rate_allocation import ChainMember, fair_rate
 from torchrelay.scheduler.planning.sender_pool import SenderPool, SourceAllocation
 
@@ -32,7 +32,7 @@ def test_who_is_being_fed_already_only_gives() -> None:
 
 
 def test_the_tightest_fit_leaves_large_senders_for_large_needs() -> None:
-    pool = SenderPool({})
+    pool = SenderPool()
     for store, out in (("a", 100.0), ("b", 60.0), ("c", 50.0)):
         pool.add(store, Node(out))
     assert pool.allocate(55.0, "", 4) == [SourceAllocation("b", 55.0)]
@@ -40,7 +40,7 @@ def test_the_tightest_fit_leaves_large_senders_for_large_needs() -> None:
 
 
 def test_a_free_direction_comes_before_a_tighter_fit() -> None:
-    pool = SenderPool({})
+    pool = SenderPool()
     pool.add("a", Node(100.0))
     pool.add("b", Node(300.0))
     pool.allocate(40.0, "", 4)  # from a, which has 60 left
@@ -48,7 +48,7 @@ def test_a_free_direction_comes_before_a_tighter_fit() -> None:
 
 
 def test_what_no_one_has_alone_is_pieced_together_largest_first() -> None:
-    pool = SenderPool({})
+    pool = SenderPool()
     for store, out in (("a", 30.0), ("b", 60.0), ("c", 50.0)):
         pool.add(store, Node(out))
     assert pool.allocate(100.0, "", 4) == [SourceAllocation("b", 60.0), SourceAllocation("c", 40.0)]
@@ -56,16 +56,8 @@ def test_what_no_one_has_alone_is_pieced_together_largest_first() -> None:
 
 
 def test_when_all_is_taken_a_direction_is_shared() -> None:
-    pool = SenderPool({})
+    pool = SenderPool()
     pool.add("a", Node(100.0))
     pool.allocate(100.0, "", 4)
     assert pool.allocate(80.0, "", 4) == [SourceAllocation("a", 50.0)]
-    assert SenderPool({}).allocate(80.0, "", 4) == []
-
-
-def test_an_uplink_gives_what_it_has_left() -> None:
-    pool = SenderPool({"x": Uplink(residual_up=70.0), "y": Uplink(residual_down=50.0)})
-    pool.add("a", Node(1000.0, leaf="x"))
-    assert pool.allocate(100.0, "y", 1) == [SourceAllocation("a", 50.0)]
-    assert pool.allocate(100.0, "z", 1) == [SourceAllocation("a", 20.0)]
-    assert pool.allocate(100.0, "x", 1) == [SourceAllocation("a", 100.0)]
+    assert SenderPool().allocate(80.0, "", 4) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from itertools import count
+from typing import BinaryIO
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
@@ -34,7 +34,24 @@ from torchrelay.scheduler.policy.effects import (
     UnloadCommand,
     WakeCommand,
 )
+from torchrelay.scheduler.policy.inputs import (
+    Admit,
+    CopyAccepted,
+    GatewayConnected,
+    Input,
+    LoadAccepted,
+    LoadFailed,
+    Release,
+    RolesFailed,
+    RolesSet,
+    StoreReported,
+    Tick,
+    UnloadFailed,
+    WorkerGone,
+    WorkerReported,
+)
 from torchrelay.scheduler.policy.policy import Policy
+from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart
 
 MB = 1 << 20
 NUM_CHUNKS = 8
@@ -51,7 +68,6 @@ def a_worker(worker_id: str, host_id: str = "host-1", playable_roles: Roles = BO
         incarnation=f"{worker_id} first",
         host_id=host_id,
         grpc_address=f"{worker_id}:1",
-        data_address=f"{worker_id}:2",
         playable_roles=playable_roles,
         seen_at=0.0,
         kv_pool_bytes=64 * MB,
@@ -61,9 +77,7 @@ def a_worker(worker_id: str, host_id: str = "host-1", playable_roles: Roles = BO
 
 def a_store(store_id: str, host_id: str, copies: Iterable[PackCopy] = (), arena_bytes: int = 1024 * MB) -> StoreStatus:
     held = {copy.pack_id: copy for copy in copies}
-    return StoreStatus(
-        store_id, f"{store_id} first", host_id, f"{store_id}:1", f"{store_id}:2", 0.0, 0, arena_bytes, held
-    )
+    return StoreStatus(store_id, f"{store_id} first", host_id, f"{store_id}:1", f"{store_id}:2", 0.0, arena_bytes, held)
 
 
 def a_copy(model: Model, num_verified: int = NUM_CHUNKS) -> PackCopy:
@@ -84,7 +98,9 @@ class Scene:
     config: PolicyConfig = field(default_factory=PolicyConfig)
     obedient: bool = True
     now: float = 1000.0
+    log: BinaryIO | None = None  # where inputs are recorded
     policy: Policy = field(init=False)
+    recorder: InputRecorder | None = field(init=False, default=None)
     workers: dict[str, WorkerStatus] = field(default_factory=dict)
     stores: dict[str, StoreStatus] = field(default_factory=dict)
     models: dict[str, Model] = field(default_factory=dict)
@@ -92,13 +108,16 @@ class Scene:
     commands: list[Command] = field(default_factory=list)
     events: list[SchedulerEvent] = field(default_factory=list)
     opened: list[AttemptPlaced] = field(default_factory=list)
+    effects: list[Effects] = field(default_factory=list)  # of each input
     failing_workers: set[str] = field(default_factory=set)
     retained_packs: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ids = count(1)
-        self.policy = Policy(self.config, lambda: f"inst-{next(ids)}", self.now)
-        self.policy.gateway_arrived("gateway-1", self.now)
+        start = PolicyStart(self.config, self.now, "inst")
+        self.policy = start.policy()
+        if self.log is not None:
+            self.recorder = InputRecorder(self.log, start)
+        self.apply(GatewayConnected("gateway-1"))
 
     def settle(self, *peers: WorkerStatus | StoreStatus) -> Scene:
         """Everyone reports, and the start is over."""
@@ -116,28 +135,35 @@ class Scene:
         while self.now < end:
             self.now = min(self.now + step_s, end)
             self.report_all()
-            self.do(self.policy.tick(self.now))
+            self.apply(Tick())
 
     def report_all(self) -> None:
         for store in list(self.stores.values()):
-            self.do(self.policy.store_reported(replace(store, seen_at=self.now), self.now))
+            self.apply(StoreReported(replace(store, seen_at=self.now)))
         for worker_id in list(self.workers):
             self.report(worker_id)
 
     def report(self, worker_id: str) -> None:
         worker = replace(self.workers[worker_id], seen_at=self.now)
-        self.do(self.policy.worker_reported(worker, True, self.now))
+        self.apply(WorkerReported(worker, True))
 
     def admit(
         self, model: Model, request_id: str, attempt: int = 1, current: Placement | None = None, **changes: object
     ) -> Admission:
         self.models[model.version_id] = model
         admission = an_admission(model, request_id, attempt, self.now, **changes)
-        self.do(self.policy.admit(admission, model, current, self.now))
+        self.apply(Admit(admission, model, current))
         return admission
 
     def release(self, request_id: str, attempt: int = 1, delivered: bool = True) -> None:
-        self.do(self.policy.release(AttemptKey(request_id, attempt), delivered, self.now))
+        self.apply(Release(AttemptKey(request_id, attempt), delivered))
+
+    def apply(self, input_: Input) -> None:
+        if self.recorder is not None:
+            self.recorder.record(input_, self.now)
+        effects = self.policy.apply(input_, self.now)
+        self.effects.append(effects)
+        self.do(effects)
 
     def do(self, effects: Effects) -> None:
         self.answers += effects.answers
@@ -154,28 +180,33 @@ class Scene:
                 for order in hop.loads:
                     self.load(order.instance_id, order.worker_id, order.roles, command.model)
         elif isinstance(command, SetRolesCommand):
+            if command.worker_id not in self.workers:
+                self.apply(RolesFailed(command.instance_id, "the worker is gone"))
+                return
             self.set_slot(command.worker_id, roles=command.roles)
-            self.do(self.policy.roles_set(command.instance_id, self.now))
+            self.apply(RolesSet(command.instance_id))
         elif isinstance(command, CopyCommand):
             self.copy(command.model, command.hop.store_id)
         elif isinstance(command, RetainCommand):
             self.retained_packs[command.store_id] = command.pack_ids
+        elif isinstance(command, UnloadCommand) and command.worker_id not in self.workers:
+            self.apply(UnloadFailed(command.instance_id, "the worker is gone"))
         elif isinstance(command, UnloadCommand):
             self.workers[command.worker_id] = replace(self.workers[command.worker_id], slot=SlotStatus())
             self.report(command.worker_id)
 
     def load(self, instance_id: str, worker_id: str, roles: Roles, model: Model) -> None:
         if worker_id in self.failing_workers or worker_id not in self.workers:
-            self.do(self.policy.load_failed(instance_id, f"{worker_id} is broken", self.now))
+            self.apply(LoadFailed(instance_id, f"{worker_id} is broken"))
             return
         slot = SlotStatus(InstancePhase.LOADING, instance_id, model.name, model.version_id, model.pack_id, roles, 0, 4)
         self.workers[worker_id] = replace(self.workers[worker_id], slot=slot)
-        self.do(self.policy.load_accepted(instance_id, self.now))
+        self.apply(LoadAccepted(instance_id))
         self.report(worker_id)
 
     def copy(self, model: Model, store_id: str) -> None:
         """The store takes the order, and has the whole pack at once."""
-        self.do(self.policy.copy_begun(model.pack_id, store_id, self.now))
+        self.apply(CopyAccepted(model.pack_id, store_id))
         self.hold(store_id, model)
 
     def hold(self, store_id: str, model: Model, **changes: object) -> None:
@@ -196,7 +227,7 @@ class Scene:
 
     def kill(self, worker_id: str) -> None:
         del self.workers[worker_id]
-        self.do(self.policy.worker_gone(worker_id, self.now))
+        self.apply(WorkerGone(worker_id))
 
     def placement(self, request_id: str, attempt: int = 1) -> Placement | None:
         key = AttemptKey(request_id, attempt)

@@ -17,6 +17,7 @@ from tests.unit.scheduler.policy.paper_cluster import (
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, REMOTE, InstancePhase, Role
 from torchrelay.scheduler.policy.effects import RefusalReason, UnloadCommand, Waiting
+from torchrelay.scheduler.policy.inputs import Withdraw
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
@@ -100,7 +101,7 @@ def test_idle_models_go_back_to_zero_after_their_own_timeout() -> None:
 def test_a_wake_nobody_waits_for_any_more_is_cancelled() -> None:
     scene = two_workers_one_host(idle_timeout_s=60.0)
     admission = scene.admit(a_model(), "r1")
-    scene.do(scene.policy.withdraw(admission.key, scene.now))
+    scene.apply(Withdraw(admission.key))
     scene.pass_time(0.9)
     assert all(
         worker.slot.phase is InstancePhase.LOADING for worker in scene.workers.values()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from tests.unit.scheduler.policy.paper_cluster import Scene, a_model, a_store, a_worker, hosts, two_workers_one_host
 from torchrelay.scheduler.policy.core import Role, SlotStatus
 from torchrelay.scheduler.policy.effects import RefusalReason, SetRolesCommand
+from torchrelay.scheduler.policy.inputs import Tick, WorkerStopped
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
 
@@ -19,7 +20,7 @@ def test_a_lost_decode_worker_gives_its_role_to_the_prefill_instance() -> None:
     placement = scene.placement("r1")
     assert placement is not None
     scene.kill(placement.decode.worker_id)
-    scene.admit(model, "r1", attempt=2, num_forced_tokens=7, lost_workers=frozenset([placement.decode.worker_id]))
+    scene.admit(model, "r1", attempt=2, num_forced_tokens=7, lost_workers=(placement.decode.worker_id,))
     resumed = scene.placement("r1", attempt=2)
     assert resumed is not None
     assert resumed.decode.instance_id == resumed.prefill.instance_id == placement.prefill.instance_id
@@ -34,7 +35,7 @@ def test_a_worker_that_says_goodbye_is_stopped_and_its_late_reports_count_no_mor
     scene = two_workers_one_host()
     scene.admit(a_model(), "r1")
     scene.finish_loads()
-    scene.do(scene.policy.worker_left("w-a", scene.now))
+    scene.apply(WorkerStopped("w-a"))
     scene.report("w-a")  # was on its way
     assert [one.worker_id for one in scene.policy.state.instances] == ["w-b"]
     (stopped,) = (one for one in scene.events if one.topic == "instance.stopped")
@@ -88,7 +89,7 @@ def test_a_worker_a_gateway_saw_fail_is_not_used_before_it_reports_again() -> No
     scene.finish_loads()
     placement = scene.placement("r1")
     assert placement is not None
-    scene.admit(model, "r1", attempt=2, lost_workers=frozenset([placement.decode.worker_id]))
+    scene.admit(model, "r1", attempt=2, lost_workers=(placement.decode.worker_id,))
     early = scene.placement("r1", attempt=2)
     assert early is None or early.decode.worker_id != placement.decode.worker_id
     scene.pass_time(1.0)
@@ -125,7 +126,7 @@ def test_silence_of_three_seconds_is_loss() -> None:
 def test_nobody_is_lost_while_the_broker_is_away() -> None:
     scene = two_workers_one_host()
     scene.now += 10
-    scene.do(scene.policy.tick(scene.now, reports_complete_since=scene.now))
+    scene.apply(Tick(reports_complete_since=scene.now))
     assert len(scene.policy.state.membership.workers) == 2
 
 

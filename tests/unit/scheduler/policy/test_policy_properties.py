@@ -13,6 +13,7 @@ from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_model, a_stor
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, Role
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, WakeCommand
+from torchrelay.scheduler.policy.inputs import Admit, GatewayConnected, GatewayDisconnected, Tick, Withdraw
 
 MAX_INSTANCES = 2
 MODELS = [a_model(f"acme/m{number}", max_instances=MAX_INSTANCES, idle_timeout_s=3.0) for number in range(3)]
@@ -67,12 +68,12 @@ class Policing(RuleBasedStateMachine):
             waiting = next((one for one in state.queues if one.key == key), None)
             admission = attempt.admission if attempt else waiting
             assert admission is not None
-            self.scene.do(self.scene.policy.tick(self.scene.now))  # what is due happens, asked again or not
+            self.scene.apply(Tick())  # what is due happens, asked again or not
             if key not in self.open or state.reservations.get(key) is not attempt:
                 return  # it was placed just now
             before = (len(state.reservations), len(state.queues))
             model = self.scene.models[admission.version_id]
-            effects = self.scene.policy.admit(admission, model, None, self.scene.now)
+            effects = self.scene.policy.apply(Admit(admission, model), self.scene.now)
             assert (len(state.reservations), len(state.queues)) == before
             assert not effects.commands
             self.scene.do(effects)
@@ -83,7 +84,7 @@ class Policing(RuleBasedStateMachine):
             key = data.draw(st.sampled_from(sorted(self.open)))
             self.open.discard(key)
             if withdraw:
-                self.scene.do(self.scene.policy.withdraw(key, self.scene.now))
+                self.scene.apply(Withdraw(key))
             else:
                 self.scene.release(key.request_id)
 
@@ -120,13 +121,13 @@ class Policing(RuleBasedStateMachine):
     @rule()
     def gateway_reconnects(self) -> None:
         scene = self.scene
-        scene.do(scene.policy.gateway_left("gateway-1", scene.now))
-        scene.do(scene.policy.gateway_arrived("gateway-1", scene.now))
+        scene.apply(GatewayDisconnected("gateway-1"))
+        scene.apply(GatewayConnected("gateway-1"))
         state = scene.policy.state
         for admission in [*state.queues, *(attempt.admission for attempt in state.reservations.attempts())]:
             attempt = state.reservations.get(admission.key)
             current = attempt.placement if attempt else None
-            scene.do(scene.policy.admit(admission, scene.models[admission.version_id], current, scene.now))
+            scene.apply(Admit(admission, scene.models[admission.version_id], current))
 
     @invariant()
     def nothing_is_lost_or_promised_twice(self) -> None:

@@ -1,10 +1,11 @@
-"""The scheduler process: put together, kept running, taken apart."""
+"""The scheduler process: assembly, background tasks, shutdown; or the replay of a recorded one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 
 from nats.aio.client import Client
@@ -16,7 +17,6 @@ from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import scheduler_pb2_grpc
 from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.service.actuator import Actuator
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.controller import Clock, Controller
@@ -24,18 +24,19 @@ from torchrelay.scheduler.service.discovery import Discovery
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.events.reader import EventReader
+from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart, replay
 from torchrelay.scheduler.service.peer_channels import PeerChannels
 from torchrelay.scheduler.service.servicer import SchedulerServicer
 from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
 _TICK_S = 0.1
-_LOOP_STALL_S = 1.0  # a loop that stood still this long may have reports unread
+_LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
 
 
 @asynccontextmanager
 async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
-    """Serves until the block is left; a newer scheduler, or a fault of its own, raises out of it."""
+    """Serves until the block is left; raises when a newer scheduler takes over, or a background task fails."""
     clock, subjects = Clock(), Subjects(settings.nats_prefix)
     nats = await connect(settings.nats_url, "scheduler")
     tls = settings.tls
@@ -43,40 +44,43 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
     server = RpcServer(settings.host, settings.port, tls)
     try:
         await ensure_streams(nats.jetstream(), subjects)
-        controller, event_publisher = _controller(settings, clock, nats, subjects)
-        servicer = SchedulerServicer(controller, EventReader(nats.jetstream(), subjects))
-        scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
-        async with asyncio.TaskGroup() as group:
-            ready = asyncio.Event()
-            background = group.create_task(_background(controller, event_publisher, channels, nats, subjects, ready))
-            await ready.wait()
-            await server.start()
-            try:
-                yield {"grpc": f"{settings.advertised_host}:{server.port}"}
-            finally:
-                controller.streams.close()
-                await server.stop()
-                background.cancel()
+        event_publisher = EventPublisher(nats.jetstream(), subjects)
+        with _controller(settings, clock, event_publisher) as controller:
+            servicer = SchedulerServicer(controller, EventReader(nats.jetstream(), subjects))
+            scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
+            async with asyncio.TaskGroup() as group:
+                ready = asyncio.Event()
+                background = group.create_task(
+                    _background(controller, event_publisher, channels, nats, subjects, ready)
+                )
+                await ready.wait()
+                await server.start()
+                try:
+                    yield {"grpc": f"{settings.advertised_host}:{server.port}"}
+                finally:
+                    controller.streams.close()
+                    await server.stop()
+                    background.cancel()
     finally:
         await channels.close()
         await nats.close()
 
 
-def _controller(
-    settings: SchedulerSettings, clock: Clock, nats: Client, subjects: Subjects
-) -> tuple[Controller, EventPublisher]:
-    event_publisher = EventPublisher(nats.jetstream(), subjects)
-    controller = Controller(
-        policy=Policy(settings.config, partial(new_id, "inst"), clock.now()),
-        clock=clock,
-        epoch=Epoch(clock.now()),
-        # A stream holds an answer for each of its requests at most a few times over.
-        streams=AdmitStreams(max_queued=4 * settings.queue_limit_total),
-        cluster_tickets=ClusterTickets(bytes.fromhex(settings.cluster_key)),
-        explain=ExplainLog(),
-        event_publisher=event_publisher,
-    )
-    return controller, event_publisher
+@contextmanager
+def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: EventPublisher) -> Iterator[Controller]:
+    start = PolicyStart(settings.config, clock.now(), new_id("inst"))
+    with settings.record.open("wb") if settings.record else nullcontext() as log:
+        yield Controller(
+            policy=start.policy(),
+            clock=clock,
+            epoch=Epoch(clock.now()),
+            # A stream holds an answer for each of its requests at most a few times over.
+            streams=AdmitStreams(max_queued=4 * settings.queue_limit_total),
+            cluster_tickets=ClusterTickets(bytes.fromhex(settings.cluster_key)),
+            explain=ExplainLog(),
+            event_publisher=event_publisher,
+            recorder=InputRecorder(log, start) if log else None,
+        )
 
 
 async def _background(
@@ -87,7 +91,7 @@ async def _background(
     subjects: Subjects,
     ready: asyncio.Event,
 ) -> None:
-    """Everything that runs beside the RPCs; cancelled as one."""
+    """Everything that runs beside the RPCs; cancelled together."""
     async with asyncio.TaskGroup() as tasks:
         controller.actuator = Actuator(controller, channels, tasks)
         discovery = Discovery(controller, channels, nats, subjects, tasks)
@@ -103,7 +107,7 @@ async def _background(
 
 
 async def _tick_periodically(controller: Controller, nats: Client) -> None:
-    """The timer of timeouts. While the broker is away, or the loop stood still, silence means nothing."""
+    """Drives timeouts. While the broker is away, or the event loop stalls, silence means nothing."""
     last = reports_complete_since = controller.clock.now()
     while True:
         await asyncio.sleep(_TICK_S)
@@ -116,4 +120,8 @@ async def _tick_periodically(controller: Controller, nats: Client) -> None:
 
 def main() -> None:
     settings = load_settings(SchedulerSettings, "torchrelay-scheduler")
+    if settings.replay is not None:
+        for effects in replay(settings.replay):
+            sys.stdout.buffer.write(effects + b"\n")
+        return
     run_service("scheduler", settings, partial(serving, settings))

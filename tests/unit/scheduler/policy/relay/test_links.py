@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, RunningRelay, TransferEdge
+from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, TransferEdge
 from torchrelay.scheduler.policy.core import REMOTE, NicCounters, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.relay.links import Links, RateMeter
+from torchrelay.scheduler.policy.relay.running_relays import RunningRelay
 
 MODEL = a_model()
 MB = 1e6

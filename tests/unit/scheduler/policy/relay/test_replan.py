@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.scheduler.planning import Node, ReceiveProgress, RunningRelay, TransferEdge
+from torchrelay.scheduler.planning import Node, ReceiveProgress, TransferEdge
 from torchrelay.scheduler.policy.relay.replan import (
     REPLAN_COOLDOWN_S,
     SLOW_AFTER_S,
@@ -10,6 +10,7 @@ from torchrelay.scheduler.policy.relay.replan import (
     replanned_edge,
     with_slowness,
 )
+from torchrelay.scheduler.policy.relay.running_relays import RunningRelay
 
 RELAY = RunningRelay.of("p", TransferEdge("s2", ("s1", "s0", "remote"), bytes_per_s=100.0), now=10.0, urgent=True)
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store
-from torchrelay.scheduler.planning import ReceiveProgress, RunningRelays, TransferEdge, whole_holders
+from torchrelay.scheduler.planning import ReceiveProgress, TransferEdge
 from torchrelay.scheduler.policy.core import REMOTE, SourceShare
+from torchrelay.scheduler.policy.relay.running_relays import RunningRelays, whole_holders
 
 MODEL = a_model()
 

@@ -75,7 +75,7 @@ class Host:
                 )
             name = self.store_id
             run = f"{name} run {self.run}"
-            self._report = StoreStatus(name, run, name, "", "", now, 0, self.arena_bytes, copies, self.domain)
+            self._report = StoreStatus(name, run, name, "", "", now, self.arena_bytes, copies, self.domain)
         return self._report
 
 

@@ -27,7 +27,7 @@ def a_copy(pack_id: str, num_bytes: int = GB, pins: int = 0, verified: int = CHU
 
 def a_store(name: str, *copies: PackCopy, domain: str = "", arena: int = 10 * GB) -> StoreStatus:
     held = {copy.pack_id: copy for copy in copies}
-    return StoreStatus(name, f"{name} run", f"host of {name}", "", "", NOW, 0, arena, held, domain)
+    return StoreStatus(name, f"{name} run", f"host of {name}", "", "", NOW, arena, held, domain)
 
 
 def used(

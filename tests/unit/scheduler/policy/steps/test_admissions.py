@@ -7,6 +7,7 @@ from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessio
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, Waiting
+from torchrelay.scheduler.policy.inputs import GatewayConnected, GatewayDisconnected, Withdraw
 
 MODEL = a_model()
 
@@ -55,7 +56,7 @@ def test_a_withdrawn_request_leaves_its_place() -> None:
     scene = Scene().settle()
     first = scene.admit(MODEL, "r1")
     scene.admit(MODEL, "r2")
-    scene.do(scene.policy.withdraw(first.key, scene.now))
+    scene.apply(Withdraw(first.key))
     assert scene.policy.state.queues.position(AttemptKey("r2", 1)) == 0
     assert [answer.reason for answer in scene.answers if isinstance(answer, AdmissionRefused)] == [
         RefusalReason.WITHDRAWN
@@ -68,7 +69,7 @@ def test_a_withdrawal_that_crossed_the_placement_frees_its_resources() -> None:
     placement = scene.placement("r1")
     assert placement is not None
     assert scene.policy.state.reservations.reserved_bytes(placement.decode.instance_id) == admission.kv_bytes(MODEL)
-    scene.do(scene.policy.withdraw(admission.key, scene.now))
+    scene.apply(Withdraw(admission.key))
     assert scene.policy.state.reservations.reserved_bytes(placement.decode.instance_id) == 0
 
 
@@ -76,10 +77,10 @@ def test_requests_of_an_absent_gateway_keep_their_turn_and_end_with_its_grace() 
     scene = Scene().settle()
     scene.admit(MODEL, "r1")
     scene.admit(MODEL, "r2")
-    scene.do(scene.policy.gateway_left("gateway-1", scene.now))
+    scene.apply(GatewayDisconnected("gateway-1"))
     scene.settle(a_store("s1", "host-1"), a_worker("w"))
     assert scene.placement("r1") is None  # nobody could be told
-    scene.do(scene.policy.gateway_arrived("gateway-1", scene.now))
+    scene.apply(GatewayConnected("gateway-1"))
     scene.admit(MODEL, "r1")
     assert scene.placement("r1") is not None
     scene.pass_time(scene.config.gateway_grace_s + 0.2)
@@ -90,10 +91,10 @@ def test_requests_of_an_absent_gateway_keep_their_turn_and_end_with_its_grace() 
 def test_gateways_remember_only_what_is_open() -> None:
     gateways = GatewaySessions(grace_s=10.0)
     key = AttemptKey("r1", 1)
-    gateways.arrived("g", now=0.0)
+    gateways.connected("g", now=0.0)
     gateways.confirm("g", key)
     assert gateways.is_confirmed(key) and gateways.overdue(100.0) == ()
-    gateways.left("g", now=100.0)
+    gateways.disconnected("g", now=100.0)
     assert not gateways.is_confirmed(key) and gateways.overdue(109.0) == ()
     assert gateways.overdue(110.0) == (key,)
     gateways.forget(key)

@@ -9,6 +9,7 @@ from torchrelay.control.v1.scheduler_pb2 import RelayView
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import REMOTE, NicCounters, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.effects import RerouteCommand
+from torchrelay.scheduler.policy.inputs import LoadFailed, StoreGone
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.steps import relays
 from torchrelay.scheduler.service.relay_view import relay_views
@@ -150,7 +151,7 @@ def test_a_relay_that_its_store_refuses_has_failed() -> None:
     scene.admit(MODEL, "r1")
     instance = next(iter(scene.policy.state.instances))
     store = next(iter(scene.stores))
-    scene.do(scene.policy.load_failed(instance.instance_id, "the arena is full", scene.now, relay_failed=store))
+    scene.apply(LoadFailed(instance.instance_id, "the arena is full", store))
     (failed,) = [one for one in scene.events if one.topic == "relay.failed"]
     assert failed.reason.endswith("ended: the arena is full") and failed.fields["error"] == "the arena is full"
 
@@ -185,5 +186,5 @@ def test_a_wake_on_a_host_that_has_the_pack_names_no_relay() -> None:
 
 def test_a_store_that_is_lost_takes_its_relays_along() -> None:
     scene = slow_relay()
-    scene.do(scene.policy.store_gone("store-3", scene.now))
+    scene.apply(StoreGone("store-3"))
     assert not scene.policy.state.relays.running()

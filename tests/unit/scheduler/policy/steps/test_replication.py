@@ -8,6 +8,7 @@ from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_copy, a_model
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Model, StoreStatus
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
+from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, RetainFailed, StoreGone
 
 MODEL = a_model()
 
@@ -73,7 +74,7 @@ def test_a_lost_copy_is_rebuilt_urgently_after_a_moment_in_which_the_store_might
     scene = racks()
     scene.pass_time(2.0)
     del scene.stores["store-3"]
-    scene.do(scene.policy.store_gone("store-3", scene.now))
+    scene.apply(StoreGone("store-3"))
     scene.pass_time(scene.config.loss_grace_s - 0.5)
     assert len(copies(scene)) == 1
     scene.pass_time(1.5)
@@ -86,7 +87,7 @@ def test_a_store_that_returns_with_its_arena_costs_nothing_and_is_told_its_retai
     scene = racks()
     scene.pass_time(2.0)
     back = replace(scene.stores.pop("store-3"), incarnation="store-3 again")
-    scene.do(scene.policy.store_gone("store-3", scene.now))
+    scene.apply(StoreGone("store-3"))
     scene.pass_time(1.0)
     scene.stores["store-3"] = back
     num_retains = len(retained_packs(scene))
@@ -100,7 +101,7 @@ def test_a_pack_whose_every_copy_was_lost_comes_back_from_the_remote_store() -> 
     scene.pass_time(2.0)
     for store_id in ("store-1", "store-3"):
         del scene.stores[store_id]
-        scene.do(scene.policy.store_gone(store_id, scene.now))
+        scene.apply(StoreGone(store_id))
     scene.pass_time(4.0)
     again = copies(scene)[1]
     assert again.urgent and again.hop.store_id == "store-2" and again.hop.sources == ("remote",)
@@ -129,12 +130,12 @@ def test_a_copy_that_fails_is_tried_elsewhere_and_there_again_later() -> None:
     scene = racks(obedient=False)
     scene.pass_time(1.0)
     assert len(copies(scene)) == 1
-    scene.do(scene.policy.copy_failed(MODEL.pack_id, "store-3", "the arena is full", scene.now))
+    scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
     assert "the arena is full" in of_kind(scene, "copy_failed")[0].reason
     assert not len(scene.policy.state.relays)
     scene.pass_time(0.9)
     assert [command.hop.store_id for command in copies(scene)] == ["store-3", "store-2"]
-    scene.do(scene.policy.copy_begun(MODEL.pack_id, "store-2", scene.now))
+    scene.apply(CopyAccepted(MODEL.pack_id, "store-2"))
     scene.hold("store-2", MODEL, num_chunks_verified=3, error="its source died")
     scene.pass_time(2.0)
     assert copies(scene)[-1].hop.store_id == "store-3" and len(of_kind(scene, "copy_failed")) == 2
@@ -143,10 +144,10 @@ def test_a_copy_that_fails_is_tried_elsewhere_and_there_again_later() -> None:
 def test_a_pack_that_was_deleted_is_forgotten_at_the_first_refusal() -> None:
     scene = racks(obedient=False)
     del scene.stores["store-1"]
-    scene.do(scene.policy.store_gone("store-1", scene.now))
+    scene.apply(StoreGone("store-1"))
     while not copies(scene):
         scene.pass_time(0.1)
-    scene.do(scene.policy.copy_failed(MODEL.pack_id, copies(scene)[0].hop.store_id, "no such pack", scene.now, True))
+    scene.apply(CopyFailed(MODEL.pack_id, copies(scene)[0].hop.store_id, "no such pack", True))
     assert "no such pack" in of_kind(scene, "copy_failed")[0].reason
     scene.pass_time(300.0)
     assert len(copies(scene)) == 1
@@ -160,7 +161,7 @@ def test_losses_of_packs_that_nobody_remembers_are_not_kept() -> None:
         scene.hold("store-1", a_model(f"old-{number}"))
     scene.pass_time(1.0)
     del scene.stores["store-1"]
-    scene.do(scene.policy.store_gone("store-1", scene.now))
+    scene.apply(StoreGone("store-1"))
     scene.pass_time(scene.policy.state.config.loss_grace_s + 5.0)
     assert scene.policy.state.replication_state.lost == set()
 
@@ -176,7 +177,7 @@ def test_an_old_error_in_the_reports_does_not_end_a_new_try() -> None:
 def test_what_a_store_never_reports_is_given_up() -> None:
     scene = racks(obedient=False)
     scene.pass_time(1.0)
-    scene.do(scene.policy.copy_begun(MODEL.pack_id, "store-3", scene.now))
+    scene.apply(CopyAccepted(MODEL.pack_id, "store-3"))
     scene.pass_time(12.0)
     assert "does not report it" in of_kind(scene, "copy_failed")[0].reason
 
@@ -189,7 +190,7 @@ def test_retained_packs_are_renewed_in_time_and_told_again_when_a_store_did_not_
     renewed = [command.store_id for command in retained_packs(scene)[begin:]]
     assert 2 <= renewed.count("store-1") <= 4 and renewed.count("store-1") == renewed.count("store-3")
     begin = len(retained_packs(scene))
-    scene.do(scene.policy.retain_failed("store-3", scene.now))
+    scene.apply(RetainFailed("store-3"))
     scene.pass_time(2.8)
     assert "store-3" in [command.store_id for command in retained_packs(scene)[begin:]]
 
@@ -247,13 +248,13 @@ def test_a_recent_pack_that_no_store_can_take_is_said_to_be_short() -> None:
 def test_a_lost_pack_that_the_remote_store_has_no_more_is_given_up_once_nobody_asks_for_it() -> None:
     scene = racks(obedient=False, recent_s=5.0, copy_backoff_max_s=4.0)
     del scene.stores["store-1"]
-    scene.do(scene.policy.store_gone("store-1", scene.now))
+    scene.apply(StoreGone("store-1"))
     num_failed = 0
     for _ in range(600):
         scene.pass_time(0.1)
         for command in copies(scene)[num_failed:]:
             num_failed += 1
-            scene.do(scene.policy.copy_failed(MODEL.pack_id, command.hop.store_id, "no such version", scene.now))
+            scene.apply(CopyFailed(MODEL.pack_id, command.hop.store_id, "no such version"))
     assert 2 < num_failed < 16
     scene.pass_time(60.0)
     assert len(copies(scene)) == num_failed

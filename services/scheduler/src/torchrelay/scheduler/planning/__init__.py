@@ -1,26 +1,16 @@
-"""Relay planning, pure: who follows whom, by what the links have left, and when a running relay needs other sources."""
+"""Relay planning, pure: which store follows which others, by what their links have left."""
 
 from torchrelay.scheduler.planning.edge import MAX_ALTERNATES, MAX_STRIPED, TransferEdge
-from torchrelay.scheduler.planning.nodes import DEFAULT_BYTES_PER_S, Node, ReceiveProgress, Uplink
+from torchrelay.scheduler.planning.nodes import DEFAULT_BYTES_PER_S, REMOTE, Node, ReceiveProgress
 from torchrelay.scheduler.planning.plan import plan
-from torchrelay.scheduler.policy.relay.running_relays import (
-    RunningRelay,
-    RunningRelays,
-    measured_bytes_per_s,
-    whole_holders,
-)
 
 __all__ = [
     "DEFAULT_BYTES_PER_S",
     "MAX_ALTERNATES",
     "MAX_STRIPED",
+    "REMOTE",
     "Node",
     "ReceiveProgress",
-    "RunningRelay",
-    "RunningRelays",
     "TransferEdge",
-    "Uplink",
-    "measured_bytes_per_s",
     "plan",
-    "whole_holders",
 ]

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torchrelay.scheduler.planning.edge import MAX_ALTERNATES, MAX_STRIPED, TransferEdge
-from torchrelay.scheduler.planning.nodes import MIN_BYTES_PER_S, Node, ReceiveProgress
+from torchrelay.scheduler.planning.nodes import MIN_BYTES_PER_S, REMOTE, Node, ReceiveProgress
 from torchrelay.scheduler.planning.rate_allocation import ChainMember, fair_rate
 from torchrelay.scheduler.planning.sender_pool import SenderPool, SourceAllocation
-from torchrelay.scheduler.policy.core import REMOTE
 
 _CHUNKS = 256  # of a pack, by its layout: what a host is behind the one it follows
 _SIMILAR_RATES = 1.25  # rates in such a proportion are about the same

@@ -1,10 +1,10 @@
-"""What a plan is made of."""
+"""The edges of a plan: which store gets the pack from which others."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrelay.scheduler.policy.reasons import format_duration
+from torchrelay.common.quantities import format_duration
 
 MAX_STRIPED = 4  # sources followed at once
 MAX_ALTERNATES = 4  # besides those and the remote store
@@ -12,21 +12,21 @@ MAX_ALTERNATES = 4  # besides those and the remote store
 
 @dataclass(frozen=True)
 class TransferEdge:
-    """One store's incoming copy. ``sources``: the first ``num_striped`` are followed at once, each as fast as it turns
-    out to be; the others are for repair, best first, the remote store last.
+    """One store's incoming copy. The first ``num_striped`` of ``sources`` are followed at once, each at the rate it
+    achieves; the others are for repair, best first, the remote store last.
 
-    ``shares`` say which part of the pack each striped source is to bring; they add up to one. ``bytes_per_s`` and
+    ``shares``: the part of the pack planned for each striped source; they add up to one. ``bytes_per_s`` and
     ``ready_s`` (from the start of the plan) are predictions; 0: nothing is predicted.
     """
 
     target: str
     sources: tuple[str, ...]
-    already_there: bool = False  # or on its way: nothing new will flow
+    already_there: bool = False  # or on its way: nothing new is transferred
     num_striped: int = 1
     shares: tuple[float, ...] = (1.0,)
     bytes_per_s: float = 0.0
     ready_s: float = 0.0
-    whole: bool = False  # it is already there, all of it
+    whole: bool = False  # already there and complete
 
     @property
     def upstream(self) -> str:

@@ -1,25 +1,26 @@
-"""What the planner knows of hosts and of the switches between them. Rates are bytes per second."""
+"""What the planner knows about hosts. Rates are bytes per second."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-DEFAULT_BYTES_PER_S = 5e8  # of a direction nothing is known of
-MIN_BYTES_PER_S = 1.0  # a direction that is full still moves: it is shared with whoever fills it
+REMOTE = "remote"  # holder id of the remote store: the last source of every relay
+DEFAULT_BYTES_PER_S = 5e8  # of a direction about which nothing is known
+MIN_BYTES_PER_S = 1.0  # a full direction still moves: it is shared with whoever fills it
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What a store's links have left for a new relay, in either direction: capacity less KV streams, other background
-    and the relays that run.
+    """What a store's link has left for a new relay in each direction: capacity less KV streams, other background
+    traffic and running relays.
     """
 
     residual_out: float = DEFAULT_BYTES_PER_S
     residual_in: float = DEFAULT_BYTES_PER_S
     host: str = ""  # stores of one host share its network copy; empty: alone on its host
-    busy_out: bool = False  # it sends KV or other relays' chunks; taken where no free one will do
-    leaf: str = ""  # the switch the host hangs on; those of one leaf reach each other without its uplink
+    busy_out: bool = False  # it sends KV or other relays' chunks; used where no free one suffices
+    leaf: str = ""  # the switch of the host; hosts of one leaf reach each other without its uplink
 
     @property
     def out(self) -> float:
@@ -31,22 +32,14 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Uplink:
-    """What the link between a leaf and the rest of the network has left."""
-
-    residual_up: float = math.inf  # away from the leaf
-    residual_down: float = math.inf
-
-
-@dataclass(frozen=True, slots=True)
 class ReceiveProgress:
-    """How far a copy is that is still being received."""
+    """How far an incoming copy is."""
 
-    have: float = 0.0  # part of the pack that is there, 0 to 1
+    have: float = 0.0  # part of the pack, 0 to 1
     bytes_per_s: float = DEFAULT_BYTES_PER_S
 
     @property
     def serves_bytes_per_s(self) -> float:
-        """The rate at which a follower that begins now gets the whole pack when it ends together with this copy."""
+        """The rate of a follower that begins now and gets the whole pack by the time this copy is complete."""
         missing = 1.0 - self.have
         return max(self.bytes_per_s, MIN_BYTES_PER_S) / missing if missing > 0 else math.inf

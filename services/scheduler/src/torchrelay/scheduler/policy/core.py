@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchrelay.common.latency_model import LatencyModel
+from torchrelay.scheduler.planning.nodes import REMOTE as REMOTE
 from torchrelay.scheduler.policy.prediction import UNPREDICTED, Prediction
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
-REMOTE = "remote"  # holder id of the remote store: the last source of every relay
 KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
 
 
@@ -94,14 +94,11 @@ class WorkerStatus:
     incarnation: str
     host_id: str
     grpc_address: str
-    data_address: str
     playable_roles: Roles
     seen_at: float
     preferred_role: Role | None = None  # the role it names first: taken for it where there is a choice
-    epoch: int = 0
     slot: SlotStatus = field(default_factory=SlotStatus)
     kv_pool_bytes: int = 0
-    kv_free_bytes: int = 0
     num_running: int = 0
     num_queued_prefill_tokens: int = 0
     prefill_tokens_per_s: float = 0.0  # 0: not measured yet
@@ -171,7 +168,6 @@ class StoreStatus:
     grpc_address: str
     data_address: str
     seen_at: float
-    epoch: int = 0
     arena_target_bytes: int = 0
     copies: Mapping[str, PackCopy] = field(default_factory=dict)
     failure_domain: str = ""
@@ -248,7 +244,7 @@ class Admission:
     max_tokens: int
     num_choices: int
     admitted_at: float
-    lost_workers: frozenset[str] = frozenset()
+    lost_workers: tuple[str, ...] = ()
     traceparent: str = ""
     block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt
     model: str = ""  # as its tenant names the version; another may have uploaded the same

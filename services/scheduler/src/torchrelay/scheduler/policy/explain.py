@@ -72,7 +72,7 @@ class ExplainLog:
 
     def happened(self, happening: SchedulerEvent) -> None:
         """Told of each model that it concerns, by its own name: their tenants know nothing of each other."""
-        for name in {happening.model, *happening.aliases}:
+        for name in dict.fromkeys((happening.model, *happening.aliases)):
             subject = name if happening.subject == happening.model else happening.subject
             reason = happening.by_tenant.get(tenant_of(name), happening.reason)
             told = replace(happening, model=name, subject=subject, reason=reason, aliases=(), by_tenant={})

@@ -1,31 +1,44 @@
-"""The whole of the scheduler's deciding: inputs in, effects out; no I/O, no clock, the same in the service and a
-simulation.
+"""Every decision of the scheduler: inputs in, effects out. No I/O and no clock, so a simulation runs the same code.
 
-Every method takes one thing that happened and the time, and returns what is to be done about it. It is called from one
-thread, one call at a time.
+Called from one thread, one input at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import assert_never
 
+from torchrelay.common.quantities import format_duration
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.instances import InstanceTransition, TransitionKind
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import (
-    Admission,
-    AttemptKey,
-    Instance,
-    InstancePhase,
-    Model,
-    Placement,
-    StoreStatus,
-    WorkerStatus,
-)
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatus, WorkerStatus
 from torchrelay.scheduler.policy.effects import Effects, RefusalReason
-from torchrelay.scheduler.policy.prediction import Outcome
-from torchrelay.scheduler.policy.reasons import Reason, format_duration
+from torchrelay.scheduler.policy.inputs import (
+    Admit,
+    CopyAccepted,
+    CopyFailed,
+    GatewayConnected,
+    GatewayDisconnected,
+    Input,
+    LoadAccepted,
+    LoadFailed,
+    Release,
+    RetainFailed,
+    RolesFailed,
+    RolesSet,
+    StoreGone,
+    StoreReported,
+    Tick,
+    UnloadFailed,
+    Withdraw,
+    WorkerGone,
+    WorkerReported,
+    WorkerStopped,
+    WorkerStreamClosed,
+)
+from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.steps import admissions, relays, replication, scaling
 
@@ -39,58 +52,97 @@ class Policy:
     def __init__(self, config: PolicyConfig, new_id: Callable[[], str], now: float) -> None:
         self.state = State.fresh(config, new_id, now)
 
+    def apply(self, input_: Input, now: float) -> Effects:
+        """Takes in one thing that happened at ``now``; returns what has to be done about it."""
+        state = self.state
+        match input_:
+            case Admit():
+                self._admit(input_, now)
+            case Withdraw(key):
+                admissions.withdraw(state, key, now)
+                admissions.place_waiting(state, now)
+            case Release():
+                self._release(input_, now)
+            case GatewayConnected(gateway_id):
+                state.gateways.connected(gateway_id, now)
+            case GatewayDisconnected(gateway_id):
+                state.gateways.disconnected(gateway_id, now)
+            case WorkerReported(worker, streamed):
+                self._observe_worker(worker, streamed, now)
+            case WorkerStreamClosed(worker_id):
+                state.membership.stream_closed(worker_id)
+            case WorkerGone(worker_id):
+                self._drop_worker(worker_id, TransitionKind.LOST, _GONE, now)
+            case WorkerStopped(worker_id):
+                self._drop_worker(worker_id, TransitionKind.STOPPED, _STOPPED, now)
+            case StoreReported(store):
+                self._observe_store(store, now)
+            case StoreGone(store_id):
+                if lost := state.membership.drop_store(store_id, now):
+                    self._remove_store(lost, "the store's process is gone", now)
+            case LoadAccepted(instance_id):
+                self._load_accepted(instance_id, now)
+            case LoadFailed():
+                self._load_failed(input_, now)
+            case RolesSet(instance_id):
+                instance = state.instances.get(instance_id)
+                if instance is not None and instance.pending_roles is not None:
+                    state.instances.put(replace(instance, roles=instance.pending_roles, pending_roles=None))
+                    self._react(now)
+            case RolesFailed(instance_id, cause):
+                if instance := state.instances.get(instance_id):
+                    state.instances.put(replace(instance, pending_roles=None))
+                    state.happened(now, "set_roles_failed", instance, cause)
+                    self._count_failure(instance, cause, now, now)
+            case UnloadFailed(instance_id, cause):
+                scaling.unload_failed(state, instance_id, now)
+                if instance := state.instances.get(instance_id):
+                    state.happened(now, "drain_failed", instance, cause)
+            case CopyAccepted(pack_id, store_id):
+                replication.copy_begun(state, pack_id, store_id, now)
+            case CopyFailed(pack_id, store_id, cause, deleted):
+                replication.copy_failed(state, pack_id, store_id, cause, now, deleted)
+            case RetainFailed(store_id):
+                state.replication_state.not_told(store_id, now)
+            case Tick(reports_complete_since):
+                self._tick(reports_complete_since, now)
+            case _:
+                assert_never(input_)
+        return state.take_effects()
+
     # Requests
 
-    def admit(self, admission: Admission, model: Model, current: Placement | None, now: float) -> Effects:
-        """An admission, for the first time or again. ``current``: where it runs, if it was placed before."""
-        state = self.state
+    def _admit(self, input_: Admit, now: float) -> None:
+        state, admission, model = self.state, input_.admission, input_.model
         state.replication_state.recent_packs.note(model, now)
-        if admissions.admit(state, admission, model, current, now):
+        if admissions.admit(state, admission, model, input_.current, now):
             admissions.refuse_if_infeasible(state, admission, now)
             admissions.place_waiting(state, now, (model.version_id,))
             opened = state.reservations.get(admission.key)
             if opened is None or opened.placement.cold:
                 scaling.scale(state, now)
             admissions.send_waiting(state, admission, now)
-        return state.take_effects()
 
-    def withdraw(self, key: AttemptKey, now: float) -> Effects:
-        admissions.withdraw(self.state, key, now)
-        admissions.place_waiting(self.state, now)
-        return self.state.take_effects()
-
-    def release(self, key: AttemptKey, delivered: bool, now: float, outcome: Outcome | None = None) -> Effects:
-        """The attempt is over. ``delivered``: it gave at least one token. ``outcome``: what was measured of it.
-
-        Workers the gateway saw fail are named by the admission that follows; a release may be of long after.
-        """
-        attempt = admissions.release(self.state, key, now)
-        if attempt is not None:
-            if outcome is not None:
-                admissions.observe_outcome(self.state, attempt, outcome)
-            if not delivered:
-                self.state.note_no_token(key.request_id, attempt.instance_ids)
-            admissions.place_waiting(self.state, now, (attempt.admission.version_id,))
-        return self.state.take_effects()
-
-    def gateway_arrived(self, gateway_id: str, now: float) -> Effects:
-        self.state.gateways.arrived(gateway_id, now)
-        return self.state.take_effects()
-
-    def gateway_left(self, gateway_id: str, now: float) -> Effects:
-        self.state.gateways.left(gateway_id, now)
-        return self.state.take_effects()
+    def _release(self, input_: Release, now: float) -> None:
+        """Workers that the gateway saw fail are named by the admission that follows: a release may come long after."""
+        state, attempt = self.state, admissions.release(self.state, input_.key, now)
+        if attempt is None:
+            return
+        if input_.outcome is not None:
+            admissions.observe_outcome(state, attempt, input_.outcome)
+        if not input_.delivered:
+            state.note_no_token(input_.key.request_id, attempt.instance_ids)
+        admissions.place_waiting(state, now, (attempt.admission.version_id,))
 
     # The cluster
 
-    def worker_reported(self, worker: WorkerStatus, streamed: bool, now: float) -> Effects:
-        """A report; ``streamed``: on the worker's own stream, where order is kept."""
+    def _observe_worker(self, worker: WorkerStatus, streamed: bool, now: float) -> None:
         state = self.state
         is_new = worker.worker_id not in state.membership.workers
         was_suspect = state.membership.is_suspect(worker.worker_id)
         accepted = state.membership.accept_worker(worker, streamed)
         if accepted is None:
-            return state.take_effects()
+            return
         self._remember_sizes()
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
@@ -99,29 +151,13 @@ class Policy:
             self._record_transition(change, now)
         if changes or is_new or was_suspect:
             self._react(now)
-        return state.take_effects()
 
-    def worker_stream_closed(self, worker_id: str, now: float) -> Effects:
-        self.state.membership.stream_closed(worker_id)
-        return self.state.take_effects()
-
-    def worker_gone(self, worker_id: str, now: float) -> Effects:
-        """Nobody listens at the worker's address any more."""
-        state = self.state
-        if state.membership.drop_worker(worker_id, now):
-            self._remove_worker(worker_id, TransitionKind.LOST, _GONE, now)
+    def _drop_worker(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
+        if self.state.membership.drop_worker(worker_id, now):
+            self._remove_instances(worker_id, kind, reason, now)
             self._react(now)
-        return state.take_effects()
 
-    def worker_left(self, worker_id: str, now: float) -> Effects:
-        """The worker has said that it ends."""
-        state = self.state
-        if state.membership.drop_worker(worker_id, now):
-            self._remove_worker(worker_id, TransitionKind.STOPPED, _STOPPED, now)
-            self._react(now)
-        return state.take_effects()
-
-    def store_reported(self, store: StoreStatus, now: float) -> Effects:
+    def _observe_store(self, store: StoreStatus, now: float) -> None:
         state = self.state
         before = state.membership.stores.get(store.store_id)
         if state.membership.accept_store(store):
@@ -130,93 +166,44 @@ class Policy:
             relays.store_reported(state, store, before, now)
             if before is None:
                 self._react(now)
-        return state.take_effects()
 
-    def store_gone(self, store_id: str, now: float) -> Effects:
-        """Nobody listens at the store's address any more; its arena, and the instances in it, may well live on."""
-        if store := self.state.membership.drop_store(store_id, now):
-            relays.store_lost(self.state, store, "the store's process is gone", now)
-            replication.store_left(self.state, store, now)
-        return self.state.take_effects()
+    def _remove_store(self, store: StoreStatus, cause: str, now: float) -> None:
+        relays.store_lost(self.state, store, cause, now)
+        replication.store_left(self.state, store, now)
 
     # Outcomes of commands
 
-    def load_accepted(self, instance_id: str, now: float) -> Effects:
-        """The worker has taken the model: requests are placed there at once, it computes with the layers it has."""
-        state = self.state
-        instance = state.instances.get(instance_id)
+    def _load_accepted(self, instance_id: str, now: float) -> None:
+        """Requests are placed there at once: the worker computes with the layers it has."""
+        instance = self.state.instances.get(instance_id)
         if instance is not None and not instance.accepted:
-            state.instances.put(replace(instance, accepted_at=now))
-            admissions.place_waiting(state, now, (instance.version_id,))
-        return state.take_effects()
+            self.state.instances.put(replace(instance, accepted_at=now))
+            admissions.place_waiting(self.state, now, (instance.version_id,))
 
-    def load_failed(self, instance_id: str, cause: str, now: float, relay_failed: str = "") -> Effects:
-        """The order could not be carried out. ``relay_failed``: the store whose relay was the reason."""
-        state = self.state
-        instance = state.instances.get(instance_id)
-        if instance is not None and not instance.accepted:
-            state.instances.remove(instance_id)
-            if relay_failed:
-                relays.relay_refused(state, instance.pack_id, relay_failed, cause, now)
-            self._record_transition(
-                InstanceTransition(
-                    TransitionKind.FAILED, instance, instance, Reason("load_refused", cause, {"error": cause})
-                ),
-                now,
-            )
-            self._react(now)
-        return state.take_effects()
-
-    def roles_set(self, instance_id: str, now: float) -> Effects:
-        state = self.state
-        instance = state.instances.get(instance_id)
-        if instance is not None and instance.pending_roles is not None:
-            state.instances.put(replace(instance, roles=instance.pending_roles, pending_roles=None))
-            self._react(now)
-        return state.take_effects()
-
-    def roles_failed(self, instance_id: str, cause: str, now: float) -> Effects:
-        state = self.state
-        instance = state.instances.get(instance_id)
-        if instance is not None:
-            state.instances.put(replace(instance, pending_roles=None))
-            state.happened(now, "set_roles_failed", instance, cause)
-            self._count_failure(instance, cause, now, now)
-        return state.take_effects()
-
-    def unload_failed(self, instance_id: str, cause: str, now: float) -> Effects:
-        scaling.unload_failed(self.state, instance_id, now)
-        if instance := self.state.instances.get(instance_id):
-            self.state.happened(now, "drain_failed", instance, cause)
-        return self.state.take_effects()
-
-    def copy_begun(self, pack_id: str, store_id: str, now: float) -> Effects:
-        replication.copy_begun(self.state, pack_id, store_id, now)
-        return self.state.take_effects()
-
-    def copy_failed(self, pack_id: str, store_id: str, cause: str, now: float, gone: bool = False) -> Effects:
-        replication.copy_failed(self.state, pack_id, store_id, cause, now, gone)
-        return self.state.take_effects()
-
-    def retain_failed(self, store_id: str, now: float) -> Effects:
-        self.state.replication_state.not_told(store_id, now)
-        return self.state.take_effects()
+    def _load_failed(self, input_: LoadFailed, now: float) -> None:
+        state, cause = self.state, input_.cause
+        instance = state.instances.get(input_.instance_id)
+        if instance is None or instance.accepted:
+            return
+        state.instances.remove(instance.instance_id)
+        if input_.failed_store:
+            relays.relay_refused(state, instance.pack_id, input_.failed_store, cause, now)
+        reason = Reason("load_refused", cause, {"error": cause})
+        self._record_transition(InstanceTransition(TransitionKind.FAILED, instance, instance, reason), now)
+        self._react(now)
 
     # Time
 
-    def tick(self, now: float, reports_complete_since: float = 0.0) -> Effects:
-        """What is due by time alone: silence, idle timeouts, grace times, second tries.
-
-        ``heard_since``: load reports could not be heard before this time; nobody is lost for silence before it.
-        """
+    def _tick(self, reports_complete_since: float, now: float) -> None:
+        """What is due by time alone: silence, idle timeouts, grace times, retries."""
         state = self.state
         lost = state.membership.expire(now, state.config.stale_s, reports_complete_since)
+        silence = f"silent for {state.config.stale_s:g} s"
         for worker in lost.workers:
-            silent = Reason("worker_silent", f"its worker was silent for {state.config.stale_s:g} s")
-            self._remove_worker(worker.worker_id, TransitionKind.LOST, silent, now)
+            reason = Reason("worker_silent", f"its worker was {silence}")
+            self._remove_instances(worker.worker_id, TransitionKind.LOST, reason, now)
         for store in lost.stores:
-            relays.store_lost(state, store, f"its store was silent for {state.config.stale_s:g} s", now)
-            replication.store_left(state, store, now)
+            self._remove_store(store, f"its store was {silence}", now)
         for key in state.gateways.overdue(now):
             admissions.release(state, key, now)
         scaling.retry_unloads(state, now)
@@ -224,7 +211,6 @@ class Policy:
         admissions.refuse_infeasible(state, now)
         self._react(now)
         replication.replicate(state, now)
-        return state.take_effects()
 
     # Shared
 
@@ -237,7 +223,7 @@ class Policy:
         state.largest_slot_bytes = max(state.largest_slot_bytes, state.membership.largest_slot_bytes)
         state.largest_kv_pool_bytes = max(state.largest_kv_pool_bytes, state.membership.largest_kv_pool_bytes)
 
-    def _remove_worker(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
+    def _remove_instances(self, worker_id: str, kind: TransitionKind, reason: Reason, now: float) -> None:
         for change in self.state.instances.leave(worker_id, kind, reason):
             self._record_transition(change, now)
 

@@ -27,10 +27,3 @@ class Reason:
 
 
 NO_REASON = Reason()
-
-
-def format_duration(seconds: float) -> str:
-    """``18.4 ms``, ``2.31 s``: three significant digits."""
-    return (
-        f"{seconds * 1e3:.3g} ms" if seconds < 0.9995 else f"{seconds:.3g} s" if seconds < 1e3 else f"{seconds:.0f} s"
-    )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torchrelay.common.latency_model import LatencyModel
-from torchrelay.scheduler.planning import RunningRelays
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
@@ -23,6 +22,7 @@ from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.prediction import queue_s
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
+from torchrelay.scheduler.policy.relay.running_relays import RunningRelays
 from torchrelay.scheduler.policy.relay.transfers import Transfers
 from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
 
@@ -54,7 +54,7 @@ class State:
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     effects: Effects = field(default_factory=Effects)
-    instances_without_token: dict[str, frozenset[str]] = field(
+    instances_without_token: dict[str, tuple[str, ...]] = field(
         default_factory=dict
     )  # request id -> instances; see note_fruitless
     largest_slot_bytes: int = 0  # ever seen: a host that is away for now may come back
@@ -97,7 +97,7 @@ class State:
         name = next((instance.model for instance in self.instances if instance.pack_id == pack_id), pack_id[:12])
         return Model(name, "", pack_id, pack_bytes, 0)
 
-    def note_no_token(self, request_id: str, instance_ids: frozenset[str]) -> None:
+    def note_no_token(self, request_id: str, instance_ids: tuple[str, ...]) -> None:
         """An attempt ended without a token. Should the request come again, these instances are doubted."""
         self.instances_without_token[request_id] = instance_ids
         if len(self.instances_without_token) > _MAX_FRUITLESS:

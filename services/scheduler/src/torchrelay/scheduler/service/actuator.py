@@ -25,6 +25,16 @@ from torchrelay.scheduler.policy.effects import (
     UnloadCommand,
     WakeCommand,
 )
+from torchrelay.scheduler.policy.inputs import (
+    CopyAccepted,
+    CopyFailed,
+    LoadAccepted,
+    LoadFailed,
+    RetainFailed,
+    RolesFailed,
+    RolesSet,
+    UnloadFailed,
+)
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels
@@ -80,7 +90,7 @@ class Actuator:
                 except TorchrelayError as error:
                     cause = f"the relay to {hop.store_id} could not be started: {error.message}"
                     for order in hop.loads:
-                        self._controller.load_failed(order.instance_id, cause, relay_failed=hop.store_id)
+                        self._controller.apply(LoadFailed(order.instance_id, cause, hop.store_id))
                     continue
                 for order in hop.loads:
                     loads.create_task(self._load(command, order))
@@ -123,9 +133,9 @@ class Actuator:
             await self._relay(command, command.hop)
         except TorchrelayError as error:
             cause = f"the relay could not be started: {error.message}"
-            self._controller.copy_failed(pack_id, store_id, cause, gone=isinstance(error, NotFound))
+            self._controller.apply(CopyFailed(pack_id, store_id, cause, isinstance(error, NotFound)))
             return
-        self._controller.copy_begun(pack_id, store_id)
+        self._controller.apply(CopyAccepted(pack_id, store_id))
 
     async def _retain(self, command: RetainCommand) -> None:
         request = param_store_pb2.RetainRequest(
@@ -136,7 +146,7 @@ class Actuator:
             await self._call(lambda: stub.Retain(request, timeout=_TIMEOUT_S))
         except TorchrelayError as error:
             log.info("retain_failed", store_id=command.store_id, error=error.message)
-            self._controller.retain_failed(command.store_id)
+            self._controller.apply(RetainFailed(command.store_id))
 
     def _store(self, store_id: str) -> ParamStoreAsyncStub:
         store = self._controller.policy.state.membership.stores.get(store_id)
@@ -157,9 +167,9 @@ class Actuator:
             await self._call(lambda: stub.Load(request, timeout=_TIMEOUT_S))
         except TorchrelayError as error:
             cause = f"worker {order.worker_id} did not take the load: {error.message}"
-            self._controller.load_failed(order.instance_id, cause)
+            self._controller.apply(LoadFailed(order.instance_id, cause))
             return
-        self._controller.load_accepted(order.instance_id)
+        self._controller.apply(LoadAccepted(order.instance_id))
 
     async def _set_roles(self, command: SetRolesCommand) -> None:
         request = worker_pb2.SetRolesRequest(
@@ -171,9 +181,9 @@ class Actuator:
             stub = self._worker(command.worker_id)
             await self._call(lambda: stub.SetRoles(request, timeout=_TIMEOUT_S))
         except TorchrelayError as error:
-            self._controller.roles_failed(command.instance_id, error.message)
+            self._controller.apply(RolesFailed(command.instance_id, error.message))
             return
-        self._controller.roles_set(command.instance_id)
+        self._controller.apply(RolesSet(command.instance_id))
 
     async def _unload(self, command: UnloadCommand) -> None:
         request = worker_pb2.UnloadRequest(
@@ -183,7 +193,7 @@ class Actuator:
             stub = self._worker(command.worker_id)
             await self._call(lambda: stub.Unload(request, timeout=command.drain_s + _TIMEOUT_S))
         except TorchrelayError as error:
-            self._controller.unload_failed(command.instance_id, error.message)
+            self._controller.apply(UnloadFailed(command.instance_id, error.message))
 
     def _worker(self, worker_id: str) -> WorkerAsyncStub:
         worker = self._controller.policy.state.membership.workers.get(worker_id)

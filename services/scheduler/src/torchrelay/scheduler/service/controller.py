@@ -1,4 +1,4 @@
-"""The desk: feeds the policy what happens, and sees to what it wants done. Nothing here waits for anything.
+"""Feeds inputs to the policy and carries out their effects. Nothing here blocks or awaits.
 
 Everything runs on the event loop's thread, one input at a time, so the policy needs no lock.
 """
@@ -9,11 +9,13 @@ import asyncio
 import time
 from typing import Protocol
 
+from cachetools import FIFOCache
+
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.scheduler.policy.core import AttemptKey
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Answer, AttemptPlaced, Command, Effects, Placed
 from torchrelay.scheduler.policy.explain import ExplainLog
+from torchrelay.scheduler.policy.inputs import Admit, Input, Release, StoreReported, Tick, WorkerReported
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import outcome_of
 from torchrelay.scheduler.policy.relay import transfer_events
@@ -21,6 +23,7 @@ from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
+from torchrelay.scheduler.service.input_log import InputRecorder
 from torchrelay.scheduler.service.metrics.admission import AdmissionMetrics
 from torchrelay.scheduler.service.metrics.relay import RelayMetrics
 from torchrelay.scheduler.service.metrics.replication import ReplicationMetrics
@@ -43,10 +46,10 @@ class Clock:
 
 class CommandExecutor(Protocol):
     def start(self, command: Command) -> None:
-        """Begins to carry a command out; its outcome comes back to the desk."""
+        """Starts to carry a command out; its outcome comes back as an input."""
 
     def stop(self) -> None:
-        """Nothing more is begun."""
+        """Starts no further command."""
 
 
 class Controller:
@@ -61,6 +64,7 @@ class Controller:
         cluster_tickets: ClusterTickets,
         explain: ExplainLog,
         event_publisher: EventPublisher,
+        recorder: InputRecorder | None = None,
     ) -> None:
         self.policy = policy
         self.clock = clock
@@ -71,20 +75,23 @@ class Controller:
         self.actuator: CommandExecutor | None = None  # set once, before anything is admitted
         self.worker_reports: dict[str, reports_pb2.WorkerReport] = {}
         self.store_reports: dict[str, reports_pb2.StoreReport] = {}
-        self._versions: dict[str, types_pb2.ModelVersion] = {}
+        self._recorder = recorder
+        self._versions: FIFOCache[str, types_pb2.ModelVersion] = FIFOCache(_MAX_VERSIONS)
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
         self._metrics = AdmissionMetrics(lambda: len(policy.state.queues), lambda: event_publisher.num_dropped)
         self._copy_metrics = ReplicationMetrics(lambda: policy.state.replication_state)
         self._relay_metrics = RelayMetrics(lambda: policy.state.transfers.num_running)
 
-    # Gateways
+    def apply(self, input_: Input) -> None:
+        self._apply(input_, self.clock.now())
 
-    def gateway_arrived(self, gateway_id: str) -> None:
-        self._apply(self.policy.gateway_arrived(gateway_id, self.clock.now()))
+    def _apply(self, input_: Input, now: float) -> None:
+        if self._recorder is not None:
+            self._recorder.record(input_, now)
+        self._carry_out(self.policy.apply(input_, now))
 
-    def gateway_left(self, gateway_id: str) -> None:
-        self._apply(self.policy.gateway_left(gateway_id, self.clock.now()))
+    # Inputs that concern more than the policy
 
     def admit(self, gateway_id: str, request: scheduler_pb2.AdmitRequest) -> None:
         now = self.clock.now()
@@ -92,11 +99,8 @@ class Controller:
         current = (
             converters.placement_from_proto(request.current, admission.key) if request.HasField("current") else None
         )
-        self._note_version(request.version)
-        self._apply(self.policy.admit(admission, converters.model_from_proto(request.version), current, now))
-
-    def withdraw(self, key: AttemptKey) -> None:
-        self._apply(self.policy.withdraw(key, self.clock.now()))
+        self._versions[request.version.version_id] = request.version
+        self._apply(Admit(admission, converters.model_from_proto(request.version), current), now)
 
     def release(self, release: scheduler_pb2.Release) -> None:
         key = converters.key_from_proto(release.key)
@@ -108,45 +112,32 @@ class Controller:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)
             self.explain.record_accuracy(key, attempt.placement, outcome)
             self._metrics.record_accuracy(attempt.placement, outcome)
-        self._apply(self.policy.release(key, release.ttft_s > 0, self.clock.now(), outcome))
-
-    def version(self, version_id: str) -> types_pb2.ModelVersion:
-        """A version as its last admission named it."""
-        return self._versions[version_id]
-
-    def _note_version(self, version: types_pb2.ModelVersion) -> None:
-        self._versions.pop(version.version_id, None)
-        self._versions[version.version_id] = version
-        if len(self._versions) > _MAX_VERSIONS:
-            del self._versions[next(iter(self._versions))]
-
-    # The cluster
+        self.apply(Release(key, release.ttft_s > 0, outcome))
 
     def worker_reported(self, report: reports_pb2.WorkerReport, streamed: bool) -> None:
         """Raises ``StaleEpoch`` when the worker obeys a newer scheduler."""
         now = self.clock.now()
         self.epoch.check(report.epoch, now)
-        worker = converters.worker_from_proto(report, now)
-        self._apply(self.policy.worker_reported(worker, streamed, now))
+        self._apply(WorkerReported(converters.worker_from_proto(report, now), streamed), now)
         if report.worker_id in self.policy.state.membership.workers:
             self.worker_reports[report.worker_id] = report
-        self._observe(report.worker_id)
+        self._explain_load(report.worker_id)
         self._notify_watchers()
 
     def store_reported(self, report: reports_pb2.StoreReport) -> None:
         """Raises ``StaleEpoch`` when the store obeys a newer scheduler."""
         now = self.clock.now()
         self.epoch.check(report.epoch, now)
-        self._apply(self.policy.store_reported(converters.store_from_proto(report, now), now))
+        self._apply(StoreReported(converters.store_from_proto(report, now)), now)
         if report.store_id in self.policy.state.membership.stores:
             self.store_reports[report.store_id] = report
         for instance in self.policy.state.instances:
             if instance.host_id == report.host_id:
-                self._observe(instance.worker_id)
+                self._explain_load(instance.worker_id)
         self._notify_watchers()
 
-    def _observe(self, worker_id: str) -> None:
-        """Keeps what the instance's load tells of itself."""
+    def _explain_load(self, worker_id: str) -> None:
+        """Passes on what the reports say about the load of the worker's instance."""
         state = self.policy.state
         worker, instance = state.membership.workers.get(worker_id), state.instances.on_worker(worker_id)
         if worker is None or instance is None:
@@ -155,58 +146,21 @@ class Controller:
         copy = store.copies.get(instance.pack_id) if store else None
         self.explain.observe(instance, worker.slot, store.store_id if store else "", copy)
 
-    def worker_stream_closed(self, worker_id: str) -> None:
-        self._apply(self.policy.worker_stream_closed(worker_id, self.clock.now()))
-
-    def worker_left(self, worker_id: str) -> None:
-        self._apply(self.policy.worker_left(worker_id, self.clock.now()))
-
-    def worker_gone(self, worker_id: str) -> None:
-        self._apply(self.policy.worker_gone(worker_id, self.clock.now()))
-
-    def store_gone(self, store_id: str) -> None:
-        self._apply(self.policy.store_gone(store_id, self.clock.now()))
-
-    # Outcomes
-
-    def load_accepted(self, instance_id: str) -> None:
-        self._apply(self.policy.load_accepted(instance_id, self.clock.now()))
-
-    def load_failed(self, instance_id: str, cause: str, relay_failed: str = "") -> None:
-        self._apply(self.policy.load_failed(instance_id, cause, self.clock.now(), relay_failed))
-
-    def roles_set(self, instance_id: str) -> None:
-        self._apply(self.policy.roles_set(instance_id, self.clock.now()))
-
-    def roles_failed(self, instance_id: str, cause: str) -> None:
-        self._apply(self.policy.roles_failed(instance_id, cause, self.clock.now()))
-
-    def unload_failed(self, instance_id: str, cause: str) -> None:
-        self._apply(self.policy.unload_failed(instance_id, cause, self.clock.now()))
-
-    def copy_begun(self, pack_id: str, store_id: str) -> None:
-        self._apply(self.policy.copy_begun(pack_id, store_id, self.clock.now()))
-
-    def copy_failed(self, pack_id: str, store_id: str, cause: str, gone: bool = False) -> None:
-        self._apply(self.policy.copy_failed(pack_id, store_id, cause, self.clock.now(), gone))
-
-    def retain_failed(self, store_id: str) -> None:
-        self._apply(self.policy.retain_failed(store_id, self.clock.now()))
-
     def tick(self, reports_complete_since: float) -> None:
-        self._apply(self.policy.tick(self.clock.now(), reports_complete_since))
-        self._forget_lost()
-
-    def _forget_lost(self) -> None:
+        self.apply(Tick(reports_complete_since))
         membership = self.policy.state.membership
         for worker_id in self.worker_reports.keys() - membership.workers.keys():
             del self.worker_reports[worker_id]
         for store_id in self.store_reports.keys() - membership.stores.keys():
             del self.store_reports[store_id]
 
+    def version(self, version_id: str) -> types_pb2.ModelVersion:
+        """A version as its last admission named it."""
+        return self._versions[version_id]
+
     # Effects
 
-    def _apply(self, effects: Effects) -> None:
+    def _carry_out(self, effects: Effects) -> None:
         if not effects:
             return
         for command in effects.commands:
@@ -228,19 +182,22 @@ class Controller:
     def _send(self, answer: Answer) -> None:
         event = scheduler_pb2.AdmitEvent()
         if isinstance(answer, Placed):
+            kind = "placed"
             ticket = self.cluster_tickets.kv(answer.placement)
             event.placement.CopyFrom(converters.placement_to_proto(answer.placement, ticket))
         elif isinstance(answer, AdmissionRefused):
+            kind = "refused"
             event.refusal.key.CopyFrom(converters.key_to_proto(answer.key))
             event.refusal.reason = converters.REFUSAL_REASONS[answer.reason]
             event.refusal.message = answer.message
             event.refusal.retry_after_s = answer.retry_after_s
         else:
+            kind = "waiting"
             event.waiting.key.CopyFrom(converters.key_to_proto(answer.key))
             event.waiting.queue_position = answer.queue_position
             event.waiting.state = answer.state
             event.waiting.predicted_wait_s = answer.predicted_wait_s
-        self._metrics.answered(type(answer).__name__.lower())
+        self._metrics.answered(kind)
         self.streams.send(answer.gateway_id, event)
 
     def _record_placement(self, opened: AttemptPlaced) -> None:

@@ -59,11 +59,9 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> WorkerSta
         incarnation=report.incarnation,
         host_id=report.host_id,
         grpc_address=report.grpc_address,
-        data_address=report.data_address,
         playable_roles=roles_from_proto(report.roles),
         seen_at=now,
         preferred_role=preferred_role(report.roles),
-        epoch=report.epoch,
         slot=SlotStatus(
             phase=_PHASES.get(slot.state, InstancePhase.FREE),
             instance_id=slot.instance_id,
@@ -80,7 +78,6 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> WorkerSta
             error=slot.error,
         ),
         kv_pool_bytes=report.kv_pool_bytes,
-        kv_free_bytes=report.kv_free_bytes,
         num_running=report.num_running,
         num_queued_prefill_tokens=report.num_queued_prefill_tokens,
         prefill_tokens_per_s=report.prefill_tokens_per_s,
@@ -110,7 +107,6 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> StoreStatus
         grpc_address=report.grpc_address,
         data_address=report.data_address,
         seen_at=now,
-        epoch=report.epoch,
         arena_target_bytes=report.arena_target_bytes,
         copies={
             copy.pack_id: PackCopy(
@@ -180,7 +176,7 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
         max_tokens=request.max_tokens,
         num_choices=max(request.num_choices, 1),
         admitted_at=now,
-        lost_workers=frozenset(request.lost_workers),
+        lost_workers=tuple(request.lost_workers),
         traceparent=request.traceparent,
         block_hashes=tuple(request.block_hashes),
         model=request.version.model,

@@ -21,6 +21,7 @@ from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
+from torchrelay.scheduler.policy.inputs import StoreGone, WorkerGone, WorkerStopped, WorkerStreamClosed
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
 
@@ -101,13 +102,13 @@ class Discovery:
                 if report.worker_id != worker_id or report.incarnation != first.incarnation:
                     break  # the port belongs to somebody else by now
                 self._controller.worker_reported(report, streamed=True)
-            self._controller.worker_stream_closed(worker_id)
+            self._controller.apply(WorkerStreamClosed(worker_id))
             if stream.was_ended:
-                self._controller.worker_left(worker_id)
+                self._controller.apply(WorkerStopped(worker_id))
                 await self._channels.forget(first.grpc_address)
                 return
             if await is_refused(first.grpc_address):
-                self._controller.worker_gone(worker_id)
+                self._controller.apply(WorkerGone(worker_id))
                 await self._channels.forget(first.grpc_address)
                 return
             await asyncio.sleep(_RETRY_S)
@@ -121,7 +122,7 @@ class Discovery:
                     break
                 self._controller.store_reported(report)
             if await is_refused(first.grpc_address):
-                self._controller.store_gone(store_id)
+                self._controller.apply(StoreGone(store_id))
                 await self._channels.forget(first.grpc_address)
                 return
             await asyncio.sleep(_RETRY_S)

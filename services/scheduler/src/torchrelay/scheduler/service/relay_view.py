@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from torchrelay.control.v1.scheduler_pb2 import RelaySource, RelayView
-from torchrelay.scheduler.planning import RunningRelay, measured_bytes_per_s
 from torchrelay.scheduler.policy.core import PackCopy
 from torchrelay.scheduler.policy.relay.replan import SLOW_AFTER_S
+from torchrelay.scheduler.policy.relay.running_relays import RunningRelay, measured_bytes_per_s
 from torchrelay.scheduler.policy.relay.transfer_events import mean_bytes_per_s
 from torchrelay.scheduler.policy.relay.transfers import TransferStatus
 from torchrelay.scheduler.policy.state import State

@@ -9,6 +9,7 @@ from typing import Any
 
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
+from torchrelay.scheduler.policy.inputs import GatewayConnected, GatewayDisconnected, Withdraw
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.admit_streams import AdmitStream
 from torchrelay.scheduler.service.cluster_view import cluster_view
@@ -58,13 +59,13 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             if stream.gateway_id or not command.hello.gateway_id:
                 raise InvalidRequest("a stream says hello once, with the gateway's id", field="hello")
             self._controller.streams.arrived(stream, command.hello.gateway_id)
-            self._controller.gateway_arrived(stream.gateway_id)
+            self._controller.apply(GatewayConnected(stream.gateway_id))
         elif not stream.gateway_id:
             raise InvalidRequest("the first message of a stream is its hello", field="command")
         elif kind == "admit":
             self._controller.admit(stream.gateway_id, command.admit)
         elif kind == "withdraw":
-            self._controller.withdraw(converters.key_from_proto(command.withdraw.key))
+            self._controller.apply(Withdraw(converters.key_from_proto(command.withdraw.key)))
         elif kind == "release":
             self._controller.release(command.release)
 
@@ -72,7 +73,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         reading.cancel()
         stream.close()
         if self._controller.streams.left(stream):
-            self._controller.gateway_left(stream.gateway_id)
+            self._controller.apply(GatewayDisconnected(stream.gateway_id))
 
     async def Explain(self, request: scheduler_pb2.ExplainRequest, context: Context) -> scheduler_pb2.ExplainReply:
         if not request.request_id:

@@ -14,8 +14,8 @@ from torchrelay.scheduler.policy.core import AttemptKey
 @dataclass
 class _Session:
     present: bool = False
-    confirmed: set[AttemptKey] = field(default_factory=set)
-    unconfirmed: set[AttemptKey] = field(default_factory=set)
+    confirmed: dict[AttemptKey, None] = field(default_factory=dict)  # in order, which sets lack
+    unconfirmed: dict[AttemptKey, None] = field(default_factory=dict)
     deadline: float = 0.0  # of the unconfirmed ones
 
 
@@ -30,12 +30,12 @@ class GatewaySessions:
     def __len__(self) -> int:
         return len(self._of)
 
-    def arrived(self, gateway_id: str, now: float) -> None:
+    def connected(self, gateway_id: str, now: float) -> None:
         record = self._of.setdefault(gateway_id, _Session())
         record.present = True
         self._doubt(record, now)
 
-    def left(self, gateway_id: str, now: float) -> None:
+    def disconnected(self, gateway_id: str, now: float) -> None:
         record = self._of.get(gateway_id)
         if record is not None:
             record.present = False
@@ -50,14 +50,14 @@ class GatewaySessions:
         """The gateway has sent this admission, for the first time or again."""
         self.forget(key)
         self._owner[key] = gateway_id
-        self._of.setdefault(gateway_id, _Session(present=True)).confirmed.add(key)
+        self._of.setdefault(gateway_id, _Session(present=True)).confirmed[key] = None
 
     def forget(self, key: AttemptKey) -> None:
         gateway_id = self._owner.pop(key, None)
         if gateway_id is not None:
             record = self._of[gateway_id]
-            record.confirmed.discard(key)
-            record.unconfirmed.discard(key)
+            record.confirmed.pop(key, None)
+            record.unconfirmed.pop(key, None)
 
     def is_confirmed(self, key: AttemptKey) -> bool:
         """Whether a present gateway asks for it: only then is it placed."""

@@ -29,13 +29,11 @@ class AdmissionQueues:
     def is_full(self, version_id: str) -> bool:
         return self.num_waiting(version_id) >= self._limit or len(self) >= self._limit_total
 
-    def push(self, admission: Admission) -> int:
-        """Adds at the end; returns the place in the queue, from 0. The caller has asked ``is_full``."""
+    def push(self, admission: Admission) -> None:
+        """Adds at the end. The caller has checked ``is_full``."""
         assert admission.key not in self._version_of
-        queue = self._queues.setdefault(admission.version_id, {})
-        queue[admission.key] = admission
+        self._queues.setdefault(admission.version_id, {})[admission.key] = admission
         self._version_of[admission.key] = admission.version_id
-        return len(queue) - 1
 
     def remove(self, key: AttemptKey) -> Admission | None:
         version_id = self._version_of.pop(key, None)

@@ -7,7 +7,6 @@ slot is taken from the stream alone, where order is kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from torchrelay.scheduler.policy.core import StoreStatus, WorkerStatus
@@ -34,15 +33,6 @@ class Membership:
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
         self._fenced: dict[str, float] = {}  # incarnation -> ignored until
         self._suspect_since: dict[str, float] = {}
-
-    @property
-    def highest_epoch(self) -> int:
-        """Highest scheduler epoch anyone has seen."""
-        return max((peer.epoch for peer in self._peers()), default=0)
-
-    def _peers(self) -> Iterable[WorkerStatus | StoreStatus]:
-        yield from self.workers.values()
-        yield from self.stores.values()
 
     def accept_worker(self, worker: WorkerStatus, streamed: bool) -> WorkerStatus | None:
         """Takes a report in. Returns the worker as it now is; None when the report is of a process known to be dead."""

@@ -1,7 +1,7 @@
-"""Who runs where: open attempts, and the KV bytes reserved for them on decode instances.
+"""Open attempts, and the KV bytes reserved for them on decode instances.
 
-A worker's own report of free KV lags behind placements by a tenth of a second, so placements are judged by these
-books: an instance is never promised more KV than its worker's pool holds.
+A worker's own report of free KV lags behind placements by a tenth of a second. Placements are checked against these
+reservations instead, so no instance is promised more KV than its worker's pool holds.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ class OpenAttempt:
     kv_bytes: int
 
     @property
-    def instance_ids(self) -> frozenset[str]:
-        return frozenset((self.placement.prefill.instance_id, self.placement.decode.instance_id))
+    def instance_ids(self) -> tuple[str, ...]:
+        """One where both ends are the same instance."""
+        return tuple(dict.fromkeys((self.placement.prefill.instance_id, self.placement.decode.instance_id)))
 
 
 class KvReservations:
@@ -33,11 +34,11 @@ class KvReservations:
 
     def __init__(self) -> None:
         self._open: dict[AttemptKey, OpenAttempt] = {}
-        self._at: defaultdict[str, set[AttemptKey]] = defaultdict(set)  # either seat
+        # By either end; dicts for their order: predictions are summed in it, and a float sum depends on it.
+        self._at: defaultdict[str, dict[AttemptKey, None]] = defaultdict(dict)
         self._reserved: defaultdict[str, int] = defaultdict(int)
         self._num_decoding: defaultdict[str, int] = defaultdict(int)
         self._num_choices: defaultdict[str, int] = defaultdict(int)
-        self._num_of_version: defaultdict[str, int] = defaultdict(int)
 
     def __len__(self) -> int:
         return len(self._open)
@@ -53,19 +54,18 @@ class KvReservations:
         assert key not in self._open
         self._open[key] = attempt
         for instance_id in attempt.instance_ids:
-            self._at[instance_id].add(key)
+            self._at[instance_id][key] = None
         decode = attempt.placement.decode.instance_id
         self._reserved[decode] += attempt.kv_bytes
         self._num_decoding[decode] += 1
         self._num_choices[decode] += attempt.admission.num_choices
-        self._num_of_version[attempt.admission.version_id] += 1
 
     def close(self, key: AttemptKey) -> OpenAttempt | None:
         attempt = self._open.pop(key, None)
         if attempt is None:
             return None
         for instance_id in attempt.instance_ids:
-            self._at[instance_id].discard(key)
+            del self._at[instance_id][key]
             if not self._at[instance_id]:
                 del self._at[instance_id]
         decode = attempt.placement.decode.instance_id
@@ -74,10 +74,6 @@ class KvReservations:
         self._num_choices[decode] -= attempt.admission.num_choices
         if not self._num_decoding[decode]:
             del self._num_decoding[decode], self._num_choices[decode], self._reserved[decode]
-        version_id = attempt.admission.version_id
-        self._num_of_version[version_id] -= 1
-        if not self._num_of_version[version_id]:
-            del self._num_of_version[version_id]
         return attempt
 
     def reserved_bytes(self, instance_id: str) -> int:
@@ -88,22 +84,19 @@ class KvReservations:
         return self._num_decoding.get(instance_id, 0)
 
     def num_choices(self, instance_id: str) -> int:
-        """Of the attempts that decode there: as many rows has a step of it at most."""
+        """Of the attempts that decode there: the most rows that a step of it has."""
         return self._num_choices.get(instance_id, 0)
 
     def num_open(self, instance_id: str) -> int:
-        """Attempts with a seat on the instance."""
+        """Attempts that prefill or decode there."""
         return len(self._at.get(instance_id, ()))
 
-    def num_of_version(self, version_id: str) -> int:
-        return self._num_of_version.get(version_id, 0)
-
     def attempts_at(self, instance_ids: Iterable[str]) -> tuple[OpenAttempt, ...]:
-        keys = {key for instance_id in instance_ids for key in self._at.get(instance_id, ())}
+        keys = dict.fromkeys(key for instance_id in instance_ids for key in self._at.get(instance_id, ()))
         return tuple(self._open[key] for key in keys)
 
     def predicted_since(self, instance_id: str, since: float) -> list[Prediction]:
-        """Of the attempts placed for prefill later than ``since``: what the worker's report cannot hold yet."""
+        """Of attempts placed for prefill after ``since``: the worker's report cannot include them yet."""
         return [
             attempt.placement.predicted
             for attempt in self.attempts_at((instance_id,))
@@ -111,14 +104,14 @@ class KvReservations:
         ]
 
     def check_integrity(self, pools: Mapping[str, int]) -> None:
-        """Sums agree with the attempts; ``pools`` (KV bytes by instance) are nowhere exceeded."""
+        """Sums agree with the attempts; none of ``pools`` (KV bytes by instance) is exceeded."""
         reserved: defaultdict[str, int] = defaultdict(int)
         choices: defaultdict[str, int] = defaultdict(int)
         for attempt in self._open.values():
             reserved[attempt.placement.decode.instance_id] += attempt.kv_bytes
             choices[attempt.placement.decode.instance_id] += attempt.admission.num_choices
         assert (dict(reserved), dict(choices)) == (dict(self._reserved), dict(self._num_choices))
-        assert sum(self._num_of_version.values()) == sum(self._num_decoding.values()) == len(self._open)
+        assert sum(self._num_decoding.values()) == len(self._open)
         assert {key for keys in self._at.values() for key in keys} == set(self._open)
         for instance_id, pool in pools.items():
             assert reserved.get(instance_id, 0) <= pool, instance_id

@@ -15,8 +15,9 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, Node, RunningRelay
+from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, Node
 from torchrelay.scheduler.policy.core import REMOTE, PackCopy, StoreStatus, WorkerStatus
+from torchrelay.scheduler.policy.relay.running_relays import RunningRelay
 
 _SMOOTHING_S = 1.0
 _SILENT_S = 3.0

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from torchrelay.common.quantities import format_count
-from torchrelay.scheduler.planning import RunningRelay, TransferEdge
+from torchrelay.common.quantities import format_count, format_duration
+from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.core import Model, PackCopy
 from torchrelay.scheduler.policy.effects import SchedulerEvent
-from torchrelay.scheduler.policy.reasons import format_duration
+from torchrelay.scheduler.policy.relay.running_relays import RunningRelay
 from torchrelay.scheduler.policy.relay.transfers import (
     TransferEvent,
     TransferEventKind,

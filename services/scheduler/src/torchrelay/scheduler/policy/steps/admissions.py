@@ -68,7 +68,7 @@ def _suspect_failed_workers(state: State, admission: Admission, now: float) -> N
     """
     for worker_id in admission.lost_workers:
         state.membership.suspect(worker_id, now)
-    for instance_id in state.instances_without_token.pop(admission.key.request_id, frozenset()):
+    for instance_id in state.instances_without_token.pop(admission.key.request_id, ()):
         if instance := state.instances.get(instance_id):
             state.membership.suspect(instance.worker_id, now)
 

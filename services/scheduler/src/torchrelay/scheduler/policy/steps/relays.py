@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.planning import RunningRelay, TransferEdge, measured_bytes_per_s, plan, whole_holders
+from torchrelay.scheduler.planning import TransferEdge, plan
 from torchrelay.scheduler.policy.core import REMOTE, PackCopy, StoreStatus
 from torchrelay.scheduler.policy.effects import Hop, RerouteCommand
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
 from torchrelay.scheduler.policy.relay import transfer_events
 from torchrelay.scheduler.policy.relay.replan import is_replan_due, replanned_edge, with_slowness
+from torchrelay.scheduler.policy.relay.running_relays import RunningRelay, measured_bytes_per_s, whole_holders
 from torchrelay.scheduler.policy.relay.transfers import TransferEvent, TransferStatus
 from torchrelay.scheduler.policy.state import State
 

@@ -84,7 +84,7 @@ def _demand(state: State, model: Model, now: float) -> Demand:
 
 def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> dict[str, tuple[int, int]]:
     """How many requests of each tenant wait, and are placed on what still loads; nothing where there is one tenant."""
-    tenants = {tenant_of(name) for name in state.aliases.of(version_id)}
+    tenants = sorted({tenant_of(name) for name in state.aliases.of(version_id)})
     if len(tenants) < 2:
         return {}
     num_waiting = Counter(tenant_of(admission.model) for admission in state.queues.waiting(version_id))

@@ -1,0 +1,75 @@
+"""The log of the policy's inputs, to replay what a scheduler decided: JSON, one line each.
+
+The first line holds what a policy starts from, each other line an input and its time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.effects import Effects
+from torchrelay.scheduler.policy.inputs import INPUT_TYPES, Input
+from torchrelay.scheduler.policy.policy import Policy
+
+
+class PolicyStart(msgspec.Struct, frozen=True):
+    """Everything a policy depends on besides its inputs."""
+
+    config: PolicyConfig
+    started_at: float
+    id_prefix: str  # unique to this scheduler: instance ids must not repeat after a restart
+
+    def policy(self) -> Policy:
+        numbers = count(1)
+        return Policy(self.config, lambda: f"{self.id_prefix}-{next(numbers):06d}", self.started_at)
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    now: float
+    kind: str
+    input: msgspec.Raw
+
+
+_LOG_ENCODER = msgspec.json.Encoder()  # keeps the order of mappings: decisions may follow it
+_EFFECTS_ENCODER = msgspec.json.Encoder(order="deterministic")
+
+
+class InputRecorder:
+    """Writes each input before it is applied, so that the log ends with the one that crashed the policy."""
+
+    def __init__(self, log: BinaryIO, start: PolicyStart) -> None:
+        self._log = log
+        self._write(start)
+
+    def record(self, input_: Input, now: float) -> None:
+        encoded = msgspec.Raw(_LOG_ENCODER.encode(input_))
+        self._write(_Entry(now, type(input_).__name__, encoded))
+
+    def _write(self, line: PolicyStart | _Entry) -> None:
+        self._log.write(_LOG_ENCODER.encode(line) + b"\n")
+
+
+def replay(path: Path) -> Iterator[bytes]:
+    """The effects of each logged input, as a line of JSON without its end.
+
+    Raises ``msgspec.DecodeError`` for a line that is not of a log.
+    """
+    decoders = {kind: msgspec.json.Decoder(input_type) for kind, input_type in INPUT_TYPES.items()}
+    entries = msgspec.json.Decoder(_Entry)
+    with path.open("rb") as log:
+        policy = msgspec.json.decode(log.readline(), type=PolicyStart).policy()
+        for line in log:
+            entry = entries.decode(line)
+            effects = policy.apply(decoders[entry.kind].decode(entry.input), entry.now)
+            yield encode_effects(effects)
+
+
+def encode_effects(effects: Effects) -> bytes:
+    """The same bytes in every process: sets and the keys of mappings are sorted."""
+    return _EFFECTS_ENCODER.encode(effects)

@@ -1,0 +1,249 @@
+"""The log of inputs: what was decided can be decided again, in any process, whatever its hash seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import BinaryIO
+
+import pytest
+
+from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_model, a_store, a_worker
+from tests.unit.scheduler.service.scripted_cluster import Door, house
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, SourceShare, StoreStatus
+from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand, SetRolesCommand, UnloadCommand
+from torchrelay.scheduler.policy.explain import unix_us
+from torchrelay.scheduler.policy.inputs import (
+    INPUT_TYPES,
+    CopyFailed,
+    GatewayConnected,
+    GatewayDisconnected,
+    Release,
+    RetainFailed,
+    RolesFailed,
+    StoreGone,
+    UnloadFailed,
+    Withdraw,
+    WorkerStopped,
+    WorkerStreamClosed,
+)
+from torchrelay.scheduler.policy.prediction import Outcome
+from torchrelay.scheduler.service.input_log import encode_effects, replay
+
+NUM_STEPS = 220
+HASH_SEEDS = ("1", "2", "3")
+MODELS = [a_model(f"acme/m{number}", idle_timeout_s=4.0, routing_block_tokens=16) for number in range(7)]
+# Another tenant has uploaded the files of the first model.
+MODELS.append(replace(MODELS[0], name="beta/m0"))
+
+
+class Life:
+    """A cluster to which all sorts of things happen, drawn from a seed."""
+
+    def __init__(self, log: BinaryIO) -> None:
+        config = PolicyConfig(recent_s=60.0, load_tries=2, turn_s=2.0, gateway_grace_s=1.0, requests_per_instance=3)
+        self.scene = Scene(config, log=log)
+        self.random = Random(7)
+        self.num_requests = 0
+        self.open: list[AttemptKey] = []
+        for number, letters in enumerate(("abcde", "abcd", "a", "a"), 1):
+            host_id = f"host-{number}"
+            stores = [
+                replace(a_store(f"store-{number}{letter}", host_id), failure_domain="xy"[number % 2])
+                for letter in letters
+            ]
+            workers = [a_worker(f"w-{number}{letter}", host_id, has_prefix_cache=True) for letter in "ab"]
+            self.scene.settle(*stores, *workers)
+            # Workers load from the first store of their host: any of the others can feed that one.
+            for store in stores[1:]:
+                for model in MODELS[:3]:
+                    self.scene.hold(store.store_id, model)
+        self.all_workers, self.all_stores = dict(self.scene.workers), dict(self.scene.stores)
+
+    def run(self) -> None:
+        steps = [self.admit, self.admit, self.admit, self.end, self.end, self.load, self.pass_time, self.withdraw]
+        self.admit()
+        self.slow_down()
+        rare = [self.lose_worker, self.lose_stores, self.return_peers, self.break_worker, self.reconnect, self.fail]
+        for _ in range(NUM_STEPS):
+            self.random.choice(rare if self.random.random() < 0.2 else steps)()
+        self.fail()
+        self.scene.check()
+
+    def admit(self) -> None:
+        for _ in range(self.random.randint(1, 12)):
+            self.num_requests += 1
+            num_tokens = self.random.randint(1, 500)
+            lost = tuple(self.random.sample(sorted(self.scene.workers), 1)) if self.random.random() < 0.1 else ()
+            admission = self.scene.admit(
+                self.random.choice(MODELS),
+                f"r{self.num_requests}",
+                num_prompt_tokens=num_tokens,
+                max_tokens=30,
+                num_choices=self.random.randint(1, 2),
+                lost_workers=lost,
+                block_hashes=tuple(bytes([block]) for block in range(num_tokens // 16)),
+            )
+            self.open.append(admission.key)
+
+    def end(self) -> None:
+        for _ in range(min(len(self.open), 10)):
+            key = self.open.pop(self.random.randrange(len(self.open)))
+            outcome = Outcome(0.1, 0.02, self.random.uniform(0.001, 0.1), self.scene.now)
+            self.scene.apply(Release(key, self.random.random() < 0.9, outcome))
+
+    def withdraw(self) -> None:
+        if self.open:
+            self.scene.apply(Withdraw(self.open.pop()))
+
+    def load(self) -> None:
+        """What was woken arrives, and becomes ready."""
+        for hop, model in self.relays():
+            self.scene.hold(hop.store_id, model, relay_begin_us=unix_us(self.scene.now))
+        self.scene.report_all()
+        self.scene.finish_loads()
+
+    def relays(self) -> list[tuple[Hop, Model]]:
+        """Relays ordered for wakes whose store has nothing yet."""
+        stores, pairs = self.scene.stores, [(hop, wake.model) for wake in self.scene.wakes() for hop in wake.hops]
+        return [
+            (hop, model)
+            for hop, model in pairs
+            if hop.store_id in stores and model.pack_id not in stores[hop.store_id].copies
+        ]
+
+    def pass_time(self) -> None:
+        self.scene.pass_time(self.random.choice([0.3, 1.0, 2.5]), step_s=0.25)
+
+    def lose_worker(self) -> None:
+        if len(self.scene.workers) > 4:
+            worker_id = self.random.choice(sorted(self.scene.workers))
+            match self.random.randrange(3):
+                case 0:
+                    self.scene.kill(worker_id)
+                case 1:
+                    del self.scene.workers[worker_id]
+                    self.scene.apply(WorkerStreamClosed(worker_id))
+                    self.scene.apply(WorkerStopped(worker_id))
+                case 2:
+                    del self.scene.workers[worker_id]
+                    self.scene.pass_time(4.0, step_s=0.5)
+
+    def lose_stores(self) -> None:
+        for store_id in self.random.sample(sorted(self.scene.stores), min(len(self.scene.stores), 4)):
+            del self.scene.stores[store_id]
+            self.scene.apply(StoreGone(store_id))
+        self.scene.pass_time(3.0, step_s=0.5)
+
+    def return_peers(self) -> None:
+        for store_id, store in self.all_stores.items():
+            self.scene.stores.setdefault(store_id, self._restarted(store))
+        for worker_id, worker in self.all_workers.items():
+            self.scene.workers.setdefault(worker_id, replace(worker, incarnation=f"{worker_id} {self.scene.now}"))
+        self.scene.failing_workers.clear()
+        self.scene.report_all()
+
+    def _restarted(self, store: StoreStatus) -> StoreStatus:
+        return replace(store, incarnation=f"{store.store_id} {self.scene.now}", copies={})
+
+    def break_worker(self) -> None:
+        worker_id = self.random.choice(sorted(self.scene.workers))
+        self.scene.failing_workers.add(worker_id)
+        if self.scene.workers[worker_id].slot.phase is InstancePhase.LOADING:
+            self.scene.workers[worker_id] = replace(
+                self.scene.workers[worker_id], slot=replace(a_worker("x").slot, error="chunk 7 is corrupt")
+            )
+
+    def reconnect(self) -> None:
+        """The gateway comes back, and forgets some of what it had asked for."""
+        self.scene.apply(GatewayDisconnected("gateway-1"))
+        self.scene.apply(GatewayConnected("gateway-1"))
+        self.open = self.open[: len(self.open) // 2]
+        self.scene.pass_time(1.5, step_s=0.5)
+
+    def fail(self) -> None:
+        """Late word that the last command of each kind could not be carried out."""
+        for command in {type(command): command for command in self.scene.commands}.values():
+            match command:
+                case SetRolesCommand():
+                    self.scene.apply(RolesFailed(command.instance_id, "no answer"))
+                case UnloadCommand():
+                    self.scene.apply(UnloadFailed(command.instance_id, "no answer"))
+                case CopyCommand():
+                    self.scene.apply(CopyFailed(command.model.pack_id, command.hop.store_id, "no answer"))
+                case RetainCommand():
+                    self.scene.apply(RetainFailed(command.store_id))
+
+    def slow_down(self) -> None:
+        """Relays run far below their planned rates."""
+        begin_us, relays = unix_us(self.scene.now), self.relays()
+        for hop, model in relays:
+            share = SourceShare(hop.sources[0], 5 * MB, 1e6, following=True)
+            self.scene.hold(
+                hop.store_id, model, num_chunks_verified=3, relay_begin_us=begin_us, shares=(share,), error=""
+            )
+        self.scene.pass_time(2.5, step_s=0.25)
+        for hop, model in relays:
+            self.scene.hold(hop.store_id, model, relay_begin_us=begin_us)
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Scene]:
+    path = tmp_path_factory.mktemp("log") / "inputs.jsonl"
+    with path.open("wb") as log:
+        life = Life(log)
+        life.run()
+    return path, life.scene
+
+
+def test_the_recorded_life_has_everything_in_it(life: tuple[Path, Scene]) -> None:
+    path, scene = life
+    for kind in (
+        "wake",
+        "evict",
+        "share",
+        "idle",
+        "replicate",
+        "rebuild",
+        "copied",
+        "load_failed",
+        "lost",
+        "stopped",
+        "relay_slow",
+    ):
+        assert kind in scene.kinds(), kind
+    recorded = path.read_text()
+    assert [kind for kind in INPUT_TYPES if f'"kind":"{kind}"' not in recorded] == []
+
+
+def test_a_replay_gives_the_effects_that_were_seen(life: tuple[Path, Scene]) -> None:
+    path, scene = life
+    assert list(replay(path)) == [encode_effects(effects) for effects in scene.effects]
+
+
+def test_one_log_gives_the_same_bytes_whatever_the_hash_seed(life: tuple[Path, Scene]) -> None:
+    code = "from torchrelay.scheduler.main import main; main()"
+    command = [sys.executable, "-c", code, "--replay", str(life[0])]
+    printed = set()
+    for seed in HASH_SEEDS:
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        printed.add(subprocess.run(command, env=environment, stdout=subprocess.PIPE, timeout=120, check=True).stdout)
+    assert len(printed) == 1
+    assert printed.pop().count(b"\n") == len(life[1].effects)
+
+
+async def test_what_a_serving_scheduler_records_is_enough_for_a_replay(nats_url: str, tmp_path: Path) -> None:
+    path = tmp_path / "inputs.jsonl"
+    async with house(nats_url) as it:
+        await it.host(1)
+        async with it.scheduler(2, record=path) as address, Door(address) as door:
+            await door.admit("r1")
+            placement = await door.placement()
+    placed = [json.loads(line)["answers"] for line in replay(path) if b'"placement"' in line]
+    assert [answer["placement"]["prefill"]["instance_id"] for (answer,) in placed] == [placement.prefill.instance_id]
