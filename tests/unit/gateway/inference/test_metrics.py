@@ -37,7 +37,7 @@ async def test_outcomes_tokens_and_times_are_counted(make_rig: MakeRig, monkeypa
         ("tokens", "cached"): 0,
         ("tokens", "output"): 4,
         ("ttft",): None,
-        ("running",): 0,
-        ("unsettled",): 0,
+        ("requests_running",): 0,
+        ("ledger_writes_pending",): 0,
     }
     assert getattr(points["ttft",], "count", None) == 1
