@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.billing.usage_register_reader import UsageRegisterReader
@@ -70,7 +70,7 @@ class NatsEvents:
 
     async def model_changed(self, kind: str, name: str, model: PublishedModel | None) -> None:
         """An event of the history: ``kind`` is published or deleted."""
-        event = {"at_unix_us": time.time_ns() // 1000, "model": name}
+        event = {"at_unix_us": now_unix_us(), "model": name}
         if model is not None:
             event |= {"version_id": model.version.version_id, "pack_id": model.version.pack_id}
             event |= {"pack_bytes": model.version.pack_bytes}

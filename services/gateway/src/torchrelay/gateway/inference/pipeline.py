@@ -19,7 +19,7 @@ from torchrelay.gateway.inference.ports import ModelCatalog, RequestLimiter
 from torchrelay.gateway.inference.sampling import GenerationBounds, sampling_of
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
-from torchrelay.gateway.openai.logprobs import TokenBytes
+from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 MAX_OPEN_REQUESTS = 8192  # requests inside this gateway at once; the scheduler's queue is the narrower place
 

@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, LogprobDelta, TokenDelta
-from torchrelay.gateway.inference.execution.attempt import now_unix_us
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
 from torchrelay.gateway.inference.ports import Authenticator
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
