@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.types import Message
 
 from tests.support.gateway_ports import ADMIN_KEY, KEY
 from tests.unit.gateway.token_path_rig import PROMPT, TokenPathRig, until
@@ -16,7 +17,6 @@ from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import FinishCause, PublishedModel
 from torchrelay.gateway.openai import asgi_app
-from torchrelay.gateway.openai.asgi_app import Message
 
 
 def events_of(body: str) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import asyncio
 import json
 from collections.abc import Callable
 
+import stamina
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
@@ -20,6 +21,7 @@ from torchrelay.gateway.billing.usage_register_reader import UsageRegisterReader
 from torchrelay.gateway.core import PublishedModel
 
 log = get_logger(__name__)
+PUBLISH_TIMEOUT_S = 1.0
 
 
 class NatsEvents:
@@ -41,13 +43,11 @@ class NatsEvents:
 
     async def run(self, retry_s: float = 1.0) -> None:
         """Connects, subscribes, makes sure of the streams; then waits to be cancelled, and closes."""
+        retries = stamina.AsyncRetryingCaller(
+            attempts=None, timeout=None, wait_initial=retry_s, wait_max=retry_s, wait_jitter=0
+        )
         try:
-            while not self._streams_made:
-                try:
-                    await self._set_up()
-                except (NatsError, OSError) as error:
-                    log.warning("nats_away", error=repr(error)[:200])
-                    await asyncio.sleep(retry_s)
+            await retries((NatsError, OSError), self._set_up)
             await asyncio.Event().wait()
         finally:
             if self._client is not None:
@@ -82,7 +82,7 @@ class NatsEvents:
             return
         try:
             if durable:
-                await client.jetstream().publish(subject, payload, timeout=1.0)
+                await client.jetstream().publish(subject, payload, timeout=PUBLISH_TIMEOUT_S)
             else:
                 await client.publish(subject, payload)
         except (NatsError, OSError) as error:

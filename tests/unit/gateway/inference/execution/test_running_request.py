@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from starlette.types import Message
 
 from tests.support.echo_services import EchoScheduler
 from tests.support.echo_worker import EchoWorker
@@ -16,7 +17,6 @@ from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.execution.running_request import refusal_error, retry_delay_s, run_error
-from torchrelay.gateway.openai.asgi_app import Message
 
 BEARER = f"Bearer {KEY}".encode()
 PROMPT = [40, 41, 42, 43, 44, 45, 46]

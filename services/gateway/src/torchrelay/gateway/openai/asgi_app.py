@@ -4,10 +4,11 @@ socket but one ``send``."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
@@ -22,10 +23,6 @@ from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
 from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, StreamReply
 
 log = get_logger(__name__)
-
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
 
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
 SETTLE_TIMEOUT_S = 1.0
@@ -49,7 +46,7 @@ class CompletionsApp:
         self._pipeline = pipeline
         self._max_body_bytes = max_body_bytes
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"the token paths speak no {scope['type']}")
         exchange = HttpExchange(receive, send, new_id("req"))
