@@ -11,6 +11,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.ids import new_id
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
+from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.pipeline import RequestPipeline
 from torchrelay.gateway.inference.ports import Authenticator, ModelCatalog
 from torchrelay.inference.v1 import inference_pb2 as pb
@@ -37,7 +38,7 @@ class GatewayServicer(InferenceServicer):
                 if deliveries:
                     deltas = choice_deltas(session, deliveries, with_ids=request.return_token_ids)
                     yield pb.GenerateEvent(request_id=request_id, choices=deltas)
-            await session.request.settled(1.0)
+            await session.request.settled(SETTLE_TIMEOUT_S)
             yield pb.GenerateEvent(request_id=request_id, usage=usage_message(session.request.usage))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:

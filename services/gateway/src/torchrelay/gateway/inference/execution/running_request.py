@@ -43,6 +43,7 @@ RETRIABLE_CODES = frozenset(
     }
 )
 FAILED_REASONS = frozenset({pb.FINISH_REASON_ERROR, pb.FINISH_REASON_CANCELLED})
+SETTLE_TIMEOUT_S = 1.0  # how long a reply waits for its bill, so that usage read next includes it
 FIRST_KEEP_ALIVE_S = 0.3  # a client that waits longer gets its headers
 
 
