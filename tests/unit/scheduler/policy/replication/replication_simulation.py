@@ -11,7 +11,8 @@ from itertools import combinations, count
 from tests.unit.scheduler.policy.replication.simulated_hosts import GB, Host, transfer
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import REMOTE, Model
-from torchrelay.scheduler.policy.effects import CopyCommand, Effects, RetainCommand
+from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand
+from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, Input, StoreGone, StoreReported, Tick
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.state import State
 
@@ -81,12 +82,13 @@ class Simulation:
         self._bring_back()
         for host in self.hosts.values():
             if host.up:
-                self._do(self.policy.store_reported(replace(host.report(self.now), seen_at=self.now), self.now))
-        self._do(self.policy.tick(self.now))
+                self._apply(StoreReported(replace(host.report(self.now), seen_at=self.now)))
+        self._apply(Tick())
         self._watch_bounds()
         self._watch_copies()
 
-    def _do(self, effects: Effects) -> None:
+    def _apply(self, input_: Input) -> None:
+        effects = self.policy.apply(input_, self.now)
         kinds = Counter(happening.kind for happening in effects.events)
         self.figures.num_rebuilds += kinds["rebuild"]
         self.figures.num_copies_made += kinds["copied"]
@@ -104,13 +106,13 @@ class Simulation:
         pack_id, name, sources = command.model.pack_id, command.hop.store_id, command.hop.sources
         host = self.hosts[name]
         if not host.up:
-            self._do(self.policy.copy_failed(pack_id, name, "nobody listens", self.now))
+            self._apply(CopyFailed(pack_id, name, "nobody listens"))
         elif pack_id in host.held or host.reserve(
             pack_id, command.model.pack_bytes, sources, self.now, command.keep_retained
         ):
-            self._do(self.policy.copy_begun(pack_id, name, self.now))
+            self._apply(CopyAccepted(pack_id, name))
         else:
-            self._do(self.policy.copy_failed(pack_id, name, "the arena is full", self.now))
+            self._apply(CopyFailed(pack_id, name, "the arena is full"))
 
     def _request(self, model: Model) -> None:
         """A request keeps an instance alive, or wakes the model: where a copy is, else on the emptiest host."""
@@ -137,7 +139,7 @@ class Simulation:
         host.retained_packs = ()
         host.touch()
         self._returns.append((self.now + back_s, name, keeps_arena))
-        self._do(self.policy.store_gone(name, self.now))
+        self._apply(StoreGone(name))
         self.figures.num_failures += not keeps_arena
         self.figures.num_returns_with_arena += keeps_arena
 
