@@ -50,7 +50,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def slab(path: Path) -> Iterator[Slab]:
     arena = Arena.create(path, TABLE_BYTES + (1 << 20))
-    arena.reserve(make_pack(5_000, seed=9)[1].encode())  # so that ours does not lie at the front
+    arena.reserve(make_pack(5_000, seed=9)[1].encode())  # so that the slab is not the first
     yield arena.reserve(MANIFEST.encode())
     arena.check_integrity()
     arena.close(unlink=True)
@@ -62,23 +62,23 @@ def put(slab: Slab, index: int) -> None:
     slab.accept(index)
 
 
-def test_accepted_chunks_count_once_and_are_told(slab: Slab) -> None:
-    told: list[int] = []
-    end = slab.on_change(lambda: told.append(slab.num_verified))
+def test_accepted_chunks_count_once_and_notify(slab: Slab) -> None:
+    seen: list[int] = []
+    end = slab.on_change(lambda: seen.append(slab.num_verified))
     put(slab, 2)
     put(slab, 0)
     put(slab, 0)
     end()
     end()
     put(slab, 1)
-    assert told == [1, 2, 2]
+    assert seen == [1, 2, 2]
     assert slab.num_verified == 3
     assert not slab.complete
     assert slab.missing() == [3, 4, 5, 6, 7]
     assert slab.wait_any(range(4), 0.0) == [0, 1, 2]
 
 
-def test_who_waits_wakes_at_once(slab: Slab) -> None:
+def test_waiters_wake_at_once(slab: Slab) -> None:
     results: list[list[int]] = []
     threads = [threading.Thread(target=lambda: results.append(slab.wait_any([5], 10.0))) for _ in range(3)]
     for thread in threads:
@@ -93,12 +93,12 @@ def test_no_chunk_overtakes_another_because_it_comes_while_we_look(slab: Slab) -
     assert slab.wait_any(Interrupted(range(3), lambda index: put(slab, index)), 1.0) == [0, 1, 2]
 
 
-def test_a_failed_filling_can_begin_anew(slab: Slab) -> None:
+def test_a_failed_slab_can_be_filled_again(slab: Slab) -> None:
     put(slab, 0)
-    told: list[str] = []
-    slab.on_change(lambda: told.append(slab.error))
+    seen: list[str] = []
+    slab.on_change(lambda: seen.append(slab.error))
     slab.fail("every source is gone")
-    assert "every source is gone" in told[0]
+    assert "every source is gone" in seen[0]
     assert slab.wait_any([0], 0.0) == [0], "what is verified stays good"
     with pytest.raises(BufferLost, match="every source is gone"):
         slab.wait_any([1], 10.0)

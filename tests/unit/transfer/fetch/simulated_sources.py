@@ -33,7 +33,7 @@ def opened(num_chunks: int, num_sources: int, num_striped: int = 1) -> TransferC
 
 @dataclass
 class SimulatedSource:
-    """Sends what it is asked for, in order, at ``rate`` bytes per second; ``holds``: how many of the first chunks."""
+    """Sends what is requested, in order, at ``rate`` bytes per second; ``holds``: how many leading chunks it has."""
 
     rate: float
     holds: int = 1 << 30
@@ -62,7 +62,7 @@ class SimulatedSource:
         while budget > 0:
             if self._sending is None and not self._begin(number, core, now, held):
                 if self.pending and self.rate:
-                    core.policy.frame_received(number, now)  # it lives
+                    core.policy.frame_received(number, now)  # alive
                 return
             num_bytes = min(budget, self._left)
             budget, self._left = budget - num_bytes, self._left - num_bytes

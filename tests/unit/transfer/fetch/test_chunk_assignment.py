@@ -38,7 +38,7 @@ def test_a_slow_partner_does_not_hold_up_the_end() -> None:
     assert len(sources[1].received) >= 0.02 * NUM_CHUNKS
 
 
-def test_of_a_chunk_that_two_bring_one_is_passed_over() -> None:
+def test_of_a_chunk_from_two_sources_one_copy_is_skipped() -> None:
     core = opened(4, 2, num_striped=2)
     core.assignment.ask(0, core.assignment.requests(0).wanted, 0.0)
     assert core.assignment.begin(0, 0, 0.0)
@@ -53,6 +53,6 @@ def test_a_chunk_that_comes_after_it_was_cancelled_counts() -> None:
     first, second = core.assignment.requests(0).wanted, core.assignment.requests(1).wanted
     assert (first, second) == ([0, 1], [])
     core.assignment.ask(0, first, 0.0)
-    core.assignment.ask(1, [1], 0.0)  # as after a theft
+    core.assignment.ask(1, [1], 0.0)  # as after a steal
     assert core.assignment.begin(0, 1, 0.1)
     assert core.assignment.requests(1).cancelled == [1]

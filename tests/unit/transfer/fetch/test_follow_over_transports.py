@@ -83,11 +83,11 @@ def test_refusals_have_names(case: TransportCase) -> None:
 def test_a_silent_source_is_left_for_the_next(case: TransportCase) -> None:
     with TemporaryDirectory() as folder:
         other = TransportCase(case.transport, case.host if "shm:" not in case.host else f"shm:{folder}/other")
-        with other.silent_door() as door, holding(case, FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
+        with other.silent_listener() as silent, holding(case, FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
             with pytest.raises(SourceStalled):
-                fetch_head(source_at(door, PACK_ID), receiver(), FollowOptions(case.transport, 0.3))
+                fetch_head(source_at(silent, PACK_ID), receiver(), FollowOptions(case.transport, 0.3))
             sink = PackSink(PACK_ID, DATA, MANIFEST)
-            sources = [source_at(door, PACK_ID), source_at(holder.address, PACK_ID)]
+            sources = [source_at(silent, PACK_ID), source_at(holder.address, PACK_ID)]
             stream = follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(case.transport, 0.5))
             assert sorted(stream) == list(ALL)
             assert sink.bytes_held == DATA

@@ -42,13 +42,13 @@ def full_pack(published: int | None = None) -> FixedBuffer:
 
 
 def paced(bytes_per_s: Callable[[int], float]) -> Callable[[bytes, int], bytes]:
-    """For a door: lets so many bytes through, depending on how many have passed."""
+    """For a proxy: limits the rate, by how many bytes have passed."""
 
-    def meddle(data: bytes, offset: int) -> bytes:
+    def tamper(data: bytes, offset: int) -> bytes:
         time.sleep(len(data) / bytes_per_s(offset))
         return data
 
-    return meddle
+    return tamper
 
 
 def test_two_sources_bring_disjoint_parts_at_once() -> None:
@@ -56,10 +56,10 @@ def test_two_sources_bring_disjoint_parts_at_once() -> None:
     with (
         serving(full_pack(), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
-        tampering_proxy(host1.address, paced(lambda _: 8e6)) as door1,
-        tampering_proxy(host2.address, paced(lambda _: 8e6)) as door2,
+        tampering_proxy(host1.address, paced(lambda _: 8e6)) as proxy1,
+        tampering_proxy(host2.address, paced(lambda _: 8e6)) as proxy2,
     ):
-        sources = [source_at(door1, PACK_ID, "host-1"), source_at(door2, PACK_ID, "host-2")]
+        sources = [source_at(proxy1, PACK_ID, "host-1"), source_at(proxy2, PACK_ID, "host-2")]
         assert sorted(
             follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(num_striped=2), TransferControl(stats=stats))
         ) == list(ALL)
@@ -75,9 +75,9 @@ def test_a_source_that_turns_slow_is_helped_and_goes_on() -> None:
     with (
         serving(full_pack(), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
-        tampering_proxy(host1.address, paced(lambda passed: 5e6 if passed < 2 << 20 else 0.4e6)) as door,
+        tampering_proxy(host1.address, paced(lambda passed: 5e6 if passed < 2 << 20 else 0.4e6)) as proxy,
     ):
-        sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
+        sources = [source_at(proxy, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         begin = time.monotonic()
         assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), control=TransferControl(stats=stats))) == list(
             ALL
@@ -94,8 +94,8 @@ def test_a_source_that_turns_slow_is_helped_and_goes_on() -> None:
 
 def test_an_alternate_joins_long_before_a_silent_source_is_given_up() -> None:
     sink, stats = empty_pack(), TransferStats()
-    with silent_listener() as door, serving(full_pack(), holder_id="host-2") as host2:
-        sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
+    with silent_listener() as silent, serving(full_pack(), holder_id="host-2") as host2:
+        sources = [source_at(silent, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         begin = time.monotonic()
         assert list(
             follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(stall_s=30.0), TransferControl(stats=stats))
@@ -105,7 +105,7 @@ def test_an_alternate_joins_long_before_a_silent_source_is_given_up() -> None:
     assert stats.largest == "host-2"
 
 
-def test_a_source_offered_meanwhile_is_an_alternate() -> None:
+def test_a_source_added_meanwhile_is_an_alternate() -> None:
     sink, stats, updates = empty_pack(), TransferStats(), SourceUpdates()
     control = TransferControl(updates=updates, stats=stats)
     with (
@@ -121,16 +121,16 @@ def test_a_source_offered_meanwhile_is_an_alternate() -> None:
     assert {share.holder_id: share.num_bytes > 0 for share in stats.by_source()} == {"host-1": True, "host-2": True}
 
 
-def test_a_transfer_under_way_is_striped_once_it_is_told_to() -> None:
+def test_a_running_transfer_can_be_striped() -> None:
     sink, stats, updates = empty_pack(), TransferStats(), SourceUpdates()
     control = TransferControl(updates=updates, stats=stats)
     with (
         serving(full_pack(), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
-        tampering_proxy(host1.address, paced(lambda _: 8e6)) as door1,
-        tampering_proxy(host2.address, paced(lambda _: 8e6)) as door2,
+        tampering_proxy(host1.address, paced(lambda _: 8e6)) as proxy1,
+        tampering_proxy(host2.address, paced(lambda _: 8e6)) as proxy2,
     ):
-        sources = [source_at(door1, PACK_ID, "host-1"), source_at(door2, PACK_ID, "host-2")]
+        sources = [source_at(proxy1, PACK_ID, "host-1"), source_at(proxy2, PACK_ID, "host-2")]
         following = follow(PACK_ID, ALL, sources[:1], sink, receiver(), control=control)
         assert next(following) == 0
         updates.add(sources[1:], num_striped=2)
@@ -147,9 +147,9 @@ def test_an_idle_transfer_becomes_urgent_once_somebody_waits(monkeypatch: pytest
     with (
         serving(full_pack(), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
-        tampering_proxy(host1.address, paced(lambda passed: 8e6 if passed < 2 << 20 else 0.4e6)) as door,
+        tampering_proxy(host1.address, paced(lambda passed: 8e6 if passed < 2 << 20 else 0.4e6)) as proxy,
     ):
-        sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
+        sources = [source_at(proxy, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         idle = TransferClass.IDLE
         following = follow(
             PACK_ID,
@@ -197,8 +197,8 @@ def test_a_chunk_that_one_source_lacks_comes_from_the_other() -> None:
     assert sink.bytes_held == DATA
 
 
-def test_copies_in_a_circle_fill_each_other_once_a_third_has_the_rest() -> None:
-    """Each has what the other lacks but for one chunk, which only the alternate of one of them has."""
+def test_copies_in_a_circle_fill_each_other_when_a_third_has_the_rest() -> None:
+    """Each has what the other lacks, except one chunk that only the alternate of one of them has."""
     sinks = [empty_pack(), empty_pack()]
     missing = []
     for number, sink in enumerate(sinks):

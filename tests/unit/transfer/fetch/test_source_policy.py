@@ -23,7 +23,7 @@ def test_one_source_brings_all_in_order_and_the_alternate_is_left_alone() -> Non
     assert took_s < 1.03 * UNDISTURBED_S
 
 
-def test_two_sources_at_half_the_rate_bring_all_of_it() -> None:
+def test_two_sources_at_half_the_rate_deliver_all_of_it() -> None:
     sources = [SimulatedSource(RATE / 2), SimulatedSource(RATE / 2)]
     _, took_s = transfer(sources, NUM_CHUNKS, SourceRules(num_striped=2))
     assert took_s < 1.05 * UNDISTURBED_S
@@ -47,7 +47,7 @@ def test_a_source_that_turns_slow_is_joined_by_another_and_goes_on() -> None:
     assert len(first.received) > 0.5 * NUM_CHUNKS
 
 
-def test_an_idle_transfer_does_not_mind() -> None:
+def test_an_idle_transfer_does_not_hedge() -> None:
     first, second = SimulatedSource(RATE), SimulatedSource(RATE)
 
     def slow_down(now: float, core: TransferCore) -> None:
@@ -68,7 +68,7 @@ def test_a_silent_source_is_replaced_within_a_fifth_of_a_second() -> None:
     assert core.policy.num_repairs == 1
 
 
-def test_a_source_that_recovers_lets_the_other_rest() -> None:
+def test_a_source_that_recovers_puts_the_other_on_standby() -> None:
     first, second = SimulatedSource(RATE), SimulatedSource(RATE)
 
     def hiccup(now: float, core: TransferCore) -> None:
@@ -80,7 +80,7 @@ def test_a_source_that_recovers_lets_the_other_rest() -> None:
     assert len(first.received) + len(second.received) == 3 * NUM_CHUNKS
 
 
-def test_one_that_is_sound_only_beside_another_is_not_tried_alone_for_ever() -> None:
+def test_a_source_healthy_only_beside_another_is_not_tried_alone_forever() -> None:
     first, second = SimulatedSource(RATE), SimulatedSource(RATE)
 
     def slow_down(now: float, core: TransferCore) -> None:

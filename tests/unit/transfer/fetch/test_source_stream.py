@@ -1,4 +1,4 @@
-"""One source of a transfer: in which order it is told what it is to send."""
+"""One source of a transfer: the order in which requests are sent to it."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from torchrelay.transfer.manifest import pack_id_of
 
 
 class SlowUpstream(Upstream):
-    """Takes its time over the first request; does not send any."""
+    """Blocks on the first request; sends none of them."""
 
     def __init__(self, upstream: Upstream) -> None:
         super().__init__(upstream.frames, upstream.head, upstream.transfer_class)
-        self.begun, self.going_on = threading.Event(), threading.Event()
+        self.begun, self.resume = threading.Event(), threading.Event()
         self.sent: list[tuple[list[int], list[int]]] = []
 
     def ask(self, wanted: Sequence[int], cancelled: Sequence[int] = ()) -> None:
         if not self.begun.is_set():
             self.begun.set()
-            self.going_on.wait(10)
+            self.resume.wait(10)
         self.sent.append((list(wanted), list(cancelled)))
 
 
@@ -51,7 +51,7 @@ class QuietFetch(MultiSourceFetch):
         assert list(indices) == list(range(16))
 
 
-def test_what_is_taken_back_and_wanted_again_is_told_in_this_order() -> None:
+def test_a_cancellation_is_sent_before_a_later_request_for_the_same_chunk() -> None:
     data, manifest = make_pack(16 * 4096)
     pack_id = pack_id_of(manifest.encode())
     sink = PackSink(pack_id, data, manifest)
@@ -69,7 +69,7 @@ def test_what_is_taken_back_and_wanted_again_is_told_in_this_order() -> None:
         second = threading.Thread(target=stream.send_requests)
         second.start()
         assert not eventually(lambda: bool(upstream.sent), 0.2)
-        upstream.going_on.set()
+        upstream.resume.set()
         first.join()
         second.join()
         stream.close()

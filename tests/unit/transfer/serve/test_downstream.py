@@ -1,4 +1,4 @@
-"""How long a stream lives: it ends with its ticket, and gives up its place when it wants nothing and others wait."""
+"""When a stream ends: with its ticket, or when it is idle and others wait for its permit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GRACE_MS = int(downstream.EXPIRY_GRACE_S * 1000)
 
 
 class Clock:
-    """A wall clock that stands still."""
+    """A wall clock set by the test."""
 
     def __init__(self) -> None:
         self.now_ms = 0
@@ -45,7 +45,7 @@ class Clock:
 
 @contextmanager
 def opened(server: HolderServer) -> Iterator[Upstream]:
-    """A stream that has been told what there is, and has asked for nothing."""
+    """A stream that has received HAVE and requested nothing."""
     source = source_at(server.address, PACK_ID, expires=EXPIRES_MS)
     upstream = Upstream.open(source, receiver(), FollowOptions())
     try:
@@ -56,7 +56,7 @@ def opened(server: HolderServer) -> Iterator[Upstream]:
 
 
 def receive_chunk(upstream: Upstream) -> int:
-    """The next chunk; whatever the holder tells before it is passed over."""
+    """The next chunk; announcements before it are skipped."""
     while (header := upstream.frames.receive_header()).kind != FrameKind.CHUNK:
         if header.kind == FrameKind.GAINED:
             upstream.gained(header)
@@ -93,7 +93,7 @@ def test_what_was_asked_in_time_still_comes() -> None:
     clock, sent = Clock(), FixedBuffer(PACK_ID, DATA, MANIFEST, published=0)
     with serving(sent, unix_ms=clock) as server, opened(server) as upstream:
         upstream.ask([0])
-        assert upstream.frames.receive_header().kind == FrameKind.ALIVE  # so it was read
+        assert upstream.frames.receive_header().kind == FrameKind.ALIVE  # so the request was read
         clock.now_ms = EXPIRES_MS + GRACE_MS
         sent.publish(0, sent.pieces[0])
         assert receive_chunk(upstream) == 0
@@ -120,13 +120,13 @@ def test_a_follower_whose_ticket_ran_out_goes_on_with_its_other_sources(has_anot
         with pytest.raises(SourcesExhausted) as exhausted:
             list(stream)
     assert [type(cause) for _, cause in exhausted.value.failures] == [TicketExpired]
-    assert 0 < len(sink.accepted) < len(ALL)  # what was asked before it ran out
+    assert 0 < len(sink.accepted) < len(ALL)  # requested before the ticket expired
 
 
-def test_when_no_place_is_left_the_stream_that_is_idle_longest_gives_up_its_own() -> None:
+def test_without_a_free_permit_the_stream_that_is_idle_longest_ends() -> None:
     sent, limits = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1), HolderLimits(max_streams=2, idle_s=0.3)
     with serving(sent, limits=limits, unix_ms=Clock()) as server, opened(server) as idle, opened(server) as waiting:
-        waiting.ask([1])  # not there yet: it waits, and is not idle
+        waiting.ask([1])  # not ready yet: this stream waits and is not idle
         source = source_at(server.address, PACK_ID)
         assert fetch_head(source, receiver()) == MANIFEST.encode()
         with pytest.raises((SourceClosed, OSError)):
@@ -135,7 +135,7 @@ def test_when_no_place_is_left_the_stream_that_is_idle_longest_gives_up_its_own(
         assert receive_chunk(waiting) == 1
 
 
-def test_an_idle_stream_keeps_its_place_while_nobody_needs_it() -> None:
+def test_an_idle_stream_stays_while_nobody_needs_its_permit() -> None:
     sent, limits = FixedBuffer(PACK_ID, DATA, MANIFEST), HolderLimits(max_streams=3, idle_s=0.05)
     with serving(sent, limits=limits, unix_ms=Clock()) as server, opened(server) as idle:
         assert fetch_head(source_at(server.address, PACK_ID), receiver()) == MANIFEST.encode()
@@ -144,7 +144,7 @@ def test_an_idle_stream_keeps_its_place_while_nobody_needs_it() -> None:
         assert receive_chunk(idle) == 5
 
 
-def test_a_holder_without_a_place_closes_at_once() -> None:
+def test_a_holder_without_free_permits_closes_at_once() -> None:
     sent, limits = FixedBuffer(PACK_ID, DATA, MANIFEST), HolderLimits(max_streams=1)
     with serving(sent, limits=limits, unix_ms=Clock()) as server, opened(server):
         begin = time.monotonic()

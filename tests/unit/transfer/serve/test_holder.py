@@ -1,4 +1,4 @@
-"""The holder's side: leases, late buffers, ranges, garbage at the door, and shutting down."""
+"""The holder's side: leases, late buffers, ranges, garbage from peers, and shutting down."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.transfer.loopback_holders import (
     FAR,
-    OFFICE,
+    ISSUER,
     FixedBuffer,
     PackSink,
     eventually,
@@ -32,7 +32,7 @@ PACK_ID = pack_id_of(MANIFEST.encode())
 
 
 class LeasedBuffer(FixedBuffer):
-    """Notes who reads it."""
+    """Records who reads it."""
 
     def __init__(self, gone: bool = False) -> None:
         super().__init__(PACK_ID, DATA, MANIFEST)
@@ -75,7 +75,7 @@ def test_a_buffer_may_appear_after_it_was_asked_for() -> None:
 def test_a_ticket_s_range_is_kept(begin: int, end: int, allowed: list[int]) -> None:
     sent = FixedBuffer(PACK_ID, DATA, MANIFEST)
     with serving(sent) as holder:
-        ticket = OFFICE.issue(PACK_ID, "host-h", "host-r", FAR, begin, end)
+        ticket = ISSUER.issue(PACK_ID, "host-h", "host-r", FAR, begin, end)
         source = SourceAddress("host-h", holder.address, ticket)
         for index in range(MANIFEST.num_chunks):
             sink = PackSink(PACK_ID, DATA, MANIFEST)
@@ -88,7 +88,7 @@ def test_a_ticket_s_range_is_kept(begin: int, end: int, allowed: list[int]) -> N
 
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, b"TRF1" + b"\xff" * 60, bytes(48)])
-def test_garbage_at_the_door_costs_nothing(greeting: bytes) -> None:
+def test_garbage_from_a_peer_costs_nothing(greeting: bytes) -> None:
     with serving(FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
         host, port = holder.address.rsplit(":", 1)
         with socket.create_connection((host, int(port)), timeout=5.0) as caller:
@@ -105,7 +105,7 @@ def test_garbage_at_the_door_costs_nothing(greeting: bytes) -> None:
         assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
 
 
-def test_a_greeting_that_trickles_in_is_cut_off() -> None:
+def test_a_handshake_that_trickles_in_is_cut_off() -> None:
     with serving(FixedBuffer(PACK_ID, DATA, MANIFEST), limits=HolderLimits(handshake_s=0.3)) as holder:
         with socket.create_connection(split_address(holder.address)) as caller:
             caller.settimeout(0.05)
@@ -113,7 +113,7 @@ def test_a_greeting_that_trickles_in_is_cut_off() -> None:
             ended = False
             while not ended and time.monotonic() - begin < 1.5:  # one header takes 2.4 s
                 try:
-                    caller.sendall(b"T")  # always a byte before the silence is too long
+                    caller.sendall(b"T")  # each byte arrives before the silence is too long
                     ended = caller.recv(1) is not None
                 except TimeoutError:
                     continue
@@ -123,7 +123,7 @@ def test_a_greeting_that_trickles_in_is_cut_off() -> None:
         assert eventually(lambda: holder.num_streams == 0)
 
 
-def test_the_door_stays_open_when_the_system_gives_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_listener_stays_open_when_the_system_is_out_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse_once(thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""What every transport keeps to, by one suite over each: order, ends, waiting, giving up, many at once."""
+"""The contract of every transport: order, ends, waiting, giving up, many at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_parts_arrive_in_order_however_many_and_large(case: TransportCase, sizes
     with case.pair() as (near, far):
         for sender, receiver in ((near, far), (far, near)):
             if sender is far:
-                far.send([b"hello"])  # an end that was accepted speaks first
+                far.send([b"hello"])  # the accepted end sends first
                 assert receive(near, 5) == b"hello"
             sending = threading.Thread(target=sender.send, args=(parts,))
             sending.start()

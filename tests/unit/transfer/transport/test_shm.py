@@ -1,4 +1,4 @@
-"""Shared memory apart from what every transport does: who may meet, what a peer may claim, and what is left behind."""
+"""What only shared memory does: who may connect, what a peer may claim, and what is left behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ threading.Event().wait()
 @pytest.fixture
 def case() -> Iterator[TransportCase]:
     with TemporaryDirectory() as folder:
-        yield TransportCase(ShmTransport(), f"shm:{folder}/door")
+        yield TransportCase(ShmTransport(), f"shm:{folder}/socket")
 
 
 def path_of(listener: Listener) -> Path:
@@ -66,9 +66,9 @@ def test_a_peer_that_is_killed_is_noticed_at_once(case: TransportCase) -> None:
 
 def test_another_user_is_refused_at_both_ends(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
     with case.listening() as listener:
-        mine = os.geteuid()
+        user = os.geteuid()
         with monkeypatch.context() as patched:
-            patched.setattr(os, "geteuid", lambda: mine + 1)
+            patched.setattr(os, "geteuid", lambda: user + 1)
             with pytest.raises(PermissionError, match="another user"):
                 case.transport.connect(listener.address, 1.0)
             accepted: list[Connection | None] = []
@@ -77,13 +77,13 @@ def test_another_user_is_refused_at_both_ends(case: TransportCase, monkeypatch: 
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
                 foreign.settimeout(5.0)
                 foreign.connect(str(path_of(listener)))
-                assert foreign.recv(1) == b""  # sent away
+                assert foreign.recv(1) == b""  # refused
             listener.close()
             accepting.join()
             assert accepted == [None]
 
 
-def test_only_its_owner_may_open_the_door(case: TransportCase) -> None:
+def test_only_its_owner_may_connect(case: TransportCase) -> None:
     with case.listening() as listener:
         assert path_of(listener).stat().st_mode & 0o777 == 0o600
 
@@ -166,20 +166,20 @@ def test_what_is_no_ring_is_not_used(case: TransportCase, rings: Sequence[object
     assert num_descriptors() == before
 
 
-def test_a_meeting_that_fails_late_closes_each_descriptor_once(
+def test_a_connection_that_fails_late_closes_each_descriptor_once(
     case: TransportCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> RingReader:
         raise OSError("no socket options left")
 
-    gc.collect()  # what earlier tests left
+    gc.collect()  # leftovers of earlier tests
     before = num_descriptors()
     with case.pair() as (near, far):
         near.send([b"hello"])
         monkeypatch.setattr(shm, "RingReader", fail)
         with pytest.raises(OSError, match="no socket options left") as failed:
             far.receive_into(memoryview(bytearray(1)))
-        # Their numbers are free, and given to files; the socket of the failed meeting must not close one of them.
+        # Their numbers are reused by files; the failed connection must not close one of them.
         opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(6)]
         del failed
         gc.collect()

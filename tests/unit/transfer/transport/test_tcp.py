@@ -1,4 +1,4 @@
-"""TCP apart from what every transport does: addresses, connecting, and a shortage of descriptors."""
+"""What only TCP does: addresses, connecting, and a shortage of descriptors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_connecting_fails_with_a_reason() -> None:
             TcpTransport().connect(bad, timeout_s=5.0)
 
 
-def test_a_peer_that_died_without_a_word_is_noticed_by_both_ends(listener: Listener) -> None:
+def test_a_peer_that_died_silently_is_noticed_by_both_ends(listener: Listener) -> None:
     connecting = TcpTransport().connect(listener.address, timeout_s=5.0)
     accepted = listener.accept()
     for end in (connecting, accepted):
@@ -46,7 +46,7 @@ def test_connecting_stops_and_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = join_address(*full.getsockname())
         with socket.socket() as first, socket.socket() as second:
-            for waiting in (first, second):  # after these the queue is full, and no handshake ends
+            for waiting in (first, second):  # after these the queue is full, and no handshake completes
                 waiting.setblocking(False)
                 waiting.connect_ex(full.getsockname())
             with pytest.raises(TimeoutError):

@@ -1,4 +1,4 @@
-"""The transports that one suite runs over: how to make each, where it listens, and a door of each that says nothing."""
+"""The transports that the suites run over."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class TransportCase:
                 far.close()
 
     @contextmanager
-    def silent_door(self) -> Iterator[str]:
-        """Takes connections and never says a word; gives its address."""
+    def silent_listener(self) -> Iterator[str]:
+        """Accepts connections and never sends a byte; yields its address."""
         accepted: list[Connection] = []
 
         def accept() -> None:
@@ -68,11 +68,11 @@ def make_case(name: str, folder: Path, send_timeout_s: float = SEND_TIMEOUT_S) -
     tcp, shm = TcpTransport(send_timeout_s), ShmTransport(send_timeout_s)
     if name == "tcp":
         return TransportCase(tcp, "127.0.0.1")
-    return TransportCase(shm if name == "shm" else AutoTransport(tcp, shm), f"shm:{folder / 'door'}")
+    return TransportCase(shm if name == "shm" else AutoTransport(tcp, shm), f"shm:{folder / 'socket'}")
 
 
 def receive(connection: Connection, num_bytes: int) -> bytes:
-    """Exactly so many bytes, however they come."""
+    """Exactly this many bytes, however they arrive."""
     view, done = memoryview(bytearray(num_bytes)), 0
     while done < num_bytes:
         try:

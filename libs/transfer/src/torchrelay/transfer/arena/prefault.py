@@ -24,7 +24,6 @@ def prefault(file: int, mapping: mmap.mmap, begin: int, num_bytes: int) -> None:
     os.posix_fallocate(file, begin, num_bytes)
     anchor = (ctypes.c_char * num_bytes).from_buffer(mapping, begin)
     address = ctypes.c_void_p(ctypes.addressof(anchor))
-    if (
-        _libc.madvise(address, ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) != 0
-    ):  # an older kernel: touch each page
+    if _libc.madvise(address, ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) != 0:
+        # An older kernel: touch each page.
         memoryview(anchor).cast("B")[::PAGE_BYTES] = bytes(-(-num_bytes // PAGE_BYTES))
