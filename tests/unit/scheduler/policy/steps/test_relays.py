@@ -1,4 +1,4 @@
-"""From reports to arrows, and to other sources for a relay that turned slow."""
+"""From reports to edges, and to other sources for a transfer that turned slow."""
 
 from __future__ import annotations
 
@@ -47,7 +47,11 @@ def test_arrows_go_by_what_the_links_have_left() -> None:
         ("store-4", "store-3"),
         ("store-2", "store-4"),
     ]
-    assert [relay.bytes_per_s for relay in state.relays.running()] == [1000 * MB, 500 * MB, 100 * MB]
+    assert [transfer.planned_bytes_per_s for transfer in state.transfers.with_rates()] == [
+        1000 * MB,
+        500 * MB,
+        100 * MB,
+    ]
 
 
 def test_a_host_with_running_requests_is_fed_last() -> None:
@@ -94,8 +98,8 @@ def test_a_relay_that_gets_less_than_half_of_its_plan_gets_another_source() -> N
     assert set(command.hop.sources) == {"store-1", "store-2", REMOTE}
     (happening,) = [one for one in scene.events if one.kind == "reroute"]
     assert happening.topic == "relay.slow" and "20 MB/s instead of the 100 planned" in happening.reason
-    (relay,) = scene.policy.state.relays.running()
-    assert relay.upstream == "store-2"
+    (transfer,) = scene.policy.state.transfers.with_rates()
+    assert transfer.holder_ids[0] == "store-2"
 
 
 def test_that_nothing_better_is_known_is_told_once() -> None:
@@ -141,7 +145,7 @@ def test_an_idle_relay_becomes_urgent_once_somebody_waits() -> None:
     state = scene.policy.state
     relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False)
     relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
-    (running,), (view,) = state.relays.running(), relay_views(state, scene.now)
+    (running,), (view,) = state.transfers.with_rates(), relay_views(state, scene.now)
     assert running.urgent and view.urgent
 
 
@@ -187,4 +191,4 @@ def test_a_wake_on_a_host_that_has_the_pack_names_no_relay() -> None:
 def test_a_store_that_is_lost_takes_its_relays_along() -> None:
     scene = slow_relay()
     scene.apply(StoreGone("store-3"))
-    assert not scene.policy.state.relays.running()
+    assert not scene.policy.state.transfers.num_running

@@ -55,7 +55,7 @@ class CopyIndex:
         self,
         stores: Mapping[str, StoreStatus],
         away: frozenset[str],
-        under_way: frozenset[tuple[str, str]],
+        under_way: Iterable[tuple[str, str]],
         sizes: Mapping[str, int],
     ) -> None:
         self.stores, self.away, self.sizes = stores, away, sizes

@@ -12,25 +12,14 @@ nothing when nothing can be done.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import StoreStatus
+from torchrelay.scheduler.policy.core import CopyCause, StoreStatus
 from torchrelay.scheduler.policy.replication.balance import next_move
 from torchrelay.scheduler.policy.replication.copy_index import CopyIndex, CopySet
 from torchrelay.scheduler.policy.replication.copy_placement import CopyPlacement
-
-
-class CopyCause(enum.Enum):
-    """Why a copy is made, the most pressing first."""
-
-    REBUILD = "rebuild"  # a copy was lost, and the pack is used
-    REPLICATE = "replicate"  # used of late, and not yet in as many places as it should be
-    SPREAD = "spread"  # its copies would fail together
-    KEEP = "keep"  # not used of late; its last copy was lost
-    BALANCE = "balance"  # a fuller host may then let its copy go
 
 
 @dataclass(frozen=True)
@@ -52,7 +41,7 @@ class ReplicationInput:
     stores: Mapping[str, StoreStatus]  # by id
     packs: Sequence[PackDemand]
     away: frozenset[str] = frozenset()  # stores that fell silent a moment ago: their copies may come back
-    under_way: frozenset[tuple[str, str]] = frozenset()  # (pack, store) ordered; no report shows the end
+    under_way: Sequence[tuple[str, str]] = ()  # (pack, store) ordered and not ended, oldest first
     avoid: frozenset[tuple[str, str]] = frozenset()  # (pack, store) that failed lately
 
 
