@@ -200,6 +200,13 @@ def test_the_last_ones_are_spread_over_the_stores_and_what_arrives_is_guarded_to
     assert decide([a_store("a", a_copy("p")), a_store("b")], used("p")).retained_packs == {"a": ("p",), "b": ("p",)}
 
 
+def test_of_copies_on_their_way_the_one_ordered_first_is_retained() -> None:
+    stores = [a_store("a", a_copy("p")), a_store("b"), a_store("c")]
+    for first, second in (("b", "c"), ("c", "b")):
+        retained_packs = decide(stores, used("p"), under_way=(("p", first), ("p", second))).retained_packs
+        assert retained_packs == {"a": ("p",), first: ("p",), second: ()}
+
+
 def test_copies_that_would_fail_together_are_spread_when_there_is_a_place() -> None:
     stores = [a_store("a", a_copy("p"), domain="r1"), a_store("b", a_copy("p"), domain="r1")]
     assert not decide(stores, used("p", settled=True)).orders

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, Scene, a_copy, a_model, a_store, a_worker, hosts
 from torchrelay.control.v1.scheduler_pb2 import RelayView
+from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import REMOTE, NicCounters, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.effects import RerouteCommand
@@ -69,6 +70,28 @@ def test_a_copy_on_its_way_is_told_the_sources_it_has() -> None:
     assert again[0].already_there and again[0].striped == first[1].striped
     assert again[0].sources[-1] == REMOTE and again[0].sources.count(first[1].upstream) == 1
     assert str(again[0]) == "store-3 by a relay under way already"
+
+
+def test_the_clocks_of_stores_decide_nothing() -> None:
+    def decide(ahead_s: float) -> tuple[list[RerouteCommand], tuple[TransferEdge, ...]]:
+        """By a store with a transfer of its own, one that has ended, and one that is slow."""
+        nic = NicCounters(0, 0, 1000 * MB)
+        scene = a_cluster(a_host(1, NUM_CHUNKS, nic), a_host(2, nic=nic), a_host(3, nic=nic), a_host(4, nic=nic))
+        relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+        begin_us = int((scene.now + ahead_s) * 1e6)
+        slow, stamps = SourceShare("store-1", 1, 5 * MB, True), {"relay_begin_us": begin_us}
+        scene.stores["store-2"] = a_host(2, 4, nic, shares=(replace(slow, bytes_per_s=90 * MB),), **stamps)
+        scene.stores["store-3"] = a_host(3, 2, nic, shares=(slow,), **stamps)
+        scene.pass_time(3.0)
+        ended = {"source": "store-1", "relay_first_us": begin_us, "relay_end_us": begin_us + 3_000_000}
+        scene.stores["store-4"] = a_host(4, NUM_CHUNKS, nic, **stamps, **ended)
+        scene.pass_time(0.1)
+        scene.stores["store-5"] = a_host(5, nic=nic)
+        scene.pass_time(0.1)
+        state = scene.policy.state
+        return reroutes(scene), relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-5"], scene.now)
+
+    assert decide(3600.0) == decide(0.0) == decide(-3600.0)
 
 
 def slow_relay() -> Scene:

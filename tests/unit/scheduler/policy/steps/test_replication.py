@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Model, StoreStatus
+from torchrelay.scheduler.policy.core import CopyCause, Model, StoreStatus
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
 from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, RetainFailed, StoreGone
 
@@ -179,6 +179,31 @@ def test_what_a_store_never_reports_is_given_up() -> None:
     scene.apply(CopyAccepted(MODEL.pack_id, "store-3"))
     scene.pass_time(12.0)
     assert "does not report it" in of_kind(scene, "copy_failed")[0].reason
+
+
+def test_an_order_whose_store_is_lost_ends_without_a_failed_copy() -> None:
+    scene = racks(obedient=False)
+    scene.pass_time(1.0)
+    scene.do(scene.policy.copy_failed(MODEL.pack_id, "store-3", "the arena is full", scene.now))
+    scene.pass_time(scene.config.copy_backoff_s)
+    ordered = [command.hop.store_id for command in copies(scene)]
+    scene.do(scene.policy.store_gone(ordered[-1], scene.now))
+    assert len(of_kind(scene, "copy_failed")) == 1 and not scene.policy.state.transfers.num_running
+    assert "the store's process is gone" in of_kind(scene, "relay_failed")[-1].reason
+
+
+def test_an_order_for_a_copy_that_a_wake_has_begun_is_done_when_that_is() -> None:
+    scene = Scene(obedient=False).settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w", "host-2"))
+    scene.admit(MODEL, "r1")
+    scene.pass_time(1.0)
+    (wake,), (copy,) = scene.wakes(), copies(scene)
+    assert wake.hops[0].store_id == copy.hop.store_id == "store-2"
+    (transfer,) = scene.policy.state.transfers.into("store-2")
+    assert transfer.urgent and transfer.reason.cause == "at_zero" and transfer.cause is CopyCause.REPLICATE
+    scene.hold("store-2", MODEL, relay_begin_us=1, relay_end_us=2)
+    scene.report_all()  # the report itself ends the order
+    assert [event.kind for event in scene.events[-3:]] == ["relay_begun", "relay_finished", "copied"]
+    assert not scene.policy.state.transfers.num_running
 
 
 def test_retained_packs_are_renewed_in_time_and_told_again_when_a_store_did_not_take_them() -> None:
