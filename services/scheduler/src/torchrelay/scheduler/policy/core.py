@@ -160,7 +160,7 @@ class PackCopy:
 
     @property
     def bytes_per_s(self) -> float:
-        """What all its sources together have sent of late."""
+        """The rate from all its sources, as reported."""
         return sum(share.bytes_per_s for share in self.shares)
 
     @property
