@@ -170,7 +170,8 @@ def test_a_store_that_is_lost_or_never_begins_ends_its_relays(transfers: Transfe
 
 def test_one_that_was_there_already_is_no_relay(transfers: Transfers, report: Reporting) -> None:
     plan(transfers, earlier=whole())
-    assert kinds(report(whole())) == [TransferEventKind.PRESENT] and transfers.shown(101.0) == []
+    (finished,) = report(whole())
+    assert finished.kind is TransferEventKind.FINISHED and not finished.in_history and transfers.shown(101.0) == []
 
 
 def test_relays_that_others_ordered_are_known_by_reports(transfers: Transfers, report: Reporting) -> None:
@@ -303,6 +304,37 @@ def test_a_refusal_does_not_stop_what_runs(transfers: Transfers, report: Reporti
     plan(transfers, cause=CopyCause.REPLICATE)
     report(copy_with(1))
     assert transfers.refused(KEY, "the answer did not come in time", 101.0) == [] and transfers.ordered == (KEY,)
+
+
+def test_a_report_from_before_the_begin_costs_a_transfer_neither_its_plan_nor_its_order(
+    transfers: Transfers, report: Reporting
+) -> None:
+    left = copy_with(3, relay_begin_us=500_000, error="its source died")
+    plan(transfers, earlier=left, cause=CopyCause.REPLICATE)
+    report(copy_with(1))
+    assert report(left) == [] and state_of(transfers) is TransferState.RUNNING
+    (dropped,) = report()
+    assert words([dropped]) == ["s2 ended with 1 of 8 chunks: it was dropped"] and dropped.transfer.cause is None
+    assert state_of(transfers) is TransferState.MISSING and transfers.ordered == (KEY,) and transfers.with_rates()
+    (shown,) = transfers.shown(report.now)
+    assert shown.state is TransferState.FAILED and not transfers.num_running
+    assert kinds(report(copy_with(2))) == [TransferEventKind.BEGUN] and state_of(transfers) is TransferState.RUNNING
+    report.now += START_TIMEOUT_S
+    (failed,) = report()
+    assert failed.transfer.cause is CopyCause.REPLICATE and transfers.get(KEY) is None
+
+
+def test_a_young_copy_that_stays_away_is_given_up_in_time_and_recorded_once(
+    transfers: Transfers, report: Reporting
+) -> None:
+    plan(transfers, cause=CopyCause.REPLICATE)
+    transfers.accepted(KEY, report.now)
+    report(copy_with(1))
+    assert kinds(report()) == [TransferEventKind.FAILED] and report() == []
+    report.now += START_TIMEOUT_S
+    (failed,) = report()
+    assert failed.transfer.cause is CopyCause.REPLICATE and not failed.in_history
+    assert failed.transfer.error == "the store does not report it" and transfers.get(KEY) is None
 
 
 # Planning

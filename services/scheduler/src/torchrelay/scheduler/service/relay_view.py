@@ -12,6 +12,7 @@ _STATES = {
     TransferState.PLANNED: RelayView.STATE_PLANNED,
     TransferState.ACCEPTED: RelayView.STATE_PLANNED,
     TransferState.RUNNING: RelayView.STATE_RUNNING,
+    TransferState.MISSING: RelayView.STATE_FAILED,
     TransferState.FINISHED: RelayView.STATE_FINISHED,
     TransferState.FAILED: RelayView.STATE_FAILED,
 }

@@ -19,7 +19,7 @@ Fields = dict[str, str | int | float]
 
 
 def transfer_event(event: TransferEvent, model: Model, now: float) -> SchedulerEvent:
-    """The history's entry; its subject is the target. Not for PRESENT, which is no entry."""
+    """The history's entry; its subject is the target."""
     transfer = event.transfer
     fields: Fields = {"pack_id": transfer.pack_id, "store_id": transfer.target, "pack_bytes": transfer.pack_bytes}
     bytes_by_source: Mapping[str, int] = {}

@@ -8,11 +8,15 @@
 
     FAILED: refused, an error before the begin, or no begin within ``START_TIMEOUT_S`` (PLANNED, ACCEPTED);
             an error, dropped, begun anew (RUNNING); the store is lost (any state)
+    MISSING: RUNNING within ``START_TIMEOUT_S`` of its plan, and absent from a report; then RUNNING again, or FAILED
 
 Plans start a transfer (``plan``), the outcome of the command confirms or refuses it (``accepted``, ``refused``), and
 the target's reports move it on (``observe``). Only the replicator's orders become ACCEPTED: nothing confirms the relays
-of a wake. A transfer whose copy proves to be whole before it began ends without a state of its own (PRESENT). Those
-that somebody else ordered are known from reports alone: they have no planned sources, and are RUNNING when first seen.
+of a wake. Transfers that somebody else ordered are known from reports alone: they have no planned sources, and are
+RUNNING when first seen.
+
+A store's reports come on two roads and may overtake each other, so one without a young copy may be older than it. The
+history records the copy as dropped, and its return as another begin; plan and order stand until the time is up.
 
 Pack and target identify a transfer. ``relay_begin_us`` tells its runs apart, because the record of a run stays in the
 reports until the next one begins. It is a stamp by the target's clock, compared only with others of the same target.
@@ -56,18 +60,18 @@ class TransferState(enum.Enum):
     PLANNED = "planned"
     ACCEPTED = "accepted"
     RUNNING = "running"
+    MISSING = "missing"
     FINISHED = "finished"
     FAILED = "failed"
 
 
 class TransferEventKind(enum.Enum):
-    """What happened to a transfer; the values are the history's, except for PRESENT, which it does not record."""
+    """What happened to a transfer; the values are the history's."""
 
     BEGUN = "begun"
     REPAIRED = "repaired"
     FINISHED = "finished"
     FAILED = "failed"
-    PRESENT = "present"  # whole without a run: nothing had to flow
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,7 @@ class Transfer:
     stale_begin_us: int | None = None  # of the record left by an earlier run; None: there was none
     accepted_at: float = 0.0
     begun_at: float = 0.0
+    missing: bool = False  # it has begun, and was absent from the last report
     copy: PackCopy | None = None  # as last reported
     repair_base: PackCopy | None = None  # the copy as of the last repair event: what the next repair is compared with
     slow_since: float = 0.0  # 0: it keeps to its plan
@@ -103,6 +108,8 @@ class Transfer:
     def state(self) -> TransferState:
         if self.ended_at:
             return TransferState.FAILED if self.error else TransferState.FINISHED
+        if self.missing:
+            return TransferState.MISSING
         if self.begun_at:
             return TransferState.RUNNING
         return TransferState.ACCEPTED if self.accepted_at else TransferState.PLANNED
@@ -128,11 +135,16 @@ class Transfer:
 
 @dataclass(frozen=True)
 class TransferEvent:
-    """A step of a transfer. ``before``: the copy as of the last event, for REPAIRED."""
+    """A step of a transfer."""
 
     kind: TransferEventKind
     transfer: Transfer
-    before: PackCopy | None = None
+    before: PackCopy | None = None  # for REPAIRED: the copy as of the last event
+    in_history: bool = True  # not, if nothing had to flow, or its end is recorded already
+
+
+def _is_young(transfer: Transfer, now: float) -> bool:
+    return now - (transfer.accepted_at or transfer.planned_at) <= START_TIMEOUT_S
 
 
 class Transfers:
@@ -208,7 +220,7 @@ class Transfers:
         for transfer in self.into(store.store_id):
             if transfer.begun_at:
                 if transfer.pack_id not in store.copies:
-                    events.append(self._end(transfer, now, "it was dropped"))
+                    events.append(self._drop(transfer, now))
             elif self._is_overdue(transfer, store.copies.get(transfer.pack_id), now):
                 error = "the store does not report it" if transfer.accepted_at else "its store has not begun it"
                 events.append(self._end(transfer, now, error))
@@ -217,6 +229,15 @@ class Transfers:
     def lost(self, store_id: str, error: str, now: float) -> list[TransferEvent]:
         """The target is gone or silent."""
         return [self._end(transfer, now, error) for transfer in self.into(store_id)]
+
+    def _drop(self, transfer: Transfer, now: float) -> TransferEvent:
+        """A running transfer is absent from a report."""
+        if not transfer.sources or not _is_young(transfer, now):
+            return self._end(transfer, now, "it was dropped")
+        event = self._end(replace(transfer, cause=None), now, "it was dropped")
+        waiting = replace(transfer, missing=True, begun_at=0.0, copy=None, repair_base=None, stale_begin_us=None)
+        self._running[transfer.key] = waiting
+        return event
 
     @staticmethod
     def _is_overdue(transfer: Transfer, copy: PackCopy | None, now: float) -> bool:
@@ -231,14 +252,17 @@ class Transfers:
     def _advance(self, transfer: Transfer, copy: PackCopy, now: float) -> Iterator[TransferEvent]:
         if not transfer.begun_at:
             if copy.relay_begin_us in (0, transfer.stale_begin_us):
-                if copy.complete:
+                if copy.complete:  # it was there already
                     del self._running[transfer.key]
-                    yield TransferEvent(TransferEventKind.PRESENT, transfer)
+                    yield TransferEvent(TransferEventKind.FINISHED, transfer, in_history=False)
                 elif copy.error and copy.relay_begin_us != transfer.stale_begin_us:
                     yield self._end(replace(transfer, copy=copy), now, copy.error)
                 return
-            transfer = replace(transfer, begun_at=now, copy=copy, pack_bytes=copy.pack_bytes or transfer.pack_bytes)
+            num_bytes = copy.pack_bytes or transfer.pack_bytes
+            transfer = replace(transfer, begun_at=now, missing=False, copy=copy, pack_bytes=num_bytes)
             yield TransferEvent(TransferEventKind.BEGUN, transfer)
+        elif copy.relay_begin_us == transfer.stale_begin_us and _is_young(transfer, now):
+            return  # an older report, from before the begin
         elif transfer.copy is not None and copy.relay_begin_us != transfer.copy.relay_begin_us and not copy.error:
             if copy.relay_begin_us:  # one run ended and another began between two reports
                 yield self._end(replace(transfer, cause=None), now, "it was begun anew")
@@ -277,15 +301,17 @@ class Transfers:
     def _end(self, transfer: Transfer, now: float, error: str) -> TransferEvent:
         self._running.pop(transfer.key, None)
         ended = replace(transfer, ended_at=now, error=error)
-        self._ended.append(ended)
-        return TransferEvent(TransferEventKind.FAILED if error else TransferEventKind.FINISHED, ended)
+        if not transfer.missing:
+            self._ended.append(ended)
+        kind = TransferEventKind.FAILED if error else TransferEventKind.FINISHED
+        return TransferEvent(kind, ended, in_history=not transfer.missing)
 
     # Queries
 
     @property
     def num_running(self) -> int:
         """Planned, accepted and running."""
-        return len(self._running)
+        return sum(not transfer.missing for transfer in self._running.values())
 
     @property
     def ordered(self) -> tuple[TransferKey, ...]:
@@ -330,4 +356,5 @@ class Transfers:
     def shown(self, now: float) -> list[Transfer]:
         """Transfers under way and recently ended, the last of each pack and target, in the order planned."""
         ended = {transfer.key: transfer for transfer in self._ended if now - transfer.ended_at < ENDED_SHOWN_S}
-        return sorted((ended | self._running).values(), key=lambda transfer: transfer.planned_at)
+        running = {key: transfer for key, transfer in self._running.items() if not transfer.missing}
+        return sorted((ended | running).values(), key=lambda transfer: transfer.planned_at)

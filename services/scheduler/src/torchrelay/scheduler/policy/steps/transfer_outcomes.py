@@ -15,7 +15,7 @@ def record(state: State, events: Iterable[TransferEvent], now: float) -> None:
     for event in events:
         _record_history(state, event, now)
         match event.kind:
-            case TransferEventKind.FINISHED | TransferEventKind.PRESENT:
+            case TransferEventKind.FINISHED:
                 _record_copy(state, event.transfer, "", now)
             case TransferEventKind.FAILED:
                 _record_copy(state, event.transfer, event.transfer.error, now)
@@ -32,7 +32,7 @@ def record_lost(state: State, events: Iterable[TransferEvent], now: float) -> No
 
 
 def _record_history(state: State, event: TransferEvent, now: float) -> None:
-    if event.kind is not TransferEventKind.PRESENT:
+    if event.in_history:
         model = state.model_of_pack(event.transfer.pack_id)
         state.effects.events.append(transfer_event(event, model, now))
 
