@@ -191,7 +191,7 @@ def test_retained_packs_name_the_spare_ones_first_then_the_last_ones_of_each_the
     }
 
 
-def test_the_last_ones_are_spread_over_the_stores_and_what_arrives_is_guarded_too() -> None:
+def test_the_last_ones_are_spread_over_the_stores_and_incoming_copies_are_retained_too() -> None:
     stores = [a_store("a", a_copy("p"), a_copy("q")), a_store("b", a_copy("p"), a_copy("q"))]
     retained_packs = decide(stores, used("p", 1), used("q", 2)).retained_packs
     assert retained_packs["a"][0] != retained_packs["b"][0] and set(retained_packs["a"]) == set(
@@ -232,7 +232,7 @@ def test_new_copies_go_where_the_arena_is_least_full_by_bytes() -> None:
     assert "" not in placed.values() and len(set(placed.values())) == 4
 
 
-def test_room_is_made_by_what_may_go_and_never_by_guarded_or_pinned_packs() -> None:
+def test_room_is_made_by_what_may_go_and_never_by_retained_or_pinned_packs() -> None:
     recent = used("p", settled=True)
     surplus = a_store("b", a_copy("stale", 10 * GB))
     assert orders(decide([a_store("a", a_copy("p")), surplus], recent)) == [("p", "b", CopyCause.REBUILD)]

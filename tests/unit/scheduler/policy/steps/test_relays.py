@@ -33,7 +33,7 @@ def reroutes(scene: Scene) -> list[RerouteCommand]:
     return [command for command in scene.commands if isinstance(command, RerouteCommand)]
 
 
-def test_arrows_go_by_what_the_links_have_left() -> None:
+def test_edges_follow_what_the_links_have_left() -> None:
     speeds = {1: 1000 * MB, 2: 100 * MB, 3: 1000 * MB, 4: 500 * MB}
     scene = a_cluster(
         *(
@@ -55,7 +55,7 @@ def test_arrows_go_by_what_the_links_have_left() -> None:
     ]
 
 
-def test_a_host_with_running_requests_is_fed_last() -> None:
+def test_a_host_with_running_requests_is_filled_last() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
     scene.settle(a_worker("w", "host-2", num_running=3))
     edges = relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
@@ -119,17 +119,17 @@ def test_a_relay_that_gets_less_than_half_of_its_plan_gets_another_source() -> N
     assert command.model.pack_id == MODEL.pack_id and command.urgent
     assert command.hop.store_id == "store-3" and command.hop.sources[0] == "store-2"
     assert set(command.hop.sources) == {"store-1", "store-2", REMOTE}
-    (happening,) = [one for one in scene.events if one.kind == "reroute"]
-    assert happening.topic == "relay.slow" and "20 MB/s instead of the 100 planned" in happening.reason
+    (event,) = [event for event in scene.events if event.kind == "reroute"]
+    assert event.topic == "relay.slow" and "20 MB/s instead of the 100 planned" in event.reason
     (transfer,) = scene.policy.state.transfers.with_rates()
     assert transfer.holder_ids[0] == "store-2"
 
 
-def test_that_nothing_better_is_known_is_told_once() -> None:
+def test_that_nothing_better_is_known_is_recorded_once() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
     relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
     report(scene, 20.0, SourceShare("store-1", 1, 1 * MB, True))
-    (slow,) = [one for one in scene.events if one.topic == "relay.slow"]
+    (slow,) = [event for event in scene.events if event.topic == "relay.slow"]
     assert slow.reason == "store-3 gets 1 MB/s instead of the 500 planned from store-1; no better source is known"
     assert slow.kind == "relay_slow" and slow.fields["new_sources"] == ""
 
@@ -159,7 +159,7 @@ def test_relays_are_seen_from_plan_to_end() -> None:
     assert finished.bytes_per_s == MODEL.pack_bytes / 4 and not finished.left_s
     scene.pass_time(10)
     assert relay_views(state, scene.now) == []
-    events = [one.topic for one in scene.events if one.topic.startswith("relay.")]
+    events = [event.topic for event in scene.events if event.topic.startswith("relay.")]
     assert events == ["relay.begun", "relay.slow", "relay.finished"]
 
 
@@ -179,7 +179,7 @@ def test_a_relay_that_its_store_refuses_has_failed() -> None:
     instance = next(iter(scene.policy.state.instances))
     store = next(iter(scene.stores))
     scene.apply(LoadFailed(instance.instance_id, "the arena is full", store))
-    (failed,) = [one for one in scene.events if one.topic == "relay.failed"]
+    (failed,) = [event for event in scene.events if event.topic == "relay.failed"]
     assert failed.reason.endswith("ended: the arena is full") and failed.fields["error"] == "the arena is full"
 
 
@@ -193,10 +193,10 @@ def test_it_is_left_alone_for_a_while_and_when_nothing_better_is_known() -> None
     assert not reroutes(scene)
 
 
-def test_the_plan_of_a_wake_tells_its_predictions() -> None:
+def test_the_plan_of_a_wake_names_its_predictions() -> None:
     scene = hosts(2, replicate=False)
     scene.admit(MODEL, "r1")
-    (plan,) = [one for one in scene.events if one.kind == "plan"]
+    (plan,) = [event for event in scene.events if event.kind == "plan"]
     assert "from remote at 500 MB/s, ready in 67.4 ms" in plan.reason
 
 
@@ -205,10 +205,10 @@ def test_a_wake_on_a_host_that_has_the_pack_names_no_relay() -> None:
     scene.hold("store-1", MODEL)
     scene.report_all()
     scene.admit(MODEL, "r1")
-    (plan,) = [one for one in scene.events if one.kind == "plan"]
-    (scaled,) = [one for one in scene.events if one.topic == "scale.up"]
+    (plan,) = [event for event in scene.events if event.kind == "plan"]
+    (scaled,) = [event for event in scene.events if event.topic == "scale.up"]
     assert plan.reason == scaled.fields["relay"] == "store-1 from its host copy"
-    assert not [one for one in scene.events if one.topic.startswith("relay.")]
+    assert not [event for event in scene.events if event.topic.startswith("relay.")]
 
 
 def test_a_store_that_is_lost_takes_its_relays_along() -> None:

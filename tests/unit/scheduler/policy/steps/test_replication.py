@@ -1,4 +1,4 @@
-"""The replicator inside the policy: what it orders, what it remembers, what it tells stores, and why."""
+"""The replicator inside the policy: what it orders and why, what it remembers, and what stores retain."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def retained_packs(scene: Scene) -> list[RetainCommand]:
 
 
 def of_kind(scene: Scene, kind: str) -> list[SchedulerEvent]:
-    return [happening for happening in scene.events if happening.kind == kind]
+    return [event for event in scene.events if event.kind == kind]
 
 
-def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_guarded() -> None:
+def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_retained() -> None:
     scene = racks()
     scene.pass_time(2.0)
     (command,) = copies(scene)
@@ -82,7 +82,7 @@ def test_a_lost_copy_is_rebuilt_urgently_after_a_moment_in_which_the_store_might
     assert "a copy was lost" in of_kind(scene, "rebuild")[0].reason
 
 
-def test_a_store_that_returns_with_its_arena_costs_nothing_and_is_told_its_retained_packs_again() -> None:
+def test_a_store_that_returns_with_its_arena_costs_nothing_and_gets_its_lease_again() -> None:
     scene = racks()
     scene.pass_time(2.0)
     back = replace(scene.stores.pop("store-3"), incarnation="store-3 again")
@@ -206,7 +206,7 @@ def test_an_order_for_a_copy_that_a_wake_has_begun_is_done_when_that_is() -> Non
     assert not scene.policy.state.transfers.num_running
 
 
-def test_retained_packs_are_renewed_in_time_and_told_again_when_a_store_did_not_take_them() -> None:
+def test_leases_are_renewed_in_time_and_sent_again_to_a_store_that_did_not_take_them() -> None:
     scene = racks(retention_s=9.0)
     scene.pass_time(2.0)
     begin = len(retained_packs(scene))
@@ -241,7 +241,7 @@ def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
     assert scene.retained_packs["store-1"] == (MODEL.pack_id,)
 
 
-def test_a_new_scheduler_takes_over_what_the_one_before_guarded() -> None:
+def test_a_new_scheduler_takes_over_what_the_one_before_retained() -> None:
     scene = Scene()
     retained = replace(a_copy(MODEL), retained=True)
     first = replace(in_rack(1, "r1"), copies={MODEL.pack_id: retained})
@@ -260,7 +260,7 @@ def test_switched_off_it_does_nothing() -> None:
     assert not scene.commands
 
 
-def test_a_recent_pack_that_no_store_can_take_is_said_to_be_short() -> None:
+def test_a_recent_pack_that_no_store_can_take_counts_as_short() -> None:
     scene = Scene()
     small = a_store("store-2", "host-2", arena_bytes=16 * MB)
     scene.settle(in_rack(1, "r1", MODEL), small)
