@@ -184,10 +184,10 @@ def test_what_a_store_never_reports_is_given_up() -> None:
 def test_an_order_whose_store_is_lost_ends_without_a_failed_copy() -> None:
     scene = racks(obedient=False)
     scene.pass_time(1.0)
-    scene.do(scene.policy.copy_failed(MODEL.pack_id, "store-3", "the arena is full", scene.now))
+    scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
     scene.pass_time(scene.config.copy_backoff_s)
     ordered = [command.hop.store_id for command in copies(scene)]
-    scene.do(scene.policy.store_gone(ordered[-1], scene.now))
+    scene.apply(StoreGone(ordered[-1]))
     assert len(of_kind(scene, "copy_failed")) == 1 and not scene.policy.state.transfers.num_running
     assert "the store's process is gone" in of_kind(scene, "relay_failed")[-1].reason
 

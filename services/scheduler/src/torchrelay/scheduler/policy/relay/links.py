@@ -30,6 +30,8 @@ _MIN_TRANSFER_S = 0.05  # a shorter transfer says little about the link
 _UNMEASURED_FACTOR = 2.0  # at most the factor by which a transfer may miss its plan
 _BUSY_SHARE = 0.05  # of the capacity: background below this is noise
 
+_Rates = defaultdict[str, list[float]]  # of transfers, by host
+
 
 @dataclass
 class RateMeter:
@@ -193,8 +195,7 @@ class Links:
         hosts = (link for host_id, link in self._links.items() if host_id != REMOTE)
         directions = (direction for link in hosts for direction in (link.out, link.into))
         best = max((direction.peak(self._measured_s) for direction in directions), default=0.0)
-        out: defaultdict[str, list[float]] = defaultdict(list)
-        into: defaultdict[str, list[float]] = defaultdict(list)
+        out, into = _Rates(list), _Rates(list)
         for transfer in running:
             target = self._host_of.get(transfer.target, transfer.target)
             into[target].append(transfer.planned_bytes_per_s)
@@ -207,15 +208,7 @@ class Links:
             found[store.store_id] = self._node(store.host_id, leaf, best, out, into, now)
         return found
 
-    def _node(
-        self,
-        host_id: str,
-        leaf: str,
-        best: float,
-        out: defaultdict[str, list[float]],
-        into: defaultdict[str, list[float]],
-        now: float,
-    ) -> Node:
+    def _node(self, host_id: str, leaf: str, best: float, out: _Rates, into: _Rates, now: float) -> Node:
         link = self._links.get(host_id) or _Link()
         capacity_out = min(link.out.capacity(best, now), self._cap)
         capacity_in = min(link.into.capacity(best, now), self._cap)

@@ -286,17 +286,12 @@ class Transfers:
 
     def _unplanned(self, copy: PackCopy, target: str, before: StoreStatus | None, now: float) -> Transfer | None:
         """A transfer that no plan of ours began, if the copy shows one: new since the last report, or receiving."""
-        if not copy.relay_begin_us:
-            return None
-        if before is None:
-            is_running, is_new = copy.receiving, False
-        else:
-            known = before.copies.get(copy.pack_id)
-            is_running, is_new = False, copy.relay_begin_us != (known.relay_begin_us if known else 0)
-        if not (is_running or is_new):
+        known = before.copies.get(copy.pack_id) if before else None
+        seen = known is not None and known.relay_begin_us == copy.relay_begin_us
+        if not copy.relay_begin_us or seen or (before is None and not copy.receiving):
             return None
         found = Transfer(copy.pack_id, target, copy.pack_bytes, now, rank=next(self._ranks))
-        return replace(found, begun_at=now, copy=copy, repair_base=copy) if is_running else found
+        return found if before else replace(found, begun_at=now, copy=copy, repair_base=copy)
 
     def _end(self, transfer: Transfer, now: float, error: str) -> TransferEvent:
         self._running.pop(transfer.key, None)

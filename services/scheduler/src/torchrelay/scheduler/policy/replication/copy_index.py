@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -145,11 +145,3 @@ class CopyIndex:
     def fullness(self, store_id: str, more_bytes: int = 0) -> float:
         """The part of the arena that kept and incoming copies take, plus ``more_bytes``."""
         return (self.kept_bytes[store_id] + more_bytes) / max(self.stores[store_id].arena_target_bytes, 1)
-
-    def released(self, pack_ids: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """(pack, store) of whole copies that are neither used nor kept."""
-        for pack_id in pack_ids:
-            copies = self._of[pack_id]
-            for holder in copies.whole:
-                if not holder.pinned and not holder.away and holder not in copies.kept:
-                    yield pack_id, holder.store_id

@@ -61,11 +61,10 @@ class CopyOrder:
 
 @dataclass(frozen=True)
 class ReplicationPlan:
-    """What to do, and what stores may evict."""
+    """What to do; stores may evict what they need not retain."""
 
     orders: tuple[CopyOrder, ...]
     retained_packs: Mapping[str, tuple[str, ...]]  # by store: packs to keep, in the order of eviction
-    released: frozenset[tuple[str, str]]  # (pack, store) of whole copies that may be evicted
     settled: frozenset[str]  # recent packs with all the copies they should have
     num_short: int  # recent packs without
 
@@ -97,7 +96,6 @@ def repair(replication_input: ReplicationInput, config: PolicyConfig) -> Replica
     return ReplicationPlan(
         orders=tuple(orders),
         retained_packs=_retained_packs(recent, copy_index),
-        released=frozenset(copy_index.released(sizes)),
         settled=settled,
         num_short=len(recent) - len(settled),
     )
