@@ -1,4 +1,4 @@
-"""The replicator in a cluster on paper: demand, wakes, hosts that fail and return, and what became of the copies."""
+"""The replicator in a simulated cluster: demand, wakes, hosts that fail and return, and what becomes of the copies."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Simulation:
 
     def _apply(self, input_: Input) -> None:
         effects = self.policy.apply(input_, self.now)
-        kinds = Counter(happening.kind for happening in effects.events)
+        kinds = Counter(event.kind for event in effects.events)
         self.figures.num_rebuilds += kinds["rebuild"]
         self.figures.num_copies_made += kinds["copied"]
         for command in effects.commands:

@@ -78,7 +78,7 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
     record_copy_event(state, now, cause, model, f"{order.reason}: {edge}", fields)
 
 
-def copy_begun(state: State, pack_id: str, store_id: str, now: float) -> None:
+def copy_accepted(state: State, pack_id: str, store_id: str, now: float) -> None:
     """The store has taken the order."""
     state.transfers.accepted((pack_id, store_id), now)
 
