@@ -1,4 +1,4 @@
-"""The replicator in a cluster on paper: demand, wakes, hosts that fail and return, and what became of the copies."""
+"""The replicator in a simulated cluster: demand, wakes, hosts that fail and return, and what becomes of the copies."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Simulation:
 
     def _apply(self, input_: Input) -> None:
         effects = self.policy.apply(input_, self.now)
-        kinds = Counter(happening.kind for happening in effects.events)
+        kinds = Counter(event.kind for event in effects.events)
         self.figures.num_rebuilds += kinds["rebuild"]
         self.figures.num_copies_made += kinds["copied"]
         for command in effects.commands:
@@ -186,7 +186,7 @@ class Simulation:
         return kept
 
     def _watch_bounds(self) -> None:
-        figures, under_way = self.figures, self.state.replication_state.under_way
+        figures, under_way = self.figures, self.state.transfers.ordered
         figures.max_at_once = max(figures.max_at_once, len(under_way))
         arriving = Counter(name for _, name in under_way)
         figures.max_arriving = max([figures.max_arriving, *arriving.values()])
@@ -206,14 +206,14 @@ class Simulation:
 
     def measure(self) -> None:
         """Takes the figures of a moment in which nothing is being rebuilt."""
-        relays = {(relay.pack_id, relay.target) for relay in self.state.relays.running()}
+        transfers = {transfer.key for transfer in self.state.transfers.with_rates()}
         arriving = {
             (pack_id, name)
             for name, host in self.hosts.items()
             for pack_id, held in host.held.items()
             if not held.whole
         }
-        self.figures.num_stale_relays += len(relays - arriving - self.state.replication_state.under_way)
+        self.figures.num_stale_relays += len(transfers - arriving)
         figures, settled = self.figures, self.state.replication_state.settled
         kept = self.kept_bytes()
         figures.max_over_mean_bytes.append(max(kept.values()) / (sum(kept.values()) / len(kept)))

@@ -80,7 +80,9 @@ class Controller:
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
         self._metrics = AdmissionMetrics(lambda: len(policy.state.queues), lambda: event_publisher.num_dropped)
-        self._copy_metrics = ReplicationMetrics(lambda: policy.state.replication_state)
+        self._copy_metrics = ReplicationMetrics(
+            lambda: policy.state.replication_state.num_short, lambda: len(policy.state.transfers.ordered)
+        )
         self._relay_metrics = RelayMetrics(lambda: policy.state.transfers.num_running)
 
     def apply(self, input_: Input) -> None:

@@ -1,4 +1,4 @@
-"""The metrics of relays, whoever ordered them."""
+"""Metrics of transfers, whoever ordered them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RelayMetrics:
 
     def __init__(self, num_running: Callable[[], int]) -> None:
         meter = metrics.get_meter("torchrelay.scheduler")
-        self._turns = meter.create_counter(
+        self._events = meter.create_counter(
             "torchrelay_scheduler_relay_events",
             description="Relays begun, repaired, slow, finished and failed, by event.",
         )
@@ -25,18 +25,18 @@ class RelayMetrics:
             meter, "torchrelay_scheduler_relay_duration", "From the first chunk asked for to the end, by event."
         )
 
-        def under_way(_: CallbackOptions) -> Iterable[Observation]:
+        def running(_: CallbackOptions) -> Iterable[Observation]:
             return [Observation(num_running())]
 
         meter.create_observable_gauge(
-            "torchrelay_scheduler_relays_running", [under_way], description="Relays planned or running."
+            "torchrelay_scheduler_relays_running", [running], description="Relays planned or running."
         )
 
-    def happened(self, happening: SchedulerEvent) -> None:
-        """Counts what concerns relays."""
-        if not happening.topic.startswith(EVENT_PREFIX):
+    def happened(self, event: SchedulerEvent) -> None:
+        """Counts events that concern transfers."""
+        if not event.topic.startswith(EVENT_PREFIX):
             return
-        event = {"event": happening.topic.removeprefix(EVENT_PREFIX)}
-        self._turns.add(1, event)
-        if "took_s" in happening.fields:
-            self._took.record(float(happening.fields["took_s"]), event)
+        labels = {"event": event.topic.removeprefix(EVENT_PREFIX)}
+        self._events.add(1, labels)
+        if "took_s" in event.fields:
+            self._took.record(float(event.fields["took_s"]), labels)

@@ -8,17 +8,16 @@ from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchrelay.common.process.telemetry import seconds_histogram
+from torchrelay.scheduler.policy.core import CopyCause
 from torchrelay.scheduler.policy.effects import SchedulerEvent
-from torchrelay.scheduler.policy.replication.repair import CopyCause
-from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
 
 _CAUSES = frozenset(cause.value for cause in CopyCause)
 
 
 class ReplicationMetrics:
-    """``book`` is read when metrics are collected."""
+    """``num_short`` and ``num_running`` are called when metrics are collected."""
 
-    def __init__(self, replication_state: Callable[[], ReplicationState]) -> None:
+    def __init__(self, num_short: Callable[[], int], num_running: Callable[[], int]) -> None:
         meter = metrics.get_meter("torchrelay.scheduler")
         self._begun = meter.create_counter(
             "torchrelay_scheduler_copies_started", description="Copies ordered, by cause."
@@ -28,23 +27,23 @@ class ReplicationMetrics:
         )
 
         def short(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(replication_state().num_short)]
+            return [Observation(num_short())]
 
-        def under_way(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(len(replication_state().under_way))]
+        def running(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(num_running())]
 
         meter.create_observable_gauge(
             "torchrelay_scheduler_packs_under_replicated",
             [short],
-            description="Packs used of late that lack copies in RAM.",
+            description="Recently used packs that lack copies in RAM.",
         )
         meter.create_observable_gauge(
-            "torchrelay_scheduler_copies_running", [under_way], description="Copies ordered and not there yet."
+            "torchrelay_scheduler_copies_running", [running], description="Copies ordered and not complete yet."
         )
 
-    def happened(self, happening: SchedulerEvent) -> None:
-        """Counts what concerns copies."""
-        if happening.kind in _CAUSES:
-            self._begun.add(1, {"cause": happening.kind})
-        elif happening.kind in ("copied", "copy_failed"):
-            self._took.record(float(happening.fields["took_s"]), {"failed": happening.kind == "copy_failed"})
+    def happened(self, event: SchedulerEvent) -> None:
+        """Counts events that concern copies."""
+        if event.kind in _CAUSES:
+            self._begun.add(1, {"cause": event.kind})
+        elif event.kind in ("copied", "copy_failed"):
+            self._took.record(float(event.fields["took_s"]), {"failed": event.kind == "copy_failed"})
