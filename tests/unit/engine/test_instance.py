@@ -8,9 +8,9 @@ import pytest
 from tests.unit.engine.harness import GREEDY, assert_idle, group_of, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.common.errors import Conflict, ContextLengthExceeded, DataCorrupted, InvalidRequest
-from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, KvPoolFull, SamplingParams
+from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, KvBlock, KvPoolFull, SamplingParams
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.layout import KvBlock, KvLayout
+from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.warm_up import warm_up
 

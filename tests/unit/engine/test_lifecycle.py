@@ -10,10 +10,9 @@ import pytest
 from tests.unit.engine.harness import Model, assert_idle, group_of, prompt_of
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken, SamplingParams
+from torchrelay.engine.core import GroupSpec, KvBlock, KvPoolFull, NewToken, SamplingParams
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.kv_import import KvImport
-from torchrelay.engine.kv.layout import KvBlock
 
 NUM_MOVES = 150
 

@@ -10,13 +10,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.engine.harness import Model, group_of, hand_over, prompt_of, run
 from torchrelay.common.latency_model import StepWork, attended_positions
 from torchrelay.engine import profile
-from torchrelay.engine.core import ChoiceSpec, GroupSpec, LoadFailed, SamplingParams
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, LoadFailed, SamplingParams, StepProfile
 from torchrelay.engine.execution import stepper
-from torchrelay.engine.profile import Activity, StepProfile
+from torchrelay.engine.kernels.backends import backends_for
+from torchrelay.engine.profile import Activity
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_each_thread_has_its_own() -> None:
 
 @pytest.mark.usefixtures("looks")
 def test_shares_add_up_to_the_step(model_of: Callable[..., Model]) -> None:
-    instance = model_of().instance(token_budget=64, attention="gather")
+    instance = model_of().instance(token_budget=64, backends=backends_for(torch.device("cpu"), "gather"))
     for number in range(16):
         instance.prefill(group_of(prompt_of(40, number), f"r{number}/0"))
     steps = run(instance)
@@ -85,7 +87,7 @@ def test_waiting_for_weights_is_io_wait(model_of: Callable[..., Model]) -> None:
     instance = model.instance(loaded=False)
     instance.prefill(group_of(prompt_of(8)))
 
-    waits, gate = threading.Semaphore(0), instance._model.weights.gate
+    waits, gate = threading.Semaphore(0), instance.model.weights.gate
     inner = gate.wait
 
     def wait(segment: int, *how: Any) -> Any:

@@ -154,7 +154,7 @@ def test_pages_go_by_turns_and_within_a_tenant_in_order(model_of: ModelOf) -> No
     model = model_of()
     instance = model.instance(pool_bytes=3 * 16 * model.instance().kv_shape.bytes_per_token)
     for tenant in "aabbab":
-        name = f"{tenant}{sum(1 for _ in instance._scheduler._groups)}/0"
+        name = f"{tenant}{len(instance.groups())}/0"
         instance.prefill(of(tenant, group_of(prompt_of(20), name)))
     order = [name for step in run(instance) for name in step.prefilled]
     assert [name[0] for name in order] == list("ababab")

@@ -33,7 +33,7 @@ class Between:
     def __init__(self, instance: Instance, after: int, action: Callable[[], None]) -> None:
         self.rows: list[int] = []
         self.free: list[int] = []
-        inner = instance._model.decoder.run_layer
+        inner = instance.model.decoder.run_layer
 
         def run_layer(layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             self.rows.append(len(hidden))
@@ -43,7 +43,7 @@ class Between:
                 action()
             return hidden
 
-        instance._model.decoder.run_layer = run_layer  # type: ignore[method-assign]
+        instance.model.decoder.run_layer = run_layer  # type: ignore[method-assign]
 
 
 def late(group: GroupSpec, deadline_s: float | None) -> GroupSpec:

@@ -14,9 +14,8 @@ from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.harness import GREEDY, Model, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.common.errors import Conflict
 from torchrelay.engine.batching.preemption import PageHolding, fair_shares, pick_victims
-from torchrelay.engine.core import GroupSpec, NewToken, SamplingParams, StepResult
+from torchrelay.engine.core import GroupSpec, KvBlock, NewToken, SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.layout import KvBlock
 
 ModelOf = Callable[..., Model]
 SAMPLED = SamplingParams(

@@ -46,7 +46,7 @@ def test_the_earliest_prompt_that_can_go_on_does(model_of: ModelOf) -> None:
         instance.prefill(group_of(prompt_of(16), f"{name}/0"), until=3)
 
     def boundaries() -> list[int]:
-        return [group.layer for group in instance._scheduler.by_layer]
+        return [group.layer for group in instance.groups()]
 
     seen = []
     for segment in (2, 3, 4):
@@ -64,7 +64,7 @@ def test_small_prompts_at_one_boundary_share_a_batch(model_of: ModelOf) -> None:
         instance.prefill(group_of(prompt_of(16), f"{number}/0"), until=2)
     steps = [instance.step() for _ in range(4)]
     assert not instance.has_work() and all(step is not EMPTY_STEP for step in steps)
-    assert [group.layer for group in instance._scheduler.by_layer] == [2, 2, 2]
+    assert [group.layer for group in instance.groups()] == [2, 2, 2]
 
 
 def test_a_prompt_by_layers_can_be_cancelled_or_set_back_at_any_boundary(model_of: ModelOf) -> None:

@@ -21,8 +21,8 @@ from tests.unit.engine.harness import (
     run,
 )
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
-from torchrelay.engine.core import KvPoolFull
-from torchrelay.engine.kv.layout import KvBlock, KvSequence
+from torchrelay.engine.core import KvBlock, KvPoolFull
+from torchrelay.engine.kv.layout import KvSequence
 
 ModelOf = Callable[..., Model]
 BOUNDARIES = (0, 1, 2, 3)

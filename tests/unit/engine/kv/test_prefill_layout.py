@@ -23,8 +23,8 @@ from tests.unit.engine.harness import (
     run,
 )
 from torchrelay.common.errors import Conflict
-from torchrelay.engine.core import SamplingParams
-from torchrelay.engine.kv.layout import KvBlock, KvSequence, KvShape
+from torchrelay.engine.core import KvBlock, SamplingParams
+from torchrelay.engine.kv.layout import KvSequence, KvShape
 from torchrelay.engine.kv.prefill_layout import PrefillLayout
 
 ModelOf = Callable[..., Model]
@@ -127,7 +127,7 @@ def test_what_is_handed_over_is_passed_on_whole_or_not_at_all(model_of: ModelOf)
         instance.prefill(group_of(prompt_of(21), forced=[(), (1, 2), ()]), on_kv, until=3)
         run(instance)
         instance.cancel("r/0", 0)  # its context has another choice
-        assert instance._scheduler.by_layer[0].can_be_exported
+        assert instance.groups()[0].can_be_exported
         instance.cancel("r/0", 2)
         if on_kv is None:
             assert export_prefill(instance).spec.contexts() == (((1,), (1, 2)),)

@@ -43,7 +43,7 @@ class Engine:
     def waiting_step(self, instance: Instance) -> Future[StepResult]:
         """A step that has begun to wait for a segment."""
         self.instances.append(instance)
-        gate, waits = instance._model.weights.gate, threading.Event()
+        gate, waits = instance.model.weights.gate, threading.Event()
         inner = gate.wait
 
         def wait(segment: int, *how: Any) -> Any:
@@ -182,7 +182,7 @@ def test_a_group_that_waits_for_pages_is_late_while_a_step_waits_for_weights(mod
     instance.prefill(ending(group_of(PROMPT, "late/0"), "deadline"))
     step = engine.waiting_step(instance)
     clock.now_s += SOON_S
-    until(lambda: instance._scheduler.get("late/0") is None)
+    until(lambda: len(instance.groups()) == 1)
     assert not step.done()
     load_rest(instance)
     assert step.result(ENOUGH_S).expired == ("late/0",)

@@ -1,4 +1,4 @@
-"""The engine's nouns; imports nothing heavy.
+"""The engine's nouns. Imports nothing heavy.
 
 A *group* is one attempt at a request: one prompt, one or more *choices* (the ``n`` of the API). Choices whose context
 (prompt and forced output) is equal share one prefill and, after it, the full pages of that context.
@@ -12,7 +12,6 @@ from typing import Final
 
 from torchrelay.common.errors import Overloaded, Unavailable
 from torchrelay.common.latency_model import NO_WORK, StepWork
-from torchrelay.engine.profile import EMPTY_PROFILE, StepProfile
 
 
 class KvPoolFull(Overloaded):
@@ -126,6 +125,33 @@ class NewToken:
     finish: Finish | None = None
     num_cached: int = 0  # with the first token: tokens of the prompt whose KV was there already
     logprobs: Logprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlock:
+    """A finished KV chunk on the prefill side. ``data`` is valid only during the call that receives it: copy it out."""
+
+    group_id: str
+    index: int  # in the group's KvLayout
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Seconds of one step by activity; ``kv_transfer_s`` includes KV imported since the step before."""
+
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    kv_transfer_s: float = 0.0
+    io_wait_s: float = 0.0
+    scheduling_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.memory_s + self.kv_transfer_s + self.io_wait_s + self.scheduling_s
+
+
+EMPTY_PROFILE: Final = StepProfile()
 
 
 @dataclass(frozen=True, slots=True)

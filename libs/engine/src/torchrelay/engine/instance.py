@@ -15,19 +15,24 @@ from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.batching.validation import check_layer_boundaries, check_logit_bias, check_tokens
-from torchrelay.engine.core import GroupSpec, StepResult
-from torchrelay.engine.execution.decode_graphs import Capturer
+from torchrelay.engine.core import GroupSpec, KvBlock, StepResult
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.execution.resident_model import ResidentModel
 from torchrelay.engine.execution.stepper import Stepper
+from torchrelay.engine.kernels.backends import Backends, backends_for
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.threads import ThreadBudget
+from torchrelay.engine.kv.export import MIN_HANDOVER_BYTES, KvExport
 from torchrelay.engine.kv.kv_import import KvImport
-from torchrelay.engine.kv.layout import KvBlock, KvLayout
+from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.model_layouts import ModelLayouts
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.kv.prefill_import import PrefillImport
 from torchrelay.engine.kv.prefill_layout import PrefillExport, PrefillLayout
+from torchrelay.engine.weights.device_link import DeviceLink, link_to
+from torchrelay.engine.weights.pack_weights import PackWeights
+from torchrelay.engine.weights.reorderer import Reorderer
+from torchrelay.modelspec.config import ModelConfig, read_config
 from torchrelay.transfer.manifest import Manifest
 
 
@@ -45,71 +50,85 @@ class Instance:
         token_budget: int = 512,
         page_tokens: int = PAGE_TOKENS,
         kv_block_tokens: int = 256,
-        attention: str | None = None,
         prefix_cache: bool = True,
-        capturer: Capturer | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_reorder: bool = False,
         on_segment: Callable[[], None] | None = None,
         active_processes: ActiveProcesses | None = None,
+        *,
+        config: ModelConfig | None = None,
+        backends: Backends | None = None,
+        link: DeviceLink | None = None,
+        reorderer: Callable[[PackWeights, int], Reorderer] = Reorderer,
+        threads: ThreadBudget | None = None,
+        min_handover_bytes: int = MIN_HANDOVER_BYTES,
     ) -> None:
         """``data`` is the pack, read only; on a CPU it is computed with in place until ``close``.
 
-        ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block of KV handed over from
-        here. ``attention`` names a backend, ``capturer`` records decode steps; None: what suits the device.
-        ``prefix_cache``: prompts of one salt that begin alike compute the common part once. ``cpu_reorder``: once all
-        weights are there, and serve, copies that a CPU computes with more quickly are made in the background.
-        ``on_segment`` is called, on whichever thread, as a segment comes into use or none will come any more: there may
-        be work now. ``neighbours``: whom it shares the cores of a CPU with.
+        ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block size of exported KV.
+        ``prefix_cache``: prompts of one tenant with a common prefix compute it once. ``cpu_reorder``: once all weights
+        have arrived and serve, make copies in the background that a CPU reads more quickly. ``on_segment`` is called,
+        on any thread, when a segment becomes usable or none will arrive any more: there may be work now.
+        ``active_processes``: the processes that share this CPU's cores.
+
+        What follows defaults to what suits the manifest and the device.
         """
-        model = ResidentModel(
-            manifest, data, pool, page_tokens, attention, capturer, cpu_reorder, on_segment, active_processes
+        device, config = pool.device, config or read_config(manifest.config)
+        self.model = model = ResidentModel(
+            manifest,
+            config,
+            data,
+            pool,
+            page_tokens,
+            backends or backends_for(device),
+            link or link_to(device),
+            reorderer if cpu_reorder and device.type == "cpu" else None,
+            on_segment,
+            active_processes,
         )
-        self._model, self._pages = model, model.pages
-        self.config, self.kv_shape = model.config, model.kv_shape
-        self._layouts = ModelLayouts(self.kv_shape, self.config.hidden_size, kv_block_tokens)
-        prefixes = PrefixCache(self._pages.allocator, page_tokens, prefix_cache)
-        self._scheduler = BatchScheduler(self._pages, prefixes, token_budget, self.config.max_context_tokens)
+        self.config, self.kv_shape = config, model.kv_shape
+        self._layouts = ModelLayouts(self.kv_shape, config.hidden_size, kv_block_tokens)
+        self._tables = model.pages.tables
+        self._prefixes = PrefixCache(self._tables.allocator, page_tokens, prefix_cache)
+        self._scheduler = BatchScheduler(
+            self._tables,
+            self._prefixes,
+            token_budget,
+            config.max_context_tokens,
+            model.pages.copy_page,
+            model.hidden_states.drop,
+        )
         self._interruptions = Interruptions(self._scheduler, clock)
-        self._cores = ThreadBudget(manifest.num_bytes, active_processes)
-        self._runner = ModelRunner(
-            model.decoder,
-            self._pages,
-            model.lay_out,
-            self._wait_for_segment,
-            lambda group: self.kv_layout(group.spec),
-            model.graphs,
-        )
+        self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)
+        self._export = KvExport(model.pages, model.hidden_states, self.kv_layout, min_handover_bytes)
         self._stepper = Stepper(
             self._scheduler,
-            self._runner,
+            ModelRunner(model, self._export, self._wait_for_segment),
             self._interruptions,
             model.can_run,
-            self.config.num_layers,
+            config.num_layers,
             token_budget,
-            pool.device,
         )
 
     # Loading
 
     def segment_ready(self, segment: int) -> None:
         """(any thread) The segment's bytes are verified. Idempotent."""
-        self._model.segment_ready(segment)
+        self.model.segment_ready(segment)
 
     def fail(self, reason: str) -> None:
         """(any thread) No more bytes will come: a step that needs them, or waits now, raises ``LoadFailed``."""
-        self._model.weights.gate.fail(reason)
+        self.model.weights.gate.fail(reason)
 
     @property
     def num_segments_ready(self) -> int:
         """(any thread)"""
-        return self._model.weights.gate.num_open
+        return self.model.weights.gate.num_open
 
     def close(self) -> None:
         """Lets go of ``data``, so that its mapping can be closed; the instance cannot be used any more."""
-        self._cores.restore()
-        self._runner.close()
-        self._model.close()
+        self._threads.restore()
+        self.model.close()
 
     # Requests
 
@@ -131,7 +150,7 @@ class Instance:
         Raises ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_layer_boundaries(self.config, 0, until)
+        check_layer_boundaries(self.config.num_layers, 0, until)
         queued = SequenceGroup.of(group, on_kv, until)
         self._scheduler.submit(queued)
         self._interruptions.deadlines.add(queued)
@@ -144,7 +163,7 @@ class Instance:
         """
         self._layouts.check_kv(group, layout)
         check_logit_bias(group, self.config.vocab_size)
-        kv_import = KvImport(group, layout, self._pages, self._scheduler, self.config.vocab_size)
+        kv_import = KvImport(group, layout, self.model.pages, self._scheduler, self.config.vocab_size)
         self._interruptions.deadlines.add(kv_import.adopted)
         return kv_import
 
@@ -161,10 +180,12 @@ class Instance:
         ``prefill``. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_layer_boundaries(self.config, layout.boundary, until)
+        check_layer_boundaries(self.config.num_layers, layout.boundary, until)
         self._layouts.check_prefill(group, layout, with_kv=on_kv is None)
         taken = SequenceGroup.of(group, on_kv, until)
-        prefill_import = PrefillImport(taken, layout, self.kv_layout(group), self._pages, self._scheduler)
+        prefill_import = PrefillImport(
+            taken, layout, self.kv_layout(group), self.model.pages, self.model.hidden_states, self._scheduler
+        )
         self._interruptions.deadlines.add(taken)
         return prefill_import
 
@@ -181,7 +202,7 @@ class Instance:
         left_s = self._interruptions.left_s(group.spec.deadline_s)
         spec = replace(group.spec_left(), deadline_s=None)
         layout = self._layouts.prefill(spec, group.layer, with_kv=group.on_kv is None)
-        exported = PrefillExport(spec, left_s, layout, self._runner.copy_prefill(group, layout))
+        exported = PrefillExport(spec, left_s, layout, self._export.copy_prefill(group, layout))
         self._scheduler.cancel(group_id)
         return exported
 
@@ -203,17 +224,21 @@ class Instance:
         next step.
         """
         self._interruptions.cancels.put(group_id, choice)
-        self._model.weights.gate.wake()
+        self.model.weights.gate.wake()
 
     # Memory
 
     @property
     def num_pages(self) -> int:
-        return self._pages.allocator.num_pages
+        return self._tables.allocator.num_pages
 
     @property
     def num_free_pages(self) -> int:
-        return self._pages.allocator.num_free
+        return self._tables.allocator.num_free
+
+    def groups(self) -> tuple[SequenceGroup, ...]:
+        """All groups here, in order of arrival; to be read only."""
+        return self._scheduler.groups
 
     def check_integrity(self) -> None:
         """Compares the page counts with every table there is. Raises ``AssertionError``."""
@@ -241,11 +266,13 @@ class Instance:
             return self._stepper.step()
         finally:
             if not self._stepper.has_work:
-                self._cores.rest()
+                self._threads.rest()
 
     def _wait_for_segment(self, segment: int) -> bool:
         """Waits until a segment is there or a group has ended. Whether one has."""
-        gate = self._model.weights.gate
-        has_ended = self._interruptions.wait_for_segment(gate, segment)
-        self._cores.adjust(gate.all_open)
+        gate, interruptions = self.model.weights.gate, self._interruptions
+        while not (has_ended := interruptions.apply()) and not gate.is_open(segment):
+            if gate.wait(segment, interruptions.next_deadline_in_s(), lambda: len(interruptions.cancels)):
+                break
+        self._threads.adjust(gate.all_open)
         return has_ended

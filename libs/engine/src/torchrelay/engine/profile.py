@@ -14,10 +14,10 @@ is seen: a step waits for the device once, under ``COMPUTE``.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from enum import IntEnum
 from time import perf_counter
-from typing import Final
+
+from torchrelay.engine.core import StepProfile
 
 
 class Activity(IntEnum):
@@ -31,22 +31,6 @@ class Activity(IntEnum):
     SCHEDULING = 5  # choosing and laying out the batch, sampling, moving sequences on
 
 
-@dataclass(frozen=True, slots=True)
-class StepProfile:
-    """Seconds of one step by share; ``kv_transfer_s`` also holds what was adopted since the step before."""
-
-    compute_s: float = 0.0
-    memory_s: float = 0.0
-    kv_transfer_s: float = 0.0
-    io_wait_s: float = 0.0
-    scheduling_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.compute_s + self.memory_s + self.kv_transfer_s + self.io_wait_s + self.scheduling_s
-
-
-EMPTY_PROFILE: Final = StepProfile()
 _BLANK = [0.0] * len(Activity)
 
 

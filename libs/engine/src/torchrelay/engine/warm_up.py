@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock, SamplingParams
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.layout import KvBlock
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES, tensors_by_segment

@@ -15,8 +15,8 @@ from torchrelay.engine.kernels.cpu.active_processes import ACTIVE_FOR_S, ActiveP
 _COMPUTE = """
 import sys
 from pathlib import Path
-from torchrelay.engine.kernels.cpu.active_processes import Neighbours
-print(Neighbours(Path(sys.argv[1]), num_places=2).count_computing(), flush=True)
+from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+print(ActiveProcesses(Path(sys.argv[1]), max_processes=2).count_computing(), flush=True)
 sys.stdin.read()
 """
 

@@ -7,7 +7,6 @@ from itertools import cycle
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.library import Kernels
-from torchrelay.engine.kernels.cpu.threads import MAX_ONE_THREAD_BYTES, ThreadBudget
 
 
 def beside(
@@ -29,7 +27,6 @@ def beside(
     at_call: Callable[[ActiveProcesses], object],
 ) -> tuple[Instance, Instance, Counted]:
     """As ``instances``; the one of whole layers has a neighbour, with which something is done at each of its calls."""
-    plain, whole, _ = instances(monkeypatch, model, built)
     mine, theirs = (ActiveProcesses(cores) for _ in range(2))
 
     def layers(*arguments: object) -> int:
@@ -37,10 +34,7 @@ def beside(
         num_done: int = built.layers(*arguments)
         return num_done
 
-    whole._cores = ThreadBudget(MAX_ONE_THREAD_BYTES, mine)
-    counted = whole._model.decoder._whole_layers = Counted(built, whole._model, mine)
-    counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
-    return plain, whole, counted
+    return instances(monkeypatch, model, built, layers=layers, processes=mine)
 
 
 @pytest.mark.usefixtures("three_threads")

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from torchrelay.engine.batching.fair_queue import FairQueue
+from torchrelay.engine.batching.pages import PageAllocator
 from torchrelay.engine.batching.sequences import DecodeSequence, GroupState, PrefillContext, SequenceGroup
-from torchrelay.engine.kv.pool import PageAllocator
 
 
 def check_pages(allocator: PageAllocator, groups: Collection[SequenceGroup], held: Mapping[str, int]) -> None:

@@ -9,7 +9,6 @@ from itertools import count
 
 from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import GroupState, SequenceGroup
-from torchrelay.engine.weights.segment_gate import SegmentGate
 
 _MIN_PRUNE_SIZE = 64
 
@@ -99,15 +98,6 @@ class Interruptions:
                 self._expired.append(group.spec.group_id)
                 ended = True
         return ended
-
-    def wait_for_segment(self, gate: SegmentGate, segment: int) -> bool:
-        """Settles, and again whenever something may end, until the segment is open. Whether anything ended: then it
-        may not be open yet.
-        """
-        while not self.apply():
-            if gate.is_open(segment) or gate.wait(segment, self.next_deadline_in_s(), lambda: len(self.cancels)):
-                return False
-        return True
 
     def next_deadline_in_s(self) -> float | None:
         """Seconds to the next deadline, 0 when it has come; None without one."""

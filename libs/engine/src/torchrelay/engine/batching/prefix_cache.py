@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from torchrelay.common.tokens.prefix_hashes import page_hashes
-from torchrelay.engine.kv.pool import PageAllocator
+from torchrelay.engine.batching.pages import PageAllocator
 
 
 class PrefixCache:

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import PrefillContext, SequenceGroup, slots_of
 from torchrelay.engine.batching.validation import check_lengths
-from torchrelay.engine.kv.pool import PagedKv
 
 
 class Reservations:
     """Gives groups their pages, those of known prefixes among them."""
 
-    def __init__(self, pages: PagedKv, prefixes: PrefixCache, max_context_tokens: int) -> None:
+    def __init__(self, pages: PageTables, prefixes: PrefixCache, max_context_tokens: int) -> None:
         self._pages = pages
         self._prefixes = prefixes
         self._max_context_tokens = max_context_tokens

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from torchrelay.common.errors import Conflict
 from torchrelay.engine.batching.fair_queue import FairQueue
 from torchrelay.engine.batching.integrity import check_pages, check_states
+from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.preemption import groups_to_preempt
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.reservation import Reservations
@@ -22,7 +23,6 @@ from torchrelay.engine.batching.sequences import (
     slots_of,
 )
 from torchrelay.engine.core import KvPoolFull, NewToken
-from torchrelay.engine.kv.pool import PagedKv
 
 
 class BatchScheduler:
@@ -33,8 +33,18 @@ class BatchScheduler:
     beyond its share is a group set back.
     """
 
-    def __init__(self, pages: PagedKv, prefixes: PrefixCache, token_budget: int, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        pages: PageTables,
+        prefixes: PrefixCache,
+        token_budget: int,
+        max_context_tokens: int,
+        copy_page: Callable[[int, int], None],
+        on_leave: Callable[[PrefillContext], None] = lambda context: None,
+    ) -> None:
+        """``copy_page(source, target)`` copies the KV of a page; ``on_leave`` gets each context that ends."""
         self._pages = pages
+        self._copy_page, self._on_leave = copy_page, on_leave
         self._prefixes = prefixes
         self._reservations = Reservations(pages, prefixes, max_context_tokens)
         self._token_budget = token_budget
@@ -58,6 +68,10 @@ class BatchScheduler:
     def by_layer(self) -> Sequence[SequenceGroup]:
         """The groups that run layer by layer, in order of admission."""
         return tuple(self._by_layer)
+
+    @property
+    def groups(self) -> tuple[SequenceGroup, ...]:
+        return tuple(self._groups.values())
 
     def get(self, group_id: str) -> SequenceGroup | None:
         return self._groups.get(group_id)
@@ -124,8 +138,19 @@ class BatchScheduler:
                 self._prefilling.remove(context.group.spec.tenant_id, context)
                 self._prefilling.push(context.group.spec.tenant_id, context, first=True)
 
-    def computed(self, chunk: PrefillChunk) -> None:
-        chunk.context.num_computed = chunk.end
+    def commit(self, plan: BatchPlan, tokens: Sequence[NewToken]) -> None:
+        """Advances every sequence of a computed plan. ``tokens``: one of each running choice, then the first ones of
+        each context that the plan ends.
+        """
+        for chunk in plan.chunks:
+            chunk.context.num_computed = chunk.end
+        for decoding, token in zip(plan.decoding, tokens, strict=False):
+            self.advance(decoding, token)
+        for context in (chunk.context for chunk in plan.chunks if chunk.ends_context):
+            group = context.group
+            goes_on = [token for token in tokens if token.group_id == group.spec.group_id and token.finish is None]
+            first_tokens = {token.choice: token.token_id for token in goes_on}
+            self.start(context, {} if group.on_kv else first_tokens)
 
     def start(self, context: PrefillContext, first_tokens: Mapping[int, int]) -> None:
         """A context is computed: each choice named goes on by itself from its first token, the others end."""
@@ -137,7 +162,7 @@ class BatchScheduler:
         partial = context.num_tokens // size
         for choice, table in zip(runs, tables, strict=True):
             if context.num_tokens % size and table is not tables[0]:
-                self._pages.copy_page(tables[0][partial], table[partial])
+                self._copy_page(tables[0][partial], table[partial])
             output = [*context.forced, first_tokens[choice]]
             counts = Counter(output) if spec.sampling.penalised else None
             slots = slots_of(table, size)
@@ -269,7 +294,7 @@ class BatchScheduler:
     def _leave(self, context: PrefillContext) -> None:
         """Takes a context out of its group, and out of wherever it stands."""
         group = context.group
-        context.hidden = None
+        self._on_leave(context)
         group.contexts.remove(context)
         self._prefilling.remove(group.spec.tenant_id, context)
         self._update_state(group)

@@ -18,10 +18,9 @@ from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from torchrelay.engine.core import ChoiceSpec, GroupSpec
-from torchrelay.engine.kv.layout import KvBlock
+from torchrelay.common.latency_model import StepWork, attended_positions
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock
 
 Slots = npt.NDArray[np.int64]
 
@@ -41,7 +40,7 @@ class GroupState(Enum):
     GONE = auto()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PrefillContext:
     """A prompt and forced output that one or more choices begin with.
 
@@ -58,7 +57,6 @@ class PrefillContext:
     slots: Slots = field(default_factory=lambda: np.empty(0, np.int64))
     num_cached: int = 0  # positions whose KV was there when the pages were reserved
     num_computed: int = 0  # positions through all layers
-    hidden: Tensor | None = None  # [num_tokens, hidden] at the group's layer boundary; None at boundary 0
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -214,6 +212,16 @@ class BatchPlan:
 
     def __bool__(self) -> bool:
         return bool(self.decoding or self.chunks)
+
+    @property
+    def work(self) -> StepWork:
+        """What the duration of its step is explained by. Read it before the sequences advance."""
+        return StepWork(
+            num_prefilled=sum(chunk.num_tokens for chunk in self.chunks),
+            num_prefill_attended=sum(attended_positions(chunk.begin, chunk.end) for chunk in self.chunks),
+            num_decoding=len(self.decoding),
+            num_decode_attended=sum(each.num_computed + 1 for each in self.decoding),
+        )
 
     def live_part(self) -> tuple[BatchPlan, list[int]]:
         """What of it has not ended meanwhile, and the rows of that."""

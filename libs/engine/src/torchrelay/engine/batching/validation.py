@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torchrelay.common.errors import ContextLengthExceeded, InvalidRequest
 from torchrelay.engine.core import GroupSpec
-from torchrelay.modelspec.config import ModelConfig
 
 
 def check_lengths(spec: GroupSpec, max_context_tokens: int) -> None:
@@ -43,9 +42,9 @@ def check_logit_bias(spec: GroupSpec, vocab_size: int) -> None:
         raise InvalidRequest("a token of logit_bias is not in the model's vocabulary", field="logit_bias")
 
 
-def check_layer_boundaries(config: ModelConfig, begin: int, until: int | None) -> None:
+def check_layer_boundaries(num_layers: int, begin: int, until: int | None) -> None:
     """Of a prompt that runs from one layer boundary to another. Raises ``InvalidRequest``."""
-    if not 0 <= begin <= config.num_layers:
+    if not 0 <= begin <= num_layers:
         raise InvalidRequest(f"the model has no layer boundary {begin}", field="boundary")
-    if until is not None and not begin <= until <= config.num_layers:
+    if until is not None and not begin <= until <= num_layers:
         raise InvalidRequest(f"a prompt at layer boundary {begin} cannot run until {until}", field="until")

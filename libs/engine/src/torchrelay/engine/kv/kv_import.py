@@ -10,12 +10,12 @@ from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine import profile
 from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import SequenceGroup
+from torchrelay.engine.buffers import as_tensor
 from torchrelay.engine.core import GroupSpec
 from torchrelay.engine.kernels.cpu.threads import one_thread
 from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import PagedKv
 from torchrelay.engine.profile import Activity
-from torchrelay.engine.weights.pack_weights import as_tensor
 
 
 class KvImport:

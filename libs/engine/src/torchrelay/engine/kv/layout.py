@@ -70,15 +70,6 @@ class KvLocation:
 
 
 @dataclass(frozen=True, slots=True)
-class KvBlock:
-    """A finished chunk on the prefill side. ``data`` may be read only during the call it is handed to: copy it out."""
-
-    group_id: str
-    index: int  # in the group's KvLayout
-    data: memoryview
-
-
-@dataclass(frozen=True, slots=True)
 class KvLayout:
     """The chunks of one KV buffer, in the order they are computed when no prefill chunk is longer than a block."""
 

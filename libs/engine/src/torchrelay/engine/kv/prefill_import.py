@@ -6,11 +6,12 @@ import torch
 
 from torchrelay.common.errors import Conflict, DataCorrupted
 from torchrelay.engine.batching.scheduler import BatchScheduler
-from torchrelay.engine.batching.sequences import PrefillContext, SequenceGroup
+from torchrelay.engine.batching.sequences import SequenceGroup
+from torchrelay.engine.buffers import as_tensor
+from torchrelay.engine.kv.hidden_states import HiddenStates
 from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import PagedKv
 from torchrelay.engine.kv.prefill_layout import PrefillLayout
-from torchrelay.engine.weights.pack_weights import as_tensor
 
 
 class PrefillImport:
@@ -22,12 +23,13 @@ class PrefillImport:
         layout: PrefillLayout,
         kv_layout: KvLayout,
         pages: PagedKv,
+        hidden_states: HiddenStates,
         scheduler: BatchScheduler,
     ) -> None:
         """Reserves at once. Raises ``KvPoolFull``, ``InvalidRequest`` or ``Conflict``."""
         self.layout = layout
         self._group = group
-        self._pages = pages
+        self._pages, self._hidden_states = pages, hidden_states
         self._scheduler = scheduler
         self._contexts = tuple(group.contexts)
         self._missing = set(range(layout.num_chunks))
@@ -61,7 +63,7 @@ class PrefillImport:
         block = as_tensor(memoryview(data)).view(kv.dtype)
         if self.layout.holds_hidden(place):
             rows = block.view(place.token_end - place.token_begin, -1)
-            self._hidden(context, rows.shape[1])[place.token_begin : place.token_end] = rows.to(kv.device)
+            self._hidden_states.write(context, place.token_begin, rows.to(kv.device))
             return
         # NOTE: what was cached here lies in pages that others read too.
         skipped = min(max(context.num_cached - place.token_begin, 0), place.token_end - place.token_begin)
@@ -84,9 +86,3 @@ class PrefillImport:
         """What is missing will not come: frees the pages. Only before ``start``."""
         for context in tuple(self._group.contexts):
             self._scheduler.drop(context)
-
-    def _hidden(self, context: PrefillContext, hidden_size: int) -> torch.Tensor:
-        if context.hidden is None:
-            kv = self._pages.kv
-            context.hidden = torch.empty(context.num_tokens, hidden_size, dtype=kv.dtype, device=kv.device)
-        return context.hidden

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk
 from torchrelay.engine.kernels.attention import AttentionBackend, Span
+from torchrelay.engine.kernels.layer import LayerView
 from torchrelay.engine.model.rope import Rope
 from torchrelay.modelspec.config import ModelConfig
 
@@ -22,15 +22,6 @@ class LayerKind:
 
     window: int | None
     rope: Rope
-
-
-@dataclass(frozen=True, slots=True)
-class LayerView:
-    """The batch as layers of one kind see it."""
-
-    cos: Tensor  # [rows, 1, head_dim / 2]
-    sin: Tensor
-    attention: Any  # the backend's own plan
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from torchrelay.engine.batching.sequences import DecodeSequence, PrefillContext
+from torchrelay.engine.batching.sequences import BatchPlan, PrefillContext
 from torchrelay.engine.core import NO_TOKEN, Finish, GroupSpec, Logprobs, NewToken, SamplingParams
 from torchrelay.engine.sampling.distributions import (
     apply_biases_and_penalties,
@@ -54,11 +54,19 @@ class TokenDraw:
         return NewToken(group_id, self.choice, self.position, token_id, finish, self.num_cached, logprobs)
 
 
-def draw_of_decoding(row: int, decoding: DecodeSequence) -> TokenDraw:
-    return TokenDraw(row, decoding.spec, decoding.choice, decoding.next_position, decoding.counts)
+def draws_of(plan: BatchPlan) -> list[TokenDraw]:
+    """The next token of each running choice, then the first ones of each context that the plan ends, row by row."""
+    draws = [
+        TokenDraw(row, each.spec, each.choice, each.next_position, each.counts)
+        for row, each in enumerate(plan.decoding)
+    ]
+    ended = (chunk.context for chunk in plan.chunks if chunk.ends_context)
+    for row, context in enumerate(ended, len(plan.decoding)):
+        draws += _draws_of_context(row, context)
+    return draws
 
 
-def draws_of_context(row: int, context: PrefillContext) -> list[TokenDraw]:
+def _draws_of_context(row: int, context: PrefillContext) -> list[TokenDraw]:
     """The first token of each choice that shares the context; they differ by the choice's random number alone."""
     spec = context.group.spec
     num_cached = min(context.num_cached, spec.num_prompt_tokens)

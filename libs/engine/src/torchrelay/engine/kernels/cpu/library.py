@@ -79,6 +79,14 @@ def kernels() -> Kernels | None:
     return None
 
 
+@cache
+def has_arithmetic(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies the dtype natively. True when unknown."""
+    found = torch.cpu.get_capabilities()
+    wanted = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}.get(dtype)
+    return wanted is None or found.get("architecture") != "x86_64" or any(found.get(name) for name in wanted)
+
+
 def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 

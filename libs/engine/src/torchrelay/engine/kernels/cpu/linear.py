@@ -7,9 +7,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from torchrelay.engine.kernels.cpu.library import DTYPES, Kernels, address
+from torchrelay.engine.kernels.cpu.library import DTYPES, IsaLevel, Kernels, address, has_arithmetic
 from torchrelay.engine.kernels.workspace import Workspace
 
+FEW_ROWS: Final = 4
 _STEP: Final = 32  # so many weights of a row are taken at a time, at most
 _scratch = Workspace()
 
@@ -17,6 +18,11 @@ _scratch = Workspace()
 def supports_weight(weight: Tensor) -> bool:
     """Whether the kernel computes with an [out, in] weight. For fp32 torch's own are as quick."""
     return weight.dtype != torch.float32 and weight.shape[1] % _STEP == 0
+
+
+def max_kernel_rows(level: IsaLevel, dtype: torch.dtype) -> int:
+    """Up to how many rows the kernel is quickest: few are bound by reading the weights, many by arithmetic."""
+    return FEW_ROWS if has_arithmetic(dtype) else level.linear_rows
 
 
 def cpu_linear(kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -32,13 +32,18 @@ class ThreadBudget:
 
     It also leaves one core to those who bring and verify the weights, until all are there: on a CPU both want every
     core, and where the computation takes them, the last layer comes so late that more is lost than won. A model whose
-    weights are fewer than ``ONE_CORE_BYTES`` gets one core.
+    weights are fewer than ``one_thread_bytes`` gets one core.
     """
 
-    def __init__(self, num_weight_bytes: int, active_processes: ActiveProcesses | None = None) -> None:
+    def __init__(
+        self,
+        num_weight_bytes: int,
+        active_processes: ActiveProcesses | None = None,
+        one_thread_bytes: int = MAX_ONE_THREAD_BYTES,
+    ) -> None:
         self._active_processes = active_processes
         self._num_threads = torch.get_num_threads()
-        self._max_threads = self._num_threads if num_weight_bytes >= MAX_ONE_THREAD_BYTES else 1
+        self._max_threads = self._num_threads if num_weight_bytes >= one_thread_bytes else 1
         self._num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
     def adjust(self, is_loaded: bool) -> None:

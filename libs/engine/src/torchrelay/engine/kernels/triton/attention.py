@@ -34,7 +34,7 @@ _PREFILL_STAGES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """Sequences with several rows each; their sheet is described in ``triton_kernels``."""
+    """Sequences with several rows each; their sheet is described in ``attention_kernels``."""
 
     sheet: Tensor
     nums_rows: tuple[int, ...]  # of each sequence
