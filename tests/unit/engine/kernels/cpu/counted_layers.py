@@ -30,7 +30,7 @@ SAMPLING = SamplingParams(temperature=0, max_tokens=30)
 class Counted(CpuLayers):
     """``calls``: how many layers each has computed; ``rows``: of how many rows."""
 
-    def __init__(self, *arguments: Any, **limits: int) -> None:
+    def __init__(self, *arguments: Any, **limits: Any) -> None:
         super().__init__(*arguments, **limits)
         self.calls: list[int] = []
         self.rows: list[int] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -151,7 +152,7 @@ def test_what_was_cached_leaves_with_the_first_chunk_and_counts(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
     model = model_of(dtype="bfloat16")
-    settings = {"token_budget": 512, "page_tokens": 16, "prefix_cache": True}
+    settings: dict[str, Any] = {"token_budget": 512, "page_tokens": 16, "prefix_cache": True}
     min_bytes = 40 * model.instance().kv_shape.bytes_per_token_layer
     _, whole, counted = instances(monkeypatch, model, built, min_handover_bytes=min_bytes, **settings)
     for number in range(2):
