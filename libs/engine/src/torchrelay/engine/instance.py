@@ -1,4 +1,4 @@
-"""One model in one slot: prompts in, tokens out, one batch at a time."""
+"""The engine's door: one model in one slot, prompts in, tokens out, one batch per step."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from torchrelay.transfer.manifest import Manifest
 
 
 class Instance:
-    """All methods from one engine thread, except those marked (any thread).
+    """All methods on one engine thread, except those marked (any thread).
 
-    Built before its weights are there: it only reads the manifest and cuts the pool. Steps wait layer by layer.
+    Built before its weights arrive: that reads the manifest and partitions the pool. Steps wait layer by layer.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Instance:
         self.model.segment_ready(segment)
 
     def fail(self, reason: str) -> None:
-        """(any thread) No more bytes will come: a step that needs them, or waits now, raises ``LoadFailed``."""
+        """(any thread) No more bytes will arrive: a step that needs them, or waits now, raises ``LoadFailed``."""
         self.model.weights.gate.fail(reason)
 
     @property
@@ -126,14 +126,14 @@ class Instance:
         return self.model.weights.gate.num_open
 
     def close(self) -> None:
-        """Lets go of ``data``, so that its mapping can be closed; the instance cannot be used any more."""
+        """Releases ``data``, so that its mapping can be closed. The instance cannot be used afterwards."""
         self._threads.restore()
         self.model.close()
 
     # Requests
 
     def kv_layout(self, group: GroupSpec) -> KvLayout:
-        """(any thread) How this group's KV is handed over from here: what an offer says, and the buffer's chunks."""
+        """(any thread) The wire layout of this group's KV, as it is handed over from here."""
         return self._layouts.kv(group)
 
     def prefill(
@@ -141,11 +141,11 @@ class Instance:
     ) -> None:
         """Queues a prompt.
 
-        With ``on_kv`` it is handed over: that is called on the engine thread with each block of each layer as soon as
-        it is computed, and the group ends here with its first tokens. Without, it goes on decoding here.
+        With ``on_kv`` its KV is handed over: it is called on the engine thread with each block of each layer once
+        computed, and the group ends here with its first tokens. Without, it decodes here.
 
-        With ``until`` all of it runs layer by layer, each layer once its weights are there, and stops at that boundary
-        until it is passed on. At the number of layers it goes on to its first tokens, if nobody takes it before.
+        With ``until`` all of it runs layer by layer, each layer once its weights have arrived, and stops at that
+        boundary until it is exported. ``until`` the number of layers, it continues to its first tokens.
 
         Raises ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
         """
@@ -156,15 +156,14 @@ class Instance:
         self._interruptions.deadlines.add(queued)
 
     def import_kv(self, group: GroupSpec, layout: KvLayout) -> KvImport:
-        """Reserves pages for a group that another worker prefills, with all its tokens to come.
+        """Reserves pages for a group that another worker prefills, and for its tokens to come.
 
-        ``layout`` is the offer's. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or
-        ``Conflict``.
+        ``layout`` is the offer's. Raises ``KvPoolFull`` (retry as pages come free), ``InvalidRequest`` or ``Conflict``.
         """
         self._layouts.check_kv(group, layout)
         check_logit_bias(group, self.config.vocab_size)
         kv_import = KvImport(group, layout, self.model.pages, self._scheduler, self.config.vocab_size)
-        self._interruptions.deadlines.add(kv_import.adopted)
+        self._interruptions.deadlines.add(kv_import.imported)
         return kv_import
 
     def import_prefill(
@@ -174,31 +173,31 @@ class Instance:
         on_kv: Callable[[KvBlock], None] | None = None,
         until: int | None = None,
     ) -> PrefillImport:
-        """Reserves pages for a prompt that another instance has passed on; ``group`` is ``Passed.group_at`` now.
+        """Reserves pages for a prompt that another instance exported; ``group`` is ``PrefillExport.group_at`` now.
 
-        ``on_kv`` gets the KV of the layers from the boundary on; it must be set if it was there. ``until`` as for
-        ``prefill``. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or ``Conflict``.
+        ``on_kv`` gets the KV of the layers from the boundary on; required if the exporter had one. ``until`` as for
+        ``prefill``. Raises ``KvPoolFull`` (retry as pages come free), ``InvalidRequest`` or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
         check_layer_boundaries(self.config.num_layers, layout.boundary, until)
         self._layouts.check_prefill(group, layout, with_kv=on_kv is None)
-        taken = SequenceGroup.of(group, on_kv, until)
+        imported = SequenceGroup.of(group, on_kv, until)
         prefill_import = PrefillImport(
-            taken, layout, self.kv_layout(group), self.model.pages, self.model.hidden_states, self._scheduler
+            imported, layout, self.kv_layout(group), self.model.pages, self.model.hidden_states, self._scheduler
         )
-        self._interruptions.deadlines.add(taken)
+        self._interruptions.deadlines.add(imported)
         return prefill_import
 
     @torch.inference_mode()
     def export_prefill(self, group_id: str) -> PrefillExport:
-        """Takes a prompt out, with all that was computed of it: it waits here, or runs layer by layer.
+        """Removes a prompt that waits, or runs layer by layer, and returns all that was computed of it.
 
         Raises ``Conflict`` for any other: its chunks are at different layers, it decodes, it is not here, or some of
-        the contexts whose KV is handed over have ended.
+        the contexts to be handed over have ended.
         """
         group = self._scheduler.get(group_id)
         if group is None or not group.can_be_exported:
-            raise Conflict(f"{group_id} is at no layer boundary here")
+            raise Conflict(f"{group_id} is not at a layer boundary here")
         left_s = self._interruptions.left_s(group.spec.deadline_s)
         spec = replace(group.spec_left(), deadline_s=None)
         layout = self._layouts.prefill(spec, group.layer, with_kv=group.on_kv is None)
@@ -207,21 +206,21 @@ class Instance:
         return exported
 
     def preempt(self, group_id: str) -> None:
-        """Frees the pages of a group at once; it waits again and goes on later where it was, with the same tokens.
+        """Frees the pages of a group at once; it waits again and continues later with the same tokens.
 
-        Nothing happens to one that waits, or is gone. Raises ``Conflict`` for one that could not be computed again
-        here: it was adopted, or with all its output it would be more than the pool holds.
+        Nothing happens to a group that waits or is gone. Raises ``Conflict`` if it cannot be recomputed here: its KV
+        was imported, or with all its output it exceeds the pool.
         """
         self._scheduler.preempt(group_id)
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
-        """Frees the pages of a group, or of one of its choices, at once; no token of it comes any more."""
+        """Frees the pages of a group, or of one choice, at once; it yields no more tokens."""
         self._interruptions.cancels.discard(group_id, choice)
         self._scheduler.cancel(group_id, choice)
 
     def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
-        """(any thread) The same, between two layers of a step under way, at once where it waits for one, or before the
-        next step.
+        """(any thread) As ``cancel``, between two layers of the running step, at once if it waits for one, or before
+        the next step.
         """
         self._interruptions.cancels.put(group_id, choice)
         self.model.weights.gate.wake()
@@ -237,11 +236,11 @@ class Instance:
         return self._tables.allocator.num_free
 
     def groups(self) -> tuple[SequenceGroup, ...]:
-        """All groups here, in order of arrival; to be read only."""
+        """All groups here, in order of arrival, for inspection only."""
         return self._scheduler.groups
 
     def check_integrity(self) -> None:
-        """Compares the page counts with every table there is. Raises ``AssertionError``."""
+        """Compares the page counts with all tables. Raises ``AssertionError``."""
         self._scheduler.check_integrity()
 
     # Steps
@@ -251,16 +250,16 @@ class Instance:
         return self._stepper.has_work
 
     def max_sleep_s(self) -> float | None:
-        """How long whoever drives this may sleep: 0 while there is work, else until a group is late that is only held
-        here (it waits for pages, for its KV, or to be passed on). None: until something is asked of it.
+        """How long the driver may sleep: 0 while there is work, else until the next deadline of a group that waits for
+        pages, its KV or its export. None: until the next call.
         """
         return 0.0 if self._stepper.has_work else self._interruptions.next_deadline_in_s()
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        """Computes one batch, and one layer of the prompts that run layer by layer; ends groups that are late.
+        """Computes one batch, and one layer of prompts that run layer by layer; ends groups past their deadline.
 
-        Raises ``LoadFailed``; the batch is then as if never begun.
+        Raises ``LoadFailed``; the batch is then as if never started.
         """
         try:
             return self._stepper.step()
@@ -269,7 +268,7 @@ class Instance:
                 self._threads.rest()
 
     def _wait_for_segment(self, segment: int) -> bool:
-        """Waits until a segment is there or a group has ended. Whether one has."""
+        """Waits until a segment has arrived or a group has ended. Whether one has ended."""
         gate, interruptions = self.model.weights.gate, self._interruptions
         while not (has_ended := interruptions.apply()) and not gate.is_open(segment):
             if gate.wait(segment, interruptions.next_deadline_in_s(), lambda: len(interruptions.cancels)):

@@ -1,4 +1,4 @@
-"""Prompts that run layer by layer: whose turn it is, and their batches."""
+"""Planning of prompts that run layer by layer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, Sequen
 def runnable_groups(
     groups: Sequence[SequenceGroup], num_layers: int, token_budget: int, is_ready: Callable[[int], bool]
 ) -> tuple[SequenceGroup, ...]:
-    """Of groups that run layer by layer: the earliest that can go on, and with it others at its boundary as far as
-    they fit into one batch. ``is_ready`` tells whether a layer's weights are there; the head counts as the last.
+    """The earliest group that can go on, and others at its boundary that fit into the same batch.
 
-    So an instance that is still loading works on what it has, and never waits (live pairing after BlitzScale, OSDI
-    2025: the earliest batch whose next layer is present).
+    ``is_ready`` tells whether a layer's weights have arrived; the head counts as the last layer. An instance that is
+    still loading works on what it has and never waits (live pairing, after BlitzScale, OSDI 2025).
     """
     found: list[SequenceGroup] = []
     room = token_budget
     for group in groups:
-        stops = group.layer == group.until and group.layer < num_layers  # until it is passed on
+        stops = group.layer == group.until and group.layer < num_layers  # until it is exported
         if stops or not is_ready(group.layer) or (found and group.layer != found[0].layer):
             continue
         size = sum(context.num_tokens for context in group.contexts)

@@ -1,7 +1,7 @@
-"""Which KV pages are free, and the page tables of sequences: counts only, the bytes are ``kv.pool``'s.
+"""Page allocation and page tables; the bytes are in ``kv.pool``.
 
-A page holds ``page_tokens`` positions of every layer. Pages are reference counted, because choices of one group share
-the full pages of their context, and groups those of a common prefix.
+A page holds ``page_tokens`` positions of every layer. Pages are reference counted: choices of one group share the full
+pages of their context, and groups those of a common prefix.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torchrelay.engine.core import KvPoolFull
 class PageAllocator:
     """Which pages are free, and how many tables hold each of the others.
 
-    A *retained* page that nobody holds is idle: as good as free, but taken last, the longest idle first; then
-    ``on_reclaim`` is told.
+    A *retained* page that no table holds is idle: it counts as free, but is taken last, the longest idle first, with
+    a call of ``on_reclaim``.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -25,7 +25,7 @@ class PageAllocator:
         self.retained: set[int] = set()
         self.on_reclaim: Callable[[int], None] = lambda page: None
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._num_touched = 0  # pages from here on were never taken; saves listing them all at a cold start
+        self._num_touched = 0  # pages from here on were never taken: a cold start need not list them
         self._free: list[int] = []
         self._holders = array("I", bytes(4 * num_pages))
 
@@ -47,14 +47,14 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more table holds each of these, which are held or idle."""
+        """One more table holds each of these held or idle pages."""
         for page in pages:
             self._holders[page] += 1
             self._idle.pop(page, None)
 
     def release(self, pages: Sequence[int]) -> None:
-        """One table less holds each of these; the last one frees it, or leaves it idle."""
-        for page in reversed(pages):  # of a prefix the end goes first when pages are reclaimed
+        """One table less holds each of these; the last release frees the page, or leaves it idle."""
+        for page in reversed(pages):  # so that the end of a prefix is reclaimed first
             self._holders[page] -= 1
             if self._holders[page]:
                 continue
@@ -64,7 +64,7 @@ class PageAllocator:
                 self._free.append(page)
 
     def retain(self, page: int) -> None:
-        """A page that is held shall stay idle when nobody holds it any more."""
+        """This held page is to become idle, not free, when its last table releases it."""
         self.retained.add(page)
 
     def _reclaim(self) -> int:
@@ -74,7 +74,7 @@ class PageAllocator:
         return page
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Every page is free, idle or held as often as ``tables`` (all there are) say. Raises ``AssertionError``."""
+        """Every page is free, idle, or held as often as all ``tables`` have it. Raises ``AssertionError``."""
         held = Counter(page for table in tables for page in table)
         free = {*self._free, *self._idle}
         assert len(free) == len(self._free) + len(self._idle), "a page was freed twice"
@@ -96,7 +96,7 @@ class PageTables:
 
     @property
     def scratch_slot(self) -> int:
-        """A slot of no page that is ever given out, for rows that nobody reads; only where the cut has one."""
+        """A slot beyond all pages, for rows that nobody reads; only if the partition has one."""
         return self.allocator.num_pages * self.page_tokens
 
     def pages_for(self, num_tokens: int) -> int:
@@ -110,12 +110,12 @@ class PageTables:
     def reserve(
         self, num_context_tokens: int, num_tokens: int, num_tables: int, known: Sequence[int] = ()
     ) -> list[list[int]]:
-        """Page tables as counted by ``pages_to_reserve``, which begin with the ``known`` pages.
+        """Page tables as counted by ``pages_to_reserve``, starting with the ``known`` pages.
 
-        Raises ``KvPoolFull`` and takes nothing when pages lack.
+        Raises ``KvPoolFull`` and takes nothing if there are too few.
         """
         num_pages = self.pages_to_reserve(num_context_tokens, num_tokens, num_tables)
-        self.allocator.share(known)  # first: what is taken next might be they
+        self.allocator.share(known)  # first, or ``take`` might reclaim them
         try:
             pages = [*known, *self.allocator.take(num_pages - len(known))]
         except KvPoolFull:

@@ -1,4 +1,4 @@
-"""Prompts that another instance computed up to a layer boundary."""
+"""Import of prompts that another instance computed up to a layer boundary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrelay.engine.kv.prefill_layout import PrefillLayout
 
 
 class PrefillImport:
-    """Pages reserved for a prompt, to be filled with what was passed on. All methods on the engine thread."""
+    """Pages reserved for a prompt, to be filled with its export. All methods on the engine thread."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class PrefillImport:
         self._missing = set(range(layout.num_chunks))
         group.layer = layout.boundary
         group.has_all_kv = layout.with_kv or not layout.boundary
-        if group.on_kv is not None:  # the decode worker has the layers below from the other instance
+        if group.on_kv is not None:  # the exporter handed over the layers below
             indices = range(kv_layout.num_kv_chunks)
             group.handed_over = {index for index in indices if kv_layout.locate(index).layer < layout.boundary}
         scheduler.receive(group)
@@ -47,9 +47,9 @@ class PrefillImport:
 
     @torch.inference_mode()
     def write(self, index: int, data: memoryview | bytes) -> None:
-        """Puts one chunk where it belongs, in any order; copies it.
+        """Copies one chunk to its place, in any order.
 
-        Nothing happens after the group was cancelled. Raises ``DataCorrupted`` when the length is wrong.
+        Ignored after the group was cancelled. Raises ``DataCorrupted`` if the length is wrong.
         """
         if len(data) != self.layout.chunk_bytes(index):
             name, expected = self._group.spec.group_id, self.layout.chunk_bytes(index)
@@ -65,24 +65,21 @@ class PrefillImport:
             rows = block.view(place.token_end - place.token_begin, -1)
             self._hidden_states.write(context, place.token_begin, rows.to(kv.device))
             return
-        # NOTE: what was cached here lies in pages that others read too.
+        # NOTE: cached positions are in pages that others read: they must not be written.
         skipped = min(max(context.num_cached - place.token_begin, 0), place.token_end - place.token_begin)
         block = block.view(2, -1, *kv.shape[3:])[:, skipped:].to(kv.device)
         slots = torch.from_numpy(context.slots[place.token_begin + skipped : place.token_end]).to(kv.device)
         kv[place.layer].index_copy_(1, slots, block)
 
     def start(self) -> None:
-        """The prompt goes on from its boundary. Nothing happens when it was cancelled.
-
-        Raises ``Conflict`` while chunks are missing.
-        """
-        if not self._group.contexts:
+        """Continues the prompt from its boundary. Raises ``Conflict`` while chunks are missing."""
+        if not self._group.contexts:  # it was cancelled
             return
         if self._missing:
             raise Conflict(f"{len(self._missing)} chunks of {self._group.spec.group_id} are missing")
         self._scheduler.run(self._group)
 
     def drop(self) -> None:
-        """What is missing will not come: frees the pages. Only before ``start``."""
+        """The missing chunks will not arrive: frees the pages. Only before ``start``."""
         for context in tuple(self._group.contexts):
             self._scheduler.drop(context)

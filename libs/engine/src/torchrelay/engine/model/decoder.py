@@ -1,4 +1,4 @@
-"""The decoder that every supported architecture is, driven by its config.
+"""The one decoder of all supported architectures, driven by its config.
 
 Arithmetic follows transformers: norms and softmax in fp32, everything else in the model's dtype.
 """
@@ -24,7 +24,7 @@ from torchrelay.modelspec.config import ModelConfig
 
 
 class Decoder:
-    """Embedding, layers and head, each usable by itself once its segment of the pack is there."""
+    """Embedding, layers and head, each usable once its segment of the pack has arrived."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Decoder:
         hidden = F.embedding(token_ids, self._weights.embedding())
         if not self._config.architecture.scaled_embeddings:
             return hidden
-        # Rounded to the dtype, as transformers has it, and a number: a tensor could not be made within a recorded step.
+        # Rounded to the dtype, as in transformers, and a plain number: a recorded step cannot create the tensor.
         return hidden * torch.tensor(self._config.hidden_size**0.5, dtype=hidden.dtype).item()
 
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, int]:
-        """Layers [begin, end) as far as one go computes them, at least the first; gives the one after the last, too.
+        """As many of the layers [begin, end) as one call computes, at least one; also returns the next layer.
 
         [rows, hidden] -> the same; writes the batch's KV. Waits for the first layer's weights.
         """
@@ -101,7 +101,7 @@ class Decoder:
         return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
 
     def _add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum, and its norm."""
+        """The sum and its norm."""
         if self.fused_ops is not None:
             return self.fused_ops.add_norm(x, added, weight, *self._norm_kind)
         x = x + added
@@ -113,9 +113,9 @@ class Decoder:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-    """Root-mean-square norm over the last axis, in fp32; rounded to the input's dtype before the weight.
+    """Root-mean-square norm over the last axis, in fp32, rounded to the input's dtype before the weight is applied.
 
-    With ``unit_offset`` the weight counts from one, and is multiplied in before rounding.
+    With ``unit_offset`` one is added to the weight, and it is applied before rounding.
     """
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
