@@ -93,12 +93,7 @@ class FixedBatch:
     """A batch of ``size`` decoding rows whose tensors keep their addresses."""
 
     def __init__(
-        self,
-        size: int,
-        like: Batch,
-        backend: AttentionBackend,
-        kinds: Sequence[LayerKind],
-        scratch: ScratchSlot,
+        self, size: int, like: Batch, backend: AttentionBackend, kinds: Sequence[LayerKind], scratch: ScratchSlot
     ) -> None:
         device = like.token_ids.device
         self._backend = backend
