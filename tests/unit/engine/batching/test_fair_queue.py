@@ -103,7 +103,8 @@ def test_who_left_is_forgotten_once_all_others_are_as_far() -> None:
         queue.push(f"tenant {item}", item)
         queue.remove(f"tenant {item}", item)
     assert queue.head() is None
-    assert not queue._flows and not queue._heap
+    assert queue.num_tenants == 0
+    queue.check_integrity()
 
 
 # What tenants see

@@ -42,6 +42,11 @@ class FairQueue(Generic[T]):
         tenant, item = tenant_and_item
         return tenant in self._queues and item in self._queues[tenant].items
 
+    @property
+    def num_tenants(self) -> int:
+        """Those with items, or a tag to remember."""
+        return len(self._queues)
+
     def push(self, tenant: str, item: T, *, first: bool = False) -> None:
         """Appends to the tenant's items, or puts the item ``first``."""
         queue = self._queues.get(tenant)
