@@ -13,11 +13,12 @@ from pathlib import Path
 import torch
 
 from bench.device.packs import Pack, pack_of_checkpoint
+from tests.support.calling_capturer import CallingCapturer
 from tests.support.checkpoints import greedy_reference, make_checkpoint, reference_model
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.backends import backends_for
-from torchrelay.engine.kernels.capture import CallingCapturer, Capturer
+from torchrelay.engine.kernels.capture import Capturer
 from torchrelay.engine.kernels.triton.ops import TritonOps
 from torchrelay.engine.kv.pool import KvPool
 

@@ -1,4 +1,4 @@
-"""What the engine's tests share: a model with its reference, and loops that run instances to the end."""
+"""Shared by the engine's tests: a model with its reference, and loops that run instances to the end."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def half_loaded(model: Model, num_layers: int, **settings: Any) -> Instance:
 
 
 def export_prefill(source: Instance, group_id: str = "r/0") -> PrefillExport:
-    """Everything as bytes that travelled in a buffer of the data plane."""
+    """The export after a round trip through a data plane buffer."""
     exported = source.export_prefill(group_id)
     layout = exported.layout
     buffer = MemoryBuffer(group_id, layout.chunk_sizes)

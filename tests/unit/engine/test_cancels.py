@@ -1,5 +1,5 @@
 """Ten thousand cancels at random moments: of groups and choices that wait, run in chunks or by layers, decode, were
-adopted, passed on or set back. No page leaks, and nothing is left behind.
+had their KV imported, or were exported or preempted. No page leaks, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class Storm:
             model.instance(pool_bytes=pool_bytes, page_tokens=4, token_budget=24, kv_block_tokens=6) for _ in range(2)
         ]
         self.names: list[str] = []
-        self.num_made = self.num_taken = 0
+        self.num_made = self.num_imported = 0
 
     def add(self, instance: Instance) -> None:
         self.num_made += 1
@@ -232,7 +232,7 @@ class Storm:
         instance.prefill(spec, self.chance.choice([None, None, take]), until)
 
     def move(self) -> None:
-        """Passes some prompt to the other instance; what was passed on may be cancelled half way."""
+        """Moves a prompt to the other instance; it may be cancelled before all chunks have arrived."""
         source, target = self.chance.sample(self.instances, 2)
         groups = [each for each in source.groups() if each.can_be_exported and each.layer]
         if not groups:
@@ -250,7 +250,7 @@ class Storm:
             prefill_import.drop()
         elif not prefill_import.num_missing:
             prefill_import.start()
-            self.num_taken += bool(exported.chunks)
+            self.num_imported += bool(exported.chunks)
         else:
             target.cancel(exported.spec.group_id)
             prefill_import.start()
@@ -288,7 +288,7 @@ def test_a_storm_over_two_instances(model_of: ModelOf, seed: int) -> None:
             storm.disturb()
             for instance in storm.instances:
                 instance.check_integrity()
-    assert storm.num_taken > 10
+    assert storm.num_imported > 10
     for instance in storm.instances:
         while instance.has_work():
             instance.step()

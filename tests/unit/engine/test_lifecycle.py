@@ -61,7 +61,7 @@ class Chaos:
             self.groups[f"{group.group_id}-refused"] = group
 
     def settle(self) -> None:
-        """An adoption is filled and starts, or is dropped halfway."""
+        """An import is filled and starts, or is dropped halfway."""
         if not self.kv_imports:
             return
         kv_import = self.kv_imports.pop(self.random.randrange(len(self.kv_imports)))

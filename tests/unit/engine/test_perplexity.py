@@ -23,7 +23,7 @@ TEXT = (
     "twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, 'and "
     "what is the use of a book,' thought Alice 'without pictures or conversations?'"
 )
-NUM_STEPS = 12  # more, and it knows the text by heart: nothing could then be told apart
+NUM_STEPS = 12  # more, and it knows the text by heart: nothing could then be distinguished
 KINDS = {"arena": torch.Tensor, "reordered": OneDnnMatrix}
 
 

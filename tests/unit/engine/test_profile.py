@@ -1,4 +1,4 @@
-"""The step's time split: the shares are all of it, and each is where its work is."""
+"""A step's time by activity: it adds up to the step, and each part counts where its work is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrelay.engine.profile import Activity
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which every look takes a second, and nothing else any time: however busy the machine is."""
+    """A clock that advances by a second per reading, and not otherwise: however busy the machine is."""
     numbers = count()
 
     def look() -> float:
@@ -132,6 +132,6 @@ def test_a_hand_over_is_kv_transfer_on_both_sides(model_of: Callable[..., Model]
     prefilled, (first, *others) = hand_over(source, target, group)
     assert prefilled.profile.kv_transfer_s > 0
     assert prefilled.profile.total_s == prefilled.step_s
-    assert first.profile.kv_transfer_s > 0, "what was adopted before the step"
+    assert first.profile.kv_transfer_s > 0, "what was imported before the step"
     assert first.profile.total_s - first.profile.kv_transfer_s == first.step_s
     assert all(step.profile.kv_transfer_s == 0 for step in others)

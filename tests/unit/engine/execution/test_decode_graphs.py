@@ -1,4 +1,4 @@
-"""Recorded decode steps; here a replay is a call, on the very same fixed batches."""
+"""Recorded decode steps. Here a replay is a call, on the same fixed batches."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tests.support.calling_capturer import CallingCapturer
 from tests.unit.engine.harness import assert_idle, group_of, outputs, prompt_of, run
 from tests.unit.engine.kernels.triton.test_attention import DEVICE
 from tests.unit.engine.test_exactness import ModelOf
@@ -15,14 +16,14 @@ from torchrelay.engine.core import SamplingParams
 from torchrelay.engine.execution.decode_graphs import BATCH_SIZES, batch_size_for
 from torchrelay.engine.kernels.attention import AttentionBackend
 from torchrelay.engine.kernels.backends import Backends, backends_for
-from torchrelay.engine.kernels.capture import CallingCapturer, Capturer, Replay, capturer_for
+from torchrelay.engine.kernels.capture import Capturer, Replay, capturer_for
 from torchrelay.engine.kernels.gather_attention import GatherAttention
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=4)
 
 
 class Counting(CallingCapturer):
-    """Tells recordings from replays."""
+    """Counts recordings and replays."""
 
     def __init__(self) -> None:
         self.num_recorded = self.num_replayed = 0
@@ -65,7 +66,7 @@ def test_padding_at_most_doubles_a_batch() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
 def test_replayed_output_is_exact(model_of: ModelOf, family: str) -> None:
-    """Batches shrink as sequences end: several sizes, rows of nobody in most, each recorded once."""
+    """Batches shrink as sequences end: several sizes, padding rows in most, each recorded once."""
     model, capturer = model_of(family), Counting()
     instance = model.instance(backends=recording(capturer), page_tokens=8, device=str(DEVICE))
     expected = {}
@@ -81,7 +82,7 @@ def test_replayed_output_is_exact(model_of: ModelOf, family: str) -> None:
     assert_idle(instance)
 
 
-def test_rows_of_nobody_write_to_no_page(model_of: ModelOf) -> None:
+def test_padding_rows_write_to_no_page(model_of: ModelOf) -> None:
     model = model_of()
     instance = model.instance(backends=recording(CallingCapturer()), device=str(DEVICE))
     kv, tables = instance.model.pages.kv, instance.model.pages.tables
@@ -125,7 +126,7 @@ def test_what_differs_from_step_to_step_is_never_recorded(model_of: ModelOf, fam
     assert instance.model.graphs is None
 
 
-def test_a_backend_without_plans_that_stay_says_so() -> None:
+def test_a_backend_without_fixed_plans_says_so() -> None:
     backend: AttentionBackend = GatherAttention()
     assert not backend.replays
     with pytest.raises(TypeError, match="GatherAttention has no plans"):

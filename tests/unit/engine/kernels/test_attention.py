@@ -44,7 +44,7 @@ def reference(
     ],
 )
 def test_equals_the_definition(name: str, scoring: Scoring, window: int | None, shapes: list[tuple[int, int]]) -> None:
-    """(rows, positions) per sequence. Slots of nobody hold NaN, as another model's bytes may: they must not be read."""
+    """(rows, positions) per sequence. Unused slots hold NaN, as another model's bytes may: they must not be read."""
     random = np.random.default_rng(0)
     free = random.permutation(800)
     kv = torch.full((2, 800, KV_HEADS, DIM), torch.nan)

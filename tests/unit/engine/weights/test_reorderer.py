@@ -1,4 +1,4 @@
-"""Reordered weights give what the arena's give, and take their place while the instance serves."""
+"""Reordered weights give the same results, and replace the originals while the instance serves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def same_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-# As on a CPU that multiplies bf16 itself, others emulate it, and give the same; the thread begins at once.
+# As on a CPU with bf16 arithmetic; others emulate it, with the same results. The thread starts at once.
 at_once = partial(Reorderer, delay_s=0.0, gains=lambda dtype: dtype != torch.float32)
 
 
@@ -78,7 +78,7 @@ def test_fp32_greedy_output_is_the_same(model_of: ModelOf) -> None:
 
 
 def test_layers_are_swapped_under_a_running_request(model_of: ModelOf) -> None:
-    """Between any two steps: each token is the one that transformers finds likeliest, or nearly, after those before."""
+    """Between any two steps: each token is the most likely one for transformers, or nearly."""
     model = model_of("llama", dtype="bfloat16")
     instance = model.instance()
     instance.prefill(group_of(prompt_of(17)))

@@ -1,4 +1,4 @@
-"""Staging by a link that copies as late as a device may: only when somebody waits for a mark, or joins it."""
+"""Staging by a link that copies as late as a device may: only when an event is waited for, or joined."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_everything_arrives_whole(num_threads: int, is_pinned: bool) -> None:
     stager.close()
 
 
-def test_what_arrived_is_told_after_its_last_copy_was_started() -> None:
+def test_arrival_is_signalled_after_the_last_copy_was_started() -> None:
     source = torch.arange(200, dtype=torch.uint8).repeat(100)
     link, seen = LateLink(), threading.Event()
     stager = Stager(source, link, pytest.fail, PIECE_BYTES, num_threads=4)
@@ -112,7 +112,7 @@ def test_what_arrived_is_told_after_its_last_copy_was_started() -> None:
     stager.close()
 
 
-def test_a_copy_that_fails_is_told() -> None:
+def test_a_failing_copy_is_reported() -> None:
     class Broken(LateLink):
         def copy(self, target: Tensor, source: Tensor) -> None:
             raise RuntimeError("CUDA error: out of memory")

@@ -1,4 +1,4 @@
-"""Instances that compute whole layers in one call, counted, and what they give."""
+"""Instances that compute whole layers in one call, counted, and their logits."""
 
 from __future__ import annotations
 

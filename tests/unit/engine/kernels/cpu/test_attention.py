@@ -1,4 +1,4 @@
-"""Attention straight over the pages, against the reference backend; ``test_attention.py`` has the definition."""
+"""Attention on the pages in place, against the reference backend; ``test_attention.py`` has the definition."""
 
 from __future__ import annotations
 

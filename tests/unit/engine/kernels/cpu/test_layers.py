@@ -1,4 +1,4 @@
-"""Whole layers in one call give what their steps give, to the bit."""
+"""Whole layers in one call give the same bits as op by op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels are built and chosen where they can run; without them the engine computes as well."""
+"""Kernels are built and chosen where they can run; without them the engine computes the same."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_all_were_built_and_the_quickest_is_taken() -> None:
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where there was no compiler."""
+    """As if there had been no compiler."""
     nowhere = tuple(replace(level, name="none") for level in LEVELS)
     monkeypatch.setattr(module, "LEVELS", nowhere)
     kernels.cache_clear()

@@ -33,7 +33,7 @@ def assert_alike(
     dtype: torch.dtype = torch.float32,
     tolerance: float = 1e-5,
 ) -> None:
-    """(rows, positions) per sequence, in scattered pages; what nobody has written is NaN."""
+    """(rows, positions) per sequence, in scattered pages; unwritten slots are NaN."""
     num_heads, num_kv_heads = heads
     random = np.random.default_rng(1)
     torch.manual_seed(1)

@@ -17,13 +17,6 @@ class Capturer(ABC):
         """Records what ``compute`` launches. Calling the result repeats it, and returns the same tensor each time."""
 
 
-class CallingCapturer(Capturer):
-    """Records nothing: a replay is a call. It runs the fixed batches of recorded steps on any device."""
-
-    def capture(self, compute: Callable[[], Tensor]) -> Replay:
-        return compute
-
-
 class CudaCapturer(Capturer):
     """CUDA graphs in one memory pool: the result of a replay is valid until the next one."""
 
