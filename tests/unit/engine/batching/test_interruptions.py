@@ -155,7 +155,7 @@ def test_a_deadline_survives_preemption_and_export(model_of: ModelOf) -> None:
     instance.preempt("r/0")
     for name, deadline_s in (("s/0", 150), ("for ever/0", None)):
         instance.prefill(late(group_of(PROMPT, name), deadline_s), until=2)
-    while instance._stepper._runnable_groups():
+    while any(group.until is not None and group.layer < 2 for group in instance.groups()):
         instance.step()
     clock.now_s = 120
     exported = [instance.export_prefill(name) for name in ("s/0", "for ever/0")]
