@@ -63,7 +63,7 @@ class Instance:
         threads: ThreadBudget | None = None,
         min_handover_bytes: int = MIN_HANDOVER_BYTES,
     ) -> None:
-        """``data`` is the pack, read only; on a CPU it is computed with in place until ``close``.
+        """``data`` is the pack, read only; a CPU computes with it in place until ``close``.
 
         ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block size of exported KV.
         ``prefix_cache``: prompts of one tenant with a common prefix compute it once. ``cpu_reorder``: once all weights
@@ -71,7 +71,7 @@ class Instance:
         on any thread, when a segment becomes usable or none will arrive any more: there may be work now.
         ``active_processes``: the processes that share this CPU's cores.
 
-        What follows defaults to what suits the manifest and the device.
+        The keyword arguments replace what the manifest and the device call for.
         """
         device, config = pool.device, config or read_config(manifest.config)
         self.model = model = ResidentModel(
@@ -89,25 +89,17 @@ class Instance:
         self.config, self.kv_shape = config, model.kv_shape
         self._layouts = ModelLayouts(self.kv_shape, config.hidden_size, kv_block_tokens)
         self._tables = model.pages.tables
-        self._prefixes = PrefixCache(self._tables.allocator, page_tokens, prefix_cache)
+        prefixes = PrefixCache(self._tables.allocator, page_tokens, prefix_cache)
+        copy_page, on_leave = model.pages.copy_page, model.hidden_states.drop
         self._scheduler = BatchScheduler(
-            self._tables,
-            self._prefixes,
-            token_budget,
-            config.max_context_tokens,
-            model.pages.copy_page,
-            model.hidden_states.drop,
+            self._tables, prefixes, token_budget, config.max_context_tokens, copy_page, on_leave
         )
         self._interruptions = Interruptions(self._scheduler, clock)
         self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)
         self._export = KvExport(model.pages, model.hidden_states, self.kv_layout, min_handover_bytes)
+        runner = ModelRunner(model, self._export, self._wait_for_segment)
         self._stepper = Stepper(
-            self._scheduler,
-            ModelRunner(model, self._export, self._wait_for_segment),
-            self._interruptions,
-            model.can_run,
-            config.num_layers,
-            token_budget,
+            self._scheduler, runner, self._interruptions, model.can_run, config.num_layers, token_budget
         )
 
     # Loading
