@@ -12,7 +12,7 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoi
 
 from torchrelay.common.latency_model import StepWork
 from torchrelay.engine.core import StepResult
-from torchrelay.engine.profile import StepProfile
+from torchrelay.engine.core import StepProfile
 from torchrelay.worker.metrics.step_metrics import InstanceLabels, StepMetrics
 from torchrelay.worker.metrics.time_shares import NO_SHARES
 

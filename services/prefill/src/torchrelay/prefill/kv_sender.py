@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from torchrelay.control.v1 import decode_pb2, types_pb2
-from torchrelay.engine.core import NewToken
-from torchrelay.engine.kv.layout import KvBlock, KvLayout
+from torchrelay.engine.core import KvBlock, NewToken
+from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.worker.attempts.attempt import Attempt
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from torchrelay.engine.profile import StepProfile
+from torchrelay.engine.core import StepProfile
 from torchrelay.worker.metrics.time_shares import seconds_of
 
 _MAX_SERIES = 512

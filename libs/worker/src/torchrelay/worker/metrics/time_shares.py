@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from torchrelay.engine.profile import StepProfile
+from torchrelay.engine.core import StepProfile
 
 _HALF_LIFE_S = 2.0  # of time in steps
 _BOTTLENECK_SHARE = 0.3  # without it steps would be 1.4 times as fast
