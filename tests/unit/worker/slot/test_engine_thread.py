@@ -22,7 +22,7 @@ class Steps:
         self.count, self.error = count, error
         self.threads: set[int] = set()
 
-    def rest_s(self) -> float | None:
+    def max_sleep_s(self) -> float | None:
         return 0.0 if self.count > 0 or self.error is not None else None
 
     def step(self) -> StepResult:
