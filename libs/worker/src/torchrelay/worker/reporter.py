@@ -35,7 +35,7 @@ class Reporter:
             grpc_address=self._grpc_address,
             data_address=worker.data_address,
             roles=settings.role_numbers,
-            epoch=worker.slot.epoch,
+            epoch=worker.slot.epoch.highest,
             slot=worker.slot.report(),
             kv_pool_bytes=settings.kv_pool_bytes,
             kv_free_bytes=int(settings.kv_pool_bytes * free),

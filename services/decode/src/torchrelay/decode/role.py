@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -19,7 +20,7 @@ from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout, KvSequence
-from torchrelay.worker.attempts.attempt import Attempt, group_id_of, now_us
+from torchrelay.worker.attempts.attempt import Attempt, group_id_of
 from torchrelay.worker.role import WorkerRole
 from torchrelay.worker.worker import Worker
 
@@ -127,7 +128,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
 
     async def _receive_kv(self, attempt: Attempt, kv_receiver: KvReceiver) -> None:
         """Receives the KV, then lets the engine decode."""
-        begin_us = now_us()
+        begin_us = now_unix_us()
         receive = asyncio.get_running_loop().run_in_executor(
             self._threads, kv_receiver.receive, self.worker.engine.write, self.worker.settings.kv_timeout_s
         )
@@ -142,7 +143,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             return
         if not self.is_running(attempt):
             return
-        end_us = now_us()
+        end_us = now_unix_us()
         attempt.phases.append(types_pb2.Phase(name="kv", begin_unix_us=begin_us, end_unix_us=end_us))
         record_span(
             "decode.kv_receive",
@@ -180,4 +181,4 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             kv_receiver.stop()
             self._release_reserved([kv_receiver.kv_import])
         self.pages_freed()  # its own offer may be among those that wait
-        record_span("decode.run", attempt.start.traceparent, attempt.began_us * 1000, now_us() * 1000)
+        record_span("decode.run", attempt.start.traceparent, attempt.began_us * 1000, now_unix_us() * 1000)

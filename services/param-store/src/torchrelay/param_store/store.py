@@ -13,7 +13,7 @@ from torchrelay.param_store.change_notifier import ChangeNotifier
 from torchrelay.param_store.copies.arena_copies import ArenaCopies, CopyReport
 from torchrelay.param_store.disk.cache import DiskCache
 from torchrelay.param_store.disk.tier import DiskTier
-from torchrelay.param_store.epoch_fence import EpochFence
+from torchrelay.common.epoch_fence import EpochFence
 from torchrelay.param_store.nic_counters import read_nic_counters
 from torchrelay.param_store.remote.remote_store import RemoteStore, open_remote
 from torchrelay.param_store.remote.versions import Versions

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict
 from torchrelay.common.net.rpc import error_from_rpc, open_channel
 from torchrelay.common.process.telemetry import get_logger, record_span
@@ -18,7 +19,7 @@ from torchrelay.engine.core import Finish, GroupSpec, NewToken
 from torchrelay.engine.instance import Instance
 from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.kv_sender import KvSender
-from torchrelay.worker.attempts.attempt import Attempt, now_us
+from torchrelay.worker.attempts.attempt import Attempt
 from torchrelay.worker.role import WorkerRole
 from torchrelay.worker.worker import Worker
 
@@ -136,7 +137,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     def record_phases(self, attempt: Attempt) -> None:
         if attempt.group_id not in self._measured:  # the first token of the attempt
             self._measured.add(attempt.group_id)
-            end_us = now_us()
+            end_us = now_unix_us()
             phase = types_pb2.Phase(name="prefill", begin_unix_us=attempt.began_us, end_unix_us=end_us)
             attempt.phases.append(phase)
             record_span("prefill.run", attempt.start.traceparent, attempt.began_us * 1000, end_us * 1000)

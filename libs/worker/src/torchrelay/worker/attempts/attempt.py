@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.tokens.text import StopChecker
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -26,11 +27,6 @@ def group_id_of(key: types_pb2.AttemptKey) -> str:
     return f"{key.request_id}/{key.attempt}"
 
 
-def now_us() -> int:
-    """Unix time in microseconds."""
-    return time.time_ns() // 1000
-
-
 @dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt as one role runs it. ``open_choices`` shrinks as choices finish."""
@@ -38,7 +34,7 @@ class Attempt:
     start: pb.AttemptStart
     outbox: Outbox
     stops: dict[int, StopChecker]
-    began_us: int = field(default_factory=now_us)
+    began_us: int = field(default_factory=now_unix_us)
     open_choices: set[int] = field(default_factory=set)
     phases: list[types_pb2.Phase] = field(default_factory=list)
     deadline: asyncio.TimerHandle | None = None

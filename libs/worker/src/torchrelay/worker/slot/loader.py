@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.common.process.telemetry import get_logger, span_of
 from torchrelay.control.v1 import param_store_pb2 as pb
@@ -16,7 +17,6 @@ from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
-from torchrelay.worker.attempts.attempt import now_us
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.slot import LOADING, READY, Slot
@@ -103,10 +103,10 @@ class Loader:
 
     async def _follow(self, replies: AsyncIterator[pb.HoldReply]) -> None:
         """Maps the pack at the first reply, and opens its segments as the next ones come."""
-        begin = now_us()
+        begin = now_unix_us()
         reply = await anext(replies)
         self._slot.add_phase("hold", begin)
-        begin = now_us()
+        begin = now_unix_us()
         self._mapped_at = (reply.arena_path, reply.slab_offset)
         slab = self._slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)
         num_segments = len(slab.manifest.segments)
@@ -114,7 +114,7 @@ class Loader:
         self._slot.add_phase("map", begin)
         if self._slot.hosted is not None:
             self._slot.hosted.settled.set()
-        begin = now_us()
+        begin = now_unix_us()
         self._advance(reply.num_segments_ready, num_segments, begin)
         while self._next_segment < num_segments:
             reply = await anext(replies)

@@ -14,9 +14,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from torchrelay.common.errors import Conflict, StaleEpoch
+from torchrelay.common.clock import now_unix_us
+from torchrelay.common.epoch_fence import EpochFence
+from torchrelay.common.errors import Conflict
 from torchrelay.control.v1 import reports_pb2, types_pb2
-from torchrelay.worker.attempts.attempt import now_us
 from torchrelay.worker.metrics.step_metrics import InstanceLabels
 
 FREE = reports_pb2.SlotState.STATE_FREE
@@ -51,16 +52,10 @@ class Slot:
         self.instance_labels: InstanceLabels | None = None  # of the same; asked for at every step
         self.error = ""  # why the load of ``failed_instance_id`` failed; cleared by the next Load
         self.failed_instance_id = ""
-        self.epoch = 0
+        self.epoch = EpochFence()
         self._changed = asyncio.Condition()
         self._version = 0
         self._is_closed = False
-
-    def check_epoch(self, epoch: int) -> None:
-        """Raises ``StaleEpoch`` for a scheduler that is no longer the active one."""
-        if epoch < self.epoch:
-            raise StaleEpoch(f"epoch {epoch} is over, the scheduler now has {self.epoch}", field="epoch")
-        self.epoch = epoch
 
     def require_instance(self, instance_id: str) -> HostedInstance:
         """The instance in the slot. Raises ``Conflict`` when it is not ``instance_id``."""
@@ -107,7 +102,7 @@ class Slot:
     def add_phase(self, name: str, begin_us: int) -> None:
         """Notes that the named part of the load began at ``begin_us`` and ends now."""
         if self.hosted is not None:
-            phase = types_pb2.Phase(name=name, begin_unix_us=begin_us, end_unix_us=now_us())
+            phase = types_pb2.Phase(name=name, begin_unix_us=begin_us, end_unix_us=now_unix_us())
             self.hosted.phases.append(phase)
 
     async def notify_watchers(self) -> None:

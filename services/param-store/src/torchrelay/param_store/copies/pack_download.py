@@ -8,7 +8,6 @@ opening (manifest, range) -> filling -> complete
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,6 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.param_store.copies.remote_download import download_from_remote
@@ -110,7 +110,7 @@ class PackDownload:
 
     def run(self) -> None:
         """Never raises: what goes wrong is told by ``reserved``, the record and the slab."""
-        self.record.begin_unix_us = _now_us()
+        self.record.begin_unix_us = now_unix_us()
         slab: Slab | None = None
         try:
             slab = self._reserve()
@@ -119,7 +119,7 @@ class PackDownload:
         except Exception as error:
             self._failed(error, slab)
         else:
-            self.record.end_unix_us = _now_us()
+            self.record.end_unix_us = now_unix_us()
             self._trace(complete=True)
         finally:
             if slab is not None:
@@ -139,7 +139,7 @@ class PackDownload:
 
     def _trace(self, *, complete: bool) -> None:
         record = self.record
-        begin, end = record.begin_unix_us * 1000, _now_us() * 1000
+        begin, end = record.begin_unix_us * 1000, now_unix_us() * 1000
         about = {"pack_id": record.pack_id, "relay_id": self.plan.relay_id, "source": record.source}
         record_span("param_store.relay", "", begin, end, **about, complete=complete)
 
@@ -244,7 +244,7 @@ class PackDownload:
 
     def _on_chunk(self, slab: Slab, index: int) -> None:
         if not self.record.first_unix_us:
-            self.record.first_unix_us = _now_us()
+            self.record.first_unix_us = now_unix_us()
         self.on_bytes(len(slab.chunk(index)))
         self.on_change()
 
@@ -269,7 +269,3 @@ class _NotifyingSink:
 
 def _source_name(source: SourceAddress | None) -> str:
     return REMOTE if source is None else source.holder_id
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000
