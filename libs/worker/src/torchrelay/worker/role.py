@@ -6,17 +6,20 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import grpc
 
 from torchrelay.common.errors import Conflict, InvalidRequest, Overloaded, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
+from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import Finish, NewToken
+from torchrelay.transfer.buffers import Buffer
+from torchrelay.transfer.fetch.follow import Receiver
+from torchrelay.transfer.transport.interface import Transport
 from torchrelay.worker.attempts.attempt import (
     Attempt,
     Attempts,
@@ -25,13 +28,50 @@ from torchrelay.worker.attempts.attempt import (
     group_id_of,
     non_finite_logits_error,
 )
+from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer
 from torchrelay.worker.attempts.outbox import Outbox
-
-if TYPE_CHECKING:
-    from torchrelay.worker.worker import Worker
+from torchrelay.worker.attempts.usage_publisher import UsagePublisher
+from torchrelay.worker.metrics.step_metrics import StepMetrics
+from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.engine_thread import EngineThread
+from torchrelay.worker.slot.slot import Slot
 
 log = get_logger(__name__)
-START_TIMEOUT_S = 10.0  # a gateway starts an attempt at both its workers at once
+
+
+class RoleContext(Protocol):
+    """What a role needs of the worker that plays it. All methods run on the event loop."""
+
+    settings: WorkerSettings
+    tls: Tls | None
+    slot: Slot
+    engine: EngineThread
+    tokenizers: HostedTokenizer
+    usage: UsagePublisher
+    step_metrics: StepMetrics
+    buffers: dict[str, Buffer]  # what the data plane serves, by buffer id
+    receiver: Receiver
+    transport: Transport
+    local_address: str  # of the data plane, for workers of this host; may be empty
+
+    @property
+    def data_address(self) -> str:
+        """Where other workers reach this one's data plane."""
+
+    def role(self, number: types_pb2.Role.ValueType) -> WorkerRole | None:
+        """The role of this number; None if this process cannot play it."""
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        """Runs ``work`` in the process's task group."""
+
+    def cancel(self, group_id: str, choice: int | None = None) -> None:
+        """Frees the pages of a group, or of one choice."""
+
+    def pages_freed(self) -> None:
+        """KV pages may have come free."""
+
+    def attempt_ended(self) -> None:
+        """A role has let go of an attempt."""
 
 
 class WorkerRole(ABC):
@@ -42,10 +82,20 @@ class WorkerRole(ABC):
 
     number: ClassVar[types_pb2.Role.ValueType]
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: RoleContext) -> None:
         self.worker = worker
         self.attempts = Attempts()
         self._awaited_starts: dict[str, asyncio.Future[Attempt]] = {}
+
+    @property
+    def num_awaited_starts(self) -> int:
+        """Attempts that another worker has named and whose gateway has not started them here yet."""
+        return len(self._awaited_starts)
+
+    @property
+    def num_kv_transfers(self) -> int:
+        """Attempts whose KV this role is sending or receiving."""
+        return 0
 
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> None:
@@ -105,12 +155,13 @@ class WorkerRole(ABC):
         attempt = self.attempts.get(group_id)
         if attempt is not None and attempt.is_started:
             return attempt
+        timeout_s = self.worker.settings.start_timeout_s
         future = self._awaited_starts.setdefault(group_id, asyncio.get_running_loop().create_future())
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(future)
         except TimeoutError:
-            raise Unavailable(f"no gateway started {group_id} here within {START_TIMEOUT_S:g} s") from None
+            raise Unavailable(f"no gateway started {group_id} here within {timeout_s:g} s") from None
         finally:
             self._awaited_starts.pop(group_id, None)
 
@@ -143,7 +194,7 @@ class WorkerRole(ABC):
             outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
             return
         self.attempts.add(attempt)
-        self._watch_deadline(attempt)
+        self.watch_deadline(attempt)
         try:
             attempt.stops = await self.worker.tokenizers.checkers(
                 hosted.version.tokenizer_digest,
@@ -174,7 +225,8 @@ class WorkerRole(ABC):
         text = f"{instance_id} does not take requests on {self.worker.settings.worker_id}"
         return pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)
 
-    def _watch_deadline(self, attempt: Attempt) -> None:
+    def watch_deadline(self, attempt: Attempt) -> None:
+        """Ends the attempt at its deadline, if it has one."""
         left_s = attempt.left_s()
         if left_s is not None:
             loop = asyncio.get_running_loop()
@@ -280,12 +332,3 @@ def _code_of(error: TorchrelayError) -> pb.RunError.Code.ValueType:
     if isinstance(error, Unavailable):
         return pb.RunError.CODE_LOAD_FAILED
     return pb.RunError.CODE_INTERNAL
-
-
-def load_roles(names: Sequence[str], worker: Worker) -> list[WorkerRole]:
-    """The installed roles of these names. Raises ``InvalidRequest`` naming the package to install."""
-    found = {point.name: point for point in entry_points(group="torchrelay.roles")}
-    for name in names:
-        if name not in found:
-            raise InvalidRequest(f"role {name!r} is not installed: pip install torchrelay-{name}", field="roles")
-    return [found[name].load()(worker) for name in names]

@@ -42,6 +42,9 @@ class WorkerSettings(ServiceSettings):
     )
     prefix_cache: bool = Field(True, description="Prompts of a tenant that begin alike compute the common part once.")
     max_attempts: int = Field(1024, ge=1, description="Most attempts running or waiting here; more are refused.")
+    start_timeout_s: float = Field(
+        10.0, gt=0, description="How long the other role's worker waits for a gateway to start its attempt here."
+    )
     max_incoming: int = Field(64, ge=1, description="Most KV buffers received at once; more wait their turn.")
     kv_by_shared_memory: bool = Field(
         False,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from nats.aio.client import Client
@@ -22,11 +22,13 @@ from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport.auto import AutoTransport, open_local_listener
+from torchrelay.transfer.transport.interface import Transport
 from torchrelay.transfer.transport.tls import transport_for
-from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer
+from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer, read_file
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
 from torchrelay.worker.metrics.step_metrics import StepMetrics
-from torchrelay.worker.role import WorkerRole, load_roles
+from torchrelay.worker.role import WorkerRole
+from torchrelay.worker.role_registry import load_roles
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.loader import Loader
@@ -45,13 +47,6 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
         log.error("background_work_failed", work=name, exc_info=True)
 
 
-@dataclass(slots=True)
-class _Drain:
-    """A drain under way: set when the last attempt ended."""
-
-    empty: asyncio.Event
-
-
 class Worker:
     """What the servicers and roles of this process share. All methods on the event loop."""
 
@@ -60,14 +55,14 @@ class Worker:
     ) -> None:
         self.settings = settings
         self.tls = tls
-        self.transport = AutoTransport(transport_for(tls))
+        self.transport: Transport = AutoTransport(transport_for(tls))
         self.incarnation = new_id("inc")
         self.slot = Slot()
         self.step_metrics = StepMetrics(settings.token_budget)
         self.pool = KvPool(settings.kv_pool_bytes, settings.device)
         cores_file = settings.cores_file if self.pool.device.type == "cpu" else None
         self._active_processes = None if cores_file is None else ActiveProcesses(cores_file)
-        self.tokenizers = HostedTokenizer(store)
+        self.tokenizers = HostedTokenizer(partial(read_file, store))
         self.usage = UsagePublisher(nats, Subjects(settings.nats_prefix))
         self.buffers: dict[str, Buffer] = {}
         node_key = bytes.fromhex(settings.node_key)
@@ -79,10 +74,10 @@ class Worker:
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)
         self._store = store
         self._load: asyncio.Task[None] | None = None
-        self._loader: Loader | None = None
+        self.loader: Loader | None = None  # of the last load
         self._fault = ""  # why the engine gave the instance up
         self._spawned: set[asyncio.Task[None]] = set()
-        self._drain: _Drain | None = None
+        self._drained: asyncio.Event | None = None  # during a drain; set when the last attempt has ended
         self._tasks: asyncio.TaskGroup | None = None
 
     @property
@@ -139,7 +134,7 @@ class Worker:
             raise InvalidRequest(f"this worker cannot play {names}", field="roles")
 
     async def _run_load(self, hosted: HostedInstance, traceparent: str) -> None:
-        loader = self._loader = Loader(
+        loader = self.loader = Loader(
             self.slot, self.engine, self.pool, self._store, self.settings, self._active_processes
         )
         error = self._fault = ""
@@ -160,21 +155,21 @@ class Worker:
             log.info("slot_free", instance_id=hosted.instance_id)
 
     async def _run_drain(self, drain_s: float, load: asyncio.Task[None] | None) -> None:
-        self._drain = _Drain(asyncio.Event())
+        self._drained = asyncio.Event()
         try:
             if any(len(role.attempts) for role in self.roles):
                 async with asyncio.timeout(drain_s):
-                    await self._drain.empty.wait()
+                    await self._drained.wait()
         except TimeoutError:
             log.warning("drain_cut", num_left=sum(len(role.attempts) for role in self.roles))
         finally:
-            self._drain = None
+            self._drained = None
         if load is self._load:
             self._end_load()
 
     def _end_load(self) -> None:
         """Ends the load, and with it the instance; while that is under way it does nothing."""
-        if self._load is not None and not (self._loader is not None and self._loader.closing):
+        if self._load is not None and not (self.loader is not None and self.loader.closing):
             self._load.cancel()
 
     def role(self, number: types_pb2.Role.ValueType) -> WorkerRole | None:
@@ -183,8 +178,8 @@ class Worker:
 
     def attempt_ended(self) -> None:
         """A role let go of an attempt: a drain may be over."""
-        if self._drain is not None and not any(len(role.attempts) for role in self.roles):
-            self._drain.empty.set()
+        if self._drained is not None and not any(len(role.attempts) for role in self.roles):
+            self._drained.set()
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
@@ -216,7 +211,7 @@ class Worker:
             role.pages_freed()
 
     def _on_fault(self, error: Exception) -> None:
-        if self._loader is not None and self._loader.closing:
+        if self.loader is not None and self.loader.closing:
             return  # a step that waited for layers was told to give up
         self._fault = f"the engine gave up: {error}"
         self._fail_attempts(generation_pb2.RunError.CODE_LOAD_FAILED, self._fault)

@@ -21,8 +21,7 @@ from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout, KvSequence
 from torchrelay.worker.attempts.attempt import Attempt, group_id_of
-from torchrelay.worker.role import WorkerRole
-from torchrelay.worker.worker import Worker
+from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
 
@@ -32,11 +31,15 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
 
     number = types_pb2.ROLE_DECODE
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: RoleContext) -> None:
         super().__init__(worker)
         self._kv_receivers: dict[str, KvReceiver] = {}
         self._waiting_for_pages: set[asyncio.Event] = set()
         self._threads = ThreadPoolExecutor(worker.settings.max_incoming, thread_name_prefix="kv")
+
+    @property
+    def num_kv_transfers(self) -> int:
+        return len(self._kv_receivers)
 
     def register(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import Container
 
+from torchrelay.common.epoch_fence import EpochFence
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import reports_pb2
@@ -13,7 +14,6 @@ from torchrelay.param_store.change_notifier import ChangeNotifier
 from torchrelay.param_store.copies.arena_copies import ArenaCopies, CopyReport
 from torchrelay.param_store.disk.cache import DiskCache
 from torchrelay.param_store.disk.tier import DiskTier
-from torchrelay.common.epoch_fence import EpochFence
 from torchrelay.param_store.nic_counters import read_nic_counters
 from torchrelay.param_store.remote.remote_store import RemoteStore, open_remote
 from torchrelay.param_store.remote.versions import Versions

@@ -20,8 +20,7 @@ from torchrelay.engine.instance import Instance
 from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.kv_sender import KvSender
 from torchrelay.worker.attempts.attempt import Attempt
-from torchrelay.worker.role import WorkerRole
-from torchrelay.worker.worker import Worker
+from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
 
@@ -31,12 +30,16 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
 
     number = types_pb2.ROLE_PREFILL
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: RoleContext) -> None:
         super().__init__(worker)
         self._kv_senders: dict[str, KvSender] = {}
         self._budget = ByteBudget(worker.settings.kv_pool_bytes)
         self._measured: set[str] = set()  # attempts whose first token is out
         self._channels: dict[str, grpc.aio.Channel] = {}
+
+    @property
+    def num_kv_transfers(self) -> int:
+        return len(self._kv_senders)
 
     def register(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)

@@ -45,7 +45,7 @@ class Loader:
         self._slot, self._engine, self._pool, self._store = slot, engine, pool, store
         self._settings, self._active_processes = settings, active_processes
         self._instance: Instance | None = None
-        self._slab: MappedSlab | None = None
+        self.slab: MappedSlab | None = None
         self._mapped_at = ("", 0)  # arena file and offset that are mapped
         self._next_segment = 0
         self._why_closed = "the instance was unloaded"
@@ -83,7 +83,7 @@ class Loader:
 
     async def _check_mapping(self, hold: HoldCall) -> None:
         """The pack must lie where it was mapped: else its range may hold another one. Raises ``LoadFailed``."""
-        assert self._slab is not None
+        assert self.slab is not None
         try:
             reply = await anext(aiter(hold))
         except (grpc.aio.AioRpcError, StopAsyncIteration) as error:
@@ -108,7 +108,7 @@ class Loader:
         self._slot.add_phase("hold", begin)
         begin = now_unix_us()
         self._mapped_at = (reply.arena_path, reply.slab_offset)
-        slab = self._slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)
+        slab = self.slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)
         num_segments = len(slab.manifest.segments)
         await self._engine.call(lambda: self._build(slab))
         self._slot.add_phase("map", begin)
@@ -153,8 +153,8 @@ class Loader:
         if self._instance is not None:
             self._instance.fail(self._why_closed)  # frees a step that waits for layers
         await self._engine.call(self._forget)
-        if self._slab is not None:
-            self._slab.close()
+        if self.slab is not None:
+            self.slab.close()
 
     def _forget(self) -> None:
         """On the engine's thread, where a build that nobody waits for any more has been run before."""
