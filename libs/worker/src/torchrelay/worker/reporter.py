@@ -1,4 +1,4 @@
-"""What the worker says of itself: on NATS again and again, and to watchers at every change."""
+"""The worker's reports: on NATS at intervals, and to watchers of the slot at every change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrelay.worker.worker import Worker
 
 
 class Reporter:
-    """Makes reports of one worker and publishes them."""
+    """Builds and publishes the reports of one worker."""
 
     def __init__(self, worker: Worker, grpc_address: str) -> None:
         self._worker, self._grpc_address = worker, grpc_address
@@ -56,12 +56,10 @@ class Reporter:
         )
 
     def activity(self) -> tuple[int, ...]:
-        """Differs from what it was when something has gone on that the scheduler places by.
-
-        Positions prefilled are part of it: where one prompt is done and another comes, there are as many as before, but
-        the scheduler takes what it placed since the last report to be waiting still. What decoding alone moves, its
-        positions and times of steps, can wait for the next report that comes anyhow; changes of the slot are streamed.
-        """
+        """Changes with everything that the scheduler places requests by."""
+        # Prefilled positions count: when one prompt ends as another begins, the queue is as long as before, but the
+        # scheduler takes everything it placed since the last report to be waiting. What only decoding changes can wait
+        # for the next regular report, and changes of the slot are streamed.
         worker = self._worker
         return (
             worker.step_metrics.num_positions_prefilled,
@@ -76,7 +74,7 @@ class Reporter:
         return len(role.attempts) if role else 0
 
     def _queued_prompts(self) -> list[int]:
-        """Tokens of each prompt that is not computed yet; of one under way all."""
+        """Tokens of each prompt that is not completely computed, those already computed included."""
         role = self._worker.role(types_pb2.ROLE_PREFILL)
         waiting = [attempt for attempt in role.attempts if not attempt.is_prefilled] if role else []
         return [attempt.start.num_prompt_tokens for attempt in waiting]

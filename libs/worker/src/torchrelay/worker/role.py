@@ -1,4 +1,4 @@
-"""What the prefill and decode roles have in common: streams from gateways in, outputs of engine steps out."""
+"""What the prefill and decode roles share: streams from gateways in, outputs of engine steps out."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class RoleContext(Protocol):
 class WorkerRole(ABC):
     """One role of a worker: serves ``Run`` streams and turns engine tokens into outputs.
 
-    A role package names its subclass in the entry point group ``torchrelay.roles``.
+    A role package registers its subclass as an entry point of the group ``torchrelay.roles``.
     """
 
     number: ClassVar[types_pb2.Role.ValueType]
@@ -103,32 +103,32 @@ class WorkerRole(ABC):
 
     @abstractmethod
     async def begin(self, attempt: Attempt) -> None:
-        """Starts an attempt that is already among ``attempts``. Raises ``TorchrelayError``."""
+        """Starts an attempt that is already in ``attempts``. Raises ``TorchrelayError``."""
 
     @abstractmethod
     def drop(self, attempt: Attempt) -> None:
-        """Frees what the role holds for an attempt that was cancelled, failed or ended."""
+        """Frees what the role holds for an attempt that has ended, for whatever reason."""
 
     @abstractmethod
     def delivers(self, attempt: Attempt, token: NewToken) -> bool:
         """Whether this role delivers ``token``."""
 
-    def record_phases(self, attempt: Attempt) -> None:  # noqa: B027  (a hook, empty unless a role has something to add)
-        """Called before each of its tokens goes out; adds to ``attempt.phases`` what has just ended."""
+    def record_phases(self, attempt: Attempt) -> None:  # noqa: B027  (an optional hook)
+        """Called before each delivered token; adds the phases that have just ended to ``attempt.phases``."""
 
     def on_delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:  # noqa: B027
-        """Called for each token that goes out; roles add what follows from it."""
+        """Called after each delivered token."""
 
     def pages_freed(self) -> None:  # noqa: B027
         """Called when KV pages may have come free."""
 
     def is_done(self, attempt: Attempt) -> bool:
-        """Whether nothing is left to do for an attempt once its last choice has finished."""
+        """Whether the role needs an attempt no more once its last choice has finished."""
         return True
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Runs what the role needs in the background."""
+        """Runs the role's background work."""
         yield
 
     # -- streams -----------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class WorkerRole(ABC):
             await asyncio.gather(writer, return_exceptions=True)
 
     async def wait_for_start(self, group_id: str) -> Attempt:
-        """The attempt of this name, once its gateway has started it here. Raises ``Unavailable`` if it never does."""
+        """The attempt, once its gateway has started it here. Raises ``Unavailable`` if it never does."""
         attempt = self.attempts.get(group_id)
         if attempt is not None and attempt.is_started:
             return attempt
@@ -181,16 +181,16 @@ class WorkerRole(ABC):
         attempt = Attempt(start, outbox, {})
         running = self.attempts.get(attempt.group_id)
         if running is not None:
-            if running.outbox is not outbox:  # its tokens go to the other stream: this one must not wait for them
-                text = "the attempt runs on another stream already"
+            if running.outbox is not outbox:  # its tokens go to the other stream; this one must not wait for them
+                text = "the attempt already runs on another stream"
                 outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
             return
         hosted = self.worker.slot.serving_instance(start.instance_id, self.number)
         if hosted is None:
-            outbox.put(attempt.failure(self._absence(start.instance_id)))
+            outbox.put(attempt.failure(self._not_serving_error(start.instance_id)))
             return
         if len(self.attempts) >= self.worker.settings.max_attempts:
-            text = f"this worker runs {format_count(len(self.attempts), 'attempt')} already"
+            text = f"this worker already runs {format_count(len(self.attempts), 'attempt')}"
             outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
             return
         self.attempts.add(attempt)
@@ -204,9 +204,9 @@ class WorkerRole(ABC):
             await hosted.settled.wait()  # a loading instance takes requests as soon as it is mapped
             if self.is_running(attempt):
                 attempt.is_started = True
-                expected = self._awaited_starts.get(attempt.group_id)
-                if expected is not None and not expected.done():
-                    expected.set_result(attempt)
+                awaited = self._awaited_starts.get(attempt.group_id)
+                if awaited is not None and not awaited.done():
+                    awaited.set_result(attempt)
                 await self.begin(attempt)
         except TorchrelayError as error:
             self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
@@ -214,11 +214,10 @@ class WorkerRole(ABC):
             self.fail_unexpected(attempt, error)
 
     def is_running(self, attempt: Attempt) -> bool:
-        """Whether it was neither cancelled nor failed nor ended; ask again after every wait."""
+        """Whether it has not been cancelled, failed or ended; ask again after every await."""
         return self.attempts.get(attempt.group_id) is attempt
 
-    def _absence(self, instance_id: str) -> pb.RunError:
-        """Why an instance does not take requests here."""
+    def _not_serving_error(self, instance_id: str) -> pb.RunError:
         slot = self.worker.slot
         if slot.failed_instance_id == instance_id:
             return pb.RunError(code=pb.RunError.CODE_LOAD_FAILED, message=slot.error)
@@ -233,7 +232,7 @@ class WorkerRole(ABC):
             attempt.deadline = loop.call_later(max(0.0, left_s), self.fail, attempt, deadline_error())
 
     def spawn(self, attempt: Attempt, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Runs ``work`` for an attempt in the background; an error that it did not expect ends the attempt."""
+        """Runs ``work`` for an attempt in the background; an unexpected error ends the attempt."""
 
         async def run() -> None:
             try:
@@ -257,7 +256,7 @@ class WorkerRole(ABC):
                 continue
             try:
                 output = self._advance(attempt, token)
-            except Exception as error:  # the other attempts' tokens of this step must not be lost
+            except Exception as error:  # the other tokens of this step must not be lost
                 self.fail_unexpected(attempt, error)
                 continue
             if output is not None:
@@ -265,7 +264,7 @@ class WorkerRole(ABC):
         dispatch_outputs(outputs)
 
     def _advance(self, attempt: Attempt, token: NewToken) -> pb.ChoiceOutput | None:
-        """Moves an attempt on by one token; gives its output when this role delivers it."""
+        """Advances an attempt by one token; returns its output if this role delivers it."""
         finish, output = attempt.finish_of(token), None
         if self.delivers(attempt, token):
             self.record_phases(attempt)
@@ -278,13 +277,13 @@ class WorkerRole(ABC):
 
     def _finish(self, attempt: Attempt, token: NewToken) -> None:
         attempt.open_choices.discard(token.choice)
-        if token.finish is None:  # a stop string: the engine does not know yet
+        if token.finish is None:  # a stop string, which the engine does not know of
             self.worker.cancel(token.group_id, token.choice)
         if not attempt.open_choices and self.is_done(attempt):
             self.forget(attempt)
 
     def forget(self, attempt: Attempt) -> bool:
-        """Lets go of an attempt. False when it was gone already."""
+        """Lets go of an attempt. False if it was gone already."""
         if self.attempts.remove(attempt.group_id) is None:
             return False
         if attempt.deadline is not None:
@@ -294,7 +293,7 @@ class WorkerRole(ABC):
         return True
 
     def end(self, attempt: Attempt, cause: pb.FinishReason.ValueType) -> None:
-        """Stops an attempt whose gateway does not want it any more; nothing is sent."""
+        """Stops an attempt that its gateway no longer wants; sends nothing."""
         if self.forget(attempt):
             self.worker.cancel(attempt.group_id)
             self.worker.usage.forget(attempt, cause)
@@ -309,14 +308,14 @@ class WorkerRole(ABC):
             self.worker.usage.forget(attempt, pb.FINISH_REASON_ERROR)
 
     def expire(self, group_ids: Iterable[str]) -> None:
-        """Ends the attempts that the engine has found late."""
+        """Ends the attempts that the engine found past their deadlines."""
         for group_id in group_ids:
             attempt = self.attempts.get(group_id)
             if attempt is not None:
                 self.fail(attempt, deadline_error())
 
     def fail_unexpected(self, attempt: Attempt, error: Exception) -> None:
-        """Ends an attempt by an error that nobody foresaw; the stream's other attempts go on."""
+        """Ends an attempt with an internal error; the stream's other attempts go on."""
         log.error("attempt_broke", group_id=attempt.group_id, exc_info=error)
         self.fail(attempt, pb.RunError(code=pb.RunError.CODE_INTERNAL, message="the worker could not run the request"))
 
@@ -326,7 +325,7 @@ class WorkerRole(ABC):
 
 
 def _code_of(error: TorchrelayError) -> pb.RunError.Code.ValueType:
-    """What the gateway shall make of it: try elsewhere, or give up."""
+    """Whether the gateway should try elsewhere or give up."""
     if isinstance(error, Conflict | Overloaded):
         return pb.RunError.CODE_WRONG_INSTANCE
     if isinstance(error, Unavailable):

@@ -16,7 +16,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Checks the epoch of every command, then lets the worker act."""
+    """Checks the epoch of every command and passes it to the worker."""
 
     def __init__(self, worker: Worker, reporter: Reporter) -> None:
         self._worker, self._reporter = worker, reporter

@@ -1,4 +1,4 @@
-"""The worker: one slot, one engine thread, the roles it plays, and the data plane that hands KV on."""
+"""The worker: one slot, one engine thread, the roles it plays, and the data plane that serves KV."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def _guarded(work: Coroutine[Any, Any, None], name: str) -> None:
 
 
 class Worker:
-    """What the servicers and roles of this process share. All methods on the event loop."""
+    """What the servicers and roles of this process share. All methods run on the event loop."""
 
     def __init__(
         self, settings: WorkerSettings, nats: Client, store: ParamStoreAsyncStub, tls: Tls | None = None
@@ -69,13 +69,13 @@ class Worker:
         self.receiver = Receiver(settings.worker_id, node_key)
         listener = self.transport.listen(settings.host, settings.data_port)
         self.holder = HolderServer(settings.worker_id, node_key, self.buffers.get, listener)
-        self.local_address = ""  # of the same, for workers of this host
+        self.local_address = ""
         self.engine = EngineThread(self._on_step, self._on_fault)
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)
         self._store = store
         self._load: asyncio.Task[None] | None = None
         self.loader: Loader | None = None  # of the last load
-        self._fault = ""  # why the engine gave the instance up
+        self._fault = ""  # why the engine gave up the instance
         self._spawned: set[asyncio.Task[None]] = set()
         self._drained: asyncio.Event | None = None  # during a drain; set when the last attempt has ended
         self._tasks: asyncio.TaskGroup | None = None
@@ -86,18 +86,18 @@ class Worker:
         return f"{self.settings.advertised_host}:{self.holder.address.rpartition(':')[2]}"
 
     def serve_data(self) -> None:
-        """Opens the data plane, within this host too if that is set; ``close`` ends it."""
+        """Opens the data plane, and a local listener if KV may go by shared memory; ``close`` ends both."""
         if self.settings.kv_by_shared_memory and (listener := open_local_listener(self.receiver.node_key)):
             self.local_address = listener.address
             self.holder.add_listener(listener)
         self.holder.start()
 
     def set_task_group(self, tasks: asyncio.TaskGroup) -> None:
-        """Background work belongs to this group from now on."""
+        """Spawned work runs in this group from now on."""
         self._tasks = tasks
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs ``work`` in the process's task group; an error that it did not expect is logged, and ends it alone."""
+        """Runs ``work`` in the process's task group; an unexpected error is logged and ends only this work."""
         assert self._tasks is not None, "the worker is not serving"
         task = self._tasks.create_task(_guarded(work, name), name=name)
         self._spawned.add(task)
@@ -107,7 +107,7 @@ class Worker:
     # -- the slot ----------------------------------------------------------------------------------------------------
 
     async def load(self, hosted: HostedInstance, traceparent: str) -> None:
-        """Begins a load into the free slot. Raises ``Conflict`` or ``InvalidRequest``."""
+        """Starts a load into the free slot. Raises ``Conflict`` or ``InvalidRequest``."""
         self._check_roles(hosted.roles)
         await self.slot.begin_load(hosted)
         self._load = self.spawn(self._run_load(hosted, traceparent), "load")
@@ -119,7 +119,7 @@ class Worker:
         await self.slot.set_roles(roles)
 
     async def unload(self, instance_id: str, drain_s: float) -> None:
-        """Begins the drain; the slot is free once it is over. Unloading twice has the effect of once."""
+        """Starts the drain, after which the slot is free. Idempotent."""
         if self.slot.hosted is None or self.slot.state == DRAINING:
             return
         self.slot.require_instance(instance_id)
@@ -130,7 +130,7 @@ class Worker:
     def _check_roles(self, roles: list[types_pb2.Role.ValueType]) -> None:
         missing = set(roles) - {role.number for role in self.roles}
         if missing or not roles:
-            names = ", ".join(types_pb2.Role.Name(number) for number in missing) or "none at all"
+            names = ", ".join(types_pb2.Role.Name(number) for number in missing) or "no role"
             raise InvalidRequest(f"this worker cannot play {names}", field="roles")
 
     async def _run_load(self, hosted: HostedInstance, traceparent: str) -> None:
@@ -144,7 +144,7 @@ class Worker:
             error = failure.message
             log.warning("load_failed", instance_id=hosted.instance_id, error=error)
         except Exception as failure:
-            # Whatever a damaged or foreign pack does to the engine's builder: the slot must come back.
+            # A damaged or foreign pack may raise anything in the engine's builder, and the slot must become free.
             error = f"the instance could not be built: {failure}"
             log.error("load_failed", instance_id=hosted.instance_id, exc_info=True)
         finally:
@@ -168,23 +168,23 @@ class Worker:
             self._end_load()
 
     def _end_load(self) -> None:
-        """Ends the load, and with it the instance; while that is under way it does nothing."""
+        """Ends the load and with it the instance, unless it is ending already."""
         if self._load is not None and not (self.loader is not None and self.loader.closing):
             self._load.cancel()
 
     def role(self, number: types_pb2.Role.ValueType) -> WorkerRole | None:
-        """The role of this number, when this process can play it."""
+        """See ``RoleContext``."""
         return next((role for role in self.roles if role.number == number), None)
 
     def attempt_ended(self) -> None:
-        """A role let go of an attempt: a drain may be over."""
+        """A role has let go of an attempt; a drain may be over."""
         if self._drained is not None and not any(len(role.attempts) for role in self.roles):
             self._drained.set()
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
-        """Frees the pages of a group, or of one choice, between two layers of the step under way."""
+        """Frees the pages of a group, or of one choice, between two layers of the running step."""
         instance = self.engine.instance
         if instance is not None:
             instance.cancel_soon(group_id, choice)
@@ -193,7 +193,7 @@ class Worker:
             if self.engine.instance is not None:
                 self.engine.instance.cancel(group_id, choice)
 
-        self.engine.post(cancel)  # for an engine that is idle, and for a group whose prefill is still posted
+        self.engine.post(cancel)  # for an idle engine, and for a group whose prefill is still queued
         self.pages_freed()
 
     def _on_step(self, result: StepResult) -> None:
@@ -206,14 +206,14 @@ class Worker:
         self.step_metrics.record_step(result, self.slot.instance_labels)
 
     def pages_freed(self) -> None:
-        """Some group lets go of pages; who waits for pages tries again, after the commands posted so far."""
+        """A group lets go of pages: whoever waits for pages retries after the commands posted so far."""
         for role in self.roles:
             role.pages_freed()
 
     def _on_fault(self, error: Exception) -> None:
         if self.loader is not None and self.loader.closing:
-            return  # a step that waited for layers was told to give up
-        self._fault = f"the engine gave up: {error}"
+            return  # closing failed a step that waited for layers
+        self._fault = f"the engine failed: {error}"
         self._fail_attempts(generation_pb2.RunError.CODE_LOAD_FAILED, self._fault)
         self._end_load()
 
@@ -223,7 +223,7 @@ class Worker:
             role.fail_all(error)
 
     async def close(self) -> None:
-        """Cuts what still runs and frees the slot; the engine's thread and the data plane end."""
+        """Ends everything that still runs; frees the slot, the engine's thread and the data plane."""
         self._end_load()
         if self._load is not None:
             await asyncio.gather(self._load, return_exceptions=True)
