@@ -22,7 +22,8 @@ from tests.unit.transfer.loopback_holders import (
 from torchrelay.common.errors import NotFound, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.copies.arena_copies import ArenaCopies
-from torchrelay.param_store.copies.pack_download import CopyRecord, DownloadPlan, PackDownload
+from torchrelay.param_store.copies.copy_record import CopyRecord
+from torchrelay.param_store.copies.pack_download import DownloadPlan, PackDownload
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.remote.folder_store import FolderStore
 from torchrelay.param_store.remote.remote_store import RangeReader
@@ -100,7 +101,7 @@ def test_a_relay_that_comes_while_the_filling_is_being_stopped_is_not_lost(
     assert stuck.wait(10)
     dropping = threading.Thread(target=arena_copies.drop, args=(pack_id,))
     dropping.start()
-    assert eventually(lambda: arena_copies._downloads[pack_id][0].stop.is_set())
+    assert eventually(lambda: arena_copies.downloads()[0].stop.is_set())
     again = arena_copies.relay(pack_id, [None])
     assert not again.done()
     going_on.set()
@@ -185,7 +186,7 @@ def test_a_failed_copy_that_is_still_read_goes_with_its_last_reader_unless_it_is
     def fail_while_read(reader: str) -> None:
         arena_copies.relay(pack_id, [None]).result(10)
         arena.pin(pack_id, reader)
-        assert eventually(lambda: not arena_copies._downloads and arena_copies.failure(pack_id) != "")
+        assert eventually(lambda: not arena_copies.downloads() and arena_copies.failure(pack_id) != "")
 
     fail_while_read("stream-1")
     arena.unpin(pack_id, "stream-1")
@@ -193,7 +194,7 @@ def test_a_failed_copy_that_is_still_read_goes_with_its_last_reader_unless_it_is
     fail_while_read("stream-2")
     whole.write_bytes(data)
     assert arena_copies.relay(pack_id, [None]).result(10) is False
-    assert eventually(lambda: not arena_copies._downloads)
+    assert eventually(lambda: not arena_copies.downloads())
     arena.unpin(pack_id, "stream-2")
     assert [slab.complete for slab in arena.slabs()] == [True]
     arena_copies.close()

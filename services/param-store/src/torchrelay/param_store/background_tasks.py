@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from functools import partial
 
 from torchrelay.common.net import load_reports
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.param_store.copies.pack_download import REMOTE
+from torchrelay.param_store.copies.copy_record import REMOTE
 from torchrelay.param_store.copies.recovery import release_unmapped
 from torchrelay.param_store.disk.cache import DiskCache
 from torchrelay.param_store.disk.cache_writer import write_to_cache
+from torchrelay.param_store.grpc.messages import store_report
 from torchrelay.param_store.store import Store
 from torchrelay.transfer.arena.slab import Slab
 
@@ -27,7 +29,7 @@ async def publish_reports(store: Store) -> None:
     subject = Subjects(settings.nats_prefix).store_load(settings.store_id)
     client = await connect(settings.nats_url, settings.store_id)
     try:
-        await load_reports.publish_reports(client, subject, store.activity, store.report)
+        await load_reports.publish_reports(client, subject, store.activity, partial(store_report, store))
     finally:
         await client.close()
 

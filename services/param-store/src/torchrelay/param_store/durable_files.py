@@ -17,6 +17,13 @@ def write_durably(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
+def write_all(file: int, data: bytes | memoryview) -> None:
+    """Writes all of ``data`` where the descriptor stands; one system call may write less."""
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(file, remaining) :]
+
+
 def sync_folder(folder: Path) -> None:
     """Makes renames and removals in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

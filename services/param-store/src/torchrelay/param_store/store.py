@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Container
 
 from torchrelay.common.epoch_fence import EpochFence
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.control.v1 import reports_pb2
 from torchrelay.param_store.change_notifier import ChangeNotifier
-from torchrelay.param_store.copies.arena_copies import ArenaCopies, CopyReport
+from torchrelay.param_store.copies.arena_copies import ArenaCopies
 from torchrelay.param_store.disk.cache import DiskCache
 from torchrelay.param_store.disk.tier import DiskTier
-from torchrelay.param_store.nic_counters import read_nic_counters
 from torchrelay.param_store.remote.remote_store import RemoteStore, open_remote
 from torchrelay.param_store.remote.versions import Versions
 from torchrelay.param_store.settings import StoreSettings
@@ -118,36 +115,6 @@ class Store:
             self.uploads.num_open,
         )
 
-    def report(self) -> reports_pb2.StoreReport:
-        """The store's state as the scheduler hears of it."""
-        retained = self.arena.retention.ranks
-        return reports_pb2.StoreReport(
-            store_id=self.settings.store_id,
-            incarnation=self.incarnation,
-            host_id=self.settings.host_id,
-            grpc_address=self.grpc_address,
-            data_address=self.data_address,
-            epoch=self.epoch.highest,
-            arena_target_bytes=self.arena.capacity_bytes,
-            arena_bytes=self.arena.faulted_bytes,
-            arena_free_bytes=self.arena.free_bytes,
-            copies=[_pack_copy(copy, retained) for copy in self.arena_copies.copies()],
-            bytes_sent=self.holder.bytes_sent,
-            bytes_received=self.arena_copies.num_bytes_received,
-            num_running_uploads=self.uploads.num_open,
-            failure_domain=self.settings.failure_domain or self.settings.host_id,
-            nic=_nic(),
-        )
-
-
-def _nic() -> reports_pb2.NicCounters | None:
-    counters = read_nic_counters()
-    if counters is None:
-        return None
-    return reports_pb2.NicCounters(
-        bytes_sent=counters.bytes_sent, bytes_received=counters.bytes_received, link_bytes_per_s=counters.bytes_per_s
-    )
-
 
 def _open_disk(settings: StoreSettings) -> DiskCache | None:
     limit_bytes = settings.disk_cache_limit_bytes()
@@ -157,31 +124,3 @@ def _open_disk(settings: StoreSettings) -> DiskCache | None:
 def _open_remote(settings: StoreSettings, disk: DiskCache | None) -> RemoteStore:
     remote = open_remote(settings.remote_url, settings.remote_options)
     return remote if disk is None else DiskTier(remote, disk)
-
-
-def _pack_copy(copy: CopyReport, retained: Container[str]) -> reports_pb2.PackCopy:
-    record = copy.record
-    return reports_pb2.PackCopy(
-        pack_id=record.pack_id,
-        pack_bytes=record.pack_bytes,
-        num_chunks=record.num_chunks,
-        num_chunks_verified=copy.num_chunks_verified,
-        num_pins=copy.num_pins,
-        error=record.error,
-        relay_begin_unix_us=record.begin_unix_us,
-        relay_first_unix_us=record.first_unix_us,
-        relay_end_unix_us=record.end_unix_us,
-        source=record.source,
-        shares=[
-            reports_pb2.SourceShare(
-                holder_id=share.holder_id,
-                num_bytes=share.num_bytes,
-                bytes_per_s=share.bytes_per_s,
-                following=share.following,
-                error=share.error,
-            )
-            for share in record.stats.by_source()
-        ],
-        num_repairs=record.stats.num_repairs,
-        retained=record.pack_id in retained,
-    )

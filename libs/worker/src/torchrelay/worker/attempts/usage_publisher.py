@@ -34,7 +34,7 @@ class UsagePublisher:
     # delays a token and waits for no acknowledgement.
 
     def __init__(self, client: Client, subjects: Subjects) -> None:
-        self._client, self._subjects = client, subjects
+        self.client, self._subjects = client, subjects
         self._entries: dict[tuple[str, int], _OpenRegister] = {}
         self._urgent: deque[pb.UsageRegister] = deque(maxlen=MAX_UNSENT_REGISTERS)
         self._wake = asyncio.Event()
@@ -117,7 +117,7 @@ class UsagePublisher:
 
     async def _publish(self, register: pb.UsageRegister) -> None:
         try:
-            await self._client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
+            await self.client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
         except BaseException:  # cancellation too: publishing twice is harmless, losing it is not
             self._urgent.appendleft(register)
             raise

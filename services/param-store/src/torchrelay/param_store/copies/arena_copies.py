@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from torchrelay.common.errors import Overloaded
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
-from torchrelay.param_store.copies.pack_download import CopyRecord, DownloadPlan, PackDownload
+from torchrelay.param_store.copies.copy_record import CopyRecord
+from torchrelay.param_store.copies.pack_download import DownloadPlan, PackDownload
 from torchrelay.param_store.remote.remote_store import RemoteStore
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.arena.slab import Slab
@@ -57,6 +58,11 @@ class ArenaCopies:
         self._closed = False
         self._lock = threading.Lock()
         self.num_bytes_received = 0
+
+    def downloads(self) -> list[PackDownload]:
+        """Those that run now."""
+        with self._lock:
+            return [download for download, _ in self._downloads.values()]
 
     def relay(
         self,

@@ -18,9 +18,10 @@ from itertools import groupby, takewhile
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger, record_span
+from torchrelay.param_store.copies.copy_record import REMOTE, CopyRecord
 from torchrelay.param_store.copies.remote_download import download_from_remote
+from torchrelay.param_store.remote.keys import manifest_key, pack_key
 from torchrelay.param_store.remote.remote_store import RemoteStore
-from torchrelay.param_store.remote.versions import manifest_key, pack_key
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.arena.slab import Slab
 from torchrelay.transfer.fetch.follow import (
@@ -33,37 +34,16 @@ from torchrelay.transfer.fetch.follow import (
     follow,
 )
 from torchrelay.transfer.fetch.sources import SourceUpdates
-from torchrelay.transfer.fetch.statistics import TransferStats
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.transport.interface import TransferClass, Transport
 from torchrelay.transfer.transport.tcp import TcpTransport
 
 log = get_logger(__name__)
-REMOTE = "remote"
 STARVATION_TIMEOUT_S = (
     10.0  # a peer that is alive is left for the next source when no chunk has come from anywhere for so long
 )
 SILENCE_TIMEOUT_S = 2.0  # one of which nothing is heard, if others come after all peers: the remote store
 DOWNLOAD_PIN = "download"  # pins the slab while its chunks arrive
-
-
-@dataclass(slots=True)
-class CopyRecord:
-    """What is told of one pack's copy beside what its slab says. Times are unix microseconds, 0: not yet."""
-
-    pack_id: str
-    pack_bytes: int = 0
-    num_chunks: int = 0
-    error: str = ""
-    begin_unix_us: int = 0
-    first_unix_us: int = 0
-    end_unix_us: int = 0
-    stats: TransferStats = field(default_factory=TransferStats)  # what each source has brought
-
-    @property
-    def source(self) -> str:
-        """The holder that has brought most, or ``REMOTE``."""
-        return self.stats.largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +100,7 @@ class PackDownload:
             self._failed(error, slab)
         else:
             self.record.end_unix_us = now_unix_us()
-            self._trace(complete=True)
+            self.trace(complete=True)
         finally:
             if slab is not None:
                 self.arena.unpin(self.plan.pack_id, DOWNLOAD_PIN)
@@ -135,9 +115,9 @@ class PackDownload:
             self.reserved.set_exception(error if isinstance(error, TorchrelayError) else Unavailable(message))
         else:
             slab.fail(message)
-        self._trace(complete=False)
+        self.trace(complete=False)
 
-    def _trace(self, *, complete: bool) -> None:
+    def trace(self, *, complete: bool) -> None:
         record = self.record
         begin, end = record.begin_unix_us * 1000, now_unix_us() * 1000
         about = {"pack_id": record.pack_id, "relay_id": self.plan.relay_id, "source": record.source}

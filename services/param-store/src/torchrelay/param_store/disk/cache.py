@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import shutil
 import threading
 from collections.abc import Sequence
@@ -23,10 +22,10 @@ from torchrelay.common.errors import NotFound
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.durable_files import sync_folder
 from torchrelay.param_store.remote.file_reader import FileReader, ReadBuffers
+from torchrelay.param_store.remote.keys import is_digest
 from torchrelay.transfer.manifest import pack_id_of
 
 log = get_logger(__name__)
-_PACK_ID = re.compile(r"[0-9a-f]{64}")
 _RESERVED_DISK_BYTES = 256 << 20
 _DEFAULT_LIMIT_BYTES = 64 << 30
 
@@ -134,7 +133,7 @@ class DiskCache:
 def _packs_in(folder: Path) -> list[CachedPack]:
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
-        if _PACK_ID.fullmatch(path.name):
+        if is_digest(path.name):
             try:
                 known = path.stat()
             except FileNotFoundError:  # discarded just now

@@ -15,6 +15,7 @@ from pathlib import Path
 from torchrelay.common.errors import TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.disk.cache import DiskCache
+from torchrelay.param_store.durable_files import write_all
 from torchrelay.transfer.arena.slab import Slab
 from torchrelay.transfer.manifest import MAX_CHUNK_BYTES
 
@@ -59,18 +60,12 @@ def _write(draft: Path, slab: Slab, stop: threading.Event) -> None:
                 piece[:] = slab.chunk(index)
             finally:
                 slab.release(_OWNER)
-            _write_all(file, piece, span.begin)
+            write_all(file, piece)
             if span.end - synced >= _SYNC_EVERY_BYTES:
                 os.fdatasync(file)
                 os.posix_fadvise(file, synced, span.end - synced, os.POSIX_FADV_DONTNEED)
                 synced = span.end
         os.fsync(file)
-
-
-def _write_all(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(file, data, offset)
-        data, offset = data[count:], offset + count
 
 
 @contextmanager

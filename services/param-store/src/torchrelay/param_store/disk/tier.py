@@ -6,7 +6,6 @@ chunk and all later ones come from the remote store.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +14,10 @@ from torchrelay.common.errors import DataCorrupted
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.disk.cache import DiskCache
 from torchrelay.param_store.remote.file_reader import FileReader
+from torchrelay.param_store.remote.keys import parse_pack_key
 from torchrelay.param_store.remote.remote_store import RangeReader, RemoteStore
 
 log = get_logger(__name__)
-_PACK_KEY = re.compile(r"packs/([0-9a-f]{64})(\.manifest)?")
 
 
 class DiskTier(RemoteStore):
@@ -35,24 +34,25 @@ class DiskTier(RemoteStore):
         self._remote.put_bytes(key, data)
 
     def get_bytes(self, key: str) -> bytes:
-        name = _PACK_KEY.fullmatch(key)
-        here = self._cache.manifest(name[1]) if name and name[2] else None
-        return self._remote.get_bytes(key) if here is None else here
+        pack_id, is_manifest = parse_pack_key(key)
+        cached = self._cache.manifest(pack_id) if is_manifest else None
+        return self._remote.get_bytes(key) if cached is None else cached
 
     def open_range(self, key: str) -> RangeReader:
-        name = _PACK_KEY.fullmatch(key)
-        copy = self._cache.open(name[1]) if name and not name[2] else None
-        if name is None or copy is None:
+        pack_id, is_manifest = parse_pack_key(key)
+        copy = self._cache.open(pack_id) if pack_id and not is_manifest else None
+        if copy is None:
             return self._remote.open_range(key)
-        return TieredReader(copy, self._cache, name[1], self._remote, key)
+        return TieredReader(copy, self._cache, pack_id, self._remote, key)
 
     def size(self, key: str) -> int:
         return self._remote.size(key)
 
     def delete(self, key: str) -> None:
         self._remote.delete(key)
-        if name := _PACK_KEY.fullmatch(key):
-            self._cache.discard(name[1])
+        pack_id, _ = parse_pack_key(key)
+        if pack_id:
+            self._cache.discard(pack_id)
 
     def list(self, prefix: str) -> Iterator[str]:
         return self._remote.list(prefix)

@@ -11,11 +11,11 @@ import grpc
 from torchrelay.common.errors import InvalidRequest, NotFound, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2 as pb
-from torchrelay.control.v1 import reports_pb2, types_pb2
-from torchrelay.param_store.remote.versions import checked_digest
+from torchrelay.control.v1 import reports_pb2
+from torchrelay.param_store.grpc.messages import source_address, store_report
+from torchrelay.param_store.remote.keys import checked_digest
 from torchrelay.param_store.store import Store
 from torchrelay.transfer.arena.slab import Slab
-from torchrelay.transfer.fetch.follow import SourceAddress
 from torchrelay.transfer.transport.interface import TransferClass
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -67,7 +67,9 @@ class CopyRpcs:
     async def Relay(self, request: pb.RelayRequest, context: Context) -> pb.RelayReply:
         self.store.epoch.check(request.epoch)
         checked_digest(request.pack_id, "pack_id")
-        sources = [_source(source) for source in request.sources if source.holder_id != self.store.settings.store_id]
+        sources = [
+            source_address(source) for source in request.sources if source.holder_id != self.store.settings.store_id
+        ]
         if not sources:
             raise InvalidRequest("a relay needs at least one source other than the store itself", field="sources")
         reserved = self.store.arena_copies.relay(
@@ -104,13 +106,6 @@ class CopyRpcs:
         with self.store.changes.listen() as changed:
             while True:
                 changed.clear()
-                yield self.store.report()
+                yield store_report(self.store)
                 await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
                 await changed.wait()
-
-
-def _source(source: types_pb2.Source) -> SourceAddress | None:
-    """None: the remote store."""
-    if not source.data_address:
-        return None
-    return SourceAddress(source.holder_id, source.data_address, source.ticket)

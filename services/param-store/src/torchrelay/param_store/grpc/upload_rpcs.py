@@ -13,14 +13,14 @@ import grpc
 from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.grpc.messages import file_state, upload_state, version_description
 from torchrelay.param_store.grpc.thread_acquire import acquire_on_thread
-from torchrelay.param_store.grpc.version_rpcs import version_description
 from torchrelay.param_store.remote.versions import Version
 from torchrelay.param_store.store import Store
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, is_weights
 from torchrelay.param_store.uploads.file_writer import FileWriter
 from torchrelay.param_store.uploads.packer_process import PackJob, run_packer
-from torchrelay.param_store.uploads.staged_upload import FileProgress, StagedUpload
+from torchrelay.param_store.uploads.staged_upload import StagedUpload
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
@@ -38,10 +38,10 @@ class UploadRpcs:
             self.store.uploads.begin, request.upload_id, request.tenant_id, files, request.quota_bytes
         )
         log.info("upload_begun", upload_id=request.upload_id, tenant_id=request.tenant_id, num_files=len(files))
-        return _upload_state(upload)
+        return upload_state(upload)
 
     async def DescribeUpload(self, request: pb.DescribeUploadRequest, context: Context) -> pb.UploadState:
-        return _upload_state(self.store.uploads.get(request.upload_id))
+        return upload_state(self.store.uploads.get(request.upload_id))
 
     async def PutFile(self, request_iterator: AsyncIterator[pb.PutFileRequest], context: Context) -> pb.FileState:
         first = await anext(request_iterator, None)
@@ -59,7 +59,7 @@ class UploadRpcs:
                 raise Unavailable(f"{first.open.path}: the store cannot write it: {error.strerror}") from error
             finally:
                 await asyncio.to_thread(writer.close)
-        return _file_state(upload.file_progress(first.open.path))
+        return file_state(upload.file_progress(first.open.path))
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> AsyncIterator[pb.CommitProgress]:
         upload = self.store.uploads.get(request.upload_id)
@@ -123,17 +123,3 @@ async def _receive(writer: FileWriter, parts: AsyncIterator[pb.PutFileRequest]) 
             raise InvalidRequest(f"after the first, messages carry 1 to {MAX_PART_BYTES} bytes of data", field="data")
         await asyncio.to_thread(writer.write, part.data)
     await asyncio.to_thread(writer.finish)
-
-
-def _upload_state(upload: StagedUpload) -> pb.UploadState:
-    files = [_file_state(progress) for progress in upload.progress()]
-    return pb.UploadState(upload_id=upload.record.upload_id, files=files)
-
-
-def _file_state(progress: FileProgress) -> pb.FileState:
-    return pb.FileState(
-        path=progress.path,
-        num_bytes=progress.num_bytes,
-        num_bytes_received=progress.num_bytes_received,
-        complete=progress.complete,
-    )

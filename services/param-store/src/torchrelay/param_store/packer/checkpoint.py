@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchrelay.param_store.packer.core import INDEX_FILE, SINGLE_FILE, PackRefused, StoredTensor, quoted
+from torchrelay.param_store.model_files import INDEX_FILE, SINGLE_FILE
+from torchrelay.param_store.packer.core import PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.documents import read_document
 from torchrelay.param_store.packer.safetensors_header import read_tensors
 

@@ -6,10 +6,6 @@ from dataclasses import dataclass
 
 from torchrelay.transfer.manifest import Segment, TensorEntry
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-
-
 _MAX_DETAIL = 500  # characters; what a detail quotes is the tenant's
 
 

@@ -12,13 +12,20 @@ from typing import Any
 import msgspec
 
 from torchrelay.modelspec.config import ModelConfig, UnsupportedModel, read_config
+from torchrelay.param_store.model_files import (
+    CONFIG,
+    GENERATION,
+    MAX_DOCUMENT_BYTES,
+    MAX_TEMPLATE_BYTES,
+    MAX_TOKENIZER_BYTES,
+    PASSED_ON,
+    TEMPLATE,
+    TOKENIZER,
+    eos_token_ids,
+)
 from torchrelay.param_store.packer.core import PackRefused, quoted
 
-MAX_DOCUMENT_BYTES = 4 << 20
-MAX_TOKENIZER_BYTES = 64 << 20
-MAX_TEMPLATE_BYTES = 256 << 10
 _MAX_NUMBER = 2**31 - 1
-CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 
 
 def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
@@ -90,15 +97,6 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     except (ValueError, OverflowError, TypeError) as error:
         raise PackRefused(CONFIG, f"a value cannot be kept: {error}") from None
     return document, config
-
-
-def eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> list[Any]:
-    """The tokens that end an answer: of generation_config.json when it names them, else of config.json."""
-    for document in (generation, config):
-        found = document.get("eos_token_id")
-        if found is not None:
-            return found if isinstance(found, list) else [found]
-    return []
 
 
 def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
@@ -175,11 +173,10 @@ def _span(ids: list[int]) -> tuple[int, int]:
 
 def check_other_documents(folder: Path) -> None:
     """The documents that the platform only passes on must at least be what their names say."""
-    for file in (GENERATION, "tokenizer_config.json", "special_tokens_map.json"):
+    for file in PASSED_ON:
         _optional(folder, file)
-    template = "chat_template.jinja"
-    if (folder / template).exists():
+    if (folder / TEMPLATE).exists():
         try:
-            read_bounded(folder, template, MAX_TEMPLATE_BYTES).decode("utf-8")
+            read_bounded(folder, TEMPLATE, MAX_TEMPLATE_BYTES).decode("utf-8")
         except UnicodeDecodeError:
-            raise PackRefused(template, "it is not UTF-8 text") from None
+            raise PackRefused(TEMPLATE, "it is not UTF-8 text") from None

@@ -11,6 +11,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
+from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.finite_values import first_not_finite
 from torchrelay.transfer.manifest import chunk_bytes_for
@@ -47,7 +48,7 @@ def write_pack(
             _fill(chunk, pieces, files)
             _check_numbers(chunk, pieces)
             digests.append(blake3(chunk).digest())
-            _write_all(out.fileno(), chunk)
+            write_all(out.fileno(), chunk)
             on_progress(end)
         os.fsync(out.fileno())
     return chunk_bytes, tuple(digests)
@@ -96,8 +97,3 @@ def _check_numbers(chunk: memoryview, pieces: list[_Piece]) -> None:
             index += piece.num_skipped // DTYPE_BYTES[source.dtype]
             detail = f"tensor {quoted(source.name)}: element {index:,} is {what}; all weights must be finite numbers"
             raise PackRefused(source.file, detail)
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]

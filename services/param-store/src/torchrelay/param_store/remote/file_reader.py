@@ -55,9 +55,9 @@ class FileReader(RangeReader):
         except FileNotFoundError:
             raise NotFound(f"the remote store has no {key}") from None
         try:
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _DIRECT) if _DIRECT else -1
+            self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _DIRECT) if _DIRECT else -1
         except OSError:  # tmpfs before Linux 6.6, some network file systems
-            self._direct = -1
+            self.direct = -1
 
     def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
         done = 0
@@ -69,13 +69,13 @@ class FileReader(RangeReader):
             done += count
 
     def _read(self, offset: int, view: memoryview) -> int:
-        if self._direct < 0 or self._refused or offset % PAGE_BYTES:
+        if self.direct < 0 or self._refused or offset % PAGE_BYTES:
             return os.preadv(self._cached, [view], offset)
         with self._buffers.borrowed() as buffer:
             wanted = min(len(view), len(buffer))
             in_pages = -(-wanted // PAGE_BYTES) * PAGE_BYTES
             try:
-                count = min(os.preadv(self._direct, [buffer[:in_pages]], offset), wanted)
+                count = min(os.preadv(self.direct, [buffer[:in_pages]], offset), wanted)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -92,5 +92,5 @@ class FileReader(RangeReader):
 
     def close(self) -> None:
         os.close(self._cached)
-        if self._direct >= 0:
-            os.close(self._direct)
+        if self.direct >= 0:
+            os.close(self.direct)

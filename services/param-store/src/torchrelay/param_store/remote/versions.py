@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,17 +10,17 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound, TorchrelayError, Unavailable
+from torchrelay.common.errors import DataCorrupted, NotFound, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS
 from torchrelay.modelspec.config import ModelConfig, read_config
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
-from torchrelay.param_store.packer.documents import GENERATION, eos_token_ids
+from torchrelay.param_store.model_files import GENERATION, eos_token_ids
+from torchrelay.param_store.remote.keys import file_key, manifest_key, pack_key, version_key
 from torchrelay.param_store.remote.remote_store import RemoteStore
 from torchrelay.transfer.manifest import Manifest, decode_manifest, pack_id_of
 
 log = get_logger(__name__)
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,28 +49,6 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.manifest.dtype]
-
-
-def pack_key(pack_id: str) -> str:
-    return f"packs/{checked_digest(pack_id, 'pack_id')}"
-
-
-def manifest_key(pack_id: str) -> str:
-    return f"{pack_key(pack_id)}.manifest"
-
-
-def file_key(digest: str) -> str:
-    return f"files/{checked_digest(digest, 'digest')}"
-
-
-def version_key(version_id: str) -> str:
-    return f"versions/{checked_digest(version_id, 'version_id')}.json"
-
-
-def checked_digest(digest: str, field: str) -> str:
-    if not _DIGEST.fullmatch(digest):
-        raise InvalidRequest(f"{field} must be 64 lower-case hex digits", field=field)
-    return digest
 
 
 class Versions:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrelay.common.errors import Conflict, UploadRefused
+from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.uploads.declared_files import DeclaredFile
 
 _READ_BYTES = 1 << 20
@@ -57,9 +58,7 @@ class FileWriter:
                     field=self._declared.path,
                 )
             self._sha256.update(data)
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            write_all(self._file.fileno(), data)
             self._num_bytes += len(data)
 
     def finish(self) -> None:

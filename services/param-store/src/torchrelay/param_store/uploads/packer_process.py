@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +34,7 @@ class PackJob:
     memory_bytes: int
 
     def encode(self) -> bytes:
-        return json.dumps(
-            {
-                "folder": str(self.folder),
-                "pack_path": str(self.pack_path),
-                "largest_slot_bytes": self.largest_slot_bytes,
-                "memory_bytes": self.memory_bytes,
-            }
-        ).encode()
+        return json.dumps(asdict(self), default=str).encode()
 
 
 class PackerQueue:
