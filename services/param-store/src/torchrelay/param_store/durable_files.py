@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and survive a power cut."""
+"""Files that appear complete or not at all, and survive a power cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One param-store: its parts put together, and what it says of itself."""
+"""One param-store, put together from its parts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from torchrelay.param_store.settings import StoreSettings
 from torchrelay.param_store.uploads.packer_process import PackerQueue
 from torchrelay.param_store.uploads.staging_area import StagingArea
 from torchrelay.transfer.arena.arena import Arena
-from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.errors import ArenaFull
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.serve.holder import HolderServer
@@ -28,7 +27,7 @@ log = get_logger(__name__)
 
 
 class Store:
-    """Owns the arena, the uploads and the data plane of one host. Made and closed on the event loop's thread."""
+    """Owns the arena, the uploads and the data plane of one host. Created and closed on the event loop's thread."""
 
     def __init__(self, settings: StoreSettings, loop: asyncio.AbstractEventLoop) -> None:
         self.settings = settings
@@ -42,10 +41,10 @@ class Store:
         self.uploads = StagingArea(settings.data_dir / "uploads", settings.max_upload_bytes, settings.upload_expiry_s)
         self.packer_queue = PackerQueue(settings.max_waiting_commits)
         node_key = bytes.fromhex(settings.node_key)
-        # Before the arena: when the port is taken, no shared memory is left behind.
+        # Before the arena: if the port is taken, no shared memory is left behind.
         transport = transport_for(settings.tls)
         listener = transport.listen(settings.host, settings.data_port)
-        self.holder = HolderServer(settings.store_id, node_key, self._find, listener)
+        self.holder = HolderServer(settings.store_id, node_key, lambda pack_id: self.arena.get(pack_id), listener)
         self.arena = Arena.create(settings.arena_file, settings.arena_capacity_bytes())
         self.arena_copies = ArenaCopies(
             self.arena,
@@ -65,17 +64,14 @@ class Store:
         port = self.holder.address.rpartition(":")[2]
         return f"{self.settings.advertised_host}:{port}"
 
-    def _find(self, buffer_id: str) -> Buffer | None:
-        return self.arena.get(buffer_id)
-
     def start(self) -> None:
-        """Serves the data plane and grows the arena; returns once its first step is there, in about a second."""
+        """Serves the data plane and grows the arena; returns after the first step, in about a second."""
         self.holder.start()
         self._background.start()
         self._prepared.wait()
 
     def _prepare(self) -> None:
-        """The background thread: what an earlier process left is hashed, and memory is faulted in step by step."""
+        """The background thread: hashes what an earlier process left and faults in memory step by step."""
         try:
             growing = self._grow()
             self._prepared.set()
@@ -86,7 +82,7 @@ class Store:
             self._prepared.set()
 
     def _grow(self) -> bool:
-        """Faults in the next step; False: the arena stays as large as it is."""
+        """Faults in the next step; False: the arena has reached its size."""
         try:
             self.arena.grow(self.settings.arena_step_bytes)
         except ArenaFull as error:
@@ -96,9 +92,9 @@ class Store:
         return self.arena.faulted_bytes < self.arena.capacity_bytes
 
     def close(self) -> None:
-        """Ends fillings and streams, then lets go of the arena. Blocks until all threads are gone."""
+        """Ends downloads and streams, then closes the arena. Blocks until all threads have ended."""
         self._closing.set()
-        self.arena.stop_growing()  # a filling may wait for gigabytes of it
+        self.arena.stop_growing()  # a download may wait for gigabytes of it
         self.arena_copies.close()
         self.holder.close()
         self.arena.close(unlink=not self.settings.keep_arena)
@@ -106,7 +102,7 @@ class Store:
             self._background.join()
 
     def activity(self) -> tuple[int, ...]:
-        """Differs from what it was when something has gone on here."""
+        """Changes whenever a report is worth publishing early."""
         return (
             self.holder.bytes_sent,
             self.arena_copies.num_bytes_received,

@@ -1,7 +1,7 @@
-"""The remote store behind this host's disk: packs that lie there are read from it, and everything else is passed on.
+"""A remote store that reads packs from this host's disk cache where it can.
 
-A chunk of the disk's copy that does not match its digest, or is not there, condemns the copy: it is removed, and that
-chunk and all later ones come from the remote store.
+A chunk of the cached copy that is missing or does not match its digest discards the copy: that chunk and all later ones
+come from the remote store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = get_logger(__name__)
 
 
 class DiskTier(RemoteStore):
-    """Reads through ``cache``; writes go to ``remote`` alone. A pack that is here is read while the remote is away."""
+    """Reads through ``cache``; writes go to ``remote`` only. Cached packs can be read while ``remote`` is away."""
 
     def __init__(self, remote: RemoteStore, cache: DiskCache) -> None:
         self._remote = remote
@@ -59,7 +59,7 @@ class DiskTier(RemoteStore):
 
 
 class TieredReader(RangeReader):
-    """One pack, from its copy on disk for as long as that is good."""
+    """Reads one pack from its copy on disk until that proves damaged."""
 
     def __init__(self, copy: FileReader, cache: DiskCache, pack_id: str, remote: RemoteStore, key: str) -> None:
         self._copy = copy
@@ -67,7 +67,7 @@ class TieredReader(RangeReader):
         self._pack_id = pack_id
         self._remote = remote
         self._key = key
-        self._origin: RangeReader | None = None  # opened when the copy is found bad
+        self._origin: RangeReader | None = None  # opened when the copy proves damaged
         self._lock = threading.Lock()
 
     def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
@@ -92,7 +92,7 @@ class TieredReader(RangeReader):
                 self._origin = self._remote.open_range(self._key)
 
     def _from_origin(self, offset: int, view: memoryview, stop: threading.Event) -> None:
-        assert self._origin is not None  # the copy was condemned
+        assert self._origin is not None  # the copy was discarded
         self._origin.read_into(offset, view, stop)
 
     def close(self) -> None:

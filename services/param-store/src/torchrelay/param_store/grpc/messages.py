@@ -32,7 +32,7 @@ def file_state(progress: FileProgress) -> pb.FileState:
 
 
 def version_description(version: Version) -> pb.VersionDescription:
-    """The version as the catalog and the scheduler know it."""
+    """The version, as the catalog and the scheduler know it."""
     config = version.config
     return pb.VersionDescription(
         version_id=version.version_id,
@@ -90,16 +90,7 @@ def _pack_copy(copy: CopyReport, retained: Container[str]) -> reports_pb2.PackCo
         relay_first_unix_us=record.first_unix_us,
         relay_end_unix_us=record.end_unix_us,
         source=record.source,
-        shares=[
-            reports_pb2.SourceShare(
-                holder_id=share.holder_id,
-                num_bytes=share.num_bytes,
-                bytes_per_s=share.bytes_per_s,
-                following=share.following,
-                error=share.error,
-            )
-            for share in record.stats.by_source()
-        ],
+        shares=[reports_pb2.SourceShare(**asdict(stats)) for stats in record.stats.by_source()],
         num_repairs=record.stats.num_repairs,
         retained=record.pack_id in retained,
     )
@@ -107,8 +98,4 @@ def _pack_copy(copy: CopyReport, retained: Container[str]) -> reports_pb2.PackCo
 
 def _nic() -> reports_pb2.NicCounters | None:
     counters = read_nic_counters()
-    if counters is None:
-        return None
-    return reports_pb2.NicCounters(
-        bytes_sent=counters.bytes_sent, bytes_received=counters.bytes_received, link_bytes_per_s=counters.bytes_per_s
-    )
+    return reports_pb2.NicCounters(**asdict(counters)) if counters else None
