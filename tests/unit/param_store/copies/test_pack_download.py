@@ -218,7 +218,7 @@ def test_neighbouring_peers_are_alternates_of_one_another() -> None:
 def test_without_a_manifest_nothing_is_reserved(arena: Arena, filling: PackDownload) -> None:
     filling.remote.delete(f"packs/{filling.plan.pack_id}.manifest")
     filling.run()
-    with pytest.raises(NotFound, match="no source gave the manifest"):  # the remote store says that it was deleted
+    with pytest.raises(NotFound, match="no source has the manifest"):  # the remote store says that it was deleted
         filling.reserved.result()
     assert arena.slabs() == []
 

@@ -154,7 +154,7 @@ async def test_a_half_filled_pack_of_an_earlier_process_is_completed(
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async with held(store, pack.name) as replies:
                     await anext(replies)
-            assert "the store was restarted" in error_from_rpc(caught.value).message
+            assert "the store restarted" in error_from_rpc(caught.value).message
             await store.relay(pack.name, REMOTE)
             await store.until_complete(pack.name)
             assert 0 < (await store.report()).bytes_received < version.pack_bytes

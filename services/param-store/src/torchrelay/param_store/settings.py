@@ -33,7 +33,7 @@ class StoreSettings(ServiceSettings):
     data_dir: Path = Field(Path("store-data"), description="Folder of staged uploads and the disk cache.")
     remote_url: str = Field(
         "file:store-remote",
-        description="Where published packs are stored: file:///a/folder, s3://BUCKET/PREFIX, or, by the same client but "
+        description="Where published packs are stored: file:///a/folder, s3://BUCKET/PREFIX or, by the same client but "
         "untested against a real server, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX.",
     )
     remote_endpoint: str = Field(

@@ -28,7 +28,7 @@ def download_from_remote(
 ) -> None:
     """Reads the wanted chunks in order, ``num_readers`` at a time: while one thread hashes, the others read.
 
-    Returns early when ``stop`` is set. A chunk that does not match its digest is read again where that may help; damaged
+    Returns early when ``stop`` is set. A chunk that does not match its digest is read again if that may help; damaged
     chunks are skipped, and ``DataCorrupted`` is raised after the others have come. Any other error of the reader or the
     sink ends the download at once. ``wanted`` is asked for the next chunk only when a reader is free.
 

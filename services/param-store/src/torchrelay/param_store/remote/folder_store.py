@@ -1,4 +1,4 @@
-"""A folder as remote store: the embedded default, or a network file system. Packs are read past the page cache."""
+"""A folder as remote store: the embedded default, or a network file system."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class FolderStore(RemoteStore):
 
     @classmethod
     def from_url(cls, url: str, options: RemoteOptions) -> FolderStore:
-        """``file:///an/absolute/folder``, or ``file:a/relative/one``; there is nothing to choose."""
+        """``file:///an/absolute/folder`` or ``file:a/relative/one``; no option applies."""
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise InvalidRequest(f"{url!r} does not name a folder of this machine", field="remote_url")
@@ -41,7 +41,7 @@ class FolderStore(RemoteStore):
         draft = self._draft()
         try:
             try:
-                os.link(path, draft)  # on the same file system nothing is copied
+                os.link(path, draft)  # no copy on the same file system
             except OSError as error:
                 if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
                     raise
@@ -84,7 +84,7 @@ class FolderStore(RemoteStore):
     def _path(self, key: str) -> Path:
         parts = key.rstrip("/").split("/")
         if any(part in ("", ".", "..") for part in parts) or "\0" in key:
-            raise InvalidRequest(f"{key!r} is not a key", field="key")
+            raise InvalidRequest(f"{key!r} is not a valid key", field="key")
         return self._root.joinpath(*parts)
 
     def _draft(self) -> Path:
@@ -96,11 +96,11 @@ class FolderStore(RemoteStore):
         with draft.open("rb") as file:
             os.fsync(file.fileno())
         draft.replace(final)
-        # NOTE: rename does nothing when both are links to one file; the draft is unlinked by the caller then.
+        # NOTE: rename does nothing if both are links to one file; then the caller unlinks the draft.
         sync_folder(final.parent)
 
     def _remove_abandoned(self, now_unix_s: float) -> None:
-        """Drafts whose store died while it wrote them. Others may be another store's, at work."""
+        """Removes drafts of stores that died while writing. Younger ones may be another store's work in progress."""
         for draft in (self._root / _DRAFTS).iterdir():
             if now_unix_s - draft.stat().st_mtime > _DRAFT_EXPIRY_S and draft.stat().st_nlink == 1:
                 draft.unlink(missing_ok=True)

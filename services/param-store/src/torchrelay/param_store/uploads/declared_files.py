@@ -1,4 +1,4 @@
-"""Which files an upload may have. Decided before the first byte is taken in."""
+"""The files that an upload may have, checked before its first byte is accepted."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|pickle|ckpt)", re.IGNORECASE)
 
 
 class DeclaredFile(msgspec.Struct, frozen=True):
-    """A file that the client says it will send."""
+    """A file that the client announces."""
 
     path: str
     num_bytes: int
@@ -27,14 +27,14 @@ class DeclaredFile(msgspec.Struct, frozen=True):
 
 
 def is_weights(path: str) -> bool:
-    """Whether the file's tensors go into the pack; all others are kept as they are."""
+    """Whether the file goes into the pack; all others are published unchanged."""
     return _WEIGHTS.fullmatch(path) is not None or path == INDEX_FILE
 
 
 def check_declared(files: Sequence[DeclaredFile], quota_bytes: int, max_upload_bytes: int) -> None:
-    """Raises ``UploadRefused`` naming the first wrong file, ``QuotaExceeded`` when together they are too large."""
+    """Raises ``UploadRefused`` naming the first wrong file, or ``QuotaExceeded``."""
     if len(files) > MAX_FILES:
-        raise UploadRefused(f"an upload has at most {MAX_FILES} files, not {len(files)}", field="files")
+        raise UploadRefused(f"an upload may have at most {MAX_FILES} files, not {len(files)}", field="files")
     for file in files:
         _check_name(file.path)
         _check_numbers(file)
