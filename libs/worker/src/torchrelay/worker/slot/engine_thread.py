@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.errors import Conflict, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.engine.core import LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
@@ -51,6 +51,12 @@ class EngineThread:
         self._closed.set()
         self._commands.put(None)
         self._thread.join()
+
+    def require_instance(self) -> Instance:
+        """(engine's thread) The instance. Raises ``Conflict`` if it was unloaded."""
+        if self.instance is None:
+            raise Conflict("the instance was unloaded")
+        return self.instance
 
     def post(self, command: Callable[[], object]) -> None:
         """Runs ``command`` before the next step."""
