@@ -36,9 +36,9 @@ class WorkerSettings(ServiceSettings):
     )
     cpu_reorder: bool = Field(
         True,
-        description="Where the CPU has 16-bit arithmetic, copy the weights in the background from shared memory into the"
-        " order that its kernels read fastest: faster steps, for private memory of the weights' size. Skipped where less"
-        " than twice that is available.",
+        description="Where the CPU has 16-bit arithmetic, copy the weights in the background into the order that its"
+        " kernels read fastest: faster steps, for private memory of the weights' size. Skipped where less than twice"
+        " that is available.",
     )
     prefix_cache: bool = Field(True, description="Compute a prefix that prompts of one tenant share only once.")
     max_attempts: int = Field(1024, ge=1, description="Maximum attempts running or waiting; more are refused.")
