@@ -40,7 +40,7 @@ log = get_logger(__name__)
 
 
 class RoleContext(Protocol):
-    """What a role needs of the worker that plays it. All methods run on the event loop."""
+    """What a role needs of its ``Worker``, where the methods are described. All run on the event loop."""
 
     settings: WorkerSettings
     tls: Tls | None
@@ -55,23 +55,12 @@ class RoleContext(Protocol):
     local_address: str  # of the data plane, for workers of this host; may be empty
 
     @property
-    def data_address(self) -> str:
-        """Where other workers reach this one's data plane."""
-
-    def role(self, number: types_pb2.Role.ValueType) -> WorkerRole | None:
-        """The role of this number; None if this process cannot play it."""
-
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Runs ``work`` in the process's task group."""
-
-    def cancel(self, group_id: str, choice: int | None = None) -> None:
-        """Frees the pages of a group, or of one choice."""
-
-    def pages_freed(self) -> None:
-        """KV pages may have come free."""
-
-    def attempt_ended(self) -> None:
-        """A role has let go of an attempt."""
+    def data_address(self) -> str: ...
+    def role(self, number: types_pb2.Role.ValueType) -> WorkerRole | None: ...
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]: ...
+    def cancel(self, group_id: str, choice: int | None = None) -> None: ...
+    def pages_freed(self) -> None: ...
+    def attempt_ended(self) -> None: ...
 
 
 class WorkerRole(ABC):

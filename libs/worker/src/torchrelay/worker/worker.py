@@ -173,7 +173,7 @@ class Worker:
             self._load.cancel()
 
     def role(self, number: types_pb2.Role.ValueType) -> WorkerRole | None:
-        """See ``RoleContext``."""
+        """The role of this number; None if this process cannot play it."""
         return next((role for role in self.roles if role.number == number), None)
 
     def attempt_ended(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import nats.errors
@@ -88,11 +89,9 @@ class UsagePublisher:
         """Publishes until cancelled."""
         due_s = time.monotonic() + PUBLISH_INTERVAL_S
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
                     await self._wake.wait()
-            except TimeoutError:
-                pass
             self._wake.clear()
             if time.monotonic() >= due_s:  # however often urgent registers woke it
                 self._gather_advanced()

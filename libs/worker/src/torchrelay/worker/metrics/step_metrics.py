@@ -83,12 +83,10 @@ class StepMetrics:
 
     def time_shares_of(self, instance_labels: InstanceLabels | None) -> TimeShares:
         """Shares of recent engine time of an instance; ``NO_SHARES`` unless it made the last step."""
-        known = (
-            instance_labels is not None
-            and self._instance_labels is not None
-            and self._instance_labels.instance_id == instance_labels.instance_id
-        )
-        return self._time_shares if known else NO_SHARES
+        last = self._instance_labels
+        if instance_labels is None or last is None or last.instance_id != instance_labels.instance_id:
+            return NO_SHARES
+        return self._time_shares
 
     def latency(self, instance_labels: InstanceLabels | None) -> LatencyModel | None:
         """The latency model of the instance's pack on this worker; None before its first sample."""

@@ -37,11 +37,8 @@ class StepTimeCounter:
         if sums is None:
             with self._lock:
                 sums = self._sums[labels] = [0.0] * 5
-        sums[0] += profile.compute_s
-        sums[1] += profile.memory_s
-        sums[2] += profile.kv_transfer_s
-        sums[3] += profile.io_wait_s
-        sums[4] += profile.scheduling_s
+        for index, seconds in enumerate(seconds_of(profile).values()):
+            sums[index] += seconds
 
     def _observe(self, _: CallbackOptions) -> Iterable[Observation]:
         with self._lock:

@@ -20,18 +20,11 @@ class TimeShares:
     io_wait: float = 0.0
     scheduling: float = 0.0
 
-    @classmethod
-    def of(cls, profile: StepProfile) -> TimeShares:
-        """Raises ``ZeroDivisionError`` for a profile of no duration."""
-        return cls(*(seconds / profile.total_s for seconds in seconds_of(profile).values()))
-
     def after(self, profile: StepProfile) -> TimeShares:
         """With one more step; a step's weight halves with every two seconds of time in steps."""
         if not profile.total_s:
             return self
-        if self == NO_SHARES:
-            return TimeShares.of(profile)
-        kept = 0.5 ** (profile.total_s / _HALF_LIFE_S)
+        kept = 0.0 if self == NO_SHARES else 0.5 ** (profile.total_s / _HALF_LIFE_S)
         added = (1 - kept) / profile.total_s
         return TimeShares(
             self.compute * kept + profile.compute_s * added,

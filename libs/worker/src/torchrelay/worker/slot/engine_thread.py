@@ -9,7 +9,8 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
 from torchrelay.common.errors import Conflict, Unavailable
 from torchrelay.common.process.telemetry import get_logger
@@ -90,18 +91,17 @@ class EngineThread:
         """
         if self._closed.is_set():
             raise Unavailable("this worker is shutting down")
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # a caller that is cancelled now cannot cancel the command
 
         def run() -> None:
             try:
-                result = command()
+                future.set_result(command())
             except Exception as error:
-                self._loop.call_soon_threadsafe(_settle, future, None, error)
-            else:
-                self._loop.call_soon_threadsafe(_settle, future, result, None)
+                future.set_exception(error)
 
         self.post(run)
-        return await future
+        return await asyncio.wrap_future(future)
 
     def _run(self) -> None:
         while self._run_commands():
@@ -142,12 +142,3 @@ class EngineThread:
         except Exception as error:
             log.error("engine_command_failed", exc_info=True)
             self._loop.call_soon_threadsafe(self._on_fault, error)
-
-
-def _settle(future: asyncio.Future[Any], result: object, error: Exception | None) -> None:
-    if future.done():  # the caller was cancelled
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

@@ -74,26 +74,23 @@ class TieredReader(RangeReader):
         if self._origin is None:
             try:
                 self._copy.read_into(offset, view, stop)
-                return
             except (DataCorrupted, OSError) as error:
-                self._discard_copy(str(error))
-        self._from_origin(offset, view, stop)
+                self._discard_copy(str(error)).read_into(offset, view, stop)
+        else:
+            self._origin.read_into(offset, view, stop)
 
     def read_again(self, offset: int, view: memoryview, stop: threading.Event) -> bool:
-        self._discard_copy(f"the chunk at byte {offset} does not match its digest")
-        self._from_origin(offset, view, stop)
+        self._discard_copy(f"the chunk at byte {offset} does not match its digest").read_into(offset, view, stop)
         return True
 
-    def _discard_copy(self, reason: str) -> None:
+    def _discard_copy(self, reason: str) -> RangeReader:
+        """Returns the reader of the remote store's pack, which replaces the copy."""
         with self._lock:
             if self._origin is None:
                 log.warning("disk_pack_damaged", pack_id=self._pack_id, reason=reason)
                 self._cache.discard(self._pack_id)
                 self._origin = self._remote.open_range(self._key)
-
-    def _from_origin(self, offset: int, view: memoryview, stop: threading.Event) -> None:
-        assert self._origin is not None  # the copy was discarded
-        self._origin.read_into(offset, view, stop)
+            return self._origin
 
     def close(self) -> None:
         self._copy.close()

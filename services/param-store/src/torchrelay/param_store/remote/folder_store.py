@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -38,25 +39,17 @@ class FolderStore(RemoteStore):
         return cls(Path(unquote(parts.path)))
 
     def put_file(self, key: str, path: Path) -> None:
-        draft = self._draft()
-        try:
+        with self._publishing(key) as draft:
             try:
                 os.link(path, draft)  # no copy on the same file system
             except OSError as error:
                 if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
                     raise
                 shutil.copyfile(path, draft)
-            self._publish(draft, key)
-        finally:
-            draft.unlink(missing_ok=True)
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        draft = self._draft()
-        try:
+        with self._publishing(key) as draft:
             draft.write_bytes(data)
-            self._publish(draft, key)
-        finally:
-            draft.unlink(missing_ok=True)
 
     def get_bytes(self, key: str) -> bytes:
         try:
@@ -87,17 +80,21 @@ class FolderStore(RemoteStore):
             raise InvalidRequest(f"{key!r} is not a valid key", field="key")
         return self._root.joinpath(*parts)
 
-    def _draft(self) -> Path:
-        return self._root / _DRAFTS / new_id("drf")
-
-    def _publish(self, draft: Path, key: str) -> None:
-        final = self._path(key)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(final)
-        # NOTE: rename does nothing if both are links to one file; then the caller unlinks the draft.
-        sync_folder(final.parent)
+    @contextmanager
+    def _publishing(self, key: str) -> Iterator[Path]:
+        """A draft for the block to write, which then becomes the object."""
+        draft = self._root / _DRAFTS / new_id("drf")
+        try:
+            yield draft
+            final = self._path(key)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
+            draft.replace(final)
+            sync_folder(final.parent)
+        finally:
+            # NOTE: also after a rename, which does nothing if both are links to one file.
+            draft.unlink(missing_ok=True)
 
     def _remove_abandoned(self, now_unix_s: float) -> None:
         """Removes drafts of stores that died while writing. Younger ones may be another store's work in progress."""

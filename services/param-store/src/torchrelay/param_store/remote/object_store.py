@@ -108,9 +108,5 @@ def _client(url: str, options: RemoteOptions, limits: ClientConfig, retries: Ret
 
 
 def _retries(give_up_s: float) -> RetryConfig:
-    backoff: BackoffConfig = {
-        "init_backoff": timedelta(seconds=0.1),
-        "max_backoff": timedelta(seconds=3),
-        "base": 2,
-    }
+    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3), "base": 2}
     return {"max_retries": 10, "retry_timeout": timedelta(seconds=give_up_s), "backoff": backoff}

@@ -71,7 +71,7 @@ class StagedUpload:
         file = self.declared(path)
         if path in self.record.complete:
             return FileProgress(path, file.num_bytes, file.num_bytes, True)
-        return FileProgress(path, file.num_bytes, _length(self.files / path), False)
+        return FileProgress(path, file.num_bytes, _size_and_mtime(self.files / path)[0], False)
 
     def declared(self, path: str) -> DeclaredFile:
         for file in self.record.files:
@@ -81,7 +81,7 @@ class StagedUpload:
 
     def last_touched_unix_s(self) -> float:
         paths = [self.folder / "state.json", *(self.files / file.path for file in self.record.files)]
-        return max(map(_modified_unix_s, paths))
+        return max(_size_and_mtime(path)[1] for path in paths)
 
     def open_file(self, path: str, offset: int) -> FileWriter | None:
         """A writer that continues at ``offset``, the bytes received so far; None: the file is complete."""
@@ -157,15 +157,9 @@ class StagedUpload:
         self.record = record
 
 
-def _modified_unix_s(path: Path) -> float:
+def _size_and_mtime(path: Path) -> tuple[int, float]:
     try:
-        return path.stat().st_mtime
+        status = path.stat()
     except FileNotFoundError:  # not begun, or just removed by an abort
-        return 0.0
-
-
-def _length(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+        return 0, 0.0
+    return status.st_size, status.st_mtime
