@@ -38,8 +38,7 @@ def process_age_s() -> float:
 @asynccontextmanager
 async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addresses]]:
     """Runs a worker: engine warmed up, KV pool faulted in, roles registered, reports published."""
-    device = resolve_device(settings.device, torch.cuda.device_count())
-    settings = settings.model_copy(update={"device": device})
+    settings = settings.model_copy(update={"device": resolve_device(settings.device, torch.cuda.device_count())})
     if settings.threads:
         torch.set_num_threads(settings.threads)
     tls = settings.tls

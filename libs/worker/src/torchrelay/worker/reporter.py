@@ -25,7 +25,6 @@ class Reporter:
         settings, step_metrics = worker.settings, worker.step_metrics
         instance = worker.engine.instance
         free = instance.num_free_pages / instance.num_pages if instance and instance.num_pages else 1.0
-        prefill, decode = (self._num_attempts(number) for number in (types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE))
         queued = self._queued_prompts()
         latency = step_metrics.latency(worker.slot.instance_labels)
         return reports_pb2.WorkerReport(
@@ -39,7 +38,7 @@ class Reporter:
             slot=worker.slot.report(),
             kv_pool_bytes=settings.kv_pool_bytes,
             kv_free_bytes=int(settings.kv_pool_bytes * free),
-            num_running=max(prefill, decode),
+            num_running=max((len(role.attempts) for role in worker.roles), default=0),
             num_queued_prefill_tokens=sum(queued),
             prefill_tokens_per_s=step_metrics.prefill_tokens_per_s,
             step_s=step_metrics.step_s,
@@ -68,10 +67,6 @@ class Reporter:
             len(self._queued_prompts()),
             *(len(role.attempts) for role in worker.roles),
         )
-
-    def _num_attempts(self, number: types_pb2.Role.ValueType) -> int:
-        role = self._worker.role(number)
-        return len(role.attempts) if role else 0
 
     def _queued_prompts(self) -> list[int]:
         """Tokens of each prompt that is not completely computed, those already computed included."""

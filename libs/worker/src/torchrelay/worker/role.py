@@ -21,9 +21,9 @@ from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.transport.interface import Transport
 from torchrelay.worker.attempts.attempt import (
+    DEADLINE_ERROR,
     Attempt,
     Attempts,
-    deadline_error,
     dispatch_outputs,
     group_id_of,
     non_finite_logits_error,
@@ -218,7 +218,7 @@ class WorkerRole(ABC):
         left_s = attempt.left_s()
         if left_s is not None:
             loop = asyncio.get_running_loop()
-            attempt.deadline = loop.call_later(max(0.0, left_s), self.fail, attempt, deadline_error())
+            attempt.deadline = loop.call_later(max(0.0, left_s), self.fail, attempt, DEADLINE_ERROR)
 
     def spawn(self, attempt: Attempt, work: Coroutine[Any, Any, None], name: str) -> None:
         """Runs ``work`` for an attempt in the background; an unexpected error ends the attempt."""
@@ -301,7 +301,7 @@ class WorkerRole(ABC):
         for group_id in group_ids:
             attempt = self.attempts.get(group_id)
             if attempt is not None:
-                self.fail(attempt, deadline_error())
+                self.fail(attempt, DEADLINE_ERROR)
 
     def fail_unexpected(self, attempt: Attempt, error: Exception) -> None:
         """Ends an attempt with an internal error; the stream's other attempts go on."""

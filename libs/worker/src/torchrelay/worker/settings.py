@@ -30,9 +30,7 @@ class WorkerSettings(ServiceSettings):
     )
     token_budget: int = Field(512, ge=16, description="Maximum tokens in one engine step.")
     kv_block_tokens: int = Field(
-        512,
-        ge=16,
-        description="Tokens of one KV block, which is transferred as one chunk; best at least token_budget.",
+        512, ge=16, description="Tokens of one KV block, which is transferred as one chunk; best at least token_budget."
     )
     cpu_reorder: bool = Field(
         True,
@@ -47,8 +45,7 @@ class WorkerSettings(ServiceSettings):
     )
     max_incoming: int = Field(64, ge=1, description="Maximum KV buffers received at once; more wait.")
     kv_by_shared_memory: bool = Field(
-        False,
-        description="Send KV to decode workers of the same host_id by shared memory instead of loopback.",
+        False, description="Send KV to decode workers of the same host_id by shared memory instead of loopback."
     )
     kv_timeout_s: float = Field(
         30.0, gt=0, description="Fail an attempt when its KV transfer makes no progress for this long."

@@ -38,9 +38,7 @@ class KvReceiver:
 
     def receive(self, write: Callable[[Callable[[], None], threading.Event], None], stall_s: float) -> bytes:
         """Follows the buffer, passing each verified chunk to ``write``. Returns the trailer. Raises transfer errors."""
-        source = self._source
-        wanted = range(self.layout.num_chunks)
-        trailer = b""
+        source, wanted, trailer = self._source, range(self.layout.num_chunks), b""
         for index in follow(
             source.ticket.buffer_id,
             wanted,

@@ -43,10 +43,10 @@ async def expire_uploads(store: Store) -> None:
 
 async def release_recovered(store: Store) -> None:
     """After the grace period: lets packs of an earlier process be evicted that no worker holds or maps."""
-    left = True
-    while left:
+    any_mapped = True
+    while any_mapped:
         await asyncio.sleep(store.settings.recovery_grace_s)
-        left = await asyncio.to_thread(release_unmapped, store.arena)
+        any_mapped = await asyncio.to_thread(release_unmapped, store.arena)
         store.changes.notify()
 
 

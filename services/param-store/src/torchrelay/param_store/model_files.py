@@ -7,18 +7,11 @@ from typing import Any
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-MAX_DOCUMENT_BYTES = 4 << 20
-MAX_TOKENIZER_BYTES = 64 << 20
-MAX_TEMPLATE_BYTES = 256 << 10
 PASSED_ON = (GENERATION, "tokenizer_config.json", "special_tokens_map.json")  # documents for the gateway
-MAX_FILE_BYTES = {
-    CONFIG: MAX_DOCUMENT_BYTES,
-    TOKENIZER: MAX_TOKENIZER_BYTES,
-    **dict.fromkeys(PASSED_ON, MAX_DOCUMENT_BYTES),
-    TEMPLATE: MAX_TEMPLATE_BYTES,
-    "vocab.json": MAX_TOKENIZER_BYTES,
-    "merges.txt": MAX_TOKENIZER_BYTES,
-    INDEX_FILE: MAX_DOCUMENT_BYTES,
+MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
+    **dict.fromkeys((CONFIG, INDEX_FILE, *PASSED_ON), 4 << 20),
+    **dict.fromkeys((TOKENIZER, "vocab.json", "merges.txt"), 64 << 20),
+    TEMPLATE: 256 << 10,
 }
 
 

@@ -61,8 +61,7 @@ class Store:
 
     @property
     def data_address(self) -> str:
-        port = self.holder.address.rpartition(":")[2]
-        return f"{self.settings.advertised_host}:{port}"
+        return f"{self.settings.advertised_host}:{self.holder.address.rpartition(':')[2]}"
 
     def start(self) -> None:
         """Serves the data plane and grows the arena; returns after the first step, in about a second."""

@@ -20,6 +20,7 @@ FINISH_REASONS = {
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
+DEADLINE_ERROR = pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
 
 
 def group_id_of(key: types_pb2.AttemptKey) -> str:
@@ -109,11 +110,6 @@ class Attempt:
             pb.ChoiceOutput(key=self.start.key, choice=choice, finish_reason=pb.FINISH_REASON_ERROR, error=error)
             for choice in sorted(self.open_choices)
         ]
-
-
-def deadline_error() -> pb.RunError:
-    """The error of an attempt that has reached its deadline."""
-    return pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
 
 
 def non_finite_logits_error(token: NewToken) -> pb.RunError:

@@ -26,10 +26,7 @@ class StepTimeCounter:
         self._sums: FIFOCache[Labels, list[float]] = FIFOCache(_MAX_SERIES)
         self._lock = threading.Lock()  # series come on the event loop and are collected on another thread
         metrics.get_meter("torchrelay.worker").create_observable_counter(
-            "torchrelay_worker_engine_time",
-            [self._observe],
-            unit="s",
-            description="Engine time, by activity.",
+            "torchrelay_worker_engine_time", [self._observe], unit="s", description="Engine time, by activity."
         )
 
     def add(self, labels: Labels, profile: StepProfile) -> None:

@@ -26,13 +26,8 @@ class TimeShares:
             return self
         kept = 0.0 if self == NO_SHARES else 0.5 ** (profile.total_s / _HALF_LIFE_S)
         added = (1 - kept) / profile.total_s
-        return TimeShares(
-            self.compute * kept + profile.compute_s * added,
-            self.memory * kept + profile.memory_s * added,
-            self.kv_transfer * kept + profile.kv_transfer_s * added,
-            self.io_wait * kept + profile.io_wait_s * added,
-            self.scheduling * kept + profile.scheduling_s * added,
-        )
+        seconds = seconds_of(profile)
+        return TimeShares(*(getattr(self, name) * kept + seconds[name] * added for name in seconds))
 
 
 NO_SHARES = TimeShares()

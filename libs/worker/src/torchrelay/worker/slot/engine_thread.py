@@ -125,12 +125,10 @@ class EngineThread:
         assert self.instance is not None
         try:
             result = self.instance.step()
-        except LoadFailed as error:
-            self.instance = None
-            self._loop.call_soon_threadsafe(self._on_fault, error)
         except Exception as error:
             # The batch is in an unknown state and the guilty sequence is not known: give the instance up.
-            log.error("engine_step_failed", exc_info=True)
+            if not isinstance(error, LoadFailed):
+                log.error("engine_step_failed", exc_info=True)
             self.instance = None
             self._loop.call_soon_threadsafe(self._on_fault, error)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
@@ -28,28 +29,26 @@ if TYPE_CHECKING:
     HoldCall = grpc.aio.UnaryStreamCall[pb.HoldRequest, pb.HoldReply]
 
 
+_HOLD_LOST = (grpc.aio.AioRpcError, Unavailable)
+
+
+@dataclass(slots=True)
 class Loader:
     """One load, from Hold to the last layer; keeps the pack pinned until it is cancelled."""
 
-    def __init__(
-        self,
-        slot: Slot,
-        engine: EngineThread,
-        pool: KvPool,
-        store: ParamStoreAsyncStub,
-        settings: WorkerSettings,
-        active_processes: ActiveProcesses | None,
-        hold_retry_s: float = 0.5,
-    ) -> None:
-        self._slot, self._engine, self._pool, self._store = slot, engine, pool, store
-        self._settings, self._active_processes = settings, active_processes
-        self._hold_retry_s = hold_retry_s
-        self._instance: Instance | None = None
-        self.slab: MappedSlab | None = None
-        self._mapped_at = ("", 0)  # arena file and offset
-        self._next_segment = 0
-        self._why_closed = "the instance was unloaded"
-        self.closing = False  # releasing the instance; must not be cancelled again
+    _slot: Slot
+    _engine: EngineThread
+    _pool: KvPool
+    _store: ParamStoreAsyncStub
+    _settings: WorkerSettings
+    _active_processes: ActiveProcesses | None
+    _retry_s: float = 0.5
+    slab: MappedSlab | None = None
+    closing: bool = False  # releasing the instance; must not be cancelled again
+    _instance: Instance | None = None
+    _mapped_at: tuple[str, int] = ("", 0)  # arena file and offset
+    _next_segment: int = 0
+    _why_closed: str = "the instance was unloaded"
 
     async def run(self, pack_id: str, traceparent: str) -> None:
         """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes stop coming."""
@@ -60,12 +59,7 @@ class Loader:
                 await self._load(hold)
             # The mapping outlives the store; a store that comes back must learn of the pin again.
             async for attempt in stamina.retry_context(
-                (grpc.aio.AioRpcError, Unavailable),
-                attempts=None,
-                timeout=None,
-                wait_initial=self._hold_retry_s,
-                wait_exp_base=1,
-                wait_jitter=0,
+                _HOLD_LOST, attempts=None, timeout=None, wait_initial=self._retry_s, wait_exp_base=1, wait_jitter=0
             ):
                 with attempt:
                     if attempt.num > 1:

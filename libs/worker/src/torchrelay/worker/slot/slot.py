@@ -102,8 +102,7 @@ class Slot:
     def add_phase(self, name: str, begin_us: int) -> None:
         """Records a phase of the load that began at ``begin_us`` and ends now."""
         if self.hosted is not None:
-            phase = types_pb2.Phase(name=name, begin_unix_us=begin_us, end_unix_us=now_unix_us())
-            self.hosted.phases.append(phase)
+            self.hosted.phases.append(types_pb2.Phase(name=name, begin_unix_us=begin_us, end_unix_us=now_unix_us()))
 
     async def notify_watchers(self) -> None:
         """Wakes the watchers."""

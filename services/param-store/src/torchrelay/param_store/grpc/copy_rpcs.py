@@ -67,9 +67,8 @@ class CopyRpcs:
     async def Relay(self, request: pb.RelayRequest, context: Context) -> pb.RelayReply:
         self.store.epoch.check(request.epoch)
         checked_digest(request.pack_id, "pack_id")
-        sources = [
-            source_address(source) for source in request.sources if source.holder_id != self.store.settings.store_id
-        ]
+        own_id = self.store.settings.store_id
+        sources = [source_address(source) for source in request.sources if source.holder_id != own_id]
         if not sources:
             raise InvalidRequest("sources must name at least one other than this store", field="sources")
         reserved = self.store.arena_copies.relay(

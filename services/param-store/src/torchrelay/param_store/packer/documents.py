@@ -15,9 +15,7 @@ from torchrelay.modelspec.config import ModelConfig, UnsupportedModel, read_conf
 from torchrelay.param_store.model_files import (
     CONFIG,
     GENERATION,
-    MAX_DOCUMENT_BYTES,
-    MAX_TEMPLATE_BYTES,
-    MAX_TOKENIZER_BYTES,
+    MAX_FILE_BYTES,
     PASSED_ON,
     TEMPLATE,
     TOKENIZER,
@@ -62,17 +60,17 @@ def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
 
 def read_document(folder: Path, file: str) -> dict[str, Any]:
     """One of the small documents. Raises ``PackRefused``, also if it is missing."""
-    return parse_object(file, read_bounded(folder, file, MAX_DOCUMENT_BYTES))
+    return parse_object(file, _read_bounded(folder, file))
 
 
-def read_bounded(folder: Path, file: str, max_bytes: int) -> bytes:
-    """All bytes of a file. Raises ``PackRefused`` if it is longer than ``max_bytes``."""
+def _read_bounded(folder: Path, file: str) -> bytes:
+    """All bytes of a file. Raises ``PackRefused`` if it is longer than its kind may be."""
     try:
         size = (folder / file).stat().st_size
     except FileNotFoundError:
         raise PackRefused(file, "it is missing from the upload") from None
-    if size > max_bytes:
-        raise PackRefused(file, f"it has {size:,} bytes; at most {max_bytes:,} are read")
+    if size > MAX_FILE_BYTES[file]:
+        raise PackRefused(file, f"it has {size:,} bytes; at most {MAX_FILE_BYTES[file]:,} are read")
     return (folder / file).read_bytes()
 
 
@@ -138,8 +136,8 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
     if not path.exists():
         raise PackRefused(TOKENIZER, "it is missing from the upload")
     size = path.stat().st_size
-    if not 0 < size <= MAX_TOKENIZER_BYTES:
-        raise PackRefused(TOKENIZER, f"it has {size:,} bytes; expected are 1 to {MAX_TOKENIZER_BYTES:,}")
+    if not 0 < size <= MAX_FILE_BYTES[TOKENIZER]:
+        raise PackRefused(TOKENIZER, f"it has {size:,} bytes; expected are 1 to {MAX_FILE_BYTES[TOKENIZER]:,}")
     # Mapped, not read: otherwise a large vocabulary would be in memory twice.
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
@@ -157,8 +155,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
         wrong = lowest if lowest < 0 else highest
         raise PackRefused(
             TOKENIZER,
-            f"token id {quoted(wrong)} lies outside the vocab_size {vocab_size} of config.json: the tokenizer has"
-            " tokens"
+            f"token id {quoted(wrong)} is outside the vocab_size {vocab_size} of config.json: the tokenizer has tokens"
             " that the model has no embedding for",
         )
 
@@ -175,6 +172,6 @@ def check_other_documents(folder: Path) -> None:
         _optional(folder, file)
     if (folder / TEMPLATE).exists():
         try:
-            read_bounded(folder, TEMPLATE, MAX_TEMPLATE_BYTES).decode("utf-8")
+            _read_bounded(folder, TEMPLATE).decode("utf-8")
         except UnicodeDecodeError:
             raise PackRefused(TEMPLATE, "it is not UTF-8 text") from None
