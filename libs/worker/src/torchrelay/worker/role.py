@@ -161,10 +161,8 @@ class WorkerRole(ABC):
     def _apply(self, command: pb.RunCommand, outbox: Outbox, starts: asyncio.TaskGroup) -> None:
         if command.HasField("start"):
             starts.create_task(self._start(command.start, outbox))
-        elif command.HasField("cancel"):
-            attempt = self.attempts.get(group_id_of(command.cancel.key))
-            if attempt is not None:
-                self.end(attempt, pb.FINISH_REASON_CANCELLED)
+        elif command.HasField("cancel") and (attempt := self.attempts.get(group_id_of(command.cancel.key))):
+            self.end(attempt, pb.FINISH_REASON_CANCELLED)
 
     async def _start(self, start: pb.AttemptStart, outbox: Outbox) -> None:
         attempt = Attempt(start, outbox, {})
@@ -215,8 +213,7 @@ class WorkerRole(ABC):
 
     def watch_deadline(self, attempt: Attempt) -> None:
         """Ends the attempt at its deadline, if it has one."""
-        left_s = attempt.left_s()
-        if left_s is not None:
+        if (left_s := attempt.left_s()) is not None:
             loop = asyncio.get_running_loop()
             attempt.deadline = loop.call_later(max(0.0, left_s), self.fail, attempt, DEADLINE_ERROR)
 
@@ -299,8 +296,7 @@ class WorkerRole(ABC):
     def expire(self, group_ids: Iterable[str]) -> None:
         """Ends the attempts that the engine found past their deadlines."""
         for group_id in group_ids:
-            attempt = self.attempts.get(group_id)
-            if attempt is not None:
+            if attempt := self.attempts.get(group_id):
                 self.fail(attempt, DEADLINE_ERROR)
 
     def fail_unexpected(self, attempt: Attempt, error: Exception) -> None:

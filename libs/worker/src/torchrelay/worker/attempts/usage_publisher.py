@@ -74,8 +74,7 @@ class UsagePublisher:
     def forget(self, attempt: Attempt, cause: pb.FinishReason.ValueType) -> None:
         """The attempt ended without a last token: publishes the registers of its open choices."""
         for choice in attempt.open_choices:
-            entry = self._entries.pop((attempt.start.key.request_id, choice), None)
-            if entry is not None:
+            if entry := self._entries.pop((attempt.start.key.request_id, choice), None):
                 entry.register.cause = cause
                 self._urgent.append(entry.register)
                 self._wake.set()
