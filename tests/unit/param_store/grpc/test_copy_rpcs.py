@@ -87,7 +87,7 @@ async def test_commands_of_an_old_epoch_are_refused(
         assert (await store.report()).epoch == 7
 
 
-async def test_dropping_a_filling_stops_it(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
+async def test_dropping_a_download_stops_it(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, _ = published
     async with running_store(tmp_path) as store:
         with slow_holder(pack) as source:

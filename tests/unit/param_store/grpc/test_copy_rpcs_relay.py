@@ -124,9 +124,9 @@ async def test_after_a_copy_that_failed_a_new_one_runs_though_it_is_not_quite_ov
     pack, _ = published
     trace, told = PackDownload.trace, threading.Event()
 
-    def late(filling: PackDownload, *, complete: bool) -> None:
+    def late(download: PackDownload, *, complete: bool) -> None:
         assert told.wait(20)
-        trace(filling, complete=complete)
+        trace(download, complete=complete)
 
     async with (
         running_store(tmp_path) as good,

@@ -112,7 +112,7 @@ class WorkerRole(ABC):
         """Called when KV pages may have come free."""
 
     def is_done(self, attempt: Attempt) -> bool:
-        """Whether the role needs an attempt no more once its last choice has finished."""
+        """Whether an attempt can be forgotten once its last choice has finished."""
         return True
 
     @asynccontextmanager
@@ -269,7 +269,7 @@ class WorkerRole(ABC):
             self.forget(attempt)
 
     def forget(self, attempt: Attempt) -> bool:
-        """Lets go of an attempt. False if it was gone already."""
+        """Drops an attempt. False if it was dropped before."""
         if self.attempts.remove(attempt.group_id) is None:
             return False
         if attempt.deadline is not None:

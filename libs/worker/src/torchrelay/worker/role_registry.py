@@ -1,4 +1,4 @@
-"""The roles installed beside the worker, found by entry point."""
+"""The installed roles, found by entry point."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class Worker:
         return next((role for role in self.roles if role.number == number), None)
 
     def attempt_ended(self) -> None:
-        """A role has let go of an attempt; a drain may be over."""
+        """A role has dropped an attempt; a drain may be over."""
         if self._drained is not None and not any(len(role.attempts) for role in self.roles):
             self._drained.set()
 
@@ -206,7 +206,7 @@ class Worker:
         self.step_metrics.record_step(result, self.slot.instance_labels)
 
     def pages_freed(self) -> None:
-        """A group lets go of pages: whoever waits for pages retries after the commands posted so far."""
+        """Pages may have come free: waiting offers retry after the commands posted so far."""
         for role in self.roles:
             role.pages_freed()
 

@@ -161,9 +161,9 @@ class ArenaCopies:
         with self._lock:
             if pack_id not in self._downloads:
                 self._records.pop(pack_id, None)
-            gone = self._arena.drop(pack_id) or (running is not None and self._arena.get(pack_id) is None)
+            dropped = self._arena.drop(pack_id) or (running is not None and self._arena.get(pack_id) is None)
         self._on_change()
-        return gone
+        return dropped
 
     def failure(self, pack_id: str) -> str:
         """Why the last download of this pack failed; empty if it did not."""

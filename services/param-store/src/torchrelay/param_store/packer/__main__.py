@@ -2,7 +2,7 @@
 
     in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes"}
     out  {"stage", "done", "total"} ...   then one of
-         {"packed": {"pack_id"}}                 the manifest lies beside the pack, suffix .manifest
+         {"packed": {"pack_id"}}                 the manifest is beside the pack, suffix .manifest
          {"refused": {"file", "detail"}}
          {"failed": reason}                      the machine's fault, such as a full disk
 

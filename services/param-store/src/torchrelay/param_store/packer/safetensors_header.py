@@ -76,9 +76,9 @@ def _tensor(file: str, body: int, name: str, entry: Any) -> StoredTensor:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
         raise refuse(f"dtype {quoted(dtype)} is unknown")
-    if not _whole_numbers(shape) or len(shape) > _MAX_RANK:
-        raise refuse(f"shape {quoted(shape)} is not a list of at most {_MAX_RANK} whole numbers")
-    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not _are_non_negative_integers(shape) or len(shape) > _MAX_RANK:
+        raise refuse(f"shape {quoted(shape)} is not a list of at most {_MAX_RANK} non-negative integers")
+    if not _are_non_negative_integers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise refuse(f"data_offsets {quoted(offsets)} are not a range")
     begin, end = offsets
     needed = math.prod(shape) * _DTYPE_BYTES[dtype]
@@ -87,5 +87,5 @@ def _tensor(file: str, body: int, name: str, entry: Any) -> StoredTensor:
     return StoredTensor(name, dtype, tuple(shape), file, body + begin, end - begin)
 
 
-def _whole_numbers(value: Any) -> bool:
+def _are_non_negative_integers(value: Any) -> bool:
     return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**63 for number in value)

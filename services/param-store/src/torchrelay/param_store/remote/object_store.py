@@ -38,13 +38,13 @@ class ObjectStore(RemoteStore):
     def __init__(self, url: str, options: RemoteOptions) -> None:
         self._scheme = urlsplit(url).scheme
         self._give_up_s = options.give_up_s
-        silence: ClientConfig = {"read_timeout": timedelta(seconds=options.timeout_s), "timeout": "1h"}
+        reading: ClientConfig = {"read_timeout": timedelta(seconds=options.timeout_s), "timeout": "1h"}
         # While a part is sent nothing is read, so silence means nothing: writes have a total timeout.
-        whole: ClientConfig = {"timeout": timedelta(seconds=max(_PART_TIMEOUT_S, options.timeout_s))}
+        writing: ClientConfig = {"timeout": timedelta(seconds=max(_PART_TIMEOUT_S, options.timeout_s))}
         retries = _retries(options.give_up_s)
-        self._ranges = _client(url, options, silence, {"max_retries": 0})
-        self._reads = _client(url, options, silence, retries)
-        self._writes = _client(url, options, whole, retries)
+        self._ranges = _client(url, options, reading, {"max_retries": 0})
+        self._reads = _client(url, options, reading, retries)
+        self._writes = _client(url, options, writing, retries)
 
     @classmethod
     def from_url(cls, url: str, options: RemoteOptions) -> ObjectStore:
