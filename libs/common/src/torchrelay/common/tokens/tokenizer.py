@@ -1,8 +1,4 @@
-"""Tokens into text: loading tokenizers within little memory, incremental text, stop strings.
-
-Worker and gateway both judge stop strings, over the same text made in the same way, so they agree on the token that
-ends a choice: the worker then stops computing (``StopChecker``), the gateway cuts the text (``StopTrimmer``).
-"""
+"""Loads tokenizers within little memory."""
 
 from __future__ import annotations
 
@@ -10,22 +6,18 @@ import ctypes
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from tokenizers import AddedToken, Tokenizer
-from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 
 from torchrelay.common.errors import InvalidRequest
 
 BPE_CACHE_WORDS = 4096
-# A UTF-8 character takes at most four tokens of one byte; a stream that holds back more is stuck on invalid bytes, and
-# would decode all it holds at every step.
-MAX_HELD_TOKENS = 16
 
 # A slice of a merges list, in either of its forms. Possessive: never slower than linear, whatever was uploaded.
 _STRING = rb'"(?:[^"\\]|\\.)*+"'
@@ -165,100 +157,3 @@ def _return_freed_memory() -> None:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent from musl
         if trim is not None:
             trim(0)
-
-
-class TextStream:
-    """The text of one choice, token by token; special tokens have none."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._shown: list[int] = []  # tokens of the last piece: what the next piece's spacing depends on
-        self._held: list[int] = []
-
-    def step(self, token_id: int) -> str:
-        """The text that ``token_id`` completes; empty while a character is unfinished."""
-        self._held.append(token_id)
-        try:
-            piece = self._stream.step(self._tokenizer, token_id)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except (
-            BaseException
-        ):  # when a piece changes what was shown before it. NOTE: a panic of the library is no Exception
-            return self.flush()
-        if piece is None:
-            return self.flush() if len(self._held) >= MAX_HELD_TOKENS else ""
-        self._shown, self._held = self._held, []
-        return piece
-
-    def flush(self) -> str:
-        """The text held back, unfinished characters as U+FFFD. The stream can go on."""
-        if not self._held:
-            return ""
-        before = self._tokenizer.decode(self._shown, skip_special_tokens=True)
-        after = self._tokenizer.decode(self._shown + self._held, skip_special_tokens=True)
-        if not after.endswith("\ufffd") and after != before:
-            self._shown = self._held
-        self._held = []
-        self._stream = DecodeStream(ids=self._shown, skip_special_tokens=True)
-        return after[len(before) :] if after.startswith(before) else after
-
-
-class StopChecker:
-    """Says which token completes a stop string (worker side)."""
-
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
-        self._text = TextStream(tokenizer)
-        self._stops = tuple(stop_strings)
-        self._num_kept_chars = max((len(stop) for stop in self._stops), default=1) - 1
-        self._tail = ""
-        self._stopped = False
-
-    def step(self, token_id: int) -> bool:
-        """True once the text up to and with ``token_id`` contains a stop string."""
-        if self._stopped:
-            return True
-        seen = self._tail + self._text.step(token_id)
-        self._stopped = any(stop in seen for stop in self._stops)
-        self._tail = seen[max(0, len(seen) - self._num_kept_chars) :]
-        return self._stopped
-
-
-class StopTrimmer:
-    """Cuts a text that comes in pieces before the stop string that is complete first (gateway side).
-
-    Of two that are complete at the same character the longer counts. What may yet become a stop string is held back.
-    """
-
-    def __init__(self, stop_strings: Sequence[str]) -> None:
-        self._stops = tuple(stop_strings)
-        self._num_held_most = max((len(stop) for stop in self._stops), default=1) - 1
-        self._held = ""
-        self.stopped = False
-
-    def push(self, text: str) -> str:
-        """The text that may be shown now; nothing any more once ``stopped``."""
-        if not self._stops or not text:
-            return text
-        if self.stopped:
-            return ""
-        seen = self._held + text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := seen.find(stop)) >= 0]
-        if ends:
-            self.stopped, self._held = True, ""
-            return seen[: min(ends)[1]]
-        num_held = self._num_held(seen)
-        self._held = seen[len(seen) - num_held :]
-        return seen[: len(seen) - num_held]
-
-    def flush(self) -> str:
-        """The text held back, when no more comes."""
-        held, self._held = self._held, ""
-        return held
-
-    def _num_held(self, seen: str) -> int:
-        for num_chars in range(min(self._num_held_most, len(seen)), 0, -1):
-            if any(stop.startswith(seen[-num_chars:]) for stop in self._stops):
-                return num_chars
-        return 0
