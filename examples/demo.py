@@ -20,8 +20,9 @@ from rich.table import Table
 from torchrelay.cli.api.chat_stream import MIN_RATE_SPAN_S
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.scheduler_client import watch
-from torchrelay.cli.commands.explain import explanation
+from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
+from torchrelay.cli.views.timeline import explanation
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
 
 MODEL_FOLDER = Path(__file__).parent / "glossary" / "model"
@@ -150,7 +151,7 @@ def main() -> None:
 
 def talk(client: GatewayClient, endpoints: dict[str, str], key: str) -> None:
     step("3. Upload the glossary model")
-    model = client.upload(MODEL_FOLDER, "glossary", {"idle_timeout_s": IDLE_S}, lambda *_: None)["id"]
+    model = ModelUpload(client, MODEL_FOLDER, "glossary", lambda *_: None).run({"idle_timeout_s": IDLE_S})["id"]
     console.print(f"  published {model}")
     openai = OpenAI(base_url=f"{endpoints['http']}/v1", api_key=key)
     step("4. Ask three questions over REST; the first one wakes the model from zero")

@@ -15,6 +15,7 @@ import httpx
 
 from tests.lab.cluster import TARGETS, Cluster
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.control.v1.reports_pb2 import PackCopy, SlotState
@@ -50,7 +51,7 @@ class Operator:
     def publish(self, folder: Path) -> Published:
         """Uploads a checkpoint through the gateway; its pack then lies in the remote store of ``source``."""
         with self._cluster.control.inside(), GatewayClient(self._cluster.http, self._key) as client:
-            model = client.upload(folder, folder.name, {}, lambda *_: None)
+            model = ModelUpload(client, folder, folder.name, lambda *_: None).run({})
         with self._store("source") as store:
             version = store.Describe(pb.DescribeRequest(version_id=model["version"]), timeout=_WAIT_S).version
         return Published(model["id"], version.pack_id, version.pack_bytes)

@@ -6,11 +6,11 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tests.unit.cli.fake_gateway import MODEL
-from torchrelay.cli.commands.explain import bar, explanation, shorten_ids, until_end
 from torchrelay.cli.commands.models import models_table
 from torchrelay.cli.views.cluster import LiveScreen, Sample, cluster_screen, counters_of, rates_of
-from torchrelay.cli.views.console import printable
+from torchrelay.cli.views.console import printable, shorten_ids
 from torchrelay.cli.views.packs import join_names
+from torchrelay.cli.views.timeline import bar, explanation, until_end
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 
 

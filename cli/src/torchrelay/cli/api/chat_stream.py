@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import Unreachable, api_error
-from torchrelay.common.quantities import format_count
+from torchrelay.common.quantities import format_count, format_duration
 
 Message = dict[str, str]
 MIN_RATE_SPAN_S = 0.05  # of tokens that arrive closer together the rate says nothing
@@ -106,7 +106,7 @@ class Answer:
 
     def summary(self) -> str:
         """``first token after 42 ms · 18 tokens · 310 tokens/s · req-...``"""
-        parts = [] if self.ttft_s is None else [f"first token after {_duration_text(self.ttft_s)}"]
+        parts = [] if self.ttft_s is None else [f"first token after {format_duration(self.ttft_s)}"]
         if self.num_output_tokens:
             parts.append(format_count(self.num_output_tokens, "token"))
         if self.tokens_per_s is not None:
@@ -116,7 +116,3 @@ class Answer:
         if self.finish == "length":
             parts.append("cut off at max_tokens")
         return " · ".join([*parts, self.request_id] if self.request_id else parts)
-
-
-def _duration_text(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

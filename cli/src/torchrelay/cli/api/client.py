@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx
 
-from torchrelay.cli.api.upload import ModelUpload, Progress, UploadJournal
+from torchrelay.cli.api.restarts import RESTART_TIMEOUT_S, restart_attempts
 from torchrelay.cli.errors import CliError, Unreachable, api_error
 
-RESTART_TIMEOUT_S = 6.0  # a gateway that is started again serves within this time
 RETRY_S = 0.1
 
 
@@ -26,10 +23,15 @@ class GatewayClient:
     """
 
     def __init__(
-        self, url: str, key: str, timeout_s: float = 600.0, is_supervised: Callable[[], bool] = lambda: False
+        self,
+        url: str,
+        key: str,
+        timeout_s: float = 600.0,
+        is_supervised: Callable[[], bool] = lambda: False,
+        restart_timeout_s: float = RESTART_TIMEOUT_S,
     ) -> None:
         headers = {"Authorization": f"Bearer {key}"}
-        self.url, self._is_supervised = url, is_supervised
+        self.url, self._is_supervised, self._restart_timeout_s = url, is_supervised, restart_timeout_s
         try:
             self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0))
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
@@ -61,30 +63,12 @@ class GatewayClient:
                     raise api_error(response.read(), response.status_code)
                 yield _lines(response)
 
-    def upload(
-        self,
-        folder: Path,
-        model: str,
-        settings: dict[str, Any],
-        progress: Progress,
-        memory: UploadJournal | None = None,
-    ) -> dict[str, Any]:
-        """Uploads a model folder and publishes it; goes on where an interrupted file stopped. Returns the model.
-
-        With ``memory``, also where an earlier run of the program stopped.
-        """
-        return ModelUpload(self, folder, model, progress, memory).run(settings)
-
     def _retry_connect(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
-        """Asks again while nobody listens and a supervised gateway may be starting; nothing was sent by then."""
-        deadline_s = time.monotonic() + RESTART_TIMEOUT_S
-        while True:
-            try:
+        """Retries while the connection is refused: nothing was sent, and a supervised gateway may be starting."""
+        for attempt in restart_attempts(httpx.ConnectError, self._is_supervised, RETRY_S, self._restart_timeout_s):
+            with attempt:
                 return ask()
-            except httpx.ConnectError:
-                if time.monotonic() >= deadline_s or not self._is_supervised():
-                    raise
-            time.sleep(RETRY_S)
+        raise AssertionError("a retry ends with a result or an error")
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 from pydantic import ValidationError
 
+from torchrelay.cli.api.restarts import RESTART_TIMEOUT_S, restart_attempts
 from torchrelay.cli.errors import CliError, Unreachable
 from torchrelay.common.net.rpc import open_blocking_channel
 from torchrelay.common.process.settings import ServiceSettings, setting_errors
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
+
+T = TypeVar("T")
 
 
 def local_tls(endpoints: Mapping[str, str]) -> Tls | None:
@@ -43,6 +48,46 @@ def watch(address: str, tls: Tls | None = None) -> Iterator[scheduler_pb2.Cluste
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
         except grpc.RpcError as error:
             raise _unreachable(address) from error
+
+
+def resumed(
+    subscribe: Callable[[], Iterator[T]],
+    may_return: Callable[[], bool],
+    on_lost: Callable[[], None],
+    retry_s: float = 1.0,
+    timeout_s: float = RESTART_TIMEOUT_S,
+) -> Iterator[T]:
+    """The items of a stream that is subscribed to again whenever it breaks or ends, after ``on_lost()``.
+
+    Raises ``Unreachable`` when the first subscription brings nothing, or when the scheduler stays away.
+    """
+    stream = subscribe()
+    is_seen = False
+    while True:
+        try:
+            for item in stream:
+                is_seen = True
+                yield item
+            is_seen = True  # the scheduler ended the stream: it stops
+        except Unreachable:
+            if not is_seen:
+                raise
+        on_lost()
+        try:
+            for attempt in restart_attempts(Unreachable, may_return, retry_s, timeout_s):
+                with attempt:
+                    stream = _started(subscribe())
+        except Unreachable as error:
+            if not may_return():
+                raise Unreachable("the platform has stopped", "start it again: torchrelay up") from error
+            raise Unreachable("the scheduler no longer answers", "is the platform up? torchrelay up") from error
+
+
+def _started(stream: Iterator[T]) -> Iterator[T]:
+    """``stream`` once its first item is there. Raises ``Unreachable`` when it ends before."""
+    for item in stream:
+        return chain([item], stream)
+    raise Unreachable("the scheduler ended the stream", "is the platform up? torchrelay up")
 
 
 def explain(address: str, request_id: str = "", model: str = "", tls: Tls | None = None) -> scheduler_pb2.ExplainReply:

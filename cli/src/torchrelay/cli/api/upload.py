@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.model_folder import LocalFile, model_files
 from torchrelay.cli.errors import ApiError, Unreachable, api_error
-
-if TYPE_CHECKING:
-    from torchrelay.cli.api.client import GatewayClient
 
 READ_BYTES = 1 << 20
 MAX_FAILED_TRIES = 5

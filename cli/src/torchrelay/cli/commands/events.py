@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from torchrelay.control.v1.scheduler_pb2 import Event
 
 EXAMPLE = "Example:  torchrelay events --kind relay --follow\n\nOr:       torchrelay events --since 2h --json"
-RETRY_S = 1.0
-RESTART_TIMEOUT_S = 6.0  # a scheduler that is started again answers within this time
 
 
 class EventKind(enum.StrEnum):
@@ -88,21 +85,8 @@ class EventTail:
             self._last_sequence = event.sequence
             yield event
 
-    def tail(self, may_return: Callable[[], bool]) -> Iterator[Event]:
-        """Until interrupted. Raises ``Unreachable`` when the scheduler is away for long, or cannot return."""
-        from torchrelay.cli.errors import Unreachable
+    def tail(self, may_return: Callable[[], bool], **limits: float) -> Iterator[Event]:
+        """Until interrupted; ``limits`` are those of ``resumed``, which says what is raised."""
+        from torchrelay.cli.api.scheduler_client import resumed
 
-        was_there, lost_s = False, 0.0
-        while True:
-            try:
-                for event in self.once(follow=True):
-                    was_there, lost_s = True, 0.0
-                    yield event
-                was_there = True  # the scheduler ended the stream: it stops
-            except Unreachable:
-                if not was_there:
-                    raise
-            lost_s = lost_s or time.monotonic()
-            if not may_return() or time.monotonic() - lost_s >= RESTART_TIMEOUT_S:
-                raise Unreachable(f"the scheduler at {self._address} answers no more", "is the platform up?")
-            time.sleep(RETRY_S)  # it may be starting again
+        return resumed(lambda: self.once(follow=True), may_return, lambda: None, **limits)

@@ -13,7 +13,7 @@ from torchrelay.cli.api.access import HomeOption, JsonOption, KeyOption, UrlOpti
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes
 
 EXAMPLE = "Example:  torchrelay models\n\nSleep sooner:  torchrelay models set glossary --idle-timeout-s 30"
 app = typer.Typer(invoke_without_command=True)

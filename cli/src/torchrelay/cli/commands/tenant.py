@@ -13,7 +13,7 @@ from torchrelay.cli.api.access import AdminKeyOption, HomeOption, JsonOption, Ur
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes
 
 NANO = 1_000_000_000
 app = typer.Typer(no_args_is_help=True, help="Make, change and list tenants (admin).")

@@ -21,10 +21,10 @@ from rich.text import Text
 
 from torchrelay.cli.api.access import Access, HomeOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.api.model_check import check_folder, check_name
-from torchrelay.cli.api.upload import UploadJournal
+from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes
 
 EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
 _STAGES = {"hash": "Hashing", "upload": "Uploading", "validate": "Checking", "pack": "Packing", "publish": "Publishing"}
@@ -120,7 +120,7 @@ def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> d
     )
     try:
         with Progress(*columns, console=console.err()) as progress, access.client() as client:
-            return client.upload(folder, name, settings, StageBars(progress), UploadJournal.of_user())
+            return ModelUpload(client, folder, name, StageBars(progress), UploadJournal.of_user()).run(settings)
     except KeyboardInterrupt:
         raise CliError("interrupted", "run the same command again: it goes on where it stopped") from None
 

@@ -23,7 +23,3 @@ class UpOptions:
     device: str = "cpu"
     log_level: str = "info"
     tls: bool = False  # between the services; the tenants' door speaks none
-
-    @property
-    def num_workers(self) -> int:
-        return self.num_prefill_workers + self.num_decode_workers + self.num_both_workers

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.child import ChildSpec
+from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.options import UpOptions
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
@@ -20,31 +20,6 @@ from torchrelay.transfer.protocol.tickets import derive_node_key
 HOST_ID = "local"
 STORE_ID = "store-local"
 LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """The children in groups, each group asked by those after it: brokers, store, scheduler, workers, gateway.
-
-    The brokers start first, then all services at once (they wait for each other). A group is stopped when all groups
-    behind it are.
-    """
-
-    groups: tuple[tuple[ChildSpec, ...], ...]
-    endpoints: dict[str, str]
-    arena: Path | None = None  # shared memory to be gone at the end
-    http_port: int = 0
-    taken_http_port: int = 0  # the one that would have been taken, had it been free
-
-    @property
-    def waves(self) -> tuple[tuple[ChildSpec, ...], ...]:
-        """What starts together; a wave begins when the one before it is ready."""
-        brokers, *services = self.groups
-        return (brokers, tuple(spec for group in services for spec in group))
-
-    @property
-    def specs(self) -> tuple[ChildSpec, ...]:
-        return tuple(spec for group in self.groups for spec in group)
 
 
 def _program(name: str) -> str:

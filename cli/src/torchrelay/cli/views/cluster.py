@@ -14,7 +14,7 @@ from rich.text import Text
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
 from torchrelay.cli.views.packs import STATE_STYLES, PackIndex, copies_table, models_table, roles_text
 from torchrelay.cli.views.relays import relay_blocks
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 
 RATE_WINDOW_S = 5.0  # a worker that only decodes reports twice a second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
@@ -15,6 +16,7 @@ from torchrelay.cli.errors import CliError
 
 T = TypeVar("T")
 NARROW_CELLS = 100  # below so many columns tables leave out what can be spared
+_ID = re.compile(r"\b((?:[a-z]+-)+[0-9a-z]{6})[0-9a-z]{14}\b")
 _PIPED_WIDTH = 200  # a pipe has no width: tables must not be cut off at 80 columns
 
 
@@ -83,6 +85,11 @@ def print_json(value: Any) -> None:
 def printable(text: str) -> str:
     """Text from elsewhere without the control characters by which it could take over a terminal."""
     return "".join(character for character in text if character in "\n\t" or character.isprintable())
+
+
+def shorten_ids(text: str) -> str:
+    """For people: ids of twenty random letters by their first six, as in ``inst-njqw24``."""
+    return _ID.sub(r"\1", text)
 
 
 def print_error(problem: CliError) -> None:

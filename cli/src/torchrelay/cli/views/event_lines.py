@@ -10,10 +10,8 @@ from typing import Any
 
 from rich.text import Text
 
-from torchrelay.cli.commands.explain import shorten_ids
-from torchrelay.cli.views.console import printable
-from torchrelay.cli.views.relays import format_duration
-from torchrelay.common.sizes import format_bytes
+from torchrelay.cli.views.console import printable, shorten_ids
+from torchrelay.common.quantities import format_bytes, format_duration
 from torchrelay.control.v1.scheduler_pb2 import Event
 
 _KIND_CELLS = 17  # the longest are instance.released and scale.copy_failed

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from torchrelay.cli.views.console import ResultTable
 from torchrelay.cli.views.relays import progress_bar
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import ClusterView, InstanceView, VersionView
 

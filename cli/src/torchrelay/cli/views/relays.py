@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from torchrelay.cli.views.console import ResultTable, printable
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes, format_duration
 from torchrelay.control.v1.scheduler_pb2 import RelaySource, RelayView
 
 _BAR_CELLS, _SMALL_BAR_CELLS = 16, 6
@@ -116,25 +116,16 @@ def find_chains(arrows: Sequence[Edge]) -> list[list[str]]:
 
 def state_text(relay: RelayView, is_small: bool = False) -> Text:
     """In words, so that nothing is told by a colour alone."""
-    left = f"{format_duration(relay.left_s, 1)} left" if relay.left_s else "under way"
+    left = f"{format_duration(relay.left_s)} left" if relay.left_s else "under way"
     if relay.num_replans and not is_small:
         left += ", re-planned"
     words = {
         RelayView.STATE_PLANNED: "planned",
         RelayView.STATE_SLOW: f"slow, {left}",
         RelayView.STATE_FINISHED: f"done in {format_duration(relay.running_s)}",
-        RelayView.STATE_FAILED: f"failed in {format_duration(relay.running_s, 1)}",
+        RelayView.STATE_FAILED: f"failed in {format_duration(relay.running_s)}",
     }
     return Text(words.get(relay.state, left), style=_STYLES.get(relay.state, ""))
-
-
-def format_duration(seconds: float, places: int = 2) -> str:
-    """``5.4 ms``, ``0.34 s``, ``12 s``, ``3 min``."""
-    if 0 < seconds < 0.0995 and places > 1:
-        return f"{seconds * 1e3:.2g} ms"
-    if seconds >= 99.5:
-        return f"{seconds / 60:.3g} min"
-    return f"{seconds:.{places}f} s" if seconds < 9.95 else f"{seconds:.0f} s"
 
 
 def _target_cells(relay: RelayView, is_small: bool) -> tuple[Text, Text, Text]:

@@ -19,8 +19,8 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import child as child_module
 from torchrelay.cli.up.children import supervisor as supervisor_module
 from torchrelay.cli.up.children.child import Child, ChildSpec
+from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.children.supervisor import BACKOFF_RESET_S, MAX_BACKOFF_S, Supervisor, backoff_s
-from torchrelay.cli.up.plan import Stack
 
 
 class Life:

@@ -10,7 +10,7 @@ from typing import Protocol
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import logs
 from torchrelay.cli.up.children.child import Child, ChildSpec
-from torchrelay.cli.up.plan import Stack
+from torchrelay.cli.up.children.stack import Stack
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
