@@ -103,7 +103,7 @@ class GatewayUnderTest:
 @contextmanager
 def child(module: str, *args: str) -> Iterator[subprocess.Popen[str]]:
     """A program of this folder that talks by its standard streams, and ends when its input does."""
-    command = [sys.executable, "-m", f"bench.{module}", *args]
+    command = [sys.executable, "-m", f"bench.streaming.{module}", *args]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process

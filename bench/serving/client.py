@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from bench.serving.models import NUM_BYTES_ALONE, BenchModel
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[2]
 LOAD_S: Final = 600.0
 PROMPT_TOKENS: Final = 64
 _random = random.Random(0)
