@@ -84,9 +84,9 @@ async def test_a_relays_events_appear_at_the_command_line(
 
             lines = (await said("events", "--scheduler", address)).splitlines()
             kinds = [line.split()[1] for line in lines]
-            assert {"relay.begun", "relay.finished", "scale.replicate"} <= set(kinds)
+            assert {"relay.begun", "relay.finished", "copy.replicate"} <= set(kinds)
             assert len({line.index(line.split()[1]) for line in lines}) == 1  # aligned
             reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert not [one.kind for one in reply.decisions if one.kind.startswith("relay")]  # tenants read these
-            only = await said("events", "--scheduler", address, "--kind", "scale", "--json")
-            assert {json.loads(line)["kind"].split(".")[0] for line in only.splitlines()} == {"scale"}
+            only = await said("events", "--scheduler", address, "--kind", "copy", "--json")
+            assert {json.loads(line)["kind"].split(".")[0] for line in only.splitlines()} == {"copy"}

@@ -9,7 +9,7 @@ def test_a_value_that_an_option_cannot_take_is_told_in_plain_words(run: Run) -> 
     for arguments, sentence in (
         (("chat", "m", "hi", "--max-tokens", "ten"), "'--max-tokens': must be a whole number, not 'ten'"),
         (("models", "set", "m", "--max-instances", "-3"), "'--max-instances': must be at least 0, not -3"),
-        (("events", "--kind", "moon"), "'--kind': 'moon' is not one of 'relay', 'instance', 'scale', 'model'"),
+        (("events", "--kind", "moon"), "'--kind': 'moon' is not one of 'relay', 'instance', 'scale', 'copy', 'model'"),
     ):
         refused = run(*arguments)
         assert refused.exit_code == 2

@@ -25,6 +25,7 @@ class EventKind(enum.StrEnum):
     RELAY = "relay"
     INSTANCE = "instance"
     SCALE = "scale"
+    COPY = "copy"
     MODEL = "model"
 
 

@@ -14,7 +14,7 @@ from torchrelay.cli.views.console import printable, shorten_ids
 from torchrelay.common.quantities import format_bytes, format_duration
 from torchrelay.control.v1.scheduler_pb2 import Event
 
-_KIND_CELLS = 17  # the longest are instance.released and scale.copy_failed
+_KIND_CELLS = 17  # the longest are instance.released and instance.draining
 _LEAST_MODEL_CELLS, _MOST_MODEL_CELLS = 12, 32
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _AGO = re.compile(r"(\d+)([smhd])")
@@ -22,7 +22,6 @@ _STYLES = {
     "failed": "red",
     "lost": "red",
     "stopped": "magenta",
-    "copy_failed": "red",
     "repaired": "yellow",
     "slow": "yellow",
 }

@@ -18,7 +18,7 @@ def test_relays_are_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     provider = MeterProvider([reader])
     monkeypatch.setattr(metrics, "get_meter", provider.get_meter)
     counted = RelayMetrics(lambda: 3)
-    for event, fields in (("relay.begun", {}), ("relay.finished", {"took_s": 1.5}), ("scale.copied", {"took_s": 9.0})):
+    for event, fields in (("relay.begun", {}), ("relay.finished", {"took_s": 1.5}), ("copy.finished", {"took_s": 9.0})):
         counted.happened(SchedulerEvent(1.0, "kind", "acme/tiny", "store-a", "because", event, fields))
     found: dict[str, list[Any]] = {}
     data = reader.get_metrics_data()
