@@ -20,7 +20,7 @@ def test_an_argument_left_out_is_told_with_what_it_is(run: Run) -> None:
     for arguments, sentence in (
         (
             ("explain",),
-            "Missing argument 'REQUEST_ID'. The id that `chat` shows below an answer (over REST: x-request-id)",
+            "Missing argument 'REQUEST_ID'. The request id below an answer of `chat` (REST: x-request-id)",
         ),
         (("models", "set"), "Missing argument 'NAME'. TENANT/MODEL"),
         (("tenant", "set"), "Missing argument 'NAME'."),

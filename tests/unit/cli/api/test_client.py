@@ -48,5 +48,5 @@ def test_a_gateway_that_does_not_come_back() -> None:
 def test_no_gateway_is_a_problem() -> None:
     with GatewayClient("http://127.0.0.1:1", ADMIN_KEY) as client, pytest.raises(Unreachable, match="does not answer"):
         client.call("GET", "/v1/models")
-    with GatewayClient("localhost", ADMIN_KEY) as client, pytest.raises(CliError, match="not an address"):
+    with GatewayClient("localhost", ADMIN_KEY) as client, pytest.raises(CliError, match="not a valid address"):
         client.call("GET", "/v1/models")

@@ -74,7 +74,7 @@ def test_problems_are_told(run: Run, home: Home) -> None:
         said = run("events", "--scheduler", address).exception
     assert isinstance(said, CliError) and "older" in said.message
     wrong = run("events", "--since", "yesterday")
-    assert wrong.exit_code == 2 and "is no length of time" in wrong.stderr
+    assert wrong.exit_code == 2 and "is not a duration" in wrong.stderr
     assert run("events", "--kind", "weather").exit_code == 2
 
 

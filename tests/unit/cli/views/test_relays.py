@@ -81,15 +81,15 @@ def test_a_source_that_was_given_up_is_told_and_leaves_the_chain() -> None:
     shown = lines(a_relay("store-h2", a_source("store-source", 3_000_000, 20), gone, num_repairs=2, num_replans=1))
     assert shown[1] == "  store-source -> store-h2" and "store-h1" not in "".join(shown[:2])
     assert "2  1.25 s left, re-planned" in shown[5]
-    assert "store-h1 -> store-h2" in shown[6] and shown[6].endswith("given up")
-    assert shown[-1] == "  store-h1 -> store-h2 was given up: reset by peer"
+    assert "store-h1 -> store-h2" in shown[6] and shown[6].endswith("dropped")
+    assert shown[-1] == "  store-h1 -> store-h2 was dropped: reset by peer"
 
 
 def test_a_source_that_only_stands_by_is_no_arrow() -> None:
     relay = a_relay("store-h2", a_source("store-h1", 9_000_000, 20), a_source("store-h3", following=False))
     assert not any("store-h3" in line for line in lines(relay))
     rests = a_relay("store-h2", a_source("store-h1", 9_000_000, 20), a_source("store-h3", 1_000_000, following=False))
-    assert lines(rests)[1] == "  store-h1 -> store-h2" and lines(rests)[6].endswith("rests")
+    assert lines(rests)[1] == "  store-h1 -> store-h2" and lines(rests)[6].endswith("idle")
 
 
 def test_those_that_ended_tell_time_mean_rate_or_cause() -> None:
@@ -125,7 +125,7 @@ def test_a_planned_one_has_an_arrow_and_no_rate() -> None:
     )
     assert shown[1] == "  remote -> store-b"
     assert " - " in shown[5] and "planned" in shown[5]
-    assert state_text(a_relay("store-b", left_s=0)).plain == "under way"
+    assert state_text(a_relay("store-b", left_s=0)).plain == "running"
 
 
 def test_packs_have_blocks_of_their_own() -> None:

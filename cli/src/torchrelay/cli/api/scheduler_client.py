@@ -1,4 +1,4 @@
-"""The scheduler's view of the cluster, as the CLI and the demo read it."""
+"""Client of the scheduler's RPCs for people: views, explanations, events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def local_tls(endpoints: Mapping[str, str]) -> Tls | None:
-    """How to show oneself to the services of a local install; None: they speak no TLS. Raises ``Problem``."""
+    """TLS credentials for the services of a local install; None if they do not use TLS. Raises ``CliError``."""
     if "tls_ca_file" not in endpoints:
         return None
     names = ("tls_ca_file", "tls_cert_file", "tls_key_file")
@@ -32,17 +32,15 @@ def local_tls(endpoints: Mapping[str, str]) -> Tls | None:
 
 
 def environment_tls() -> Tls | None:
-    """The same for a platform elsewhere, by the settings that every service has. Raises ``Problem``."""
+    """The same for a remote platform, from the TORCHRELAY_TLS_* variables. Raises ``CliError``."""
     try:
         return ServiceSettings().tls
     except ValidationError as error:
-        raise CliError(
-            setting_errors(error)[0], "mend the TORCHRELAY_ variables of this shell, or unset them"
-        ) from error
+        raise CliError(setting_errors(error)[0], "fix or unset the TORCHRELAY_* variables in this shell") from error
 
 
 def watch(address: str, tls: Tls | None = None) -> Iterator[scheduler_pb2.ClusterView]:
-    """A full view at once, then one after every change. Raises ``Unreachable`` when the scheduler is away."""
+    """A full view at once, then one after every change. Raises ``Unreachable``."""
     with open_blocking_channel(address, tls) as channel:
         try:
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
@@ -91,21 +89,21 @@ def _started(stream: Iterator[T]) -> Iterator[T]:
 
 
 def explain(address: str, request_id: str = "", model: str = "", tls: Tls | None = None) -> scheduler_pb2.ExplainReply:
-    """The timeline of a request, or a model's recent decisions. Raises ``Problem``."""
+    """The timeline of a request, or a model's recent decisions. Raises ``CliError``."""
     with open_blocking_channel(address, tls) as channel:
         request = scheduler_pb2.ExplainRequest(request_id=request_id, model=model)
         try:
             return scheduler_pb2_grpc.SchedulerStub(channel).Explain(request, timeout=5)
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.NOT_FOUND:
-                raise CliError(error.details() or "nothing is known of it", "only recent requests are kept") from error
+                raise CliError(error.details() or "not found", "only recent requests are kept") from error
             raise _unreachable(address) from error
 
 
 def events(
     address: str, kinds: Sequence[str], since_unix_us: int, after_sequence: int, follow: bool, tls: Tls | None = None
 ) -> Iterator[scheduler_pb2.Event]:
-    """The history, oldest first; with ``follow`` it goes on. Raises ``Problem`` or ``Unreachable``."""
+    """The history, oldest first; with ``follow`` also new events. Raises ``CliError`` or ``Unreachable``."""
     request = scheduler_pb2.WatchEventsRequest(
         kinds=kinds, since_unix_us=since_unix_us, after_sequence=after_sequence, follow=follow
     )
@@ -114,9 +112,13 @@ def events(
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchEvents(request)
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                raise CliError(f"the scheduler at {address} is older and tells no events", "update it") from error
+                raise CliError(
+                    f"the scheduler at {address} is older and does not support events", "upgrade it"
+                ) from error
             if isinstance(error, grpc.Call) and dict(error.trailing_metadata() or ()).get("torchrelay-code"):
-                raise CliError(error.details() or "the history cannot be read", "see that nats-server runs") from error
+                raise CliError(
+                    error.details() or "the history cannot be read", "check that nats-server is running"
+                ) from error
             raise _unreachable(address) from error
 
 

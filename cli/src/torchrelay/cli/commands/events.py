@@ -1,4 +1,4 @@
-"""`torchrelay events`: what has happened, and what happens, a line each."""
+"""`torchrelay events`: what happened and why, one line per event."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE = "Example:  torchrelay events --kind relay --follow\n\nOr:       torchr
 
 
 class EventKind(enum.StrEnum):
-    """The histories there are."""
+    """First words of event kinds."""
 
     RELAY = "relay"
     INSTANCE = "instance"
@@ -30,16 +30,17 @@ class EventKind(enum.StrEnum):
 
 
 def events(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as things happen; Ctrl-C leaves.")] = False,
-    kind: Annotated[list[EventKind] | None, typer.Option(help="Only these; may be given more than once.")] = None,
-    since: Annotated[str, typer.Option(help="From how long ago: 30s, 10m, 2h, 7d.", metavar="AGO")] = "10m",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new events; Ctrl-C quits.")] = False,
+    kind: Annotated[list[EventKind] | None, typer.Option(help="Only this kind; repeatable.")] = None,
+    since: Annotated[str, typer.Option(help="How far back: 30s, 10m, 2h, 7d.", metavar="AGO")] = "10m",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
     scheduler: Annotated[
-        str | None, typer.Option(help="Scheduler's gRPC address; by default the local platform's.", metavar="HOST:PORT")
+        str | None,
+        typer.Option(help="gRPC address of the scheduler; the local platform's by default.", metavar="HOST:PORT"),
     ] = None,
     home: HomeOption = None,
 ) -> None:
-    """Show what the platform did and why: relays, instances, scaling, models. It is kept for 30 days."""
+    """Show what the platform did and why: relays, instances, scaling, copies, models. Kept for 30 days."""
     from torchrelay.cli.api.scheduler_client import environment_tls, local_tls
     from torchrelay.cli.home import Home
     from torchrelay.cli.views import event_lines
@@ -51,7 +52,7 @@ def events(
     local = Home.at(home)
     address = scheduler or local.endpoints()["scheduler"]
     tls = environment_tls() if scheduler else local_tls(local.endpoints())
-    source = EventTail(address, tls, [str(one) for one in kind or ()], max(from_unix_us, 1))
+    source = EventTail(address, tls, [str(name) for name in kind or ()], max(from_unix_us, 1))
     with contextlib.suppress(KeyboardInterrupt):
         found = source.tail(lambda: scheduler is not None or local.running_pid() is not None)
         _print(found if follow else source.once(), as_json)
@@ -70,7 +71,7 @@ def _print(found: Iterator[Event], as_json: bool) -> None:
 
 
 class EventTail:
-    """A scheduler's history, from a time on; what was shown is not shown again after a break."""
+    """A scheduler's events from a time on; resumes after the last one seen."""
 
     def __init__(self, address: str, tls: Tls | None, kinds: Sequence[str], from_unix_us: int) -> None:
         self._address, self._tls, self._kinds = address, tls, kinds
@@ -78,7 +79,7 @@ class EventTail:
         self._last_sequence = 0
 
     def once(self, follow: bool = False) -> Iterator[Event]:
-        """What there is; with ``follow``, until the connection breaks. Raises ``Problem``."""
+        """The events so far; with ``follow``, new ones until the connection breaks. Raises ``CliError``."""
         from torchrelay.cli.api.scheduler_client import events
 
         kinds, begin = self._kinds, self._from_unix_us

@@ -1,4 +1,4 @@
-"""`torchrelay explain`: where the time of a request went, and why the platform did what it did."""
+"""`torchrelay explain`: where a request's time went, and which decisions were made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrelay.cli.views.timeline import explanation, until_end
 EXAMPLE = """Example:  torchrelay explain req-8x2kq0v3m1c9d7fzabcd
 
 Or:       torchrelay explain acme/glossary   (local platform)"""
-SUBJECT = "The id that `chat` shows below an answer (over REST: x-request-id); or a model's name: its latest decisions."
+SUBJECT = "The request id below an answer of `chat` (REST: x-request-id), or a model's name for its latest decisions."
 
 
 def explain(
@@ -31,7 +31,7 @@ def explain(
 ) -> None:
     """Show the timeline of a recent request: prepare, queue, plan, relay, prefill, first token, decode.
 
-    Time zero is when the gateway began with the request, before key and prompt were looked at.
+    Time zero is when the gateway received the request, before it checked key and prompt.
     """
     access = tenant_access(home, url, key)
     is_request = subject.startswith("req-")
@@ -47,38 +47,38 @@ def explain(
         console.print_json(found)
         return
     if not found["phases"] and not found["decisions"]:
-        console.err().print("nothing has happened to it lately")
+        console.err().print("no recent activity")
         return
     console.out().print(explanation(found["phases"], found["decisions"]))
 
 
 def _full_model_name(access: Access, name: str) -> str:
-    """The model's full name. Raises ``Problem`` when there is none, or when its platform is elsewhere."""
+    """The model's full name. Raises ``CliError`` when it is unknown, or its platform is remote."""
     with access.client() as client:
         full_name: str = client.call("GET", f"/v1/models/{quote(name)}")["id"]
     if access.home is None:
         raise CliError(
-            "a model's decisions are shown where its platform runs",
+            "decisions about a model are shown only on the platform's own machine",
             "ask about a request: torchrelay explain REQUEST_ID",
         )
     return full_name
 
 
 def _from_scheduler(endpoints: Mapping[str, str], subject: str, is_request: bool) -> dict[str, Any]:
-    """On the local platform the scheduler itself is asked: it knows requests without tokens, and models."""
+    """Asks the local scheduler, which also knows models and requests without tokens."""
     from google.protobuf.json_format import MessageToDict
 
     from torchrelay.cli.api import scheduler_client
 
     named = {"request_id": subject} if is_request else {"model": subject}
     reply = scheduler_client.explain(endpoints["scheduler"], **named, tls=scheduler_client.local_tls(endpoints))
-    said = MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    reply_dict = MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return {
-        "phases": [_with_ints(phase, "begin_unix_us", "end_unix_us") for phase in said["phases"]],
-        "decisions": [_with_ints(decision, "at_unix_us") for decision in said["decisions"]],
+        "phases": [_with_ints(phase, "begin_unix_us", "end_unix_us") for phase in reply_dict["phases"]],
+        "decisions": [_with_ints(decision, "at_unix_us") for decision in reply_dict["decisions"]],
     }
 
 
-def _with_ints(said: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Protobuf's JSON writes 64-bit integers as strings."""
-    return {**said, **{name: int(said[name]) for name in names}}
+def _with_ints(reply_dict: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Converts fields back: protobuf's JSON has 64-bit integers as strings."""
+    return {**reply_dict, **{name: int(reply_dict[name]) for name in names}}

@@ -20,14 +20,15 @@ REFRESH_PER_S = 4
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one view as a JSON object and end.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one view as a JSON object and exit.")] = False,
     scheduler: Annotated[
-        str | None, typer.Option(help="Scheduler's gRPC address; by default the local platform's.", metavar="HOST:PORT")
+        str | None,
+        typer.Option(help="gRPC address of the scheduler; the local platform's by default.", metavar="HOST:PORT"),
     ] = None,
     home: HomeOption = None,
 ) -> None:
-    """Watch relays, workers, copies of packs, instances and demand as they change; Ctrl-C leaves."""
+    """Watch relays, workers, copies of packs, instances and demand; Ctrl-C quits."""
     from torchrelay.cli.api.scheduler_client import environment_tls, local_tls
     from torchrelay.cli.home import Home
 

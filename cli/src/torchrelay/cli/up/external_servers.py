@@ -1,4 +1,4 @@
-"""What of the platform runs elsewhere, by variables: brokers and the ledger. Tried before anything starts."""
+"""Brokers and ledger that variables name instead of embedded ones; checked before anything starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SECRET = re.compile(r"((?:password|token|secret|key)=)[^&#]*", re.IGNORECASE)  
 
 @dataclass(frozen=True, slots=True)
 class ExternalServer:
-    """A server that ``variable`` names by ``url``; ``address`` is where to try it, None: it cannot be tried."""
+    """A server that ``variable`` names by ``url``; ``address`` is None when it cannot be checked."""
 
     name: str
     variable: str
@@ -26,7 +26,11 @@ class ExternalServer:
     address: tuple[str, int] | None
 
 
-_FALLBACKS = {"Redis": "one is started here", "NATS": "one is started here", "PostgreSQL": "SQLite keeps the ledger"}
+_FALLBACKS = {
+    "Redis": "a local one is started",
+    "NATS": "a local one is started",
+    "PostgreSQL": "SQLite keeps the ledger",
+}
 _BROKERS = {
     "TORCHRELAY_REDIS_URL": ("Redis", ("redis", "rediss", "unix"), 6379),
     "TORCHRELAY_NATS_URL": ("NATS", ("nats", "tls", "ws", "wss"), 4222),
@@ -34,7 +38,7 @@ _BROKERS = {
 
 
 def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
-    """What the variables name. Raises ``Problem`` for one that is no address."""
+    """The servers that the variables name. Raises ``CliError`` for an invalid address."""
     found = []
     for variable, (name, schemes, port) in _BROKERS.items():
         if url := environment.get(variable, ""):
@@ -44,8 +48,10 @@ def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
         try:
             check_database_url(url)
         except ValueError as error:
-            told = str(error).replace(repr(url), repr(without_password(url)))
-            raise CliError(f"{variable}: {told}", "mend it, or unset it for a ledger in the home folder") from None
+            message = str(error).replace(repr(url), repr(without_password(url)))
+            raise CliError(
+                f"{variable}: {message}", "fix it, or unset it to keep the ledger in the home folder"
+            ) from None
         if url.startswith("postgresql"):
             scheme = url.partition(":")[0]
             found.append(_server("PostgreSQL", variable, url, (scheme,), 5432))
@@ -53,7 +59,7 @@ def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
 
 
 def without_password(url: str) -> str:
-    """For people to read. It may be no URL at all, so whatever stands before an @ counts as a user and a password."""
+    """The URL for display. It may be malformed, so anything before an @ counts as user and password."""
     scheme, slashes, rest = url.rpartition("://")
     user, at, host = rest.rpartition("@")
     name, colon, _ = user.partition(":")
@@ -66,17 +72,17 @@ def _server(name: str, variable: str, url: str, schemes: tuple[str, ...], defaul
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or default_port
     except ValueError as error:
-        told = f"{variable} is {without_password(url)!r}: {error}"
-        raise CliError(told, f"write it as {schemes[0]}://host:{default_port}") from error
+        message = f"{variable} is {without_password(url)!r}: {error}"
+        raise CliError(message, f"write it as {schemes[0]}://host:{default_port}") from error
     if parts.scheme not in schemes or (host is None and name == "NATS"):
-        told = f"{variable} is {without_password(url)!r}, which is no address"
-        raise CliError(told, f"write it as {schemes[0]}://host:{default_port}")
-    # Without a host it is a socket file (Redis), or said in the query (PostgreSQL).
+        message = f"{variable} is {without_password(url)!r}, which is not a valid address"
+        raise CliError(message, f"write it as {schemes[0]}://host:{default_port}")
+    # Without a host it is a socket file (Redis), or named in the query (PostgreSQL).
     return ExternalServer(name, variable, url, None if host is None else (host, port))
 
 
 async def check_external_servers(environment: Mapping[str, str]) -> None:
-    """Raises ``Problem`` within seconds when one of them does not answer: services would wait for it for long."""
+    """Raises ``CliError`` within seconds when a server does not answer; services would wait much longer."""
     for server in external_servers(environment):
         if server.address is not None and not await _answers(*server.address):
             host, port = server.address

@@ -12,14 +12,14 @@ from rich.text import Text
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware, shorten_ids
 
 BAR_CELLS = 40
-COLUMNS_CELLS = 80  # what the columns beside the bar want
-LAST_PHASE = "decode"  # its gateway sends it when the request is over
+COLUMNS_CELLS = 80  # width of the other columns
+LAST_PHASE = "decode"  # reported by the gateway when the request ends
 Phase = Mapping[str, Any]
 Decision = Mapping[str, Any]
 
 
 def until_end(phases: Sequence[Phase], decisions: Sequence[Decision]) -> list[Decision]:
-    """The decisions up to the request's end; all while it runs. What its model does later is not its story."""
+    """The decisions up to the request's end; all of them while it runs."""
     if not any(phase["name"] == LAST_PHASE for phase in phases):
         return list(decisions)
     end_unix_us = max(phase["end_unix_us"] for phase in phases)
@@ -27,7 +27,7 @@ def until_end(phases: Sequence[Phase], decisions: Sequence[Decision]) -> list[De
 
 
 def explanation(phases: Sequence[Phase], decisions: Sequence[Decision]) -> WidthAware:
-    """A bar per phase on one time line, then the decisions; on a narrow terminal without bars."""
+    """The timeline, with bars on a wide terminal, then the decisions."""
 
     def draw(width: int) -> Group:
         parts = (
@@ -39,21 +39,23 @@ def explanation(phases: Sequence[Phase], decisions: Sequence[Decision]) -> Width
 
 
 def decisions_table(decisions: Sequence[Decision]) -> ResultTable:
-    """What was decided, about what, and why."""
-    made = ResultTable("at", "decision", "of", "because", whole=("at", "decision", "of"), is_narrow=True)
-    for one in decisions:
-        at = datetime.fromtimestamp(one["at_unix_us"] / 1e6).strftime("%H:%M:%S.%f")[:-3]
-        made.add_line(at, one["kind"], Text(shorten_ids(one["subject"])), Text(shorten_ids(one["reason"])))
-    return made
+    """When what was decided about what, and why."""
+    table = ResultTable("at", "decision", "subject", "reason", whole=("at", "decision", "subject"), is_narrow=True)
+    for decision in decisions:
+        at = datetime.fromtimestamp(decision["at_unix_us"] / 1e6).strftime("%H:%M:%S.%f")[:-3]
+        table.add_line(
+            at, decision["kind"], Text(shorten_ids(decision["subject"])), Text(shorten_ids(decision["reason"]))
+        )
+    return table
 
 
 def timeline(phases: Sequence[Phase], bar_cells: int = BAR_CELLS) -> ResultTable:
-    """Begin and length of each phase in ms, and a bar of ``bar_cells`` (0: none)."""
+    """Start and duration of each phase in ms, and a bar of ``bar_cells`` (0: none)."""
     origin = min(phase["begin_unix_us"] for phase in phases)
     span_us = max(max(phase["end_unix_us"], phase["begin_unix_us"]) for phase in phases) - origin
-    made = ResultTable(
-        *("phase", "begins", "takes", "", "where", "detail"),
-        right=("begins", "takes"),
+    table = ResultTable(
+        *("phase", "start", "duration", "", "where", "detail"),
+        right=("start", "duration"),
         whole=("phase", "", "where"),
         without=() if bar_cells else ("",),
         is_narrow=True,
@@ -61,7 +63,7 @@ def timeline(phases: Sequence[Phase], bar_cells: int = BAR_CELLS) -> ResultTable
     for phase in phases:
         begin_us, is_open = phase["begin_unix_us"] - origin, phase["end_unix_us"] < phase["begin_unix_us"]
         took_us = max(phase["end_unix_us"] - phase["begin_unix_us"], 0)
-        made.add_line(
+        table.add_line(
             phase["name"],
             f"{begin_us / 1000:,.1f} ms",
             "running" if is_open else f"{took_us / 1000:,.1f} ms",
@@ -69,7 +71,7 @@ def timeline(phases: Sequence[Phase], bar_cells: int = BAR_CELLS) -> ResultTable
             Text(shorten_ids(phase["where"])),
             Text(shorten_ids(phase["detail"]), style="dim"),
         )
-    return made
+    return table
 
 
 def bar(begin_us: int, took_us: int, span_us: int, cells: int = BAR_CELLS) -> Text:

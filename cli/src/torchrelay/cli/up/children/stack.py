@@ -10,21 +10,20 @@ from torchrelay.cli.up.children.child import ChildSpec
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The children in groups, each group asked by those after it: brokers, store, scheduler, workers, gateway.
+    """The children in groups, each used by the groups after it: brokers, store, scheduler, workers, gateway.
 
-    The brokers start first, then all services at once (they wait for each other). A group is stopped when all groups
-    behind it are.
+    Brokers start first, then all services at once (they wait for each other). Groups are stopped in reverse order.
     """
 
     groups: tuple[tuple[ChildSpec, ...], ...]
     endpoints: dict[str, str]
-    arena: Path | None = None  # shared memory to be gone at the end
+    arena: Path | None = None  # shared memory to remove at the end
     http_port: int = 0
-    taken_http_port: int = 0  # the one that would have been taken, had it been free
+    taken_http_port: int = 0  # the preferred one, if it was taken
 
     @property
     def waves(self) -> tuple[tuple[ChildSpec, ...], ...]:
-        """What starts together; a wave begins when the one before it is ready."""
+        """Groups that start together; each wave starts when the previous one is ready."""
         brokers, *services = self.groups
         return (brokers, tuple(spec for group in services for spec in group))
 
