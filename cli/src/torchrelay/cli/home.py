@@ -70,9 +70,7 @@ class Home:
             for folder in (self.run, self.logs, self.path / "store", self.path / "remote"):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise CliError(
-                f"{self.path} cannot be used as home: {error.strerror}", "choose another with --home"
-            ) from error
+            raise CliError(f"{self.path} cannot be used as home: {error.strerror}", "choose another") from error
 
     @contextmanager
     def owned(self) -> Iterator[None]:
@@ -83,9 +81,8 @@ class Home:
             except BlockingIOError:
                 pid = self.running_pid()
                 who = f" (process {pid})" if pid is not None else ""
-                raise CliError(
-                    f"a platform is already running at {self.path}{who}", "stop it, or choose another --home"
-                ) from None
+                message = f"a platform is already running at {self.path}{who}"
+                raise CliError(message, "stop it, or choose another --home") from None
             self.endpoints_file.unlink(missing_ok=True)  # left behind by a killed `up`
             yield
 

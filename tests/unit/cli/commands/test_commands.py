@@ -65,7 +65,7 @@ def test_a_tenant_that_exists_is_no_reason_to_try_again(run: Run, home: Home) ->
     problem = run("tenant", "create", "acme").exception
     assert isinstance(problem, CliError)
     assert "already" in problem.message
-    assert problem.hint == "to create a key for it: torchrelay key create --tenant acme"
+    assert problem.hint == "create a key for it: torchrelay key create --tenant acme"
 
 
 def test_local_keys_are_not_sent_to_another_gateway(run: Run, home: Home, door: FakeGateway) -> None:
@@ -164,12 +164,12 @@ def test_a_name_of_somebody_else_is_refused_before_anything_is_read(
     refusal = run("upload", str(model_folder), "--name", "zoo/tiny").exception
     assert isinstance(refusal, CliError)
     assert (refusal.message, refusal.hint) == (
-        "this key belongs to acme, not to zoo",
+        "this key is acme's, not zoo's",
         "pass --name acme/..., or a key of zoo",
     )
     unknown = run("upload", str(model_folder), "--name", "zoo/tiny", "--key", ADMIN_KEY).exception
     assert isinstance(unknown, CliError)
-    assert unknown.hint == "make it: torchrelay tenant create zoo"
+    assert unknown.hint == "create it: torchrelay tenant create zoo"
     assert all(method == "GET" for method, _, _ in door.asked)
     assert run("upload", str(model_folder), "--name", "acme/tiny").exit_code == 0
 

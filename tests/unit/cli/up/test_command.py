@@ -12,7 +12,7 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up import run as run_module
 from torchrelay.cli.up.command import check_device
-from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.plan import UpOptions
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,7 @@ from rich.console import Console
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.stack import Stack
-from torchrelay.cli.up.options import UpOptions
-from torchrelay.cli.up.plan import StackPlan
+from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress, next_steps
 from torchrelay.transfer.protocol.tickets import derive_node_key

@@ -15,9 +15,7 @@ from torchrelay.cli.home import Home
 
 HomeOption = Annotated[
     Path | None,
-    typer.Option(
-        "--home", envvar="TORCHRELAY_HOME", help="Folder of the local platform; .torchrelay by default.", metavar="DIR"
-    ),
+    typer.Option("--home", envvar="TORCHRELAY_HOME", help="Platform's folder; default: .torchrelay.", metavar="DIR"),
 ]
 UrlOption = Annotated[
     str | None,
@@ -25,14 +23,20 @@ UrlOption = Annotated[
 ]
 KeyOption = Annotated[
     str | None,
-    typer.Option(
-        "--key", help="API key; default: $TORCHRELAY_API_KEY, or the one `key create` saved locally.", metavar="KEY"
-    ),
+    typer.Option("--key", help="API key; default: $TORCHRELAY_API_KEY, or the one `key create` saved.", metavar="KEY"),
 ]
 AdminKeyOption = Annotated[
     str | None,
     typer.Option("--key", help="Admin key; default: the local platform's, or $TORCHRELAY_API_KEY.", metavar="KEY"),
 ]
+SchedulerOption = Annotated[
+    str | None,
+    typer.Option("--scheduler", help="Scheduler's gRPC address; default: the local one.", metavar="HOST:PORT"),
+]
+IdleTimeoutOption = Annotated[
+    float | None, typer.Option(min=0, help="Idle seconds before scaling to zero; 0: default.")
+]
+MaxInstancesOption = Annotated[int | None, typer.Option(min=0, help="Maximum instances per role; 0: default.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 _NEED_KEY = "pass one with --key or TORCHRELAY_API_KEY"

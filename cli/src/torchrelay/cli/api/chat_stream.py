@@ -110,9 +110,7 @@ class Answer:
         if self.num_output_tokens:
             parts.append(format_count(self.num_output_tokens, "token"))
         if self.tokens_per_s is not None:
-            parts.append(
-                f"{self.tokens_per_s:.3g} tokens/s" if self.tokens_per_s < 1000 else f"{self.tokens_per_s:.0f} tokens/s"
-            )
+            parts.append(f"{self.tokens_per_s:{'.3g' if self.tokens_per_s < 1000 else '.0f'}} tokens/s")
         if self.finish == "length":
             parts.append("cut off at max_tokens")
         return " · ".join([*parts, self.request_id] if self.request_id else parts)

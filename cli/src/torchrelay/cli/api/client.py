@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from types import TracebackType
 from typing import Any
 
 import httpx
@@ -39,9 +38,7 @@ class GatewayClient:
     def __enter__(self) -> GatewayClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._http.close()
 
     def call(self, method: str, path: str, **options: Any) -> Any:

@@ -112,13 +112,9 @@ def events(
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchEvents(request)
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                raise CliError(
-                    f"the scheduler at {address} is older and does not support events", "upgrade it"
-                ) from error
+                raise CliError(f"the scheduler at {address} is older and has no events", "upgrade it") from error
             if isinstance(error, grpc.Call) and dict(error.trailing_metadata() or ()).get("torchrelay-code"):
-                raise CliError(
-                    error.details() or "the history cannot be read", "check that nats-server is running"
-                ) from error
+                raise CliError(error.details() or "the history cannot be read", "is nats-server running?") from error
             raise _unreachable(address) from error
 
 

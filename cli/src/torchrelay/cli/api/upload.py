@@ -152,6 +152,4 @@ class ModelUpload:
                     model: dict[str, Any] = event["model"]
                     return model
                 self._progress(str(event["stage"]), int(event["done"]), int(event["total"]))
-        raise Unreachable(
-            "the gateway closed the connection during the commit", "run the command again; nothing was published"
-        )
+        raise Unreachable("the gateway ended the commit early", "run the command again; nothing was published")

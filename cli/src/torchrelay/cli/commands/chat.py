@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Annotated, Any
 
 import typer
@@ -117,7 +117,8 @@ def write(text: str) -> None:
 
 def converse(conversation: Conversation) -> None:
     """Reads questions until the user quits."""
-    _line_editing()
+    with suppress(ImportError):
+        import readline  # noqa: F401 (importing it gives input() line editing)
     err = console.err()
     err.print(HELP, style="dim")
     while True:
@@ -140,10 +141,3 @@ def converse(conversation: Conversation) -> None:
                 conversation.ask(line)
             except CliError as error:
                 console.print_error(error)
-
-
-def _line_editing() -> None:
-    try:
-        import readline  # noqa: F401 (importing it gives input() line editing)
-    except ImportError:
-        return

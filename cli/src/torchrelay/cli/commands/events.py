@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrelay.cli.api.access import HomeOption
+from torchrelay.cli.api.access import HomeOption, SchedulerOption
 
 if TYPE_CHECKING:
     from torchrelay.common.tls import Tls
@@ -34,10 +34,7 @@ def events(
     kind: Annotated[list[EventKind] | None, typer.Option(help="Only this kind; repeatable.")] = None,
     since: Annotated[str, typer.Option(help="How far back: 30s, 10m, 2h, 7d.", metavar="AGO")] = "10m",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(help="gRPC address of the scheduler; the local platform's by default.", metavar="HOST:PORT"),
-    ] = None,
+    scheduler: SchedulerOption = None,
     home: HomeOption = None,
 ) -> None:
     """Show what the platform did and why: relays, instances, scaling, copies, models. Kept for 30 days."""

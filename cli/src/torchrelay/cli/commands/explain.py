@@ -20,10 +20,7 @@ SUBJECT = "The request id below an answer of `chat` (REST: x-request-id), or a m
 
 
 def explain(
-    subject: Annotated[
-        str,
-        typer.Argument(metavar="REQUEST_ID", help=SUBJECT),
-    ],
+    subject: Annotated[str, typer.Argument(metavar="REQUEST_ID", help=SUBJECT)],
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,

@@ -21,6 +21,7 @@ from torchrelay.cli.api.access import (
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
+from torchrelay.cli.views.console import ResultTable
 
 app = typer.Typer(no_args_is_help=True, help="Create, list and revoke API keys.")
 
@@ -96,7 +97,7 @@ def list_keys(
     if as_json:
         console.print_json(listed)
         return
-    table = console.table("id", "tenant", "name", "per minute", "created", "state", right=("per minute",))
+    table = ResultTable("id", "tenant", "name", "per minute", "created", "state", right=("per minute",))
     for entry in listed["data"]:
         limit, state = entry.get("requests_per_minute"), "[red]revoked[/]" if entry.get("revoked") else "active"
         when = datetime.fromtimestamp(entry["created"]).strftime("%Y-%m-%d %H:%M")

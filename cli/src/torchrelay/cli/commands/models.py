@@ -9,7 +9,15 @@ from urllib.parse import quote
 
 import typer
 
-from torchrelay.cli.api.access import HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.api.access import (
+    HomeOption,
+    IdleTimeoutOption,
+    JsonOption,
+    KeyOption,
+    MaxInstancesOption,
+    UrlOption,
+    tenant_access,
+)
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
@@ -80,12 +88,8 @@ def _scaling(model: dict[str, Any]) -> tuple[str, str]:
 @app.command("set", epilog="Example:  torchrelay models set glossary --idle-timeout-s 30")
 def set_model(
     name: NameArgument,
-    idle_timeout_s: Annotated[
-        float | None, typer.Option(min=0, help="Idle seconds before it scales to zero; 0: the platform's default.")
-    ] = None,
-    max_instances: Annotated[
-        int | None, typer.Option(min=0, help="Maximum instances per role; 0: the platform's default.")
-    ] = None,
+    idle_timeout_s: IdleTimeoutOption = None,
+    max_instances: MaxInstancesOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,

@@ -13,6 +13,7 @@ from torchrelay.cli.api.access import AdminKeyOption, HomeOption, JsonOption, Ur
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
+from torchrelay.cli.views.console import ResultTable
 from torchrelay.common.quantities import format_bytes
 
 NANO = 1_000_000_000
@@ -90,9 +91,7 @@ def _create(client: GatewayClient, body: dict[str, Any]) -> dict[str, Any]:
     except ApiError as error:
         if error.status != 409:
             raise
-        raise CliError(
-            error.message, f"to create a key for it: torchrelay key create --tenant {body['name']}"
-        ) from None
+        raise CliError(error.message, f"create a key for it: torchrelay key create --tenant {body['name']}") from None
     return created
 
 
@@ -106,13 +105,10 @@ def list_tenants(
     if as_json:
         console.print_json(listed)
         return
-    table = console.table("tenant", "storage quota", "budget", "created", right=("storage quota", "budget"))
+    table = ResultTable("tenant", "storage quota", "budget", "created", right=("storage quota", "budget"))
     for tenant in listed["data"]:
-        table.add_row(
-            tenant["name"],
-            *_limits_text(tenant),
-            datetime.fromtimestamp(tenant["created"]).strftime("%Y-%m-%d %H:%M"),
-        )
+        created = datetime.fromtimestamp(tenant["created"]).strftime("%Y-%m-%d %H:%M")
+        table.add_row(tenant["name"], *_limits_text(tenant), created)
     console.out().print(table)
 
 
@@ -121,7 +117,4 @@ def _limits_text(tenant: dict[str, Any]) -> tuple[str, str]:
     from torchrelay.gateway.billing.money import dollars  # imports gRPC: not for `torchrelay --help`
 
     quota, budget = tenant["storage_quota_bytes"], tenant["budget_nano"]
-    return (
-        "no limit" if quota is None else format_bytes(quota),
-        "no limit" if budget is None else dollars(budget),
-    )
+    return "no limit" if quota is None else format_bytes(quota), "no limit" if budget is None else dollars(budget)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrelay.cli.api.access import HomeOption
+from torchrelay.cli.api.access import HomeOption, SchedulerOption
 
 if TYPE_CHECKING:
     from torchrelay.common.tls import Tls
@@ -22,10 +22,7 @@ REFRESH_PER_S = 4
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one view as a JSON object and exit.")] = False,
-    scheduler: Annotated[
-        str | None,
-        typer.Option(help="gRPC address of the scheduler; the local platform's by default.", metavar="HOST:PORT"),
-    ] = None,
+    scheduler: SchedulerOption = None,
     home: HomeOption = None,
 ) -> None:
     """Watch relays, workers, copies of packs, instances and demand; Ctrl-C quits."""

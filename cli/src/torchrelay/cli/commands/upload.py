@@ -19,7 +19,15 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from torchrelay.cli.api.access import Access, HomeOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.api.access import (
+    Access,
+    HomeOption,
+    IdleTimeoutOption,
+    KeyOption,
+    MaxInstancesOption,
+    UrlOption,
+    tenant_access,
+)
 from torchrelay.cli.api.model_check import check_folder, check_name
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
@@ -60,12 +68,8 @@ def upload(
     name: Annotated[
         str | None, typer.Option(help="Name of the model; the folder's by default. With the admin key: TENANT/NAME.")
     ] = None,
-    idle_timeout_s: Annotated[
-        float | None, typer.Option(min=0, help="Idle seconds before it scales to zero; 0: the platform's default.")
-    ] = None,
-    max_instances: Annotated[
-        int | None, typer.Option(min=0, help="Maximum instances per role; 0: the platform's default.")
-    ] = None,
+    idle_timeout_s: IdleTimeoutOption = None,
+    max_instances: MaxInstancesOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
@@ -99,9 +103,7 @@ def _version_before(access: Access, name: str) -> str | None:
         elif slash:
             own = client.call("GET", "/v1/keys")["data"][0]["tenant"]  # includes the key used
             if tenant != own:
-                raise CliError(
-                    f"this key belongs to {own}, not to {tenant}", f"pass --name {own}/..., or a key of {tenant}"
-                )
+                raise CliError(f"this key is {own}'s, not {tenant}'s", f"pass --name {own}/..., or a key of {tenant}")
         try:
             version: str = client.call("GET", f"/v1/models/{name}")["version"]
         except ApiError as error:

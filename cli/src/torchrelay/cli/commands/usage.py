@@ -12,6 +12,7 @@ from rich.table import Table
 from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
+from torchrelay.cli.views.console import ResultTable
 
 USAGE_EXAMPLE = "Example:  torchrelay usage --by day --from 2026-11-01"
 BILL_EXAMPLE = "Example:  torchrelay bill --month 2026-11"
@@ -52,7 +53,7 @@ def usage(
 
 
 def usage_table(found: dict[str, Any], by: str) -> Table:
-    table = console.table(by, "requests", "prompt", "cached", "output", "cost", right=_NUMBERS)
+    table = ResultTable(by, "requests", "prompt", "cached", "output", "cost", right=_NUMBERS)
     table.show_footer = len(found["data"]) > 1
     for row in found["data"]:
         table.add_row(str(row[by]), *_quantities(row), f"${row['cost']}")
@@ -87,7 +88,7 @@ def bill(
 
 def bill_table(found: dict[str, Any]) -> Table:
     title = f"Bill of {found['tenant']}, {found['period']}"
-    table = console.table("model", "requests", "prompt", "cached", "output", "amount", right=_NUMBERS, title=title)
+    table = ResultTable("model", "requests", "prompt", "cached", "output", "amount", right=_NUMBERS, title=title)
     table.show_footer = True
     for line in found["lines"]:
         table.add_row(line["model"], *_quantities(line), f"{line['amount']} {found['currency']}")

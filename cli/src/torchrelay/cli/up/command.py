@@ -12,7 +12,6 @@ import typer
 from torchrelay.cli.api.access import HomeOption
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.cli.up.options import UpOptions
 
 EXAMPLE = "Example:  torchrelay up --home /srv/torchrelay --http-port 8080"
 
@@ -36,7 +35,7 @@ def up(
     host: Annotated[
         str,
         typer.Option(
-            envvar="TORCHRELAY_HOST", help="Address of the public API; 0.0.0.0: all. Everything else stays on loopback."
+            envvar="TORCHRELAY_HOST", help="Address of the public API (0.0.0.0: all); the rest is on loopback."
         ),
     ] = "127.0.0.1",
     http_port: Annotated[
@@ -57,26 +56,21 @@ def up(
     remote: Annotated[
         str,
         typer.Option(
-            envvar="TORCHRELAY_REMOTE_URL",
-            help="Store of published packs: a folder, or s3://BUCKET/PREFIX; in the home by default.",
+            envvar="TORCHRELAY_REMOTE_URL", help="Pack store: a folder or s3://BUCKET/PREFIX; default: in home."
         ),
     ] = "",
     arena_mb: Annotated[int, typer.Option(min=0, help="Memory for parameters, in MiB; 0: chosen automatically.")] = 0,
     kv_pool_mb: Annotated[int, typer.Option(min=0, help="KV memory per worker, in MiB; 0: the default.")] = 0,
     idle_timeout_s: Annotated[
         float,
-        typer.Option(
-            envvar="TORCHRELAY_IDLE_TIMEOUT_S", min=0, help="Idle seconds before a model scales to zero; 0: default."
-        ),
+        typer.Option(envvar="TORCHRELAY_IDLE_TIMEOUT_S", min=0, help="Idle seconds before scaling to 0; 0: default."),
     ] = 0,
     threads: Annotated[
         int, typer.Option(envvar="TORCHRELAY_THREADS", min=0, help="Compute threads per worker; 0: one per core.")
     ] = 0,
     device: Annotated[
         str,
-        typer.Option(
-            envvar="TORCHRELAY_DEVICE", help="cpu, cuda:N, or auto (a GPU if there is one).", callback=check_device
-        ),
+        typer.Option(envvar="TORCHRELAY_DEVICE", help="cpu, cuda:N, or auto (a GPU if any).", callback=check_device),
     ] = "cpu",
     tls: Annotated[bool, typer.Option("--tls", help="TLS between the services, with generated certificates.")] = False,
     log_level: Annotated[
@@ -93,9 +87,12 @@ def up(
     """
     if prefill_workers + both_workers < 1 or decode_workers + both_workers < 1:
         raise CliError(
-            "no worker for prefill, or none for decode",
-            "pass --prefill-workers and --decode-workers, or --both-workers",
+            "no worker for prefill or decode", "pass --prefill-workers and --decode-workers, or --both-workers"
         )
+    # Both import gRPC: not for `torchrelay --help`.
+    from torchrelay.cli.up.plan import UpOptions
+    from torchrelay.cli.up.run import run_up
+
     options = UpOptions(
         host=host,
         http_port=http_port,
@@ -112,6 +109,4 @@ def up(
         log_level=log_level.value,
         tls=tls,
     )
-    from torchrelay.cli.up.run import run_up  # imports gRPC: not for `torchrelay --help`
-
     asyncio.run(run_up(Home.at(home), options, is_quiet=quiet))

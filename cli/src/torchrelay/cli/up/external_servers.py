@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from torchrelay.cli.errors import CliError
+from torchrelay.cli.up.children.child import is_listening
 from torchrelay.gateway.settings import check_database_url
 
-CONNECT_TIMEOUT_S = 3.0
 _SECRET = re.compile(r"((?:password|token|secret|key)=)[^&#]*", re.IGNORECASE)  # in a query
 
 
@@ -49,9 +47,7 @@ def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
             check_database_url(url)
         except ValueError as error:
             message = str(error).replace(repr(url), repr(without_password(url)))
-            raise CliError(
-                f"{variable}: {message}", "fix it, or unset it to keep the ledger in the home folder"
-            ) from None
+            raise CliError(f"{variable}: {message}", "fix it, or unset it to use the home folder's ledger") from None
         if url.startswith("postgresql"):
             scheme = url.partition(":")[0]
             found.append(_server("PostgreSQL", variable, url, (scheme,), 5432))
@@ -84,21 +80,9 @@ def _server(name: str, variable: str, url: str, schemes: tuple[str, ...], defaul
 async def check_external_servers(environment: Mapping[str, str]) -> None:
     """Raises ``CliError`` within seconds when a server does not answer; services would wait much longer."""
     for server in external_servers(environment):
-        if server.address is not None and not await _answers(*server.address):
+        if server.address is not None and not await is_listening(*server.address):
             host, port = server.address
             raise CliError(
                 f"no {server.name} answers at {host}:{port}, which {server.variable} names",
                 f"start it, or unset {server.variable}: then {_FALLBACKS[server.name]}",
             )
-
-
-async def _answers(host: str, port: int) -> bool:
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except (OSError, UnicodeError, TimeoutError):
-        return False
-    writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
-    return True

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.child import ChildSpec
 from torchrelay.cli.up.children.stack import Stack
-from torchrelay.cli.up.options import UpOptions
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
 from torchrelay.common.tls import Tls, TlsFiles
@@ -20,6 +20,26 @@ from torchrelay.transfer.protocol.tickets import derive_node_key
 HOST_ID = "local"
 STORE_ID = "store-local"
 LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class UpOptions:
+    """Counts, sizes and ports of an embedded install; 0 means chosen automatically."""
+
+    host: str = "127.0.0.1"  # where the public API listens; everything else stays on loopback
+    http_port: int = 0
+    grpc_port: int = 0
+    num_prefill_workers: int = 1
+    num_decode_workers: int = 1
+    num_both_workers: int = 0
+    remote: str = ""  # a folder or a URL; empty: in the home
+    arena_bytes: int = 0
+    kv_pool_bytes: int = 0
+    idle_timeout_s: float = 0.0
+    threads: int = 0
+    device: str = "cpu"
+    log_level: str = "info"
+    tls: bool = False  # between the services, not for the public API
 
 
 def _program(name: str) -> str:

@@ -19,9 +19,7 @@ def remote_url(given: str, default: Path) -> str:
     try:
         parts = urlsplit(given)
     except ValueError as error:
-        raise CliError(
-            f"{given!r} is not a valid pack location: {error}", "use a folder or s3://BUCKET/PREFIX"
-        ) from error
+        raise CliError(f"{given!r} is not a valid pack location: {error}", "use a folder or an s3:// URL") from error
     if parts.scheme in _OBJECT_STORES and parts.netloc:
         return given
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:

@@ -11,8 +11,7 @@ from contextlib import closing, contextmanager
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.supervisor import Supervisor
 from torchrelay.cli.up.external_servers import check_external_servers
-from torchrelay.cli.up.options import UpOptions
-from torchrelay.cli.up.plan import StackPlan
+from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress
 from torchrelay.cli.up.tls import tls_of_install

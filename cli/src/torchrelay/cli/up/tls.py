@@ -6,7 +6,7 @@ from pydantic import ValidationError
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.plan import UpOptions
 from torchrelay.common.process.settings import ServiceSettings, setting_errors
 from torchrelay.common.tls import TlsFiles
 

@@ -96,11 +96,8 @@ def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str) 
 def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_small: bool) -> Group:
     time_of_day = datetime.now().strftime("%H:%M:%S")
     waiting, running = (sum(getattr(demand, name) for demand in view.demand) for name in ("num_waiting", "num_running"))
-    head = Text.assemble(
-        ("Torchrelay", "bold"),
-        f"  {time_of_day}  scheduler {address}  ",
-        f"{running} running, {waiting} waiting",
-    )
+    counts = f"{running} running, {waiting} waiting"
+    head = Text.assemble(("Torchrelay", "bold"), f"  {time_of_day}  scheduler {address}  {counts}")
     workers, stores = workers_table(view.workers, rates, is_small), stores_table(view.stores, rates, is_small)
     parts: list[RenderableType] = [head, ""]
     if view.relays:

@@ -72,11 +72,6 @@ class ResultTable(Table):
         return [cell for cell, is_shown in zip(cells, self._is_shown, strict=True) if is_shown]
 
 
-def table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    """A table in the CLI's style; columns in ``right`` hold numbers."""
-    return ResultTable(*columns, right=right, title=title)
-
-
 def print_json(value: Any) -> None:
     """JSON on standard output, for scripts."""
     out().print_json(data=value)

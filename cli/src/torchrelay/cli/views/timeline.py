@@ -30,9 +30,8 @@ def explanation(phases: Sequence[Phase], decisions: Sequence[Decision]) -> Width
     """The timeline, with bars on a wide terminal, then the decisions."""
 
     def draw(width: int) -> Group:
-        parts = (
-            [timeline(phases, min(BAR_CELLS, width - COLUMNS_CELLS) if width >= NARROW_CELLS else 0)] if phases else []
-        )
+        bar_cells = min(BAR_CELLS, width - COLUMNS_CELLS) if width >= NARROW_CELLS else 0
+        parts = [timeline(phases, bar_cells)] if phases else []
         return Group(*parts, *([decisions_table(decisions)] if decisions else []))
 
     return WidthAware(draw)

@@ -25,6 +25,7 @@ from torchrelay.common.tls import Tls
 
 POLL_S = 0.02
 STOP_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 3.0
 TAIL_LINES = 8
 TAIL_COLUMNS = 240
 
@@ -109,7 +110,7 @@ class Child:
 
     async def _addresses(self) -> dict[str, str] | None:
         if self.spec.ready_file is None:
-            return {} if await _listens(self.spec.ready_port) else None
+            return {} if await is_listening("127.0.0.1", self.spec.ready_port) else None
         try:
             written = json.loads(self.spec.ready_file.read_text())
         except FileNotFoundError:
@@ -162,10 +163,12 @@ def _tied_to_parent(command: tuple[str, ...]) -> tuple[str, ...]:
     return (sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), *command)
 
 
-async def _listens(port: int) -> bool:
+async def is_listening(host: str, port: int) -> bool:
+    """Whether a TCP connection to it succeeds within ``CONNECT_TIMEOUT_S``."""
     try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, UnicodeError, TimeoutError):
         return False
     writer.close()
     with suppress(OSError):
