@@ -7,7 +7,7 @@ from tests.unit.cli.conftest import Run
 
 def test_a_value_that_an_option_cannot_take_is_told_in_plain_words(run: Run) -> None:
     for arguments, sentence in (
-        (("chat", "m", "hi", "--max-tokens", "ten"), "'--max-tokens': must be a whole number, not 'ten'"),
+        (("chat", "m", "hi", "--max-tokens", "ten"), "'--max-tokens': must be an integer, not 'ten'"),
         (("models", "set", "m", "--max-instances", "-3"), "'--max-instances': must be at least 0, not -3"),
         (("events", "--kind", "moon"), "'--kind': 'moon' is not one of 'relay', 'instance', 'scale', 'copy', 'model'"),
     ):

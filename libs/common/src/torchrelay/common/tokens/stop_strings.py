@@ -1,7 +1,7 @@
 """Stop strings, judged by worker and gateway alike.
 
-Both look at the same text made in the same way, so they agree on the token that ends a choice: the worker then stops
-computing (``StopChecker``), the gateway cuts the text (``StopTrimmer``).
+Both decode the same text in the same way, so they agree on the token that ends a choice: the worker stops computing
+(``StopChecker``), the gateway trims the text (``StopTrimmer``).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchrelay.common.tokens.text_stream import TextStream
 
 
 class StopChecker:
-    """Says which token completes a stop string (worker side)."""
+    """Detects the token that completes a stop string (worker side)."""
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
         self._text = TextStream(tokenizer)
@@ -24,7 +24,7 @@ class StopChecker:
         self._stopped = False
 
     def step(self, token_id: int) -> bool:
-        """True once the text up to and with ``token_id`` contains a stop string."""
+        """True once the text up to and including ``token_id`` contains a stop string."""
         if self._stopped:
             return True
         seen = self._tail + self._text.step(token_id)
@@ -34,19 +34,19 @@ class StopChecker:
 
 
 class StopTrimmer:
-    """Cuts a text that comes in pieces before the stop string that is complete first (gateway side).
+    """Cuts streamed text before the first complete stop string (gateway side).
 
-    Of two that are complete at the same character the longer counts. What may yet become a stop string is held back.
+    Of two that end at the same character the longer counts. A possible beginning of a stop string is held back.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         self._stops = tuple(stop_strings)
-        self._num_held_most = max((len(stop) for stop in self._stops), default=1) - 1
+        self._max_held = max((len(stop) for stop in self._stops), default=1) - 1
         self._held = ""
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """The text that may be shown now; nothing any more once ``stopped``."""
+        """The text that can be shown now; empty once ``stopped``."""
         if not self._stops or not text:
             return text
         if self.stopped:
@@ -61,12 +61,12 @@ class StopTrimmer:
         return seen[: len(seen) - num_held]
 
     def flush(self) -> str:
-        """The text held back, when no more comes."""
+        """The held text, at the end of the stream."""
         held, self._held = self._held, ""
         return held
 
     def _num_held(self, seen: str) -> int:
-        for num_chars in range(min(self._num_held_most, len(seen)), 0, -1):
+        for num_chars in range(min(self._max_held, len(seen)), 0, -1):
             if any(stop.startswith(seen[-num_chars:]) for stop in self._stops):
                 return num_chars
         return 0

@@ -1,4 +1,4 @@
-"""Loads tokenizers within little memory."""
+"""Loads tokenizers with little memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrelay.common.errors import InvalidRequest
 
 BPE_CACHE_WORDS = 4096
 
-# A slice of a merges list, in either of its forms. Possessive: never slower than linear, whatever was uploaded.
+# A slice of a merges list, in either of its forms. Possessive quantifiers: linear time on any upload.
 _STRING = rb'"(?:[^"\\]|\\.)*+"'
 _PAIRS = re.compile(rb"(?:\s*+\[\s*+" + _STRING + rb"\s*+,\s*+" + _STRING + rb"\s*+\]\s*+,?+){1,1024}+")
 _LINES = re.compile(rb"(?:\s*+" + _STRING + rb"\s*+,?+){1,1024}+")
@@ -34,15 +34,14 @@ _OPTIONS = (
 
 
 class _UnsupportedTokenizer(Exception):
-    """The tokenizer is not of the form that the low-memory way can load."""
+    """The tokenizer cannot be loaded in parts."""
 
 
 def load_tokenizer(source: bytes | Path) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json`` (its bytes, or where it lies), without truncation and padding.
+    """Loads a ``tokenizer.json`` (bytes or path), without truncation and padding. Blocks for about a second.
 
-    A BPE of 128,000 tokens costs 130 MB at its peak when the library reads the JSON as a whole, and 48 MB, of which it
-    keeps 39, when vocabulary and merges come from files; so those are cut out of the JSON unparsed. Blocks (about a
-    second); raises ``InvalidRequest``.
+    Raises ``InvalidRequest``. Parsed as a whole, a BPE of 128,000 tokens peaks at 130 MB; with vocabulary and merges
+    cut out of the JSON unparsed and read from files, at 48 MB.
     """
     try:
         try:
@@ -75,9 +74,9 @@ def _load_whole(json_bytes: bytes) -> Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A tokenizer.json without vocabulary and merges, which lie in files."""
+    """A tokenizer.json whose vocabulary and merges are in files."""
 
-    shell: str  # the JSON of the same tokenizer with an empty model
+    shell: str  # JSON of the same tokenizer with an empty model
     added_tokens: list[dict[str, Any]]
     options: dict[str, Any]
     vocab: Path
@@ -86,13 +85,13 @@ class _Parts:
 
 def _load_in_parts(source: bytes | Path) -> Tokenizer:
     with tempfile.TemporaryDirectory(prefix="torchrelay-tokenizer-") as folder:
-        parts = _split(_read(source), Path(folder))  # the JSON's memory is free again when the model is built
+        parts = _split(_read(source), Path(folder))  # the JSON is freed before the model is built
         try:
             tokenizer = Tokenizer(
                 BPE.from_file(str(parts.vocab), str(parts.merges), cache_capacity=BPE_CACHE_WORDS, **parts.options)
             )
             shell = Tokenizer.from_str(parts.shell)
-        except Exception as error:  # the library raises nothing narrower; read as a whole it says what is wrong
+        except Exception as error:  # the library raises nothing narrower; loading it whole explains the error
             raise _UnsupportedTokenizer from error
     tokenizer.normalizer = shell.normalizer
     tokenizer.pre_tokenizer = shell.pre_tokenizer
@@ -124,7 +123,7 @@ def _split(json_bytes: bytes, folder: Path) -> _Parts:
 
 
 def _merge_lines(merges: msgspec.Raw) -> Iterator[bytes]:
-    """Lines ``a b`` of a merges list, a thousand at a time. Raises ``_NotPlain`` for what lines cannot say."""
+    """Lines ``a b`` of a merges list, a thousand at a time. Raises ``_UnsupportedTokenizer``."""
     data = memoryview(merges)
     begin = 1
     form: Any = list[tuple[str, str]] if _PAIRS.match(data, begin) else list[str]
