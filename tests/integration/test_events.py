@@ -1,4 +1,4 @@
-"""A relay between real stores, as `torchrelay events` and `torchrelay top` tell of it."""
+"""A relay between real stores, as shown by `torchrelay events` and `torchrelay top`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAM = Path(sys.executable).with_name("torchrelay")
 
 
 async def said(*arguments: str) -> str:
-    """What the program prints. It has channels of its own and runs beside this loop."""
+    """The output of the program, run as a separate process."""
     result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
@@ -34,7 +34,7 @@ async def said(*arguments: str) -> str:
 
 @asynccontextmanager
 async def following(address: str) -> AsyncIterator[asyncio.StreamReader]:
-    """The lines of `torchrelay events --follow`, a process of its own, until the block ends as by Ctrl-C."""
+    """Lines of `torchrelay events --follow`, a process that ends with the block as by Ctrl-C."""
     command = (str(PROGRAM), "events", "--follow", "--json", "--kind", "relay", "--scheduler", address)
     program = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert program.stdout is not None
