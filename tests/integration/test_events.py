@@ -77,14 +77,14 @@ async def test_a_relays_events_appear_at_the_command_line(
             assert not as_json["relays"][-1]["urgent"]
 
             begun, finished = (event for event in events if event["store_id"] == "store-c")
-            assert (begun["kind"], finished["kind"]) == ("relay.begun", "relay.finished")
+            assert (begun["kind"], finished["kind"]) == ("relay.started", "relay.finished")
             assert begun["text"].startswith("store-a -> store-c, idle") and begun["cause"] == "replicate"
             assert finished["model"] == "acme/tiny" and finished["took_s"] > 0
             assert finished["brought"] == {"store-a": description.pack_bytes} and finished["num_repairs"] == 0
 
             lines = (await said("events", "--scheduler", address)).splitlines()
             kinds = [line.split()[1] for line in lines]
-            assert {"relay.begun", "relay.finished", "copy.replicate"} <= set(kinds)
+            assert {"relay.started", "relay.finished", "copy.replicate"} <= set(kinds)
             assert len({line.index(line.split()[1]) for line in lines}) == 1  # aligned
             reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert not [one.kind for one in reply.decisions if one.kind.startswith("relay")]  # tenants read these

@@ -1,8 +1,8 @@
 """Ends a lab: kills whatever runs in its namespaces and removes them.
 
 A reaper is a process beside the lab's. It waits for a line on its standard input (the lab closes) or for that input's
-end (the lab's process died, even by kill -9), so no lab outlives its owner. It touches only the given namespaces and the
-processes in them.
+end (the lab's process died, even by kill -9), so no lab outlives its owner. It touches only the given namespaces and
+their processes.
 """
 
 from __future__ import annotations

@@ -42,11 +42,11 @@ def test_it_asks_for_what_was_named(run: Run, home: Home) -> None:
 
     def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
         asked.append(request)
-        yield Event(sequence=1, at_unix_us=1, kind="relay.begun", model="acme/tiny", reason="a -> b")
+        yield Event(sequence=1, at_unix_us=1, kind="relay.started", model="acme/tiny", reason="a -> b")
 
     with scheduler(answer) as address:
         shown = run("events", "--scheduler", address, "--kind", "relay", "--kind", "scale", "--since", "2h")
-    assert shown.exit_code == 0 and "relay.begun        acme/tiny     a -> b" in shown.stdout
+    assert shown.exit_code == 0 and "relay.started      acme/tiny     a -> b" in shown.stdout
     (request,) = asked
     assert list(request.kinds) == ["relay", "scale"] and request.since_unix_us > 1.7e15 and not request.follow
 

@@ -202,7 +202,7 @@ def test_an_order_for_a_copy_that_a_wake_has_begun_is_done_when_that_is() -> Non
     assert transfer.urgent and transfer.reason.cause == "at_zero" and transfer.cause is CopyCause.REPLICATE
     scene.hold("store-2", MODEL, relay_begin_us=1, relay_end_us=2)
     scene.report_all()  # the report itself ends the order
-    assert [event.kind for event in scene.events[-3:]] == ["relay_begun", "relay_finished", "copied"]
+    assert [event.kind for event in scene.events[-3:]] == ["relay_started", "relay_finished", "copied"]
     assert not scene.policy.state.transfers.num_running
 
 

@@ -19,7 +19,7 @@ def record(state: State, events: Iterable[TransferEvent], now: float) -> None:
                 _record_copy(state, event.transfer, "", now)
             case TransferEventKind.FAILED:
                 _record_copy(state, event.transfer, event.transfer.error, now)
-            case TransferEventKind.BEGUN | TransferEventKind.REPAIRED:
+            case TransferEventKind.STARTED | TransferEventKind.REPAIRED:
                 pass
 
 
