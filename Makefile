@@ -55,7 +55,7 @@ up: setup ## Start the platform on this machine; Ctrl-C stops it
 demo: setup ## Upload a model, talk to it, let it sleep, wake it, print the bill
 	$(BIN)/python examples/demo.py
 
-stubs: .venv/.installed ## Make the gRPC stubs anew after a change in proto/
+stubs: .venv/.installed ## Regenerate the gRPC stubs after a change in proto/
 	tools/generate_stubs.sh
 
 clean: ## Remove the virtual environment, caches and what was compiled

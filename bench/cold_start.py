@@ -1,11 +1,10 @@
-"""From zero to the first token, with the parameters in host memory and with them on disk only.
+"""Cold start: from zero to the first token, with the parameters in host memory, and on disk only.
 
     python bench/cold_start.py [--quick]
 
-Each cold sample runs in worker processes that never hosted the model; the warm median of the same prompt is taken off,
-computed whole: the prefix cache is off.
-The limit for the disk case is the time to read the pack's file with O_DIRECT into a reused buffer, measured in the same
-run.
+Each cold sample runs in worker processes that never hosted the model; the warm median of the same prompt is subtracted,
+with the prefix cache off. The limit of the disk case is the time to read the pack's file with O_DIRECT into a reused
+buffer, measured in the same run.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A published checkpoint; ``key`` calls it."""
+    """A published checkpoint and a key that may call it."""
 
     name: str
     pack_id: str
@@ -84,7 +83,7 @@ def publish(platform: Platform, folder: Path, key: str, name: str) -> Model:
 
 
 def renew_workers(platform: Platform) -> None:
-    """Fresh worker processes, known to the scheduler as free slots."""
+    """Restarts the workers until the scheduler sees free slots."""
     before = {child: platform.kill(child) for child in WORKERS}
     for child, pid in before.items():
         platform.await_restart(child, pid)
@@ -95,7 +94,7 @@ def renew_workers(platform: Platform) -> None:
 
 
 def drop_host_copy(platform: Platform, model: Model) -> None:
-    """Leaves the pack on disk only."""
+    """Drops the host copies, so that the pack is on disk only."""
     epoch = next(iter(platform.views())).epoch
     with grpc.insecure_channel(platform.endpoints["store"]) as channel:
         stub = param_store_pb2_grpc.ParamStoreStub(channel)
@@ -153,7 +152,7 @@ def main() -> None:
 def measure(platform: Platform, models: list[Model], num_host: int, num_disk: int, num_warm: int) -> None:
     host, warm = {}, {}
     for model in models:
-        first_token_s(platform, model)  # brings the host copy
+        first_token_s(platform, model)  # creates the host copy
         warm[model.name] = statistics.median(first_token_s(platform, model) for _ in range(num_warm))
         host[model.name] = statistics.median(cold_samples(platform, model, num_host, from_disk=False))
     mid = models[1]

@@ -1,12 +1,12 @@
-"""Tokens per second of the engine through the whole HTTP path, beside vLLM's CPU server and the memory's own limit.
+"""Tokens per second through the whole HTTP path, against vLLM's CPU server and the memory bandwidth.
 
     python bench/engine.py [--quick] [--peer vllm] [--peer-bin PATH]
 
 `torchrelay up` with one worker in both roles and `cpu_reorder` on; random checkpoints; 64 tokens in, 32 out. The peer
 gets the same load from the same client in the same run, on all cores. PATH is its `vllm` command, also named by
-TORCHRELAY_BENCH_VLLM. Then a prompt seen before; prefill and decode on workers of their own; memory of two workers with
-`cpu_reorder` off; and transformers' `generate_batch`. --quick does all of it with less: the mid model has fewer layers,
-and requests ask for fewer tokens; `conditions` says how many.
+TORCHRELAY_BENCH_VLLM. Then a repeated prompt; prefill and decode on separate workers; memory of two workers with
+`cpu_reorder` off; and transformers' `generate_batch`. --quick does the same with fewer layers in the mid model and
+fewer tokens per request; `conditions` has both.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMMON = ("--arena-mb", "1280", "--idle-timeout-s", "600", "--kv-pool-mb", "256"
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How much: layers of the mid model, tokens out, requests per connection, and rounds beside the memory's limit."""
+    """Layers of the mid model, output tokens, requests per connection, rounds of the memory comparison."""
 
     mid_layers: int
     output_tokens: int
@@ -58,7 +58,7 @@ QUICK = Form(mid_layers=8, output_tokens=16, waves=1, rounds=1)
 
 
 def sweep(door: LoadClient, model: BenchModel, form: Form, workers: Sequence[int] = ()) -> dict[int, Sample]:
-    """One sample per concurrency, after one request that nobody counts; with the CPU time of these processes."""
+    """One sample per concurrency after a warm-up request; with the CPU time of these processes."""
     bursts = [Burst(prompts_of(model, 1), 1, form.output_tokens)]
     for concurrency in CONCURRENCIES:
         prompts = prompts_of(model, max(2, concurrency) * form.waves)
@@ -70,7 +70,7 @@ def sweep(door: LoadClient, model: BenchModel, form: Form, workers: Sequence[int
 
 
 def prefix_ttft_ms(door: LoadClient, model: BenchModel) -> tuple[float, float]:
-    """Of a long prompt, and of the same again."""
+    """TTFT of a long prompt, and of the same again."""
     burst = Burst(prompts_of(model, 1, LONG_PROMPT_TOKENS), 1, 2)
     first, second = door.load([burst, burst])
     return first.ttft_ms, second.ttft_ms
@@ -78,7 +78,7 @@ def prefix_ttft_ms(door: LoadClient, model: BenchModel) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A checkpoint, and what became of it in the home that all platforms of a run share, one after the other."""
+    """A checkpoint and its model in the home that the platforms of a run share in turn."""
 
     model: BenchModel
     published: Model
@@ -87,7 +87,7 @@ class Subject:
         return LoadClient(int(platform.http.rpartition(":")[2]), self.published.name, self.published.key)
 
     def settle(self, platform: Platform, workers: Sequence[str]) -> LoadClient:
-        """Wakes it, until its weights are where they will be."""
+        """Wakes it and waits until its weights are settled."""
         door = self.door(platform)
         door.load([Burst(prompts_of(self.model, 1), 1, 2)])
         await_settled([platform.pid(worker) for worker in workers])
@@ -104,7 +104,7 @@ def platform_of(root: Path, workers: Sequence[str], reorder: bool) -> Iterator[P
 
 
 def set_reorder(root: Path, reorder: bool) -> None:
-    """`cpu_reorder` of all workers that start from now on."""
+    """Sets `cpu_reorder` for workers started from now on."""
     (root / SETTINGS).write_text(f"cpu_reorder = {str(reorder).lower()}\n")
 
 
@@ -116,14 +116,14 @@ def measure_shared(platform: Platform, subject: Subject, form: Form) -> tuple[in
 
 
 def measure_apart(platform: Platform, subject: Subject, form: Form) -> tuple[dict[int, Sample], int]:
-    """Prefill and decode on workers of their own: figures, and the decode worker's private bytes."""
+    """Prefill and decode on separate workers: figures and the decode worker's private bytes."""
     door = subject.settle(platform, WORKERS)
     samples = sweep(door, subject.model, form, [platform.pid(worker) for worker in WORKERS])
     return samples, worker_memory(platform.pid("decode-0"), ARENA).private
 
 
 def measure_torchrelay(root: Path, subjects: list[Subject], form: Form) -> Measured:
-    """All that one worker in both roles is measured for."""
+    """Everything measured with one worker in both roles."""
     samples = {}
     with platform_of(root, BOTH, reorder=True) as platform:
         for subject in subjects:
@@ -161,7 +161,7 @@ def main() -> None:
 
 def measure(root: Path, form: Form, peer: str) -> list[Check]:
     progress(f"making the checkpoints: tiny, and mid of {form.mid_layers} layers")
-    with ThreadPoolExecutor(1) as thread:  # for what can be done while the platform starts
+    with ThreadPoolExecutor(1) as thread:  # work done while the platform starts
         making, loading = thread.submit(make_models, root, form.mid_layers), thread.submit(load_transformers)
         with platform_of(root, APART, reorder=False) as platform:
             models, key = making.result(), platform.tenant("bench")

@@ -1,11 +1,10 @@
-"""CPU of the gateway process per streamed token, with workers that echo behind the real gRPC streams.
+"""CPU of the gateway process per streamed token, with echo workers behind the real gRPC streams.
 
     python bench/gateway.py [--quick]
 
-The gateway runs as `torchrelay up` runs it: Redis, NATS, SQLite, traces into a file. Scheduler, store and workers echo
-in a process of their own, and the client is another. Every token is an id out of 128,000 that the gateway turns into
-text, and an event of its own. Measured twice: as fast as it goes, and with engine steps of 20 ms, between which the
-gateway sleeps and wakes.
+The gateway runs as `torchrelay up` runs it: Redis, NATS, SQLite, traces into a file. Scheduler, store and workers
+are one echo process, the client another. Every token is an id out of 128,000 that the gateway decodes, and its own
+event. Measured twice: as fast as possible, and with engine steps of 20 ms, between which the gateway sleeps and wakes.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ CONCURRENCY = 64
 STEP_S = 0.02
 PATH = "/v1/completions"
 MODEL = "bench/echo"
-ENDS = 2  # events of an answer that are no token: finish and usage
+ENDS = 2  # events of an answer that are not tokens: finish and usage
 ADMIN_KEY = "tra-bench"
 NUM_PROMPTS = 512
 LOAD_S = 120.0  # no load takes so long
@@ -69,7 +68,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class GatewayUnderTest:
-    """A server under load: its process, its port, and what it is asked."""
+    """A server under load: its process, port and requests."""
 
     pid: int
     port: int
@@ -77,7 +76,7 @@ class GatewayUnderTest:
     bodies: list[dict[str, Any]]
 
     def load(self, num_requests: int, ends: int = ENDS) -> Sample:
-        """Raises ``RuntimeError`` unless every request gave all its tokens, each as an event of its own."""
+        """Raises ``RuntimeError`` unless every request returned all its tokens, each as its own event."""
         job = {
             "host": "127.0.0.1",
             "port": self.port,
@@ -102,8 +101,8 @@ class GatewayUnderTest:
 
 @contextmanager
 def child(module: str, *args: str) -> Iterator[subprocess.Popen[str]]:
-    """A program of this folder that talks by its standard streams, and ends when its input does."""
-    command = [sys.executable, "-m", f"bench.{module}", *args]
+    """A program of `streaming/` that communicates over its standard streams and ends with its input."""
+    command = [sys.executable, "-m", f"bench.streaming.{module}", *args]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -118,7 +117,7 @@ def child(module: str, *args: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def read_json_line(process: subprocess.Popen[str]) -> Any:
-    """The next JSON line of a child."""
+    """Reads the next JSON line of a child."""
     assert process.stdout is not None
     if line := process.stdout.readline():
         return json.loads(line)
@@ -154,7 +153,7 @@ def running_gateway(home: Path, echo: dict[str, str]) -> Iterator[tuple[int, int
 
 
 def tenant_key(port: int) -> str:
-    """A key of the tenant ``bench``, made over REST as an operator makes one."""
+    """Creates a key of the tenant ``bench`` over REST, as an operator would."""
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers, trust_env=False) as client:
         client.post("/v1/tenants", json={"name": "bench"}).raise_for_status()
@@ -163,7 +162,7 @@ def tenant_key(port: int) -> str:
 
 
 async def publish(home: Path, tokenizer_digest: str) -> None:
-    """Puts the model into the catalog: there is no store that could pack it."""
+    """Puts the model into the catalog directly: there is no store to pack it."""
     database = Database(f"sqlite:///{home}/ledger.db")
     table_versions = TableVersions(database, 0.5)
     catalog = Catalog(database, table_versions, Prices(database, table_versions))
@@ -191,7 +190,7 @@ def bodies_of(vocabulary: EchoVocabulary) -> list[dict[str, Any]]:
 
 
 def check_text(door: GatewayUnderTest, vocabulary: EchoVocabulary) -> int:
-    """One answer, read in full: its pieces are the text of its tokens. Returns the number of prompt tokens."""
+    """Checks that one answer is the text of its tokens; returns the number of prompt tokens."""
     body = {**door.bodies[0], "return_token_ids": True}
     headers = {"Authorization": f"Bearer {door.key}"}
     answer = httpx.post(f"http://127.0.0.1:{door.port}{PATH}", json=body, headers=headers, timeout=60, trust_env=False)
@@ -237,7 +236,7 @@ def sample(door: GatewayUnderTest, name: str, num_requests: int) -> Sample:
 
 
 def measure(door: GatewayUnderTest, echo: subprocess.Popen[str], repeats: int, num_requests: int) -> None:
-    door.load(4 * CONCURRENCY)  # caches, streams and code are warm
+    door.load(4 * CONCURRENCY)  # warm-up
     fast = [sample(door, "as fast as it goes", num_requests) for _ in range(repeats)]
     set_step(echo, STEP_S)
     paced = [sample(door, "paced", num_requests // 2) for _ in range(max(1, repeats // 2))]

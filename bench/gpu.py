@@ -4,8 +4,8 @@
 
 Runs from a checkout, on a machine with a GPU and torch, triton, transformers, safetensors, tokenizers and numpy;
 Torchrelay's own packages are found in libs/, and nothing is started. The model has the shape of Llama 3.1 8B and random
-weights in bf16. ``--profile`` also prints which kernels a decode step consists of. ``--cpu-rehearsal`` goes through all
-of it with tiny shapes on the CPU, Triton in its interpreter: its figures mean nothing, and no bound applies.
+weights in bf16. ``--profile`` also prints which kernels a decode step consists of. ``--cpu-rehearsal`` runs all of
+it with tiny shapes on the CPU, Triton in its interpreter: its figures mean nothing, and no bound applies.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is run."""
+    """Sizes of a run."""
 
     config: dict[str, Any]
     families: tuple[str, ...]
@@ -69,7 +69,7 @@ def sizes_of(quick: bool, rehearsal: bool) -> Sizes:
 
 @dataclass
 class Bench:
-    """One run; ``checks`` are collected as the parts go by, and a part that fails does not end the others."""
+    """One run; collects ``checks``, and a part that fails does not end the others."""
 
     sizes: Sizes
     device: torch.device
@@ -82,7 +82,7 @@ class Bench:
         self.checks.append(Check(name, value, unit, None if self.rehearsal else bound, against, at_least))
 
     def part(self, title: str, names: dict[str, float | None], run: Callable[[], None]) -> None:
-        """``names`` are the bounded figures that the part must give, with their bounds."""
+        """``names``: the bounded figures of the part, with their bounds."""
         progress(title)
         try:
             run()
@@ -186,13 +186,13 @@ class Bench:
 
 
 def kv_bytes(config: dict[str, Any]) -> int:
-    """Of one position over all layers, in bf16."""
+    """KV bytes of one position over all layers, in bf16."""
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     return int(config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head_dim * 2)
 
 
 def prefill_flops(config: dict[str, Any], weight_bytes: int, num_tokens: int) -> float:
-    """Two per weight of the layers and token, and four per head element and pair of positions seen."""
+    """Two per layer weight and token, and four per head element and attended pair of positions."""
     both_ends = 2 * config["vocab_size"] * config["hidden_size"]
     in_layers = weight_bytes / 2 - both_ends
     pairs = num_tokens * (num_tokens + 1) / 2

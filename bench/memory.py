@@ -37,7 +37,7 @@ LARGE = LlamaShape(VOCAB_SIZE + 64, num_layers=0, hidden=1024, intermediate=4096
 
 
 class Peaks:
-    """The largest sizes seen so far, in bytes, by name; sampled by a thread of its own inside ``sampled``."""
+    """Peak sizes in bytes by name, sampled by a thread inside ``sampled``."""
 
     def __init__(self, run: Path) -> None:
         self._run = run
@@ -70,14 +70,14 @@ class Peaks:
             found: int = json.loads((self._run / f"{service}.json").read_text())["pid"]
             return found
         except FileNotFoundError:
-            return None  # it does not serve yet
+            return None  # not serving yet
 
     def _sample(self, service: str, pid: int) -> None:
         own = memory_bytes(pid)
         below = [memory_bytes(child) for child in children(pid) if not is_forking(child, pid)]
         children_bytes = sum(sizes.get("VmRSS", 0) for sizes in below)
         self._note(f"{service} children", children_bytes)
-        if service == "param-store":  # the arena is the machine's cache of models, not the store's own
+        if service == "param-store":  # the arena is the host's cache, not the store's memory
             beside = own.get("RssAnon", 0) + own.get("RssFile", 0)
             self._note("param-store alone", beside)
             self._note(service, beside + children_bytes)
@@ -89,7 +89,7 @@ class Peaks:
 
 
 def chat(platform: Platform, key: str, model: str) -> None:
-    """One chat: the gateway loads tokenizer and template, and renders text."""
+    """One chat, so that the gateway loads tokenizer and template."""
     body = {"model": model, "max_tokens": 16, "messages": [{"role": "user", "content": "What is a cold start?"}]}
     headers = {"Authorization": f"Bearer {key}"}
     url = f"{platform.http}/v1/chat/completions"
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def drive(platform: Platform, peaks: Peaks, small: Path, large: Path) -> float:
-    """Everything that is measured; the seconds that the large upload took, with hashing and packing."""
+    """Runs everything; returns the seconds of the large upload, with hashing and packing."""
     key = platform.tenant("bench")
     model = platform.upload(key, small, "small")
     chat(platform, key, model)

@@ -1,11 +1,11 @@
-"""The relay planner against the max-flow bound, and against what others would do on the same networks.
+"""The relay planner against the max-flow bound, and against other strategies on the same networks.
 
     python bench/planner.py [--quick]
 
 Random uneven networks: 4 to 64 hosts, one to four of which have the pack, links of 1 to 10 Gbit/s, up to 80 % of each
-direction taken by other traffic. The planner is told what is left, give or take 5 % as a measurement would be. Each
-plan is played chunk by chunk by a simulation that knows nothing of the planner's model (``planner_simulation.py``), and
-the time until the last target is whole is held against the time that no schedule can beat.
+direction taken by other traffic. The planner sees what is left within 5 %, as a measurement would. Each plan is
+simulated chunk by chunk, without the planner's model (``planning/simulation.py``), and the time until the last target
+is complete is compared with a lower bound for any schedule.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rows(num_networks: int) -> list[Row]:
 
 
 def plan_ms(num_hosts: int, samples: int = 15) -> float:
-    """Median over different networks of this size, of the best of three runs each."""
+    """Median over networks of this size of the best of three runs."""
     taken = []
     for seed in range(samples):
         network = random_network(seed, (num_hosts, num_hosts))

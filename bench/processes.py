@@ -1,4 +1,4 @@
-"""What /proc says about processes: CPU time and memory. 1 MB is 10**6 bytes."""
+"""CPU time and memory of processes, from /proc. 1 MB is 10**6 bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cpu_s(pid: int) -> float:
 
 
 def children(pid: int) -> list[int]:
-    """The living children; none of a process that is gone."""
+    """The living children; empty for a process that is gone."""
     found: list[int] = []
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -37,7 +37,7 @@ def memory_bytes(pid: int) -> dict[str, int]:
 
 
 def is_forking(child: int, parent: int) -> bool:
-    """Whether ``child`` is not yet the program it will be: until then its memory is its parent's."""
+    """Whether ``child`` has not yet called exec; until then its memory is its parent's."""
     try:
         return Path(f"/proc/{child}/cmdline").read_bytes() == Path(f"/proc/{parent}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

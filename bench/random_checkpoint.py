@@ -26,7 +26,7 @@ class LlamaShape:
     head_dim: int = 64
 
     def grown_to(self, num_bytes: int) -> LlamaShape:
-        """The same with as many layers as ``num_bytes`` of weights need."""
+        """This shape with enough layers for ``num_bytes`` of weights."""
         bare = LlamaShape(self.vocab_size, 0, self.hidden, self.intermediate, self.head_dim)
         one = LlamaShape(self.vocab_size, 1, self.hidden, self.intermediate, self.head_dim)
         num_layers = math.ceil((num_bytes - bare.num_bytes) / (one.num_bytes - bare.num_bytes))

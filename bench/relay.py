@@ -1,9 +1,9 @@
-"""The relay against the limits of its links: chains, stars, repair, striping, KV beside it, and bare loopback.
+"""The relay against the limits of its links: chains, stars, repair, striping, KV beside it, and unshaped loopback.
 
     python bench/relay.py [--quick]
 
-Hosts are network namespaces, each direction of their links held to 400 Mbit/s (see tests/lab); every one runs a real
-param-store, told what to fetch by the RPCs that the scheduler uses. Needs root, iproute2 and iperf3.
+Hosts are network namespaces, each direction of their links held to 400 Mbit/s (see tests/lab); each runs a real
+param-store, driven by the scheduler's RPCs. Needs root, iproute2 and iperf3.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from bench.report import finish
 class Effort:
     """How much is measured, in megabytes, seconds and samples.
 
-    ``pack_mb`` is the pack of all that stands against the undisturbed chain: its number of chunks decides the
-    pipeline's delay. Stars, broadcasts and replays stand against another transfer, or a prediction, of the same
-    smaller pack.
+    ``pack_mb``: the pack of figures compared with the undisturbed chain; its number of chunks sets the pipeline's
+    delay. Stars, broadcasts and replays use a smaller pack, as do the transfers they are compared with.
     """
 
     num_samples: int
@@ -57,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer samples and smaller packs, under 50 s")
     effort = QUICK if parser.parse_args().quick else FULL
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # whoever ends it leaves no host behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no host is left behind when it is terminated
     ledger = FigureTable()
     with ledger.case("loopback_over_iperf3", "two_hops_over_iperf3", "rss_mb"):
         measure_loopback(ledger, effort.loopback_mb, effort.num_loopback_samples)
@@ -96,7 +95,7 @@ def measure_in_lab(relays: RelayLab, ledger: FigureTable, effort: Effort) -> Non
 
 @contextmanager
 def case(relays: RelayLab, ledger: FigureTable, *names: str) -> Iterator[None]:
-    """One case of the lab; after one that failed the next begins with fresh stores."""
+    """One case of the lab; after a failure the next one starts with fresh stores."""
     with ledger.case(*names):
         try:
             yield

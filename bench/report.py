@@ -1,4 +1,4 @@
-"""What every bench prints: a table for people, and one JSON object as the last line."""
+"""Output of every bench: a table for people, and one JSON object as the last line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One measured figure; ``bound`` is what it must keep to (None: printed only), ``against`` the peer or limit.
+    """One measured figure; ``bound`` is None if it is only printed; ``against``: the peer or limit compared with.
 
-    A value of NaN says that it could not be measured: that keeps to no bound, and is null in the JSON line.
+    NaN: could not be measured; it meets no bound and is null in the JSON line.
     """
 
     name: str
@@ -24,7 +24,7 @@ class Check:
     unit: str
     bound: float | None = None
     against: str = ""
-    at_least: bool = False  # the bound is a lower one
+    at_least: bool = False  # a lower bound
 
     @property
     def ok(self) -> bool:
@@ -34,7 +34,7 @@ class Check:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """The machine and its load."""
     model = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -62,5 +62,5 @@ def finish(bench: str, conditions: dict[str, Any], checks: list[Check]) -> None:
 
 
 def progress(text: str) -> None:
-    """A line for the person who waits; never the last one."""
+    """A progress line; never the last one."""
     print(f"... {text}", flush=True)

@@ -1,6 +1,6 @@
-"""Writes .env for compose.yaml: fresh secrets, and every node's key derived from the cluster's.
+"""Writes .env for compose.yaml: new secrets, and node keys derived from the cluster key.
 
-python make_env.py [FILE]       needs torchrelay-transfer installed; an existing file is left alone
+python make_env.py [FILE]       needs torchrelay-transfer installed; an existing file is kept
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NODES = {"STORE_NODE_KEY": "store-1", "PREFILL_NODE_KEY": "prefill-1", "DECODE_N
 
 
 def secrets_for_compose() -> dict[str, str]:
-    """Every variable that compose.yaml asks for."""
+    """The variables of compose.yaml."""
     cluster_key = secrets.token_bytes(32)
     nodes = {name: derive_node_key(cluster_key, node_id).hex() for name, node_id in NODES.items()}
     admin_key = f"tra-{secrets.token_hex(32)}"

@@ -1,4 +1,4 @@
-"""The platform's main job in one run: upload, ask, sleep, wake, bill. `make demo` calls it."""
+"""The platform in one run: upload, ask, scale to zero, wake, bill (`make demo`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from rich.table import Table
 from torchrelay.cli.api.chat_stream import MIN_RATE_SPAN_S
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.scheduler_client import watch
-from torchrelay.cli.commands.explain import explanation
+from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
+from torchrelay.cli.views.timeline import explanation
 from torchrelay.inference.v1 import inference_pb2, inference_pb2_grpc
 
 MODEL_FOLDER = Path(__file__).parent / "glossary" / "model"
@@ -32,13 +33,13 @@ console = Console(highlight=False)
 
 @contextmanager
 def platform(home: Home) -> Iterator[dict[str, str]]:
-    """`torchrelay up` on a fresh home; yields its endpoints, and ends it with SIGINT as a person would."""
+    """Runs `torchrelay up` on a new home; yields its endpoints, and stops it with SIGINT, as a user would."""
     program = str(Path(sys.executable).parent / "torchrelay")
     command = [program, "up", "--home", str(home.path), "--idle-timeout-s", str(IDLE_S), "--quiet"]
     interrupted: list[int] = []
-    # Ctrl-C while the child is being made would lose sight of it: it waits until there is a process to end.
+    # Hold back Ctrl-C while the child is created, so that it is not orphaned.
     before = signal.signal(signal.SIGINT, lambda number, _: interrupted.append(number))
-    process = subprocess.Popen(command, start_new_session=True)  # so that Ctrl-C reaches it once, through us
+    process = subprocess.Popen(command, start_new_session=True)  # Ctrl-C reaches it once, through us
     signal.signal(signal.SIGINT, before)
     try:
         if interrupted:
@@ -55,9 +56,9 @@ def platform(home: Home) -> Iterator[dict[str, str]]:
 
 
 def stop(process: subprocess.Popen[bytes]) -> int:
-    """Ends the platform as Ctrl-C does, and returns its status; one more Ctrl-C meanwhile ends it at once."""
+    """Stops the platform as Ctrl-C does and returns its status; another Ctrl-C kills it."""
     try:
-        for _ in range(3):  # one that came while it still imported may have been lost
+        for _ in range(3):  # a signal during its imports may have been lost
             process.send_signal(signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
                 return process.wait(20)
@@ -74,7 +75,7 @@ def step(text: str) -> None:
 
 
 def ask_rest(client: OpenAI, model: str, question: str) -> str:
-    """Streams one answer as it comes; returns the request id."""
+    """Streams one answer; returns the request id."""
     begin, first_s, request_id, num_tokens = time.perf_counter(), 0.0, "", 0
     console.print(f"[bold]{question}[/bold]\n  ", end="")
     message: ChatCompletionUserMessageParam = {"role": "user", "content": question}
@@ -109,7 +110,7 @@ def ask_grpc(address: str, key: str, model: str, question: str) -> None:
 
 
 def wait_for_zero(scheduler: str) -> float:
-    """Until no worker holds a model; returns the seconds it took."""
+    """Waits until no worker holds a model; returns the seconds it took."""
     begin = time.monotonic()
     for view in watch(scheduler):
         if not view.instances:
@@ -150,7 +151,7 @@ def main() -> None:
 
 def talk(client: GatewayClient, endpoints: dict[str, str], key: str) -> None:
     step("3. Upload the glossary model")
-    model = client.upload(MODEL_FOLDER, "glossary", {"idle_timeout_s": IDLE_S}, lambda *_: None)["id"]
+    model = ModelUpload(client, MODEL_FOLDER, "glossary", lambda *_: None).run({"idle_timeout_s": IDLE_S})["id"]
     console.print(f"  published {model}")
     openai = OpenAI(base_url=f"{endpoints['http']}/v1", api_key=key)
     step("4. Ask three questions over REST; the first one wakes the model from zero")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the Python stubs of every .proto beside it. Usage: tools/generate_stubs.sh [OUT_DIR], by default proto/src.
+# Generates the Python stubs of every .proto next to it. Usage: tools/generate_stubs.sh [OUT_DIR], by default proto/src.
 set -euo pipefail
 root="$(cd "$(dirname "$0")/.." && pwd)"
 out="$(mkdir -p "${1:-$root/proto/src}" && cd "${1:-$root/proto/src}" && pwd)"

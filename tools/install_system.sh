@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Puts what the embedded install starts (redis-server, nats-server) on this machine where it is missing, and a compiler for the
-# engine's kernels: by apt on Debian and Ubuntu, by Homebrew on a Mac. With the argument "tests" also what tests need beside
-# (PostgreSQL; iproute2 and iperf3 for the lab). Ends with an error only when what the embedded install starts cannot be had.
+# Installs what is missing of the embedded install's servers (redis-server, nats-server) and a compiler for the engine's kernels:
+# with apt on Debian and Ubuntu, with Homebrew on macOS. With the argument "tests" also what tests need (PostgreSQL; iproute2 and
+# iperf3 for the lab). Fails only when a server of the embedded install cannot be installed.
 set -euo pipefail
 PATH="$PATH:/usr/sbin:/sbin:/usr/local/sbin"
 
@@ -26,7 +26,7 @@ give_up() { # WHY
         echo "setup: without ${extra[*]} tests cannot run, or the engine has no kernels ($1)" >&2
         exit 0
     fi
-    echo "setup: ${brokers[*]} missing, and $1: install by hand," >&2
+    echo "setup: ${brokers[*]} missing, and $1: install them by hand," >&2
     echo "       or point TORCHRELAY_REDIS_URL and TORCHRELAY_NATS_URL at running ones" >&2
     exit 1
 }
@@ -36,12 +36,12 @@ if command -v apt-get >/dev/null; then
     if [ "$(id -u)" -ne 0 ]; then
         command -v sudo >/dev/null || give_up "apt-get needs root"
         sudo=(sudo)
-        # Nobody can type a password where nobody is.
+        # Without a terminal nobody can type a password.
         [ -t 0 ] || sudo=(sudo -n)
         "${sudo[@]}" true || give_up "apt-get needs root"
     fi
     echo "setup: installing ${brokers[*]-} ${extra[*]-}"
-    # The packages' own system services are not wanted: the platform starts its own children.
+    # Keep the packages from starting system services: the platform starts its own children.
     policy=/usr/sbin/policy-rc.d
     made_policy=""
     trap '[ -z "$made_policy" ] || "${sudo[@]}" rm -f "$policy"' EXIT
@@ -50,7 +50,7 @@ if command -v apt-get >/dev/null; then
         printf '#!/bin/sh\nexit 101\n' | "${sudo[@]}" tee "$policy" >/dev/null
         "${sudo[@]}" chmod +x "$policy"
     fi
-    apt() { # another apt may be at work for a while on a machine that has just started
+    apt() { # another apt may hold the lock on a machine that has just booted
         "${sudo[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=300 -qq "$@" >/dev/null
     }
     apt update || give_up "apt-get update failed"
@@ -59,5 +59,5 @@ elif command -v brew >/dev/null; then
     packages=(${brokers[@]+"${brokers[@]/redis-server/redis}"} ${extra[@]+"${extra[@]/#postgresql/postgresql@15}"})
     brew install --quiet "${packages[@]}"
 else
-    give_up "neither apt-get nor brew is here"
+    give_up "neither apt-get nor brew is available"
 fi

@@ -1,4 +1,4 @@
-"""Undisturbed relays on shaped links: one hop, a chain of seven, a star, and gloo's broadcast beside them."""
+"""Undisturbed relays on shaped links: one hop, a chain of seven, a star, and gloo's broadcast for comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GLOO_S = 120.0
 
 
 def measure_chain(relays: RelayLab, ledger: FigureTable, pack: RawPack, num_samples: int) -> float:
-    """One hop against iperf3, and the chain against one hop; the median time of the undisturbed chain in seconds."""
+    """One hop over iperf3, and the chain over one hop; returns the chain's median time in seconds."""
     limit = relays.iperf3_bytes_per_s(SOURCE, TARGETS[0])
     ones, sevens = [], []
     for _ in range(num_samples):
@@ -51,7 +51,7 @@ def measure_embeddings(relays: RelayLab, ledger: FigureTable, megabytes: int) ->
 
 
 def _chain_with_first_layer(relays: RelayLab, pack: RawPack) -> tuple[Filled, float]:
-    """A chain, emptied again, and the seconds until the last host could compute its first layer."""
+    """Runs a chain and empties it again; seconds until the last host could compute its first layer."""
     arrived_us = 0
 
     def await_first_layer() -> None:
@@ -68,7 +68,7 @@ def _chain_with_first_layer(relays: RelayLab, pack: RawPack) -> tuple[Filled, fl
 
 
 def measure_star(relays: RelayLab, ledger: FigureTable, megabytes: int) -> None:
-    """All targets from the source itself: what the chain is for."""
+    """Every target fetches from the source itself."""
     pack = relays.pack(megabytes)
     one_s = relays.fill_one(TARGETS[0], pack, [SOURCE]).took_s
     relays.begin([relays.stores.relay(target, pack, [SOURCE]) for target in TARGETS])
@@ -79,7 +79,7 @@ def measure_star(relays: RelayLab, ledger: FigureTable, megabytes: int) -> None:
 
 
 def measure_gloo(relays: RelayLab, ledger: FigureTable, megabytes: int, num_samples: int) -> None:
-    """torch.distributed's broadcast of as many bytes from the source to the same seven hosts."""
+    """torch.distributed's broadcast of the same bytes to the same seven hosts."""
     pack = relays.pack(megabytes)
     one_s = relays.fill_one(TARGETS[0], pack, [SOURCE]).took_s
     relays.forget(pack)

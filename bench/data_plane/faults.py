@@ -1,4 +1,4 @@
-"""The chain of seven when something goes wrong at half: a store dies, a link falls silent, a link turns slow."""
+"""The chain of seven with a fault at half: a store dies, a link drops all packets, a link slows down."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _STRIPED = "h3"
 
 
 def measure_kill(relays: RelayLab, ledger: FigureTable, pack: RawPack, undisturbed_s: float) -> None:
-    """kill -9 of the middle store when half has arrived there: the others' time."""
+    """Kills the middle store when half has arrived there: the others' time."""
     filled = _disturbed(relays, pack, relays.stores.children[MIDDLE].kill, spared=(MIDDLE,))
     _note(ledger, "repair_kill", filled, undisturbed_s)
     _renew(relays, pack)
 
 
 def measure_silent(relays: RelayLab, ledger: FigureTable, pack: RawPack, undisturbed_s: float) -> None:
-    """Every packet to and from the middle host is dropped from half on: the others' time."""
+    """Drops every packet to and from the middle host from half on: the others' time."""
     middle = relays.lab[MIDDLE]
     try:
         filled = _disturbed(relays, pack, middle.cut, spared=(MIDDLE,))
@@ -31,7 +31,7 @@ def measure_silent(relays: RelayLab, ledger: FigureTable, pack: RawPack, undistu
 
 
 def measure_slow(relays: RelayLab, ledger: FigureTable, pack: RawPack, undisturbed_s: float) -> None:
-    """What leaves the middle host is held to a quarter of the rate from half on: everybody's time."""
+    """Limits the middle host's egress to a quarter from half on: everybody's time."""
     middle = relays.lab[MIDDLE]
     try:
         filled = _disturbed(relays, pack, lambda: middle.set_rate(outgoing_mbit=RATE_MBIT / 4))
@@ -42,7 +42,7 @@ def measure_slow(relays: RelayLab, ledger: FigureTable, pack: RawPack, undisturb
 
 
 def measure_striping(relays: RelayLab, ledger: FigureTable, pack: RawPack) -> None:
-    """Two whole holders whose links send at half the target's rate."""
+    """Two complete holders whose links send at half the target's rate."""
     holders = (SOURCE, TARGETS[0])
     limit = relays.iperf3_bytes_per_s(SOURCE, TARGETS[0])
     relays.begin([relays.stores.relay(TARGETS[0], pack, [SOURCE])])
@@ -72,6 +72,6 @@ def _note(ledger: FigureTable, name: str, filled: Filled, undisturbed_s: float) 
 
 
 def _renew(relays: RelayLab, pack: RawPack) -> None:
-    """The middle store anew, and everybody empty."""
+    """Restarts the middle store and empties all."""
     relays.stores.restart(MIDDLE, keep_arena=False)
     relays.stores.drop(TARGETS, pack)

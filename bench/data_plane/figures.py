@@ -1,4 +1,4 @@
-"""The relay's figures: their names and bounds, and a ledger in which none can go missing."""
+"""The relay's figures: names, bounds, and a table that reports missing ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from bench.report import Check, progress
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What one figure must keep to (None: printed only)."""
+    """Bound of a figure (None: printed only)."""
 
     unit: str
     bound: float | None = None
@@ -46,7 +46,7 @@ FIGURES = {
 
 
 class FigureTable:
-    """Collects samples by figure. A figure without any is reported as missed, with the reason."""
+    """Collects samples by figure; one without samples is reported as missed, with the reason."""
 
     def __init__(self) -> None:
         self._samples: dict[str, list[float]] = {}
@@ -54,7 +54,7 @@ class FigureTable:
         self._failures: dict[str, str] = {}
 
     def note(self, name: str, value: float, against: str) -> None:
-        """One more sample; the median of all is reported, beside what stood ``against`` the last."""
+        """Adds a sample; the report has the median, and what the last one was compared ``against``."""
         if name not in FIGURES:
             raise KeyError(f"{name} is no figure of the relay")
         self._samples.setdefault(name, []).append(value)
@@ -63,7 +63,7 @@ class FigureTable:
 
     @contextmanager
     def case(self, *names: str) -> Iterator[None]:
-        """Measures these. Whatever goes wrong inside costs these figures, and no others."""
+        """Measures these figures; an error inside fails these and no others."""
         begin = time.monotonic()
         try:
             yield
@@ -76,7 +76,7 @@ class FigureTable:
 
     @contextmanager
     def rest(self) -> Iterator[None]:
-        """What breaks off here costs all figures that nothing is known of yet; where there are none, it is raised."""
+        """An error inside fails all figures without samples; if there are none, it is raised."""
         try:
             yield
         except Exception as error:
@@ -87,7 +87,7 @@ class FigureTable:
                 raise error
 
     def checks(self) -> list[Check]:
-        """All figures. One that could not be measured, or not as often as it should, has no value and is missed."""
+        """All figures. One with too few samples has no value and is missed."""
         return [self._check(name, figure) for name, figure in FIGURES.items()]
 
     def _check(self, name: str, figure: Figure) -> Check:

@@ -1,9 +1,9 @@
-"""torch.distributed's gloo broadcast over hosts of a lab: what one would use without a relay.
+"""torch.distributed's gloo broadcast over the hosts of a lab, the alternative to a relay.
 
-    python relay_gloo.py NUM_BYTES NUM_SAMPLES NAMESPACE=ADDRESS ...
+    python gloo.py NUM_BYTES NUM_SAMPLES NAMESPACE=ADDRESS ...
 
-The first host is the source. Torch is imported once, then a process for each host is forked and moved there. The
-source prints the seconds of each broadcast, from a barrier until the last host has all, one a line.
+The first host is the source. Torch is imported once; then a process per host is forked and moved to its namespace. The
+source prints the seconds of each broadcast, from a barrier until the last host is complete, one per line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.lab.namespace import entered
 

@@ -1,4 +1,4 @@
-"""A KV stream alone, beside a relay in the opposite direction, and beside one in its own."""
+"""A KV stream alone, with a relay in the opposite direction, and with one in the same direction."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.data_plane.figures import FigureTable
 from bench.data_plane.lab import MB, RATE_MBIT, SOURCE, RelayLab, await_port
 from tests.lab.raw_pack import RawPack
 
-# KV goes from one to the other; the relay between them goes either way.
+# KV goes from the first to the second; the relay goes either way.
 _PREFILL, _DECODE = "h1", "h2"
 # A prompt's KV: 85 tokens of the 583 MB checkpoint that bench/engine.py serves, and 21 of them.
 BUFFER_BYTES, SMALL_BUFFER_BYTES = 4 << 20, 1 << 20
@@ -29,13 +29,13 @@ _PROGRAM = Path(__file__).with_name("kv_stream.py")
 
 
 def measure_kv(relays: RelayLab, ledger: FigureTable, megabytes: int, num_pairs: int, seconds: float) -> None:
-    """``num_pairs`` times: the P99 of a buffer's time alone, and beside a relay either way.
+    """``num_pairs`` times: the P99 of a buffer's time alone, and beside a relay in either direction.
 
-    Of small buffers too, for half as long: a queue on the way counts more for them.
+    Also of small buffers, which a queue on the path delays relatively more, for half as long.
     """
     stores, pack = relays.stores, relays.pack(megabytes)
     with kv_stream(relays) as stream:
-        stream.times_s(1.0, BUFFER_BYTES)  # both ends have run once
+        stream.times_s(1.0, BUFFER_BYTES)  # warm-up of both ends
         for _ in range(num_pairs):
             alone = stream.p99s_s(seconds)
             for direction, holder, follower in (
@@ -57,20 +57,20 @@ def measure_kv(relays: RelayLab, ledger: FigureTable, megabytes: int, num_pairs:
 
 @dataclass(frozen=True, slots=True)
 class KvStream:
-    """The running ends of a stream; see relay_kv_stream.py."""
+    """The running ends of a stream; see kv_stream.py."""
 
     holder: subprocess.Popen[bytes]
     follower: subprocess.Popen[bytes]
 
     def p99s_s(self, seconds: float) -> dict[str, float]:
-        """The P99 of each size of buffers."""
+        """P99 by buffer size."""
         return {
             "kv": p99(self.times_s(seconds, BUFFER_BYTES)),
             "kv_1mb": p99(self.times_s(seconds / 2, SMALL_BUFFER_BYTES)),
         }
 
     def times_s(self, seconds: float, buffer_bytes: int) -> list[float]:
-        """What each buffer took, of buffers at 30% of the link for so long."""
+        """Seconds per buffer, of a stream of buffers at 30% of the link."""
         order = f"{time.monotonic() + _SOON_S} {seconds} {KV_BYTES_PER_S} {buffer_bytes}\n".encode()
         for end in (self.holder, self.follower):
             assert end.stdin is not None
@@ -108,14 +108,14 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 @dataclass(slots=True)
 class Relayed:
-    """How much went beside: whole packs, and the part of the last."""
+    """Packs the relay moved meanwhile, including the part of the last."""
 
     num_packs: float = 0.0
 
 
 @contextmanager
 def relaying(relays: RelayLab, pack: RawPack, holder: str, follower: str) -> Iterator[Relayed]:
-    """The same pack again and again, for as long as the block runs. Raises what the relays did."""
+    """Relays the same pack repeatedly while the block runs. Raises the relays' errors."""
     stores, relayed, stop = relays.stores, Relayed(), threading.Event()
     failures: list[Exception] = []
 

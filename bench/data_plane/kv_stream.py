@@ -1,10 +1,10 @@
-"""The two ends of a KV stream: a holder of buffers, and a follower that takes one after the other at a steady pace.
+"""The two ends of a KV stream: a holder of buffers, and a follower that reads them at a steady pace.
 
-    python relay_kv_stream.py hold    CLUSTER_KEY HOST PORT
-    python relay_kv_stream.py follow  CLUSTER_KEY HOST PORT
+    python kv_stream.py hold    CLUSTER_KEY HOST PORT
+    python kv_stream.py follow  CLUSTER_KEY HOST PORT
 
-A buffer is a prompt's KV: chunks as large as a layer's pages. As between workers, every buffer is a stream of its own
-that is opened when the prefill begins, and waits; the KV is there ``LEAD_S`` later. Both ends read lines
+A buffer is a prompt's KV, in chunks of a layer's pages. As between workers, every buffer is its own stream, opened when
+the prefill starts; the KV is there ``LEAD_S`` later. Both ends read lines
 `BEGIN SECONDS BYTES_PER_S BUFFER_BYTES`, BEGIN being a time of the machine's monotonic clock. The follower answers each
 with the seconds that its buffers took, as JSON: from the moment the KV was due until its last byte was verified.
 """
@@ -37,7 +37,7 @@ _FAR = 1 << 50
 
 
 class _KvSink:
-    """Room for one buffer. The digest that each frame carries is what its bytes are compared with, as a worker does."""
+    """Memory for one buffer; verifies the digest in each frame, as a worker does."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._chunks = [memoryview(bytearray(size)) for size in sizes]
@@ -57,7 +57,7 @@ class _Agenda:
     """What a line asks for."""
 
     buffer_bytes: int
-    dues: dict[str, float]  # by buffer id: when its KV is there
+    dues: dict[str, float]  # by buffer id: when its KV is complete
 
     @classmethod
     def of(cls, line: str) -> _Agenda:
@@ -111,7 +111,7 @@ class _Follower:
         return time.monotonic() - due
 
     def run(self, line: str) -> list[float]:
-        """Buffers at a steady pace, however long each takes."""
+        """Starts buffers at a steady pace, however long each takes."""
         agenda = _Agenda.of(line)
         with ThreadPoolExecutor(_MAX_AT_ONCE) as pool:
             taking = []
@@ -122,7 +122,7 @@ class _Follower:
 
 
 def main() -> None:
-    structlog.configure(  # the answers are on standard output
+    structlog.configure(  # standard output has the answers
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )

@@ -1,4 +1,4 @@
-"""The lab of the relay's figures: a source, seven hosts in a row, and what is done with them again and again."""
+"""The lab of the relay's figures: a source, seven hosts, and common operations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _IPERF_PORT = 5201
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a relay came to. Times in seconds."""
+    """The outcome of a relay; times in seconds."""
 
     copies: Mapping[str, PackCopy]
     begin_unix_us: int
@@ -48,14 +48,14 @@ class Filled:
 
 @dataclass(slots=True)
 class RelayLab:
-    """Stores on shaped hosts; packs lie in the source's arena, the hosts' arenas are empty between cases."""
+    """Stores on shaped hosts; packs are in the source's arena, the other arenas are empty between cases."""
 
     lab: Lab
     stores: Stores
     _iperf3_bytes_per_s: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def pack(self, megabytes: int, embedding_share: float = 0.0) -> RawPack:
-        """A new pack of 24 equal layers in the source's arena; ``forget`` it when done."""
+        """Adds a pack of 24 equal layers to the source's arena; ``forget`` it when done."""
         pack = publish(self.stores.remote, megabytes * MB, embedding_share=embedding_share, seed=time.monotonic_ns())
         self.stores.fill(SOURCE, pack)
         return pack
@@ -65,23 +65,23 @@ class RelayLab:
         pack.path.unlink()
 
     def chain(self, pack: RawPack, during: Callable[[], None] | None = None, spared: Sequence[str] = ()) -> Filled:
-        """Fills all targets, each from the one before it; ``during`` runs meanwhile. ``spared`` are not waited for."""
+        """Fills all targets, each from the one before it; ``during`` runs meanwhile. ``spared`` are not awaited."""
         self.begin([self.stores.relay(target, pack, chain_sources(target)) for target in TARGETS])
         if during is not None:
             during()
         return self.await_filled([target for target in TARGETS if target not in spared], pack)
 
     def begin(self, calls: Sequence[Any]) -> None:
-        """Until all these relays run. Raises RuntimeError when one found its pack there: then nothing is measured."""
+        """Waits until all these relays run. Raises RuntimeError when a target already had the pack."""
         if any([call.result().already_complete for call in calls]):
             raise RuntimeError("a copy was there before its relay began")
 
     def renew(self) -> None:
-        """Fresh stores on all targets, after something went wrong."""
+        """Restarts the stores on all targets after a failure."""
         self.stores.restart(*TARGETS, keep_arena=False)
 
     def await_filled(self, targets: Sequence[str], pack: RawPack) -> Filled:
-        # The last ones first: a watcher costs the store reports.
+        # Last targets first: watching costs the store reports.
         copies = self.stores.await_whole(targets[::-1], pack)
         return Filled(copies, min(copy.relay_begin_unix_us for copy in copies.values()))
 
@@ -93,7 +93,7 @@ class RelayLab:
         return filled
 
     def await_half(self, target: str, pack: RawPack) -> None:
-        """Until half of the pack has arrived there, seen in the arena as a worker of that host sees it."""
+        """Waits until half of the pack has arrived there, as a worker of that host sees it."""
         with self.stores.held(target, pack) as hold:
             place = next(hold)
         slab = MappedSlab(place.arena_path, place.slab_offset, place.slab_bytes)
@@ -105,7 +105,7 @@ class RelayLab:
         slab.close()
 
     def iperf3_bytes_per_s(self, source: str, target: str, seconds: float = 1.5) -> float:
-        """What one TCP connection of iperf3 carries from one host to the other; measured once."""
+        """Rate of one iperf3 TCP connection between two hosts; measured once."""
         key = (source, target)
         if key not in self._iperf3_bytes_per_s:
             self._iperf3_bytes_per_s[key] = iperf3_bytes_per_s(self.lab[source], self.lab[target], seconds)
@@ -113,7 +113,7 @@ class RelayLab:
 
 
 def chain_sources(target: str) -> list[str]:
-    """The holder before it, then further ones for repair: those before that one, then those after the target."""
+    """The holder before the target, then those for repair: earlier ones, then later ones."""
     place = TARGETS.index(target)
     return [*reversed([SOURCE, *TARGETS[:place]]), *TARGETS[place + 1 :]]
 
@@ -133,7 +133,7 @@ def iperf3_bytes_per_s(source: Host, target: Host, seconds: float) -> float:
 
 
 def await_port(host: Host, port: int) -> None:
-    """Until somebody listens there; looked up, since a connection would be taken for the client's."""
+    """Waits for a listener by lookup: iperf3 would take a connection for its client."""
     listening = f":{port}"
     deadline = time.monotonic() + 10
     while listening not in host.run(["ss", "-ltnH"]).stdout:

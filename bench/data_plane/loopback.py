@@ -1,4 +1,4 @@
-"""The data plane without a link in its way: one hop and two over loopback, against iperf3, and the stores' memory."""
+"""The data plane over unshaped loopback: one and two hops over iperf3, and the stores' memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Some of the planner's networks in the lab: what its simulation predicts, and what the relay then takes."""
+"""Some of the planner's networks replayed in the lab: measured over predicted time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.lab.raw_pack import RawPack
 from tests.lab.stores import REMOTE
 from torchrelay.scheduler.planning import TransferEdge
 
-_PAYLOAD = 0.957  # what headers leave of a link at an MTU of 1500: planner and simulation know payload only
+_PAYLOAD = 0.957  # payload share of a link at an MTU of 1500: planner and simulation count payload only
 
 
 def measure_replays(relays: RelayLab, ledger: FigureTable, megabytes: int) -> None:
-    """Each network's hosts take the lab's places one by one; links are as fast as the network says."""
+    """Maps each network onto the lab's hosts and shapes their links to match."""
     pack, rows = relays.pack(megabytes), []
     for network in replay_networks():
         payload = replace(network, hosts=tuple(

@@ -1,4 +1,4 @@
-"""The engine on the device: whether it is exact, and how quickly it decodes and prefills."""
+"""The engine on the device: exactness, decode and prefill speed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrelay.engine.kernels.capture import Capturer
 from torchrelay.engine.kernels.triton.ops import TritonOps
 from torchrelay.engine.kv.pool import KvPool
 
-_WARM_STEPS = 4  # the first of a size is recorded
+_WARM_STEPS = 4  # the first step of a size records its graph
 
 
 def instance_of(
@@ -47,7 +47,7 @@ def instance_of(
 
 
 def greedy(instance: Instance, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
-    """The tokens of all prompts, computed in one batch as far as they fit."""
+    """Output tokens of all prompts, batched as far as they fit."""
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens)
     for number, prompt in enumerate(prompts):
         instance.prefill(GroupSpec(str(number), tuple(prompt), len(prompt), sampling, (ChoiceSpec(0),)))
@@ -61,7 +61,7 @@ def greedy(instance: Instance, prompts: Sequence[Sequence[int]], num_tokens: int
 def mismatches(
     families: Sequence[str], lengths: Sequence[int], num_tokens: int, device: torch.device
 ) -> tuple[int, int, int]:
-    """Of fp32 continuations: those where Triton's differ from transformers', the reference backend's do, and all."""
+    """fp32 continuations: mismatches of Triton, mismatches of the reference backend, total."""
     by_triton = by_gather = 0
     prompts = [[(i * i * 31 + i * 7 + 5) % 256 for i in range(length)] for length in lengths]
     with tempfile.TemporaryDirectory() as folder:
@@ -83,7 +83,7 @@ def mismatches(
 
 
 def decode_step_s(instance: Instance, batch: int, num_prompt_tokens: int, num_steps: int) -> float:
-    """The median time of a whole step with so many running sequences: planning, computing, sampling."""
+    """Median time of a whole step with so many sequences: planning, computing, sampling."""
     sampling = SamplingParams(temperature=0, max_tokens=num_steps + _WARM_STEPS + 1)
     for number in range(batch):
         prompt = tuple((i + number) % 250 + 1 for i in range(num_prompt_tokens))
@@ -100,7 +100,7 @@ def decode_step_s(instance: Instance, batch: int, num_prompt_tokens: int, num_st
 
 
 def prefill_s(instance: Instance, num_tokens: int, num_runs: int = 4) -> float:
-    """The quickest of some prefills of one prompt in one step, its first token included, after one that warms up."""
+    """Fastest prefill of one prompt in one step, including its first token, after a warm-up."""
     sampling, times = SamplingParams(temperature=0, max_tokens=1), []
     for number in range(num_runs + 1):
         prompt = tuple((i + number) % 250 + 1 for i in range(num_tokens))
@@ -121,7 +121,7 @@ def load_s(pack: Pack, pool: KvPool) -> tuple[Instance, float]:
 
 
 def profile_table(instance: Instance, batch: int, num_prompt_tokens: int) -> str:
-    """Which kernels a decode step spends its time in."""
+    """Prints the kernels of a decode step by time."""
     decode_step_s(instance, batch, num_prompt_tokens, 4)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:

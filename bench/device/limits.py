@@ -1,4 +1,4 @@
-"""What the device itself can do, measured in the same run: copies from the host, memory reads, matrix products."""
+"""Limits of the device, measured in the same run: copies from the host, memory reads, matrix products."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class HostCopyEvent(CopyEvent):
 
 
 class HostLink(DeviceLink):
-    """Copies at once, within the host: for rehearsals."""
+    """Synchronous copies within the host, for rehearsals."""
 
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -52,7 +52,7 @@ def link_of(device: torch.device) -> DeviceLink:
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, num_runs: int = 5) -> float:
-    """The quickest of some runs, after one that does not count."""
+    """The fastest of some runs, after a warm-up."""
     times = []
     for _ in range(num_runs + 1):
         _settle(device)
@@ -85,9 +85,9 @@ def product_flops_per_s(device: torch.device, size: int, dtype: torch.dtype) -> 
 
 
 def staged_bytes_per_s(pack: Pack, device: torch.device, *, registered: bool = False) -> tuple[float, float]:
-    """The engine's way from an arena to the device, all segments at once; and how quickly the arena was pinned.
+    """The engine's copy from an arena to the device, all segments at once, and the pinning rate.
 
-    With ``registered`` the arena is pinned first, which does not count into the former; else the latter is 0.
+    With ``registered`` the arena is pinned first, outside the copy time; else the pinning rate is 0.
     """
     link, source = link_of(device), as_tensor(pack.data)
     pinned_s = 0.0

@@ -1,4 +1,4 @@
-"""Packs in memory for the GPU bench: of a checkpoint, or of random weights made on the device."""
+"""Packs in memory for the GPU bench: from a checkpoint, or of random weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LLAMA_8B: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Pack:
-    """``memory`` is mapped and not pinned, as an arena is."""
+    """``memory`` is mapped but not pinned, like an arena."""
 
     manifest: Manifest
     memory: mmap.mmap
@@ -49,7 +49,7 @@ class Pack:
 
     @property
     def num_bytes(self) -> int:
-        """Of all segments, without what pads them."""
+        """Bytes of all segments without padding."""
         return sum(span.end - span.begin for span in self.manifest.segments)
 
     def segment_bytes(self, segment: int) -> int:
@@ -66,7 +66,7 @@ def pack_of_checkpoint(folder: Path) -> Pack:
 
 
 def random_pack(config: dict[str, Any], dtype: str, device: torch.device) -> Pack:
-    """Weights made on the device; norms are ones, so that hidden states stay within bounds."""
+    """Random weights; norms are ones, so that hidden states stay bounded."""
 
     def make(entry: TensorEntry) -> Tensor:
         made = torch.empty(entry.shape, dtype=_TORCH_DTYPES[dtype], device=device)
@@ -105,5 +105,5 @@ def _manifest(config: dict[str, Any], dtype: str) -> Manifest:
         segments=tuple(segments),
         num_bytes=end,
         chunk_bytes=end,
-        chunk_digests=(bytes(32),),  # read by nobody here
+        chunk_digests=(bytes(32),),  # not read here
     )

@@ -1,4 +1,4 @@
-"""transformers on the same device with a model of the same shape: what stands beside the engine's figures."""
+"""transformers on the same device with a model of the same shape, for comparison."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Peer:
 
     @torch.inference_mode()
     def decode_step_s(self, batch: int, num_prompt_tokens: int, num_steps: int) -> float:
-        """The median time of a step with so many sequences after so long a prompt."""
+        """Median time of a step with so many sequences and such a prompt length."""
         tokens = torch.ones(batch, num_prompt_tokens, dtype=torch.int64, device=self._device)
-        # Only the last logits, as the engine: for all of 256 prompts they would not fit.
+        # Only the last logits, like the engine: all logits of 256 prompts would not fit.
         out = self._model(tokens, use_cache=True, logits_to_keep=1)
         times = []
         for _ in range(num_steps + 2):

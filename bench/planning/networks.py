@@ -1,4 +1,4 @@
-"""Random uneven networks for the planner's bench, and small ones of them to be replayed in the lab.
+"""Random uneven networks for the planner's bench, and small ones to replay in the lab.
 
 A network is a set of hosts whose links have a capacity and a background load in either direction. As JSON:
 
@@ -22,7 +22,7 @@ MBIT = 1e6 / 8
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One end of the network; its link is as fast in either direction, its load is not."""
+    """A host; its link has the same capacity in both directions, but not the same load."""
 
     name: str
     capacity_out: float
@@ -33,7 +33,7 @@ class Host:
 
     @property
     def residual_out(self) -> float:
-        """What a relay may send, bytes per second: KV comes first."""
+        """Bytes per second left for relays: KV comes first."""
         return self.capacity_out * (1 - self.load_out)
 
     @property
@@ -43,7 +43,7 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Hosts; those that are no source want the pack."""
+    """Hosts; all but the sources want the pack."""
 
     seed: int
     hosts: tuple[Host, ...]
@@ -57,8 +57,8 @@ class Network:
         return [host for host in self.hosts if not host.source]
 
     def bound_s(self, num_bytes: float) -> float:
-        """No schedule fills every target sooner: by what a target takes in, by what the sources send out, and by what
-        all of them together can send against what is to be received.
+        """Lower bound for any schedule: by each target's ingress, by the sources' egress, and by the total egress over
+        the total to receive.
         """
         sent = sum(host.residual_out for host in self.sources)
         useful = sent + sum(host.residual_out for host in self.targets)
@@ -87,7 +87,7 @@ def random_network(
     capacities: tuple[float, float] = (LEAST_BYTES_PER_S, MOST_BYTES_PER_S),
     most_load: float = MOST_LOAD,
 ) -> Network:
-    """``sizes``: least and most hosts. One host in eight is a source, one at least and four at most."""
+    """``sizes``: range of the number of hosts. One host in eight is a source, from one to four."""
     rng = random.Random(seed)
     num_hosts = rng.randint(*sizes)
     num_sources = rng.randint(1, min(4, max(num_hosts // 4, 1)))
@@ -101,7 +101,7 @@ def random_network(
 
 
 def replay_networks(count: int = 5) -> list[Network]:
-    """Networks small enough for the lab: 4 to 7 hosts with links of 50 to 400 Mbit/s and no background load, so that a
-    shaped link is all that a replay needs.
+    """Networks small enough for the lab: 4 to 7 hosts with links of 50 to 400 Mbit/s and no background load, which
+    shaped links alone can replay.
     """
     return [random_network(9000 + number, (4, 7), (50 * MBIT, 400 * MBIT), 0.0) for number in range(count)]

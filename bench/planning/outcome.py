@@ -1,7 +1,7 @@
-"""One network planned and played: by the planner's arrows in the simulation, and as a record for a replay in the lab.
+"""One network planned and simulated, and its record for a replay in the lab.
 
 `python bench/planning/outcome.py` prints the small networks of ``replay_networks`` as JSON, one per line, with the
-edges that the planner draws on them and the times it predicts, beside those of the simulation.
+planner's edges and predicted times, and the simulated times.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench.planning.baselines import Feeds
 from bench.planning.networks import Network, replay_networks
@@ -29,7 +29,7 @@ REPLAY_BYTES = 64e6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one plan on one network."""
+    """Times of one plan on one network."""
 
     ready_s: dict[str, float]  # by target
 
@@ -43,7 +43,7 @@ class Outcome:
 
 
 def planned(network: Network, num_bytes: float, seed: int | None = None) -> tuple[TransferEdge, ...]:
-    """The planner's arrows; ``seed``: of the errors in what it is told; None: it is told exactly."""
+    """The planner's edges; ``seed``: of the errors in its input; None: exact input."""
     rng = random.Random(seed)
     most = 0.0 if seed is None else MEASURED_WITHIN
     nodes = {
@@ -67,7 +67,7 @@ def simulate(network: Network, feeds: Feeds, num_bytes: float) -> Outcome:
 
 
 def replay(network: Network, num_bytes: float = REPLAY_BYTES) -> dict[str, Any]:
-    """A network with its arrows: what the lab shapes its links by, tells its stores, and compares its times with."""
+    """A network with its edges and times: what a replay in the lab needs."""
     edges = planned(network, num_bytes)
     simulated = simulate(network, feeds_of(edges), num_bytes)
     return {

@@ -1,9 +1,8 @@
-"""A relay chunk by chunk: who asks whom for what, and how long each chunk takes on either link.
+"""Simulates a relay chunk by chunk: who requests what from whom, and how long each chunk takes on either link.
 
-It knows nothing of the planner's model. Every host sends one chunk at a time, in turn among the followers that wait for
-one, and takes in one at a time; a follower asks each source that it stripes over for the earliest chunk that the source
-has and nobody was asked for yet, a few at a time; it takes back what a source has not begun when another one is idle. A
-host passes on a chunk once it has all of it.
+Independent of the planner's model. Every host sends one chunk at a time, round robin among waiting followers, and
+receives one at a time. A follower requests from each source the earliest unrequested chunks that it has, a few at a
+time, and reassigns what a source has not started when another one is idle. Hosts forward complete chunks only.
 """
 
 from __future__ import annotations
@@ -13,16 +12,16 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-WINDOW = 2  # chunks asked for and not there yet, per source
+WINDOW = 2  # chunks requested and not received, per source
 
 
 @dataclass(slots=True, eq=False)
 class _Flow:
     source: _End
     target: _End
-    asked: deque[int] = field(default_factory=deque)  # not begun
-    num_open: int = 0  # asked for, not there yet
-    queued: bool = False  # in the source's turn
+    asked: deque[int] = field(default_factory=deque)  # not started
+    num_open: int = 0  # requested, not received
+    queued: bool = False  # in the source's round robin
 
 
 @dataclass(slots=True, eq=False)
@@ -30,9 +29,9 @@ class _End:
     send_s: float  # per chunk
     take_s: float
     have: bytearray
-    wanted: bytearray  # 1: nobody was asked for it yet
+    wanted: bytearray  # 1: not requested yet
     num_have: int = 0
-    lowest: int = 0  # no chunk below is wanted
+    lowest: int = 0  # no lower chunk is wanted
     highest: int = -1  # the last chunk it has
     sending: bool = False
     taking_until: float = 0.0
@@ -43,7 +42,7 @@ class _End:
 
 
 class Simulation:
-    """``rates``: bytes per second that each host sends and takes in; ``feeds``: the sources each target follows."""
+    """``rates``: egress and ingress of each host in bytes per second; ``feeds``: the sources of each target."""
 
     def __init__(
         self,
@@ -73,7 +72,7 @@ class Simulation:
         self._targets = list(feeds)
 
     def run(self) -> dict[str, float]:
-        """Seconds until each target has every chunk. Raises ``RuntimeError`` when some never get there."""
+        """Seconds until each target has every chunk. Raises ``RuntimeError`` when some never arrive."""
         for name in self._targets:
             for flow in self._ends[name].up:
                 self._ask(flow)
@@ -106,7 +105,7 @@ class Simulation:
             self._put(flow, chunk)
 
     def _steal(self, flow: _Flow) -> bool:
-        """An idle source gets what another was asked for and has not begun."""
+        """Reassigns a request that another source has not started to an idle one."""
         busiest = max(flow.target.up, key=lambda other: len(other.asked))
         if not busiest.asked or not flow.source.have[busiest.asked[-1]]:
             return False
@@ -128,7 +127,7 @@ class Simulation:
         turn = source.turn
         while turn:
             flow = turn.popleft()
-            if not flow.asked:  # taken back
+            if not flow.asked:  # reassigned
                 flow.queued = False
                 continue
             chunk = flow.asked.popleft()

@@ -1,4 +1,4 @@
-"""What `engine.py` prints of what it has measured."""
+"""The checks that `engine.py` reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Samples = Mapping[str, Mapping[int, Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One worker in both roles: samples by model and concurrency, the mid model's rounds beside the memory's limit."""
+    """One worker in both roles: samples by model and concurrency, and the mid model's memory-bound rounds."""
 
     samples: Samples
     rounds: Sequence[Round]
@@ -32,7 +32,7 @@ class Measured:
 
 
 def model_checks(model: BenchModel, mine: Measured, peers: Samples) -> list[Check]:
-    """Speed of one model, against the peer where it was measured and against its documented figure where not."""
+    """Speed of one model against the measured peer, or else its documented figure."""
     checks = []
     for concurrency, sample in mine.samples[model.name].items():
         name = f"{model.name}_c{concurrency}"
@@ -65,8 +65,8 @@ def prefix_check(mine: Measured) -> Check:
 
 
 def apart_checks(model: BenchModel, both: Mapping[int, Sample], split: Mapping[int, Sample]) -> list[Check]:
-    """CPU time, waiting within a step included, points at the reason: a decode step of its own reads all weights for
-    few rows, which ride along with prompts where both are one.
+    """The CPU time, waits within a step included, shows why: a separate decode step reads all weights for few rows,
+    which a mixed step computes along with prompts.
     """
     checks = []
     for concurrency, sample in split.items():

@@ -1,4 +1,4 @@
-"""The load that `engine.py` sends to a server, from a process of its own."""
+"""The load that `engine.py` sends to a server from a separate process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from bench.serving.models import NUM_BYTES_ALONE, BenchModel
 
-ROOT: Final = Path(__file__).resolve().parents[1]
+ROOT: Final = Path(__file__).resolve().parents[2]
 LOAD_S: Final = 600.0
 PROMPT_TOKENS: Final = 64
 _random = random.Random(0)
@@ -21,7 +21,7 @@ _random = random.Random(0)
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """Requests: their prompts, how many of them at once, how many tokens each asks for, and whose CPU time counts."""
+    """Requests: prompts, concurrency, tokens each, and the processes whose CPU time counts."""
 
     prompts: list[list[int]]
     concurrency: int
@@ -31,7 +31,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Output tokens per second at one concurrency, medians of what a user sees, and what a token costs each worker."""
+    """Output tokens/s at one concurrency, median latencies, and CPU time per token of each worker."""
 
     tok_s: float
     ttft_ms: float
@@ -55,7 +55,7 @@ class LoadClient:
     key: str = ""
 
     def load(self, bursts: Sequence[Burst]) -> list[Sample]:
-        """A sample of each, one after the other. Raises ``RuntimeError`` unless all their tokens came."""
+        """A sample of each load in turn. Raises ``RuntimeError`` unless all tokens arrived."""
         done = subprocess.run(
             [sys.executable, "-m", "bench.streaming.timed_load"],
             input=json.dumps([self._job(burst) for burst in bursts]),
@@ -90,5 +90,5 @@ class LoadClient:
 
 
 def prompts_of(model: BenchModel, count: int, num_tokens: int = PROMPT_TOKENS) -> list[list[int]]:
-    """Never the same prompt twice in a run: prefixes must not be found again."""
+    """Never the same prompt twice in a run, so that the prefix cache does not help."""
     return [[_random.randrange(NUM_BYTES_ALONE, model.vocab_size) for _ in range(num_tokens)] for _ in range(count)]

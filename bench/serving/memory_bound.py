@@ -1,4 +1,4 @@
-"""One request at a time beside the memory's own limit: every weight read once per token."""
+"""One request at a time against memory bandwidth: every weight is read once per token."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from bench.serving.models import BenchModel
 
 
 class Memory:
-    """Read by all cores; made once, since memory is slow to touch for the first time."""
+    """Buffers read by all cores; allocated once, since first touches are slow."""
 
     def __init__(self, num_bytes: int) -> None:
         self._numbers = torch.ones(num_bytes // 4096 * 512, dtype=torch.int64)
         self._matrix, self._vector = torch.ones(num_bytes // 4096, 1024), torch.ones(1024)
 
     def read_bytes_per_s(self, num_reads: int = 8) -> float:
-        """The quickest of so many sums, and as many products of a matrix and a vector."""
+        """The fastest of so many sums and matrix-vector products."""
         best_s = float("inf")
         for _ in range(num_reads):
             for read, operands in ((torch.sum, (self._numbers,)), (torch.mv, (self._matrix, self._vector))):
@@ -36,14 +36,14 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Tokens per second between two measurements of the memory, of which the quicker counts."""
+    """Tokens/s between two bandwidth measurements, of which the faster counts."""
 
     tok_s: float
     read_bytes_per_s: float
 
 
 def rounds_of(door: LoadClient, model: BenchModel, count: int, num_requests: int, output_tokens: int) -> list[Round]:
-    """In turns with the memory: a machine that others share is not the same from second to second."""
+    """Alternates with bandwidth measurements: a shared machine changes from second to second."""
     memory = Memory(model.step_bytes)
     rates, measured = [memory.read_bytes_per_s()], []
     for _ in range(count):

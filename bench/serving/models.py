@@ -26,13 +26,13 @@ LLAMA: Final = {
     "eos_token_id": 257,
 }
 CONTEXT_TOKENS: Final = 2048
-NUM_BYTES_ALONE: Final = 256  # the first tokens are single bytes, and many of them are no text
+NUM_BYTES_ALONE: Final = 256  # the first tokens are single bytes, many of them not text
 _random = torch.Generator().manual_seed(0)
 
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """A checkpoint; ``step_bytes`` of weights are read for every token that is decoded alone."""
+    """A checkpoint; decoding one token alone reads ``step_bytes`` of weights."""
 
     name: str
     folder: Path
@@ -51,7 +51,7 @@ def _make(root: Path, name: str, dtype: torch.dtype, config: dict[str, Any]) -> 
     folder = root / name
     folder.mkdir()
     tensors = {key: _values(shape, dtype) for key, shape in _shapes(config).items()}
-    # Never the likeliest: so every token is text, and an event of its own.
+    # Never the most likely, so that every token is text and its own event.
     tensors["lm_head.weight"][:NUM_BYTES_ALONE] = 0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     settings = {**LLAMA, **config, "dtype": str(dtype).removeprefix("torch.")}
@@ -83,7 +83,7 @@ def _shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Random, of a size that keeps hidden states as large as they are."""
+    """Random weights, scaled to preserve the size of hidden states."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=dtype)
     return torch.empty(shape, dtype=dtype).normal_(std=shape[-1] ** -0.5, generator=_random)

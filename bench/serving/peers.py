@@ -21,13 +21,13 @@ START_S = 180.0
 
 @contextmanager
 def vllm_server(command: str, folder: Path, log: Path) -> Iterator[int]:
-    """vLLM on a free port of loopback, with all cores; gives the port."""
+    """Runs vLLM on a free loopback port with all cores; yields the port."""
     port = free_port()
     cores = f"0-{(os.cpu_count() or 1) - 1}"
     settings = {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": cores,  # by itself it leaves one to its other processes
+        "VLLM_CPU_OMP_THREADS_BIND": cores,  # by default it leaves one to its other processes
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -64,9 +64,9 @@ def _await_health(process: subprocess.Popen[bytes], url: str, log: Path) -> None
 
 
 def load_transformers() -> Any:
-    """The module, which is untyped, with what is used of it: that is imported on first use, and takes seconds."""
+    """The untyped module; imports lazily what is used of it, which takes seconds."""
     hf: Any = importlib.import_module("transformers")
-    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it misses psutil
+    logging.getLogger("ContinuousBatchingLogger").setLevel(logging.CRITICAL)  # it complains about missing psutil
     hf.logging.disable_progress_bar()
     for name in ("LlamaForCausalLM", "GenerationConfig", "ContinuousBatchingConfig"):
         getattr(hf, name)
@@ -77,7 +77,7 @@ def generate_batch_tok_s(hf: Any, folder: Path, prompts: list[list[int]], num_to
     """Output tokens/s of transformers' own continuous batching, all prompts at once."""
     model = hf.LlamaForCausalLM.from_pretrained(folder, dtype="auto", attn_implementation="sdpa")
     generation = hf.GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    batching = hf.ContinuousBatchingConfig(max_batch_tokens=512, num_blocks=64)  # as many positions in a step as ours
+    batching = hf.ContinuousBatchingConfig(max_batch_tokens=512, num_blocks=64)  # same step budget as ours
     begin_s = time.perf_counter()
     outputs = model.eval().generate_batch(
         prompts, generation, batching, record_timestamps=True, progress_bar=False, warmup=False

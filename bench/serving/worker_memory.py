@@ -1,4 +1,4 @@
-"""What a worker's memory is made of, as the kernel counts it."""
+"""A worker's memory by kind, as the kernel counts it."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-SETTLED_S = 1.4  # longer than a worker waits before it copies weights, and than the copy of one layer takes
+SETTLED_S = 1.4  # longer than the delay before a worker copies weights, and than the copy of a layer
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerMemory:
-    """Bytes: ``private`` is in no other process, ``arena_share`` this one's part of the arena (PSS)."""
+    """Bytes: ``private`` memory, and ``arena_share``, the proportional share of the arena (PSS)."""
 
     private: int
     arena_share: int
 
 
 def worker_memory(pid: int, arena: str) -> WorkerMemory:
-    """``arena`` begins the path of the arena's file. Raises ``RuntimeError`` when the process has not mapped it."""
+    """``arena``: prefix of the arena file's path. Raises ``RuntimeError`` when the process has not mapped it."""
     private = share = 0
     is_arena = is_mapped = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -37,7 +37,7 @@ def worker_memory(pid: int, arena: str) -> WorkerMemory:
 
 
 def await_settled(pids: Sequence[int], timeout_s: float = 60.0) -> None:
-    """Until the private memory of workers has stayed as it is for a while: their weights are where they will be."""
+    """Waits until the private memory of workers is stable, so that their weights are settled."""
     deadline_s = time.monotonic() + timeout_s
     last, since_s = -1, time.monotonic()
     while time.monotonic() - since_s < SETTLED_S:

@@ -1,9 +1,9 @@
-"""uvicorn with an application that does nothing but send events: what streaming over it costs at least.
+"""uvicorn with an application that only sends events: the minimal cost of streaming over it.
 
     python -m bench.streaming.bare_server TOKENS
 
-Answers every request with TOKENS events of the size that the gateway's have, each in a turn of the event loop of its
-own, then the end; prints its port.
+Answers every request with TOKENS events of the size of the gateway's, each in its own turn of the event
+loop; prints its port.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Application:
         await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
         for _ in range(self._num_events):
             await send({"type": "http.response.body", "body": EVENT, "more_body": True})
-            await asyncio.sleep(0)  # else the event loop would join them into one write
+            await asyncio.sleep(0)  # else the event loop would merge them into one write
         await send({"type": "http.response.body", "body": END})
 
 

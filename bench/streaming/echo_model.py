@@ -1,4 +1,4 @@
-"""What the echo worker of `bench/gateway.py` knows: a vocabulary of real size, prompts, and what it answers."""
+"""The model of the echo worker of `bench/gateway.py`: a vocabulary of real size, prompts, answers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.support.sample_tokenizers import large_tokenizer
 
 VOCAB_SIZE = 128_000
 PROMPT_WORDS = 64
-_STRIDE = 7_919  # consecutive positions take ids far apart
+_STRIDE = 7_919  # consecutive positions have ids far apart
 
 
 @dataclass(frozen=True, slots=True)
 class EchoVocabulary:
-    """``whole_ids`` are all tokens that are text by themselves, spread over the whole vocabulary; answers are made of
-    them, so that every token is an event with text, as nearly every token of a real answer is.
+    """``whole_ids``: all tokens that are complete text, spread over the vocabulary. Answers consist of them, so that
+    every token is an event with text, as nearly always in real answers.
     """
 
     tokenizer_json: bytes
@@ -40,7 +40,7 @@ class EchoVocabulary:
         return cls(encoded, tokenizer, whole, words)
 
     def answer(self, prompt: Sequence[int], seed: int, choice: int, position: int) -> int:
-        """The token at a position: a function of these arguments, and for each prompt other ids."""
+        """The token at a position: a function of these arguments that differs by prompt."""
         return self.whole_ids[(prompt[0] * 31 + prompt[-1] + (position + choice) * _STRIDE) % len(self.whole_ids)]
 
     def prompts(self, count: int) -> list[str]:

@@ -1,10 +1,9 @@
-"""Scheduler, store and workers that echo, as one process of their own, for `bench/gateway.py`.
+"""Scheduler, store and workers that echo, in one process, for `bench/gateway.py`.
 
     python -m bench.streaming.echo_server
 
 Writes one JSON line once it serves: the addresses of scheduler and store, and the digest of the tokenizer. Every line
-it then reads from standard input is the length of an engine step in seconds from now on, and is answered. The process
-ends with its input.
+on standard input sets the length of an engine step in seconds and is acknowledged. The process ends with its input.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Closed-loop load of streamed requests that costs little itself: it counts events and reads usage, and parses no more.
+"""Cheap closed-loop load of streamed requests: counts events and reads usage, without further parsing.
 
     python -m bench.streaming.load < job.json
 
 The job: {"host", "port", "path", "headers", "bodies", "num_requests", "concurrency"}; each connection sends the next
-body as soon as its answer has ended. Prints one JSON object.
+body as soon as its answer ends. Prints one JSON object.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import uvloop
 EVENT = b'data: {"id"'  # its quotes would be escaped inside a text
 LAST = b"data: [DONE]\n\n"
 END = b"0\r\n\r\n"
-TAIL_BYTES = 1024  # enough for the events of usage and end
+TAIL_BYTES = 1024  # enough for the usage and end events
 _TOKENS = re.compile(rb'"completion_tokens":(\d+)')
 _PROMPT = re.compile(rb'"prompt_tokens":(\d+)')
 
 
 class Totals:
-    """What all connections have seen."""
+    """Totals of all connections."""
 
     def __init__(self) -> None:
         self.events = self.bytes = self.requests = self.output_tokens = self.prompt_tokens = 0
@@ -48,7 +48,7 @@ class Connection(asyncio.Protocol):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport does not inherit from it
         self._next()
 
     def _next(self) -> None:

@@ -1,10 +1,10 @@
-"""The load of `stream_load.py` with the time of every event: what a user sees of each token.
+"""The load of `load.py` with the time of every event: latency as a user sees it.
 
     python -m bench.streaming.timed_load < jobs.json
 
-Runs a list of the same jobs, one after the other, and prints the list of the same figures; in each stand also
-`ttft_p50_ms`, from a request to its first event, and `tbt_p50_ms`, between two events, and `cpu_s`, the CPU time
-meanwhile of each process in the job's `workers`. Events that arrive together share the time since the last one.
+Runs a list of such jobs in turn and prints the list of their figures, with `ttft_p50_ms` (from a request to its first
+event), `tbt_p50_ms` (between two events) and `cpu_s` (CPU time meanwhile of each process in the job's `workers`).
+Events that arrive together share the time since the last one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.streaming.load import EVENT, Connection, Totals, figures, requests_of
 
 
 class Times:
-    """Of all connections, in seconds."""
+    """Latencies of all connections, in seconds."""
 
     def __init__(self) -> None:
         self.first_s: list[float] = []
@@ -32,7 +32,7 @@ class Times:
 
 
 class TimedConnection(Connection):
-    """Notes when events come: tokens, and with the last one what ends the answer."""
+    """Records the times of events."""
 
     def __init__(self, requests: Iterator[bytes], totals: Totals, times: Times) -> None:
         super().__init__(requests, totals)

@@ -1,1 +1,1 @@
-"""A tiny chat model that explains Torchrelay's own words."""
+"""A tiny chat model that explains Torchrelay's terms."""

@@ -1,4 +1,4 @@
-"""A Llama decoder in plain torch, for training and for asking a small model on a CPU.
+"""A Llama decoder in plain torch, for training and running a small model on a CPU.
 
 The modules carry the names of a Hugging Face checkpoint, so ``state_dict()`` is what ``model.safetensors`` holds.
 """
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """The numbers of a Llama ``config.json`` that shape the computation; embeddings are tied."""
+    """The shape parameters of a Llama ``config.json``; embeddings are tied."""
 
     vocab_size: int
     hidden_size: int = 128
@@ -136,7 +136,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def greedy(self, prompt: list[int], stop_id: int, max_tokens: int = 128) -> list[int]:
-        """The likeliest continuation of ``prompt``, without ``stop_id``. Reads the whole text again for each token."""
+        """The greedy continuation of ``prompt``, without ``stop_id``. Recomputes the whole text for each token."""
         token_ids = list(prompt)
         while len(token_ids) - len(prompt) < max_tokens:
             hidden = self.hidden(torch.tensor([token_ids]))

@@ -23,7 +23,7 @@ LEAST_RIGHT = 7
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model said; ``right`` when it is the explanation of the word asked about, letter for letter."""
+    """An answer; ``right`` when it equals the explanation of the word exactly."""
 
     asked: HeldOut
     text: str
@@ -31,7 +31,7 @@ class Answer:
 
 
 def answer_question(decoder: Decoder, tokenizer: Tokenizer, question: str, system: str | None = None) -> str:
-    """The greedy answer to one question, up to the mark that ends it."""
+    """The greedy answer to one question, up to the end token."""
     ids = decoder.greedy(encode_prompt(tokenizer, question, system), stop_id=end_id(tokenizer))
     text: str = tokenizer.decode(ids)
     return text

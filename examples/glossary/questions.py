@@ -1,4 +1,4 @@
-"""Training questions, made at random from the glossary: many wordings of each, so that the word decides the answer."""
+"""Random training questions from the glossary, in many wordings, so that the term decides the answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from examples.glossary.terms import Glossary, SmallTalk, Term, Words
 from examples.glossary.vocabulary import Turn
 
 SMALL_TALK_SHARE = 0.15
-UNKNOWN = "unknown"  # the small talk that says "I do not know"; as frequent as all the other small talk together
+UNKNOWN = "unknown"  # small talk answered "I do not know"; as frequent as all other small talk together
 CONSONANTS, VOWELS = "bcdfghjklmnprstvwyz", "aeiou"
 ENDINGS: tuple[str, ...] = (*CONSONANTS, "", "", "", "ing", "ed", "er", "s", "le", "tion")
 
@@ -24,7 +24,7 @@ class QuestionGenerator:
         self._topic_words = _topic_words(glossary)
 
     def turn(self) -> Turn:
-        """One question, each word of the glossary being equally likely, and its answer."""
+        """One question, each term equally likely, and its answer."""
         if self._rng.random() < SMALL_TALK_SHARE:
             unknown = self._rng.random() < 0.5
             talk = self._rng.choice([talk for talk in self._glossary.small_talk if unknown == (talk.name == UNKNOWN)])
@@ -41,7 +41,7 @@ class QuestionGenerator:
         return self._among_words(3, 12)
 
     def chance(self, probability: float) -> bool:
-        """True this often; drawn from the same seed as the questions."""
+        """True with this probability, from the same seed."""
         return self._rng.random() < probability
 
     def _ask_about(self, term: Term) -> str:
@@ -65,11 +65,11 @@ class QuestionGenerator:
         return self._decorate(self._rng.choice(FRAMES).format(x=article + noun))
 
     def _spelling(self, term: Term) -> str:
-        """The usual spelling half of the time, otherwise one of the others."""
+        """The usual spelling half of the time, else another one."""
         return term.spellings[0] if self._rng.random() < 0.5 else self._rng.choice(term.spellings[1:])
 
     def _among_words(self, least: int, most: int, *subject: str) -> str:
-        """Words in no order, mostly everyday ones, with ``subject`` somewhere among them."""
+        """Words in random order, mostly everyday ones, including ``subject``."""
         words = [self._any_word() for _ in range(self._rng.randint(least, most))]
         for word in subject:
             words.insert(self._rng.randint(0, len(words)), word)
@@ -84,7 +84,7 @@ class QuestionGenerator:
         return self._rng.choice(pool)
 
     def _invented_word(self) -> str:
-        """A word that does not exist, so that unknown words are passed over instead of guessed at."""
+        """An invented word, so that unknown words are ignored instead of guessed at."""
         syllables = (self._rng.choice(CONSONANTS) + self._rng.choice(VOWELS) for _ in range(self._rng.randint(1, 4)))
         return "".join(syllables) + self._rng.choice(ENDINGS)
 
@@ -96,7 +96,7 @@ class QuestionGenerator:
         return question
 
     def _finish(self, question: str) -> str:
-        """An occasional slip of the finger, and the mark at the end."""
+        """Adds an occasional typo and the final punctuation."""
         if self._rng.random() < 0.08 and len(question) > 6:
             question = self._slip(question)
         return question + self._rng.choice(PUNCTUATION)
@@ -109,9 +109,9 @@ class QuestionGenerator:
 
 
 def _topic_words(glossary: Glossary) -> tuple[str, ...]:
-    """What the hand-written questions talk of beside the words themselves, such as "model" or "machine".
+    """Other words of the hand-written questions, such as "model" or "machine".
 
-    A question that names a word is about that word, whatever else it mentions; these are the else.
+    A question that names a term is about that term, whatever else it mentions.
     """
     named = {part for term in glossary.terms for spelling in term.spellings for part in spelling.lower().split()}
     asked = {part.strip("?,.").lower() for term in glossary.terms for text in term.questions for part in text.split()}

@@ -1,4 +1,4 @@
-"""The sentences that training questions are made of. ``{x}`` is the word asked about, ``{o}`` some other word."""
+"""Templates of training questions. ``{x}`` is the term asked about, ``{o}`` another word."""
 
 from __future__ import annotations
 

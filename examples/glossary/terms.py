@@ -1,4 +1,4 @@
-"""What the model is to know: the words, their explanations and the questions about them, read from the TOML files."""
+"""The terms, their explanations and the questions about them, read from the TOML files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One word of Torchrelay. ``article`` ("a", "the" or "") goes before ``name``, never before an alias."""
+    """One term of Torchrelay. ``article`` ("a", "the" or "") goes before ``name``, never before an alias."""
 
     name: str
     article: str
@@ -21,14 +21,14 @@ class Term:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Every way to write the word in a question; the usual way first."""
+        """All spellings in questions; the usual one first."""
         usual = f"{self.article} {self.name}".strip()
         return (usual, self.name, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True)
 class SmallTalk:
-    """A greeting, a thank-you, or a question about something else, with the one answer to all of its forms."""
+    """A greeting, a thank-you, or a question about something else, with one answer for all its forms."""
 
     name: str
     answer: str
@@ -41,13 +41,13 @@ class Glossary:
     small_talk: tuple[SmallTalk, ...]
 
     def explanation_of(self, name: str) -> str:
-        """Raises ``KeyError`` for a word that is not in the glossary."""
+        """Raises ``KeyError`` for a term that is not in the glossary."""
         return {term.name: term.explanation for term in self.terms}[name]
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """Words that name nothing in Torchrelay: everyday ones, and things the model does not know."""
+    """Words that are not terms: everyday ones, and things the model does not know."""
 
     plain: tuple[str, ...]
     unrelated: tuple[str, ...]
@@ -55,7 +55,7 @@ class Words:
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A question kept out of training, and the word whose explanation answers it."""
+    """A question held out of training, and the term that answers it."""
 
     question: str
     term: str

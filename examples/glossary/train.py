@@ -26,7 +26,7 @@ TOKENIZER_QUESTIONS = 4000
 
 
 def build(out: Path, plan: TrainingPlan, seed: int, threads: int) -> None:
-    """Trains tokenizer and model from nothing and writes them to ``out``."""
+    """Trains tokenizer and model from scratch and writes them to ``out``."""
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(seed)

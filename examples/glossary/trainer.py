@@ -18,14 +18,14 @@ from examples.glossary.vocabulary import encode_conversation
 
 IGNORED = -100
 
-# Which word is meant shows in the first tokens of an answer; the others are soon known by heart. So most answers are
-# cut short (never ended short: no END is learned there), and twice as many questions fit into the same time.
+# The first tokens of an answer decide which term is meant; the rest is soon memorized. So most answers are truncated
+# (without learning an END there), and twice as many questions fit into the same time.
 CUT_SHARE, CUT_TOKENS = 0.8, 8
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """How long and how fast to learn. A batch holds ``batch_tokens`` tokens, in rows of one of ``row_tokens``."""
+    """Training schedule. A batch holds ``batch_tokens`` tokens, in rows of one of ``row_tokens``."""
 
     steps: int = 1200
     batch_tokens: int = 4096
@@ -36,7 +36,7 @@ class TrainingPlan:
     dropout: float = 0.05
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: up in a line, down in half a cosine to a fiftieth."""
+        """Learning rate of a step: linear warm-up, cosine decay to a fiftieth."""
         if step < self.warmup_steps:
             return self.peak_rate * (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.steps - self.warmup_steps)
@@ -45,7 +45,7 @@ class TrainingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``token_ids`` and ``targets`` [rows, length]; targets the model is not to learn are ``IGNORED``."""
+    """``token_ids`` and ``targets`` [rows, length]; targets excluded from the loss are ``IGNORED``."""
 
     token_ids: Tensor
     targets: Tensor
@@ -55,7 +55,7 @@ class Batch:
 class TrainingProgress:
     step: int
     loss: float
-    accuracy: float  # share of answer tokens that were the model's first choice
+    accuracy: float  # share of answer tokens predicted correctly
     elapsed_s: float
 
 
@@ -112,7 +112,7 @@ def train(
 
 
 def _answer_loss(decoder: Decoder, batch: Batch) -> tuple[Tensor, float]:
-    """Cross entropy over the answers alone; only their hidden states go through the head."""
+    """Cross entropy over the answers only; only their hidden states go through the head."""
     wanted = batch.targets != IGNORED
     logits = decoder.logits(decoder.hidden(batch.token_ids)[wanted])
     targets = batch.targets[wanted]

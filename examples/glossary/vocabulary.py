@@ -1,4 +1,4 @@
-"""The model's tokenizer: byte-level BPE over our own texts, and the marks that frame a conversation."""
+"""The model's tokenizer: byte-level BPE over our own texts, and the tokens that delimit a conversation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 END, SYSTEM, USER, ASSISTANT = "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"
 MARKS = (END, SYSTEM, USER, ASSISTANT)
 
-# Questions are folded to lower case, so "KV cache", "kv cache" and "KV CACHE" are one thing to learn instead of three.
+# Questions are folded to lower case, so "KV cache", "kv cache" and "KV CACHE" are learned once instead of three times.
 CHAT_TEMPLATE = f"""\
 {{%- for message in messages -%}}
 {{%- if message['role'] in ('system', 'developer') -%}}{SYSTEM}{{{{ message['content'] | trim }}}}
@@ -31,7 +31,7 @@ class Turn:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of at most ``vocab_size`` entries; the marks come first, END has id 0."""
+    """A byte-level BPE tokenizer of at most ``vocab_size`` entries; the special tokens come first, END has id 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -47,7 +47,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def end_id(tokenizer: Tokenizer) -> int:
-    """The token that ends an answer. Raises ``ValueError`` for a tokenizer that has none."""
+    """The end token. Raises ``ValueError`` for a tokenizer without one."""
     found: int | None = tokenizer.token_to_id(END)
     if found is None:
         raise ValueError(f"the tokenizer does not know {END}")
@@ -55,12 +55,12 @@ def end_id(tokenizer: Tokenizer) -> int:
 
 
 def fold(question: str) -> str:
-    """A question as the chat template hands it to the model."""
+    """A question as rendered by the chat template."""
     return question.strip().lower()
 
 
 def encode_prompt(tokenizer: Tokenizer, question: str, system: str | None = None) -> list[int]:
-    """The token ids that the chat template gives for one question."""
+    """Token ids of one question through the chat template."""
     before = f"{SYSTEM}{system.strip()}" if system else ""
     ids: list[int] = tokenizer.encode(f"{before}{USER}{fold(question)}{ASSISTANT}").ids
     return ids
@@ -69,7 +69,7 @@ def encode_prompt(tokenizer: Tokenizer, question: str, system: str | None = None
 def encode_conversation(
     tokenizer: Tokenizer, turns: Iterable[Turn], system: str | None
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a whole conversation, and for each whether the model is to say it (answers and their END)."""
+    """Token ids of a conversation, and for each whether it is to be learned (answers and their END)."""
     ids: list[int] = []
     spoken: list[bool] = []
     for number, turn in enumerate(turns):

@@ -1,4 +1,4 @@
-"""One running platform for the tests that leave it whole; tests that break things start their own."""
+"""A shared platform for tests that do not break it; the others start their own."""
 
 from __future__ import annotations
 

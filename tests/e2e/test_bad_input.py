@@ -1,4 +1,4 @@
-"""Bad input at the tenants' doors gets a clear error that names the field; nobody sees another tenant's things."""
+"""Bad input to the public API gets a clear error that names the field; tenants are isolated."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_an_upload_goes_on_where_it_stopped(platform: Platform, tenant: Tenant) 
 
 
 def put_rest(client: GatewayClient, upload_id: str, path: str, data: bytes) -> dict[str, Any]:
-    """What a client does after a break: asks how much is there and sends the rest, until the platform agrees."""
+    """Resumes like a client: asks how much arrived and sends the rest."""
     for _ in range(20):
         states = client.call("GET", f"/v1/uploads/{upload_id}")["files"]
         received = next(int(state["received"]) for state in states if state["path"] == path)
@@ -175,7 +175,7 @@ def put_rest(client: GatewayClient, upload_id: str, path: str, data: bytes) -> d
 
 
 def cut_off(data: bytes) -> Any:
-    """A body that breaks off."""
+    """A body that ends early."""
     yield data
     raise httpx.WriteError("the line went dead")
 

@@ -56,7 +56,7 @@ def test_streams_of_many_lengths_at_once_are_each_exact(platform: Platform, tena
         stream(platform, tenant.key, model, PROMPT[:length], max_tokens=NUM_TOKENS, ignore_eos=True)
         for length in lengths
     ]
-    states = [next(one) for one in running]  # all are running before any has ended
+    states = [next(one) for one in running]  # all run concurrently
     for one in running:
         for _ in one:
             pass

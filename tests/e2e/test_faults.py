@@ -1,4 +1,4 @@
-"""What dies comes back, and nothing that was promised is lost. These tests start platforms of their own."""
+"""Killed processes come back and nothing committed is lost. These tests start their own platforms."""
 
 from __future__ import annotations
 

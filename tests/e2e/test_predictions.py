@@ -1,4 +1,4 @@
-"""What the scheduler predicts of a warm request is near what comes of it, and the workers say where their time goes."""
+"""Predictions for warm requests are accurate, and workers report where their time goes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARES = ("compute", "memory", "kv_transfer", "io_wait", "scheduling")
 
 
 def explained(platform: Platform, request_id: str) -> dict[str, str]:
-    """The reasons of a request's decisions by kind, once its release has come to the scheduler."""
+    """The reasons of a request's decisions by kind, once the scheduler has its release."""
     deadline = time.monotonic() + 30
     with platform.admin() as admin:
         while True:

@@ -1,4 +1,4 @@
-"""A prompt that begins like an earlier one of the same tenant is computed, and billed, only from where it parts."""
+"""A prompt that shares a prefix with an earlier one of its tenant is computed, and billed, only after it."""
 
 from __future__ import annotations
 

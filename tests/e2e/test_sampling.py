@@ -1,4 +1,4 @@
-"""Sampling through the whole HTTP path with real engines: seeds, logprobs, biases, and inputs at the edges."""
+"""Sampling through the whole HTTP path with real engines: seeds, logprobs, biases, and edge cases."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_logprobs_are_those_of_transformers(platform: Platform, tenant: Tenant) 
     expected = logits[len(PROMPT) - 1 : -1].float().log_softmax(-1)
     for place, token in enumerate(tokens):
         assert told.token_logprobs[place] == pytest.approx(float(expected[place, token]), abs=1e-3)
-        # Ids that the tokenizer does not know all have the empty text: of these the likeliest alone is told.
+        # Ids unknown to the tokenizer all have empty text: only the most likely of them is returned.
         possible = [*expected[place].topk(5).values.tolist(), float(expected[place, token])]
         values = list(told.top_logprobs[place].values())
         assert values[0] == pytest.approx(possible[0], abs=1e-3)

@@ -1,4 +1,4 @@
-"""An install whose services speak TLS with one another answers as the plain one does, and serves nobody else."""
+"""An install with TLS between its services answers like a plain one, and serves nobody without a certificate."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def chat(where: Tenant) -> dict[str, Any]:
 
 
 def test_the_same_tokens_as_without(tenant: Tenant, sealed_tenant: Tenant) -> None:
-    """By way of admission, the store, prefill, the hand-over of KV, and decode."""
+    """Through admission, store, prefill, KV hand-over and decode."""
     plain, within_tls = (chat(where)["choices"][0]["token_ids"] for where in (tenant, sealed_tenant))
     assert within_tls == plain
     assert len(plain) == 24

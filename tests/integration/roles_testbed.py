@@ -1,4 +1,4 @@
-"""Two workers, a real param-store and a gateway's streams, in one process: what tests of the roles stand on."""
+"""Two workers, a real param-store and a gateway's streams in one process, for tests of the roles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole platform with an arena that holds one model: a request for a second one waits for its turn, or is told."""
+"""A platform whose arena holds one model: a request for a second one waits for its turn, or fails with the reason."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def key(platform: Platform) -> str:
 
 
 def uploaded(platform: Platform, key: str, folder: Path, name: str, num_layers: int, seed: int) -> str:
-    """A model of some 130 KiB a layer."""
+    """A model of about 130 KiB per layer."""
     checkpoint = make_checkpoint(folder / name, "llama", seed=seed, num_hidden_layers=num_layers)
     return platform.upload(key, checkpoint, name)
 

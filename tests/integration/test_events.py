@@ -1,4 +1,4 @@
-"""A relay between real stores, as `torchrelay events` and `torchrelay top` tell of it."""
+"""A relay between real stores, as shown by `torchrelay events` and `torchrelay top`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROGRAM = Path(sys.executable).with_name("torchrelay")
 
 
 async def said(*arguments: str) -> str:
-    """What the program prints. It has channels of its own and runs beside this loop."""
+    """The output of the program, run as a separate process."""
     result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
     assert result.exit_code == 0, (result.output, result.exception)
     return result.stdout
@@ -34,7 +34,7 @@ async def said(*arguments: str) -> str:
 
 @asynccontextmanager
 async def following(address: str) -> AsyncIterator[asyncio.StreamReader]:
-    """The lines of `torchrelay events --follow`, a process of its own, until the block ends as by Ctrl-C."""
+    """Lines of `torchrelay events --follow`, a process that ends with the block as by Ctrl-C."""
     command = (str(PROGRAM), "events", "--follow", "--json", "--kind", "relay", "--scheduler", address)
     program = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     assert program.stdout is not None
@@ -77,16 +77,16 @@ async def test_a_relays_events_appear_at_the_command_line(
             assert not as_json["relays"][-1]["urgent"]
 
             begun, finished = (event for event in events if event["store_id"] == "store-c")
-            assert (begun["kind"], finished["kind"]) == ("relay.begun", "relay.finished")
+            assert (begun["kind"], finished["kind"]) == ("relay.started", "relay.finished")
             assert begun["text"].startswith("store-a -> store-c, idle") and begun["cause"] == "replicate"
             assert finished["model"] == "acme/tiny" and finished["took_s"] > 0
             assert finished["brought"] == {"store-a": description.pack_bytes} and finished["num_repairs"] == 0
 
             lines = (await said("events", "--scheduler", address)).splitlines()
             kinds = [line.split()[1] for line in lines]
-            assert {"relay.begun", "relay.finished", "scale.replicate"} <= set(kinds)
+            assert {"relay.started", "relay.finished", "copy.replicate"} <= set(kinds)
             assert len({line.index(line.split()[1]) for line in lines}) == 1  # aligned
             reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert not [one.kind for one in reply.decisions if one.kind.startswith("relay")]  # tenants read these
-            only = await said("events", "--scheduler", address, "--kind", "scale", "--json")
-            assert {json.loads(line)["kind"].split(".")[0] for line in only.splitlines()} == {"scale"}
+            only = await said("events", "--scheduler", address, "--kind", "copy", "--json")
+            assert {json.loads(line)["kind"].split(".")[0] for line in only.splitlines()} == {"copy"}

@@ -1,4 +1,4 @@
-"""Services stand alone: none imports another, and gateway, scheduler and param-store reach no torch."""
+"""Services are independent: none imports another, and gateway, scheduler and param-store do not import torch."""
 
 from __future__ import annotations
 

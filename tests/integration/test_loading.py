@@ -1,4 +1,4 @@
-"""A load that stops in the middle: whatever ends it, the slot comes back whole, and says why."""
+"""A load that is interrupted: whatever ends it, the slot becomes free and reports why."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROMPT = prompt_of(70)
 
 
 class GatedPack(MemoryBuffer):
-    """A pack of which a holder gives only the chunks that were let through."""
+    """A pack whose holder serves only the released chunks."""
 
     def __init__(self, model: Model) -> None:
         manifest, self._data = model.pack.manifest, model.pack.data

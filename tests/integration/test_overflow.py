@@ -1,4 +1,4 @@
-"""A model whose numbers overflow: the attempt ends with an error that says so, in either role, and harms no other."""
+"""A model whose numbers overflow: the attempt fails with that error in either role, and others are unaffected."""
 
 from __future__ import annotations
 

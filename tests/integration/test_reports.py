@@ -1,4 +1,4 @@
-"""What is said of a worker and a store where nothing goes on: the same again and again, so it is said less often."""
+"""Idle workers and stores report less often."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prefill and decode with real engines: exact tokens, and nothing left behind whatever an attempt dies of."""
+"""Prefill and decode with real engines: exact tokens, and no leaks however an attempt ends."""
 
 from __future__ import annotations
 

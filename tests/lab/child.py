@@ -1,4 +1,4 @@
-"""One process of the platform on a host of the lab: started, awaited, killed, started again, ended."""
+"""One process of the platform on a host of the lab: start, readiness, kill, restart, stop."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.lab.host import Host
 
 _START_S = 120.0
 _STOP_S = 20.0
-_POLL_S = 0.02  # a ready file and a port have no other notice
+_POLL_S = 0.02  # there is nothing to wait on for a file and a port
 _PATH = f"{Path(sys.executable).parent}:/usr/bin:/usr/sbin:/usr/local/bin:/usr/local/sbin"
 
 
 @dataclass(slots=True)
 class Child:
-    """``command`` on ``host``, with what it says in ``folder``/NAME.log.
+    """``command`` on ``host``, with its output in ``folder``/NAME.log.
 
-    A service of ours is there once it has written its ready file, another program once it listens on ``ready_port``.
+    Our services are ready once they have written their ready file, other programs once they listen on ``ready_port``.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs now, or ran last."""
+        """Pid of the current or last process."""
         assert self._process is not None
         return self._process.pid
 
@@ -65,7 +65,7 @@ class Child:
             self._process = self.host.spawn([program, *self.command[1:]], env=env, stdout=log, stderr=log)
 
     def await_ready(self) -> None:
-        """Until it serves. Raises AssertionError with the end of its log when it does not."""
+        """Waits until it serves. Raises AssertionError with the end of its log when it does not."""
         assert self._process is not None
         deadline = time.monotonic() + _START_S
         while not (self._ready_file.exists() if self.is_service else self._listens()):
@@ -84,7 +84,7 @@ class Child:
             self._process.send_signal(signal.SIGTERM)
 
     def await_end(self) -> int:
-        """Its status; kills it when it does not end when asked."""
+        """Stops it and returns its status; kills it after a timeout."""
         if self._process is None:
             return 0
         try:

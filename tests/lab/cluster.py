@@ -22,16 +22,16 @@ from torchrelay.transfer.protocol.tickets import derive_node_key
 
 TARGETS = ("h1", "h2", "h3")
 HOSTS = ("control", "source", *TARGETS)
-# Every namespace has all ports to itself.
+# Every namespace has its own ports.
 _NATS, _REDIS, _SCHEDULER, _STORE, _HTTP = 4222, 6379, 7401, 7402, 8080
 _ARENA_BYTES = 96 << 20
 _KV_POOL_BYTES = 16 << 20
 
 
 class Cluster:
-    """Starts everything when its block is entered; at its end stops everything, and says what did not end well.
+    """Starts everything on entry, stops everything on exit, and reports what did not end well.
 
-    ``settings`` are more variables for the scheduler, without their prefix. Stores are called ``store-HOST``, workers
+    ``settings``: further variables for the scheduler, without prefix. Stores are called ``store-HOST``, workers
     ``worker-HOST``.
     """
 
@@ -46,9 +46,9 @@ class Cluster:
         scheduler = self._service("scheduler", self.control, self._scheduler_env(settings))
         workers = [self._worker(lab[name]) for name in TARGETS]
         gateway = self._service("gateway", self.control, self._gateway_env())
-        # A wave starts when the one before it serves, and is asked to end when those after it have.
+        # A wave starts when the previous one serves, and stops after the later ones.
         services = [*self.stores.values(), scheduler]
-        self._waves = [[self._nats(), self._redis()], services, [*workers, gateway, self._doorway()]]
+        self._waves = [[self._nats(), self._redis()], services, [*workers, gateway, self._proxy()]]
 
     def __enter__(self) -> Self:
         with ExitStack() as closing:
@@ -68,20 +68,20 @@ class Cluster:
         assert error is not None or not complaint, complaint
 
     def _stop(self) -> str:
-        """Ends everything; what did not end well, or an empty string."""
+        """Stops everything; returns what did not end well, or an empty string."""
         statuses: dict[str, int] = {}
         for wave in reversed(self._waves):
             for child in wave:
                 child.ask_to_end()
             statuses |= {child.name: child.await_end() for child in wave}
-        # Services of ours end with status 0; nats-server, for one, with 1.
+        # Our services end with status 0, nats-server with 1.
         wrong = [child.name for wave in self._waves for child in wave if child.is_service and statuses[child.name]]
         left = [path.name for path in self.arenas.values() if path.exists()]
         for path in self.arenas.values():
             path.unlink(missing_ok=True)
         return f"{wrong} did not end well, {left} were left in shared memory: {statuses}" if wrong or left else ""
 
-    # The way in for gRPC: see doorway.py
+    # gRPC from outside: see unix_proxy.py
 
     @property
     def scheduler_target(self) -> str:
@@ -93,13 +93,13 @@ class Cluster:
     def _socket(self, name: str) -> Path:
         return self._folder / f"{name}.sock"
 
-    def _doorway(self) -> Child:
+    def _proxy(self) -> Child:
         places = {**self.store_addresses, "scheduler": self.scheduler_address}
         joined = [f"{self._socket(name)}={address}" for name, address in places.items()]
         command = ["python", str(Path(__file__).with_name("unix_proxy.py")), *joined]
-        return Child("doorway", self.control, command, self._folder)
+        return Child("proxy", self.control, command, self._folder)
 
-    # What runs where
+    # Processes
 
     def _service(self, name: str, host: Host, env: dict[str, str], program: str = "") -> Child:
         common = {
@@ -145,7 +145,7 @@ class Cluster:
         return self._service(f"worker-{host.name}", host, env, "worker")
 
     def _scheduler_env(self, settings: dict[str, str]) -> dict[str, str]:
-        # Copies are where the tests put them.
+        # The tests place the copies.
         alone = {"REPLICATE": "false"}
         return {"PORT": str(_SCHEDULER), "CLUSTER_KEY": self.cluster_key.hex(), **alone, **settings}
 

@@ -1,4 +1,4 @@
-"""Damage to bytes at rest in a host's arena, and what finds it."""
+"""Corrupts bytes in a host's arena, and finds corrupt chunks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrelay.transfer.manifest import decode_manifest
 
 
 def corrupt_chunk(place: HoldReply, index: int) -> None:
-    """Damages one bit of a chunk where it lies in the arena, or mends it again."""
+    """Flips one bit of a chunk in the arena, or flips it back."""
     with (
         open(place.arena_path, "r+b") as file,
         mmap.mmap(file.fileno(), place.slab_bytes, offset=place.slab_offset) as memory,

@@ -1,4 +1,4 @@
-"""The lab's road to the kernel: `ip`, `tc` and `bridge`, and what they need of the machine."""
+"""Runs `ip`, `tc` and `bridge`, and checks what they need of the machine."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Literal
 
 
 class LabError(RuntimeError):
-    """The machine cannot carry the lab, or a command in it failed; the message says which, and how to mend it."""
+    """The machine cannot run the lab, or a command failed; the message says which, and how to fix it."""
 
 
 def require_machine() -> None:
-    """Raise LabError, naming the mend, unless this process may make namespaces and has the commands for it."""
+    """Raise LabError, with the fix, unless this process may create namespaces and has the commands for it."""
     missing = [command for command in ("ip", "tc", "bridge") if shutil.which(command) is None]
     if missing:
         raise LabError(f"the lab needs {' and '.join(missing)}, not found on PATH: apt-get install iproute2")

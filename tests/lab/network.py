@@ -22,11 +22,11 @@ _HOST_NAME = re.compile(r"[a-z][a-z0-9-]{0,31}")
 
 
 class Lab:
-    """Hosts with a real TCP stack and a shaped link each, for the time of a `with` block.
+    """Hosts with a real TCP stack and a shaped link each, within a `with` block.
 
     ``rate_mbit`` is each direction of each host's link in Mbit/s; None leaves links unshaped. All devices and addresses
-    lie in the lab's own namespaces, whose names carry the process id and a random part: labs never meet one another,
-    nor the machine's network, nor a crashed lab's remains. Entering raises LabError where the machine cannot carry it.
+    are in the lab's own namespaces, named by process id and a random part, so labs are isolated from one another, from
+    the machine's network and from remains of a crashed lab. Entering raises LabError where the machine cannot run it.
     """
 
     def __init__(self, hosts: Sequence[str], rate_mbit: float | None = None) -> None:
@@ -42,7 +42,7 @@ class Lab:
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """The namespaces of the switch and of the hosts, as `ip netns` names them."""
+        """Namespaces of the switch and of the hosts, by their `ip netns` names."""
         return self._switch, *(host.namespace for host in self)
 
     def __getitem__(self, name: str) -> Host:

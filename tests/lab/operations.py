@@ -1,4 +1,4 @@
-"""What the tests ask of a cluster, from its control host: publish, call, watch, and move packs by hand."""
+"""Operations of the tests on a cluster, from its control host: publish, call, watch, move packs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import httpx
 
 from tests.lab.cluster import TARGETS, Cluster
 from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.control.v1.reports_pb2 import PackCopy, SlotState
@@ -36,9 +37,9 @@ class Published:
 
 
 class Operator:
-    """A tenant's and an operator's hands.
+    """Calls of a tenant and an operator.
 
-    HTTP calls run on the calling thread, moved to the control host meanwhile; gRPC calls go by the cluster's doorway.
+    HTTP calls run on the calling thread, moved to the control host meanwhile; gRPC calls go through the Unix proxy.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -48,9 +49,9 @@ class Operator:
             self._key: str = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "lab"})["key"]
 
     def publish(self, folder: Path) -> Published:
-        """Uploads a checkpoint through the gateway; its pack then lies in the remote store of ``source``."""
+        """Uploads a checkpoint through the gateway; its pack is then in the remote store of ``source``."""
         with self._cluster.control.inside(), GatewayClient(self._cluster.http, self._key) as client:
-            model = client.upload(folder, folder.name, {}, lambda *_: None)
+            model = ModelUpload(client, folder, folder.name, lambda *_: None).run({})
         with self._store("source") as store:
             version = store.Describe(pb.DescribeRequest(version_id=model["version"]), timeout=_WAIT_S).version
         return Published(model["id"], version.pack_id, version.pack_bytes)
@@ -74,12 +75,12 @@ class Operator:
     def burst(
         self, num_requests: int, model: str, prompt: list[int], num_tokens: int
     ) -> Iterator[Sequence[Future[list[int]]]]:
-        """As many equal requests at once; the block runs while they do."""
+        """Runs so many equal requests during the block."""
         with ThreadPoolExecutor(num_requests) as pool:
             yield [pool.submit(self.complete, model, prompt, num_tokens) for _ in range(num_requests)]
 
     def until(self, find: Callable[[ClusterView], Found | None]) -> Found:
-        """What ``find`` finds in the first view of the cluster where it finds something."""
+        """The first result of ``find`` over the views of the cluster."""
         with grpc.insecure_channel(self._cluster.scheduler_target) as channel:
             stub = scheduler_pb2_grpc.SchedulerStub(channel)
             view = ClusterView()
@@ -92,11 +93,11 @@ class Operator:
         raise AssertionError("the scheduler ended its view")
 
     def await_zero(self) -> None:
-        """Until no worker holds a model, and no pack is pinned."""
+        """Waits until no worker holds a model and no pack is pinned."""
         self.until(lambda view: None if view.instances or _num_pins(view) else view)
 
     def keep_copies_on(self, hosts: Sequence[str], pack_id: str) -> None:
-        """Sees to it that the arenas of these hosts hold the pack, and no others.
+        """Places the pack in the arenas of exactly these hosts.
 
         ``source`` takes it from its remote store, the others from ``source``.
         """
@@ -122,7 +123,7 @@ class Operator:
         self.until(lambda view: True if host in whole_copies(view, pack_id) else None)
 
     def _drop(self, host: str, pack_id: str) -> None:
-        """A follower's stream may have a last moment to live, and the copy a pin as long: so it is asked again."""
+        """Retries, since an ending stream may still pin the copy."""
         with self._store(host) as store:
             self.until(
                 lambda view: (
@@ -131,7 +132,7 @@ class Operator:
             )
 
     def place_of(self, host: str, pack_id: str) -> pb.HoldReply:
-        """Where the pack lies in a host's arena."""
+        """The pack's place in a host's arena."""
         with self._store(host) as store:
             hold = store.Hold(pb.HoldRequest(pack_id=pack_id, owner_id="a test"), timeout=_WAIT_S)
             place = next(hold)

@@ -1,4 +1,4 @@
-"""Packs of nothing but bytes, for those who only move them: equal layers, as many embeddings as one likes."""
+"""Packs of random bytes, for tests that only move them: equal layers, embeddings of any size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RawPack:
 
 
 def publish(remote: Path, num_bytes: int, num_layers: int = 24, embedding_share: float = 0.0, seed: int = 0) -> RawPack:
-    """Writes a pack to a folder that a store has as its remote store. Sizes are rounded down to whole pages."""
+    """Writes a pack to the folder of a remote store. Sizes are rounded down to whole pages."""
     folder = remote / "packs"
     folder.mkdir(parents=True, exist_ok=True)
     embeddings = _whole_pages(num_bytes * embedding_share)

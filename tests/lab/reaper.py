@@ -1,8 +1,8 @@
 """Ends a lab: kills whatever runs in its namespaces and removes them.
 
 A reaper is a process beside the lab's. It waits for a line on its standard input (the lab closes) or for that input's
-end (the lab's process died, be it by kill -9), so that no lab outlives its owner. It touches only the namespaces it was
-given, and the processes in them.
+end (the lab's process died, even by kill -9), so no lab outlives its owner. It touches only the given namespaces and
+their processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reaper:
         )  # fmt: skip
 
     def close(self) -> str:
-        """End the lab now; what could not be ended, or an empty string."""
+        """End the lab now; returns what could not be ended, or an empty string."""
         # A line, not the pipe's end: a forked child of the lab's process may hold the pipe open as well.
         _, complaint = self._process.communicate("close\n", timeout=2 * _KILL_S)
         status = self._process.returncode

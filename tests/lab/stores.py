@@ -1,4 +1,4 @@
-"""Param-stores alone on hosts of a lab, each told by hand what the scheduler would tell it.
+"""Param-stores alone on hosts of a lab, commanded by the test instead of a scheduler.
 
     with Stores(lab, folder, {"source": lab["source"], "h1": lab["h1"]}, arena_bytes=96 << 20) as stores:
         pack = publish(stores.remote, 16 << 20)
@@ -6,8 +6,7 @@
         stores.relay("h1", pack, ["source"]).result()
         stores.await_whole(["h1"], pack)
 
-All stores share one remote store, and take from it only what they are told to. The lab's first host runs NATS and the
-doorway.
+All stores share one remote store and fetch from it only on command. The lab's first host runs NATS and the Unix proxy.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _AGAIN_S = 0.01  # a last stream's pin has no other notice of its end
 
 
 class Stores:
-    """Starts the stores when its block is entered; at its end stops them and removes their arenas."""
+    """Starts the stores on entry; on exit stops them and removes their arenas."""
 
     def __init__(self, lab: Lab, folder: Path, places: Mapping[str, Host], arena_bytes: int, **settings: str) -> None:
         self.control, self.places, self.remote = next(iter(lab)), dict(places), folder / REMOTE
@@ -47,11 +46,11 @@ class Stores:
         self.cluster_key = secrets.token_bytes(32)
         self.office = TicketIssuer(self.cluster_key)
         self._folder, self._settings = folder, {"ARENA_BYTES": str(arena_bytes), **settings}
-        # Every namespace has all ports to itself, but several stores may share one.
+        # Every namespace has its own ports, but several stores may share one.
         self._grpc_ports = {name: _FIRST_PORT + 2 * index for index, name in enumerate(self.places)}
         self.arenas = {name: Path(f"/dev/shm/{lab.name}-{name}") for name in self.places}
         self.children = {name: self._store(name, host) for name, host in self.places.items()}
-        self._brokers = [self._nats(), self._doorway()]
+        self._brokers = [self._nats(), self._proxy()]
         self._channels: dict[str, grpc.Channel] = {}
 
     def __enter__(self) -> Self:
@@ -81,7 +80,7 @@ class Stores:
         for path in self.arenas.values():
             path.unlink(missing_ok=True)
 
-    # What the scheduler does
+    # Commands of a scheduler
 
     def data_address(self, name: str) -> str:
         return f"{self.places[name].address}:{self._grpc_ports[name] + 1}"
@@ -96,7 +95,7 @@ class Stores:
         sources: Sequence[str],
         num_striped: int = 1,
     ) -> grpc.Future[pb.RelayReply]:
-        """Tells a store to fill a pack from these, which may include ``REMOTE``; ends once its range is reserved."""
+        """Tells a store to fetch a pack from these, which may include ``REMOTE``; ends once its range is reserved."""
         return self.relay_from(target, pack, [self.source(pack, name, target) for name in sources], num_striped)
 
     def relay_from(
@@ -124,7 +123,7 @@ class Stores:
         return types_pb2.Source(holder_id=holder, data_address=self.data_address(holder), ticket=ticket)
 
     def fill(self, name: str, pack: RawPack) -> None:
-        """From the remote store, to the end."""
+        """Fetches the whole pack from the remote store."""
         self.relay(name, pack, [REMOTE]).result()
         self.await_whole([name], pack)
 
@@ -138,7 +137,7 @@ class Stores:
                     raise TimeoutError(f"store {name} does not drop its copy")
                 time.sleep(_AGAIN_S)
 
-    # What the scheduler and a worker see
+    # Views of scheduler and worker
 
     def reports(self, name: str, timeout_s: float = WAIT_S) -> Iterator[StoreReport]:
         """At once, then at every change. Raises ``grpc.RpcError`` when the time is over or the store has gone."""
@@ -176,7 +175,7 @@ class Stores:
     # Processes
 
     def restart(self, *names: str, keep_arena: bool) -> None:
-        """kill -9, and new processes; with arenas of their own unless the old ones are kept."""
+        """Kills and restarts stores; with new arenas unless the old ones are kept."""
         for name in names:
             self.children[name].kill()
             if not keep_arena:
@@ -187,7 +186,7 @@ class Stores:
             self.children[name].await_ready()
 
     def reconnect(self, name: str) -> None:
-        """A fresh connection to it from now on: the old one may hang in a link that was cut."""
+        """Uses a new connection from now on: the old one may hang on a cut link."""
         if channel := self._channels.pop(name, None):
             channel.close()
 
@@ -219,12 +218,12 @@ class Stores:
         command = ["nats-server", "-a", self.control.address, "-p", str(_NATS)]
         return Child("nats", self.control, command, self._folder, ready_port=_NATS)
 
-    def _doorway(self) -> Child:
+    def _proxy(self) -> Child:
         joined = [
             f"{self._folder / name}.sock={host.address}:{self._grpc_ports[name]}" for name, host in self.places.items()
         ]
         command = ["python", str(Path(__file__).with_name("unix_proxy.py")), *joined]
-        return Child("doorway", self.control, command, self._folder)
+        return Child("proxy", self.control, command, self._folder)
 
 
 def copy_in(report: StoreReport, pack: RawPack) -> PackCopy | None:

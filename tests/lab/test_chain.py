@@ -1,4 +1,4 @@
-"""One model, three hosts: the relay's chain on shaped links, and what damaged bytes on a host come to."""
+"""One model, three hosts: the relay's chain on shaped links, and corrupt bytes on a host."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_bytes_damaged_at_rest_come_anew_from_another_host(scene: Scene) -> None
 
 
 def test_a_holders_damaged_bytes_reach_nobody(scene: Scene) -> None:
-    """Whether the planner lets anybody follow that holder, alone or beside another, is its own affair."""
+    """Whether the planner uses that holder is not checked."""
     operator, pack_id = scene.operator, scene.model.pack_id
     operator.keep_copies_on(["source", "h1"], pack_id)
     place = operator.place_of("source", pack_id)

@@ -1,4 +1,4 @@
-"""A cluster that cannot begin says why, and leaves nothing."""
+"""A cluster that cannot start says why and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lab leaves nothing behind, however it ends, and says what it lacks where it cannot begin."""
+"""A lab leaves nothing behind however it ends, and says what is missing when it cannot start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The lab's network does what the tests built on it believe: addresses, rates, counters, silent cuts."""
+"""The lab's network behaves as its tests assume: addresses, rates, counters, silent cuts."""
 
 from __future__ import annotations
 

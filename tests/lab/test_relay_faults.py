@@ -1,4 +1,4 @@
-"""What goes wrong under a relay on real links, and what must come out all the same: right bytes, once."""
+"""Faults during a relay on real links: the bytes arrive correctly, and once."""
 
 from __future__ import annotations
 

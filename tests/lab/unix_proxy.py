@@ -1,9 +1,9 @@
-"""A way into a lab for clients outside it: Unix sockets, which know no namespaces, joined to addresses inside.
+"""Proxies Unix sockets, which are not bound to network namespaces, to addresses inside a lab.
 
-    python doorway.py SOCKET=HOST:PORT ...
+    python unix_proxy.py SOCKET=HOST:PORT ...
 
-Runs on a host of the lab. gRPC connects from threads of its own, which cannot be moved into a namespace; through here
-its calls reach the lab, and nothing else, whatever thread makes them.
+Runs on a host of the lab. gRPC connects from its own threads, which cannot be moved into a namespace; through this
+proxy its calls reach the lab from any thread.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def free_port() -> int:
-    """A loopback port nobody listens on at the moment."""
+    """A loopback port that is free at the moment."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 class EndedEarly(RuntimeError):
-    """The server ended before it listened: mostly because somebody took the port meanwhile."""
+    """The server ended before it listened, usually because its port was taken meanwhile."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def running(command: Sequence[str], log: Path, port: int, host: str = "127.0.0.1
 
 @contextmanager
 def listening(command: Callable[[int], Sequence[str]], log: Path, host: str, port: int = 0) -> Iterator[int]:
-    """Like ``running``, on ``port`` or any free one, which is chosen anew when somebody else was faster."""
+    """Like ``running``, on ``port`` or any free one, with another choice if it was taken meanwhile."""
     with ExitStack() as stack:
         for tries_left in (2, 1, 0):
             chosen = port or free_port()

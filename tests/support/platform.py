@@ -16,6 +16,7 @@ from typing import Any
 
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.scheduler_client import local_tls, watch
+from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
 from torchrelay.control.v1 import scheduler_pb2
 
@@ -48,7 +49,7 @@ class Platform:
     def upload(self, key: str, folder: Path, name: str, **settings: Any) -> str:
         """Publishes a model folder and returns the model's full name."""
         with GatewayClient(self.http, key) as client:
-            model: str = client.upload(folder, name, settings, lambda *_: None)["id"]
+            model: str = ModelUpload(client, folder, name, lambda *_: None).run(settings)["id"]
             return model
 
     def pid(self, child: str) -> int:

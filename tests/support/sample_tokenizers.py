@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
@@ -62,3 +62,24 @@ def large_tokenizer(vocab_size: int = 128_000, seed: int = 0) -> bytes:
         },
         ensure_ascii=False,
     ).encode()
+
+
+def byte_fallback_tokenizer() -> bytes:
+    """A BPE as SentencePiece makes them: spaces as U+2581, bytes as <0x..>, a decoder that strips the first space."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdehlo", "he", "▁he", "ll", "llo"]
+    merges = [("h", "e"), ("▁", "he"), ("l", "l"), ("ll", "o")]
+    model = BPE(
+        vocab={piece: index for index, piece in enumerate(pieces)},
+        merges=merges,
+        unk_token="<unk>",
+        byte_fallback=True,
+        fuse_unk=True,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.add_tokens(["<tool>"])
+    return tokenizer.to_str().encode()

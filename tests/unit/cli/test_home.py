@@ -54,7 +54,7 @@ def test_the_rest_port_is_remembered(tmp_path: Path) -> None:
 def test_one_owner_at_a_time(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
-    with home.owned(), pytest.raises(CliError, match="already runs"), home.owned():
+    with home.owned(), pytest.raises(CliError, match="is already running"), home.owned():
         pass
     with home.owned():
         pass
@@ -63,12 +63,12 @@ def test_one_owner_at_a_time(tmp_path: Path) -> None:
 def test_a_home_without_a_running_platform_has_no_endpoints(tmp_path: Path) -> None:
     home = Home(tmp_path)
     home.make()
-    with pytest.raises(CliError, match="no platform runs") as caught:
+    with pytest.raises(CliError, match="no platform is running") as caught:
         home.endpoints()
     assert "torchrelay up" in caught.value.hint
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     home.endpoints_file.write_text(json.dumps({"http": "x", "pid": int(ended.stdout)}))
-    with pytest.raises(CliError, match="no platform runs"):
+    with pytest.raises(CliError, match="no platform is running"):
         home.endpoints()
     with home.owned():
         assert not home.endpoints_file.exists()

@@ -109,7 +109,7 @@ def test_files_that_are_no_identity_say_which_setting_it_is(cluster: Authority, 
     text.write_text("no certificate\n")
     bad = {
         "TORCHRELAY_TLS_CA_FILE: .*/absent cannot be read: No such file": TlsFiles(absent, good.cert, good.key),
-        "TORCHRELAY_TLS_CA_FILE: .*/text holds no certificate": TlsFiles(text, good.cert, good.key),
+        "TORCHRELAY_TLS_CA_FILE: .*/text contains no PEM certificate": TlsFiles(text, good.cert, good.key),
         "TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE: .* are not a certificate and its unencrypted key": (
             TlsFiles(good.ca, good.cert, other.key)
         ),

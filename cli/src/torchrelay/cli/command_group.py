@@ -1,4 +1,4 @@
-"""The root of all commands: a wrong option, or an argument left out, is told in a plain sentence."""
+"""The root command group: explains a wrong option or a missing argument in one sentence."""
 
 from __future__ import annotations
 
@@ -9,10 +9,7 @@ from typer.core import TyperGroup
 
 
 class CommandGroup(TyperGroup):
-    """Typer names the option, and lets Pydantic say what is wrong with its value; here that is put in our words.
-
-    Of an argument left out it says the name; here its help is added: what it is, and where to find it.
-    """
+    """Rephrases Pydantic's message about an option's value, and adds its help to the name of a missing argument."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -22,6 +19,6 @@ class CommandGroup(TyperGroup):
                 from torchrelay.common.validation import describe_error
 
                 error.message = describe_error("", faults()[0])
-            elif not error.message:  # one that is missing
+            elif not error.message:  # a missing argument
                 error.message = getattr(error.param, "help", None) or ""
             raise

@@ -1,18 +1,18 @@
-"""What the CLI tells a person when something is wrong: one sentence, and the mend."""
+"""Errors of the CLI: one sentence on what is wrong, and a hint on what to do."""
 
 from __future__ import annotations
 
 import json
 
 _HINTS = {
-    401: "give a valid key with --key or TORCHRELAY_API_KEY, or make one: torchrelay key create --tenant NAME",
+    401: "pass a valid key with --key or TORCHRELAY_API_KEY, or create one: torchrelay key create --tenant NAME",
     409: "try again",
     429: "try again later",
-    503: "try again in a moment; `torchrelay top` shows which part is away",
+    503: "try again in a moment; `torchrelay top` shows what is down",
 }
 
 
-# Fields of the REST door by the options that give them.
+# REST fields and the options that set them.
 _OPTIONS = {
     "from": "--from",
     "to": "--to",
@@ -29,7 +29,7 @@ _OPTIONS = {
 
 
 class CliError(Exception):
-    """``message`` says what is wrong, ``mend`` what to do about it. Printed without a traceback; exit status 1."""
+    """``message`` says what is wrong, ``hint`` what to do about it. Printed without a traceback; exit status 1."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class CliError(Exception):
 
 
 class Unreachable(CliError):
-    """The gateway does not answer, or the connection broke."""
+    """The server does not answer, or the connection broke."""
 
 
 class ApiError(CliError):
@@ -49,7 +49,7 @@ class ApiError(CliError):
 
 
 def api_error(content: bytes, status: int) -> ApiError:
-    """An error body of the gateway as a ``Problem``: its sentence, and what to do about it."""
+    """The error in a response body of the gateway."""
     try:
         error = json.loads(content)["error"]
         message, param, code = error["message"], error.get("param"), error.get("code")
@@ -60,7 +60,7 @@ def api_error(content: bytes, status: int) -> ApiError:
 
 
 def _with_option(message: str, field: str) -> str:
-    """The sentence with what it is about: the option where one gives the field, else the field's own name."""
+    """The message with the option that sets the field, or else the field's name."""
     if option := _OPTIONS.get(field):
         rest = message.removeprefix(f"{field} ")
         return f"{option} {rest}" if rest != message else f"{option}: {message}"

@@ -1,4 +1,4 @@
-"""The home of one embedded install: where its keys, data, logs and addresses lie."""
+"""The home folder of one embedded install: its keys, data, logs and addresses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT_HOME = Path(".torchrelay")
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """The folder of one install. Keys are made at the first start and readable by their owner alone."""
+    """The folder of one install. Keys are created at the first start, readable by their owner only."""
 
     path: Path
 
@@ -64,28 +64,25 @@ class Home:
         self._http_port_file.write_text(f"{port}\n")
 
     def make(self) -> None:
-        """Creates the folders. Raises ``Problem`` when the place cannot be written."""
+        """Creates the folders. Raises ``CliError`` when the folder cannot be written."""
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ledger and traces are nobody else's
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ledger and traces are private
             for folder in (self.run, self.logs, self.path / "store", self.path / "remote"):
                 folder.mkdir(exist_ok=True)
         except OSError as error:
-            raise CliError(
-                f"{self.path} cannot be used as home: {error.strerror}", "choose another with --home"
-            ) from error
+            raise CliError(f"{self.path} cannot be used as home: {error.strerror}", "choose another") from error
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """One `up` at a time; the lock goes with the process, however that ends. Raises ``Problem`` when it is held."""
+        """One `up` at a time; the kernel drops the lock with the process. Raises ``CliError`` when it is held."""
         with (self.run / "up.lock").open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 pid = self.running_pid()
                 who = f" (process {pid})" if pid is not None else ""
-                raise CliError(
-                    f"a platform already runs at {self.path}{who}", "stop it, or choose another --home"
-                ) from None
+                message = f"a platform is already running at {self.path}{who}"
+                raise CliError(message, "stop it, or choose another --home") from None
             self.endpoints_file.unlink(missing_ok=True)  # left behind by a killed `up`
             yield
 
@@ -105,7 +102,7 @@ class Home:
             return key
 
     def saved_key(self) -> str | None:
-        """The tenant's key that `torchrelay key create` kept for the other commands."""
+        """The tenant's key that `torchrelay key create` saved for the other commands."""
         try:
             return self.saved_key_file.read_text().strip() or None
         except FileNotFoundError:
@@ -118,17 +115,17 @@ class Home:
         self.saved_key_file.unlink(missing_ok=True)
 
     def endpoints(self) -> dict[str, str]:
-        """The addresses of the running install. Raises ``Problem`` when none runs here."""
+        """The addresses of the running install. Raises ``CliError`` when none runs here."""
         if self.running_pid() is None:
             raise CliError(
-                f"no platform runs at {self.path}",
-                "start one with `torchrelay up`, name its folder with --home, or name a gateway with --url and --key",
+                f"no platform is running at {self.path}",
+                "start one with `torchrelay up`, give its folder with --home, or a gateway with --url and --key",
             )
         found = json.loads(self.endpoints_file.read_text())
         return {str(key): str(value) for key, value in found.items()}
 
     def running_pid(self) -> int | None:
-        """The process of the ``up`` that runs on this home, once all of it is up."""
+        """The process of the ``up`` on this home, once everything is up."""
         try:
             pid = int(json.loads(self.endpoints_file.read_text())["pid"])
         except (FileNotFoundError, NotADirectoryError, KeyError, ValueError):

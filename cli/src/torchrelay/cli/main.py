@@ -17,7 +17,7 @@ from torchrelay.cli.up.command import up
 from torchrelay.cli.views import console
 
 SUMMARY = "Serve many models; hold accelerators only while they are called."
-EPILOG = """First steps: leave `torchrelay up` running, and in a second terminal:
+EPILOG = """First steps: leave `torchrelay up` running and, in a second terminal:
 
 1. torchrelay key create --tenant acme
 
@@ -42,7 +42,7 @@ app = typer.Typer(
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", help="Show the version and leave.", is_eager=True)] = False,
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.", is_eager=True)] = False,
 ) -> None:
     if version:
         typer.echo(f"torchrelay {metadata.version('torchrelay')}")
@@ -63,17 +63,17 @@ app.command(rich_help_panel=MONEY, epilog=usage.BILL_EXAMPLE)(usage.bill)
 
 
 def main() -> None:
-    """Entry point: prints a ``Problem`` as a sentence with its mend instead of a traceback.
+    """Entry point: prints a ``CliError`` or an unusable file as a sentence, without a traceback.
 
-    So too a file or an output that cannot be used; only a reader that went away (``| head``) is no news.
+    A reader that went away (``| head``) is not reported.
     """
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
-    except CliError as problem:
-        console.print_error(problem)
+    except CliError as error:
+        console.print_error(error)
         sys.exit(1)
     except BrokenPipeError:
         _discard_output()
@@ -86,6 +86,6 @@ def main() -> None:
 
 
 def _discard_output() -> None:
-    """What could not be written would be tried again, and complained of, when Python ends."""
+    """Python would retry the unwritten output at exit, and print a traceback."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())

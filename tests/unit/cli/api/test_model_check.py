@@ -26,7 +26,7 @@ def test_the_tenant_may_stand_before_the_model() -> None:
     check_name("tiny")
     check_name("acme/tiny")
     for wrong in ("Acme/tiny", "acme/", "a/b/c", "/tiny"):
-        with pytest.raises(CliError, match="is not a name"):
+        with pytest.raises(CliError, match="is not a valid name"):
             check_name(wrong)
 
 
@@ -45,9 +45,9 @@ def test_a_good_folder_passes(model_folder: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ("{", "is no JSON"),
-        ("[]", "no JSON object"),
-        ("\udcff", "is no JSON"),
+        ("{", "is not valid JSON"),
+        ("[]", "not a JSON object"),
+        ("\udcff", "is not valid JSON"),
         (json.dumps({**CONFIG, "architectures": ["BertModel"]}), "'BertModel' is not supported"),
         (json.dumps({**CONFIG, "hidden_size": "64"}), "hidden_size"),
     ],
@@ -61,9 +61,9 @@ def test_a_config_that_cannot_be_served(model_folder: Path, config: str, said: s
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "claims 0 bytes and the file has 0"),
-        (b"\xff" * 64, "claims 18,446,744,073,709,551,615 bytes and the file has 56"),
-        ((100).to_bytes(8, "little") + b"{" * 99, "claims 100 bytes and the file has 99"),
+        (b"", "claims 0 bytes, but 0 follow"),
+        (b"\xff" * 64, "claims 18,446,744,073,709,551,615 bytes, but 56 follow"),
+        ((100).to_bytes(8, "little") + b"{" * 99, "claims 100 bytes, but 99 follow"),
         (b"version https://git-lfs.github.com/spec/v1\n", "claims"),
         ((2).to_bytes(8, "little") + b"[]", "does not begin"),
     ],

@@ -54,7 +54,7 @@ def test_a_problem_is_a_sentence_and_status_1(
         program.main()
     assert ended.value.code == 1
     said = capsys.readouterr().err
-    assert "torchrelay: no platform runs at" in said
+    assert "torchrelay: no platform is running at" in said
     assert "[bold]none" in said  # what others wrote is no markup
     assert "torchrelay up" in said
     assert "Traceback" not in said
@@ -65,13 +65,13 @@ def test_a_tenant_that_exists_is_no_reason_to_try_again(run: Run, home: Home) ->
     problem = run("tenant", "create", "acme").exception
     assert isinstance(problem, CliError)
     assert "already" in problem.message
-    assert problem.hint == "give it a key: torchrelay key create --tenant acme"
+    assert problem.hint == "create a key for it: torchrelay key create --tenant acme"
 
 
 def test_local_keys_are_not_sent_to_another_gateway(run: Run, home: Home, door: FakeGateway) -> None:
     refused = run("models", "--url", "http://127.0.0.1:1")
     assert isinstance(refused.exception, CliError)
-    assert "no key" in refused.exception.message
+    assert "no API key" in refused.exception.message
     assert run("models", "--url", door.url + "/v1/").exit_code == 0  # the local one by its address
 
 
@@ -135,7 +135,7 @@ def test_the_version(run: Run) -> None:
 def test_an_address_is_looked_at_before_a_key(run: Run, home: Home) -> None:
     problem = run("models", "--url", "localhost:8080").exception
     assert isinstance(problem, CliError)
-    assert "--url: 'localhost:8080' is not an address" in problem.message
+    assert "--url: 'localhost:8080' is not a valid address" in problem.message
 
 
 def test_options_are_named_instead_of_the_doors_fields() -> None:
@@ -146,8 +146,8 @@ def test_options_are_named_instead_of_the_doors_fields() -> None:
     assert said("'x' is no month: write it like 2026-11", "period") == "--month: 'x' is no month: write it like 2026-11"
     assert said("budget_nano must be at least 0, not -1", "budget_nano") == "--budget must be at least 0, not -1"
     assert said("'soon' is no time", "from") == "--from: 'soon' is no time"
-    assert said("is no JSON", "config.json") == "is no JSON (config.json)"
-    assert said("config.json is no JSON", "config.json") == "config.json is no JSON"
+    assert said("is not valid JSON", "config.json") == "is not valid JSON (config.json)"
+    assert said("config.json is not valid JSON", "config.json") == "config.json is not valid JSON"
 
 
 def test_a_model_that_does_not_exist_has_no_decisions(run: Run, home: Home, door: FakeGateway) -> None:
@@ -164,12 +164,12 @@ def test_a_name_of_somebody_else_is_refused_before_anything_is_read(
     refusal = run("upload", str(model_folder), "--name", "zoo/tiny").exception
     assert isinstance(refusal, CliError)
     assert (refusal.message, refusal.hint) == (
-        "this key is of acme, not of zoo",
-        "give --name acme/..., or a key of zoo",
+        "this key is acme's, not zoo's",
+        "pass --name acme/..., or a key of zoo",
     )
     unknown = run("upload", str(model_folder), "--name", "zoo/tiny", "--key", ADMIN_KEY).exception
     assert isinstance(unknown, CliError)
-    assert unknown.hint == "make it: torchrelay tenant create zoo"
+    assert unknown.hint == "create it: torchrelay tenant create zoo"
     assert all(method == "GET" for method, _, _ in door.asked)
     assert run("upload", str(model_folder), "--name", "acme/tiny").exit_code == 0
 

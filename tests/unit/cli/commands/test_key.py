@@ -13,12 +13,12 @@ def test_the_first_key_makes_its_tenant_and_is_kept(run: Run, home: Home, door: 
     made = run("key", "create", "--tenant", "acme", "--name", "laptop")
     assert made.exit_code == 0, made.exception
     assert made.stdout == TENANT_KEY + "\n"
-    assert "made tenant acme" in made.stderr
+    assert "created tenant acme" in made.stderr
     assert home.saved_key() == TENANT_KEY
     again = run("key", "create", "--tenant", "acme", "--no-save")
-    assert "made tenant" not in again.stderr
+    assert "created tenant" not in again.stderr
     replaced = run("key", "create", "--tenant", "acme")
-    assert "saved as this home's key; the earlier one stays valid" in replaced.stderr
+    assert "saved as this home's key; the previous one stays valid" in replaced.stderr
     revoked = run("key", "revoke", TENANT_KEY)
     assert door.asked[-1][:2] == ("DELETE", "/v1/keys/8x2kq0v3m1c9d7fz")
     assert revoked.exit_code == 0

@@ -49,13 +49,11 @@ def test_into_a_pipe_it_is_one_view(run: Run, home: Home) -> None:
     assert "every model is at zero" in shown.stdout
 
 
-def test_it_ends_with_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top, "RETRY_S", 0.05)
-    monkeypatch.setattr(top, "RESTART_TIMEOUT_S", 0.2)
+def test_it_ends_with_the_platform() -> None:
     with cluster_of_one_view() as address, pytest.raises(Unreachable, match="has stopped"):
-        top.follow(address, lambda: False)
-    with cluster_of_one_view() as address, pytest.raises(Unreachable, match="answers no more"):
-        top.follow(address, lambda: True)
+        top.follow(address, lambda: False, retry_s=0.05, timeout_s=0.2)
+    with cluster_of_one_view() as address, pytest.raises(Unreachable, match="no longer answers"):
+        top.follow(address, lambda: True, retry_s=0.05, timeout_s=0.2)
 
 
 def test_it_says_when_there_is_no_scheduler(run: Run, home: Home) -> None:

@@ -14,8 +14,7 @@ from torchrelay.cli.api.scheduler_client import local_tls
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.certificates import CA_LIFE, CERT_LIFE, RENEW_BEFORE, ensure_certificates
-from torchrelay.cli.up.options import UpOptions
-from torchrelay.cli.up.plan import StackPlan
+from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.tls import tls_of_install
 from torchrelay.common.tls import Tls, TlsFiles

@@ -1,4 +1,4 @@
-"""What `torchrelay up` hears, and what it refuses before it starts anything."""
+"""What `torchrelay up` reads, and what it refuses before it starts anything."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 from tests.unit.cli.conftest import Run
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
+from torchrelay.cli.up import run as run_module
 from torchrelay.cli.up.command import check_device
-from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.plan import UpOptions
 
 
 @pytest.mark.parametrize(
@@ -43,21 +44,21 @@ VARIABLES = {
 }
 
 
-def test_variables_are_heard_and_an_option_counts_before_its_variable(
+def test_variables_count_and_an_option_overrides_its_variable(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[UpOptions] = []
+    given: list[UpOptions] = []
 
     async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
-        told.append(options)
+        given.append(options)
 
-    monkeypatch.setattr(run, "run_up", run_up)
+    monkeypatch.setattr(run_module, "run_up", run_up)
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     home = ("--home", str(tmp_path / "home"))
     assert run("up", *home).exit_code == 0
     assert run("up", *home, "--http-port", "8081", "--device", "cpu", "--log-level", "debug").exit_code == 0
-    heard = UpOptions(
+    expected = UpOptions(
         host="0.0.0.0",
         http_port=18080,
         grpc_port=17301,
@@ -67,7 +68,7 @@ def test_variables_are_heard_and_an_option_counts_before_its_variable(
         device="auto",
         log_level="warning",
     )
-    assert told == [heard, replace(heard, http_port=8081, device="cpu", log_level="debug")]
+    assert given == [expected, replace(expected, http_port=8081, device="cpu", log_level="debug")]
 
 
 def test_a_wrong_variable_is_named(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

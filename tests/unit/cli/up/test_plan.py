@@ -13,8 +13,8 @@ from rich.console import Console
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.cli.up.options import UpOptions
-from torchrelay.cli.up.plan import Stack, StackPlan
+from torchrelay.cli.up.children.stack import Stack
+from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress, next_steps
 from torchrelay.transfer.protocol.tickets import derive_node_key
@@ -71,7 +71,7 @@ def test_packs_lie_below_the_home_or_where_it_is_said(home: Home, ports: Ports, 
         assert told(url) == url
     assert told("./a:b") == (Path.cwd() / "a:b").as_uri()
     for wrong in ("s3:///prefix", "http://host/x", "file://elsewhere/x", "s3://", "s3:/bucket", "s3:bucket", "s3://["):
-        with pytest.raises(CliError, match="no place for packs"):
+        with pytest.raises(CliError, match="not a valid pack location"):
             told(wrong)
 
 

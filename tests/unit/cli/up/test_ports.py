@@ -27,7 +27,7 @@ def test_a_taken_port_is_a_problem() -> None:
         listening.listen()
         port = listening.getsockname()[1]
         assert ports.free(preferred=[port]) != port
-        with pytest.raises(CliError, match=f"port {port} of 127.0.0.1 is taken"):
+        with pytest.raises(CliError, match=f"port {port} on 127.0.0.1 is taken"):
             ports.exactly("127.0.0.1", port)
 
 

@@ -6,11 +6,11 @@ import pytest
 from rich.console import Console, RenderableType
 
 from tests.unit.cli.fake_gateway import MODEL
-from torchrelay.cli.commands.explain import bar, explanation, shorten_ids, until_end
 from torchrelay.cli.commands.models import models_table
 from torchrelay.cli.views.cluster import LiveScreen, Sample, cluster_screen, counters_of, rates_of
-from torchrelay.cli.views.console import printable
+from torchrelay.cli.views.console import printable, shorten_ids
 from torchrelay.cli.views.packs import join_names
+from torchrelay.cli.views.timeline import bar, explanation, until_end
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 
 
@@ -129,7 +129,7 @@ def test_a_cluster_at_zero_says_so() -> None:
     shown = drawn(cluster_screen(cold, {}, "127.0.0.1:1"))
     assert "every model is at zero" in shown and "not called yet" in shown
     cold.versions.add(version_id="v", pack_id="feed" * 16, models=["acme/tiny"])
-    for num_verified, words in ((128, "asleep, no host copies"), (256, "asleep, 1 host copy")):
+    for num_verified, words in ((128, "at zero, no host copies"), (256, "at zero, 1 host copy")):
         cold.stores[0].copies[0].num_chunks_verified = num_verified
         shown = drawn(cluster_screen(cold, {}, "127.0.0.1:1"))
         assert words in shown and "every model is at zero" in shown
@@ -164,7 +164,7 @@ def test_rates_come_from_successive_views() -> None:
 def test_a_quiet_cluster_has_rates_of_zero_and_a_lost_one_says_so() -> None:
     now = [0.0]
     screen = LiveScreen("127.0.0.1:1", lambda: now[0])
-    assert "asking the scheduler" in drawn(screen.render())
+    assert "connecting to the scheduler" in drawn(screen.render())
     screen.show(view(0))
     now[0] = 1.0
     screen.show(view(4000))

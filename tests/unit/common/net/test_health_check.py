@@ -50,7 +50,7 @@ def test_a_service_that_does_not(
     address: str, servicer: health.HealthServicer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servicer.set("", Serving.NOT_SERVING)
-    assert call(monkeypatch, address) == f"{address} answers, and does not serve"
+    assert call(monkeypatch, address) == f"{address} answers but is not serving"
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_tls_is_off_unless_its_files_are_named(authority: Authority, monkeypatch
 def test_half_an_identity_names_what_is_missing(authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:
     files = authority.node("node")
     said = complaint([f"--tls-ca-file={files.ca}"], capsys)
-    assert said.startswith("torchrelay-x: TLS needs all of its three files or none: set ")
+    assert said.startswith("torchrelay-x: TLS needs all three files or none: set ")
     assert "set TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE, or unset the rest" in said
     said = complaint([f"--tls-ca-file={files.ca}", f"--tls-cert-file={files.cert}"], capsys)
     assert "set TORCHRELAY_TLS_KEY_FILE, or unset the rest" in said

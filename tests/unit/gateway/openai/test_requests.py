@@ -213,15 +213,15 @@ def test_no_body_does_worse_than_a_refusal(fields: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
-        (chat(max_tokens="ten"), "max_tokens must be a whole number, not 'ten'"),
+        (chat(max_tokens="ten"), "max_tokens must be an integer, not 'ten'"),
         (chat(max_tokens=0), "max_tokens must be at least 1, not 0"),
         (chat(temperature="hot"), "temperature must be a number, not 'hot'"),
         (chat(stream="yes"), "stream must be true or false, not 'yes'"),
-        (chat(logit_bias={"5": "x"}), "logit_bias[...] must be a number, not a text"),
-        (chat(messages="a secret"), "messages must be a list, not a text"),  # errors do not repeat prompts
+        (chat(logit_bias={"5": "x"}), "logit_bias[...] must be a number, not a string"),
+        (chat(messages="a secret"), "messages must be a list, not a string"),  # errors do not repeat prompts
         (
             chat(messages=[{"role": "user", "content": 5}]),
-            "messages[0].content must be a text or a list, not a whole number",
+            "messages[0].content must be a string or a list, not an integer",
         ),
         (chat(messages=[{"content": "c"}]), "messages[0].role is missing"),
         (b'{"messages": []}', "model is missing"),

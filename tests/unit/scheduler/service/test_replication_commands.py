@@ -34,12 +34,12 @@ async def test_a_woken_model_is_copied_idly_to_another_host_and_retained_on_both
                 request = store.retains[-1]
                 assert list(request.pack_ids) == [PACK] and request.lease_s == 30 and request.epoch == woken.epoch
             js = it.nats.jetstream()
-            subscription = await js.subscribe(it.subjects.event("scale.>"), stream=it.subjects.history_stream)
+            subscription = await js.subscribe(it.subjects.event("copy.>"), stream=it.subjects.history_stream)
             events: dict[str, dict[str, object]] = {}
-            while it.subjects.event("scale.copied") not in events:
+            while it.subjects.event("copy.finished") not in events:
                 message = await subscription.next_msg(timeout=5)
                 events[message.subject] = json.loads(message.data)
-            begun = events[it.subjects.event("scale.replicate")]
+            begun = events[it.subjects.event("copy.replicate")]
             assert begun["model"] == "acme/tiny" and begun["store_id"] == second.store_id and begun["reason"]
             reply = await door.stub.Explain(scheduler_pb2.ExplainRequest(model="acme/tiny"))
             assert {"replicate", "copied"} <= {decision.kind for decision in reply.decisions}

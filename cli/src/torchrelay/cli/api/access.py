@@ -1,4 +1,4 @@
-"""Which gateway a command speaks to, and with which key."""
+"""Which gateway a command calls, and with which key."""
 
 from __future__ import annotations
 
@@ -15,34 +15,36 @@ from torchrelay.cli.home import Home
 
 HomeOption = Annotated[
     Path | None,
-    typer.Option(
-        "--home", envvar="TORCHRELAY_HOME", help="Folder of the local platform, .torchrelay by default.", metavar="DIR"
-    ),
+    typer.Option("--home", envvar="TORCHRELAY_HOME", help="Platform's folder; default: .torchrelay.", metavar="DIR"),
 ]
 UrlOption = Annotated[
     str | None,
-    typer.Option(
-        "--url", envvar="TORCHRELAY_API_URL", help="Gateway; by default the one of the local platform.", metavar="URL"
-    ),
+    typer.Option("--url", envvar="TORCHRELAY_API_URL", help="Gateway; the local platform's by default.", metavar="URL"),
 ]
 KeyOption = Annotated[
     str | None,
-    typer.Option(
-        "--key", help="API key; else $TORCHRELAY_API_KEY, else the one `key create` saved locally.", metavar="KEY"
-    ),
+    typer.Option("--key", help="API key; default: $TORCHRELAY_API_KEY, or the one `key create` saved.", metavar="KEY"),
 ]
 AdminKeyOption = Annotated[
     str | None,
-    typer.Option("--key", help="Admin key; else the local platform's own, else $TORCHRELAY_API_KEY.", metavar="KEY"),
+    typer.Option("--key", help="Admin key; default: the local platform's, or $TORCHRELAY_API_KEY.", metavar="KEY"),
 ]
+SchedulerOption = Annotated[
+    str | None,
+    typer.Option("--scheduler", help="Scheduler's gRPC address; default: the local one.", metavar="HOST:PORT"),
+]
+IdleTimeoutOption = Annotated[
+    float | None, typer.Option(min=0, help="Idle seconds before scaling to zero; 0: default.")
+]
+MaxInstancesOption = Annotated[int | None, typer.Option(min=0, help="Maximum instances per role; 0: default.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
-_NEED_KEY = "give one with --key or TORCHRELAY_API_KEY"
+_NEED_KEY = "pass one with --key or TORCHRELAY_API_KEY"
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """A gateway and a key for it. ``home`` is set when that gateway is the local platform's."""
+    """A gateway and a key for it; ``home`` is set for the local platform's gateway."""
 
     url: str
     key: str
@@ -59,38 +61,38 @@ class Access:
         return GatewayClient(self.url, self.key, is_supervised=lambda: home.running_pid() is not None)
 
     def require_tenant(self, what: str) -> None:
-        """Raises ``Problem`` when only the admin key is at hand."""
+        """Raises ``CliError`` when the key is an admin key."""
         if self.is_admin:
-            raise CliError(f"{what} needs a tenant's key", "make one: torchrelay key create --tenant NAME")
+            raise CliError(f"{what} needs a tenant's key", "create one: torchrelay key create --tenant NAME")
 
 
 def tenant_access(home: Path | None, url: str | None, key: str | None) -> Access:
-    """With a tenant's key if there is one, else with the local admin key. Raises ``Problem``."""
+    """Uses a tenant's key if there is one, else the local admin key. Raises ``CliError``."""
     gateway, local = _gateway(home, url)
     key = key or os.environ.get("TORCHRELAY_API_KEY")
     if local is not None:
         return Access(gateway, key or local.saved_key() or local.admin_key(), local)
     if not key:
-        raise CliError(f"there is no key for {gateway}", _NEED_KEY)
+        raise CliError(f"no API key for {gateway}", _NEED_KEY)
     return Access(gateway, key)
 
 
 def admin_access(home: Path | None, url: str | None, key: str | None) -> Access:
-    """With the admin key of the local platform unless another is given. Raises ``Problem``."""
+    """Uses the local platform's admin key unless another is given. Raises ``CliError``."""
     gateway, local = _gateway(home, url)
     key = key or (local.admin_key() if local else os.environ.get("TORCHRELAY_API_KEY"))
     if not key:
-        raise CliError(f"there is no admin key for {gateway}", _NEED_KEY)
+        raise CliError(f"no admin key for {gateway}", _NEED_KEY)
     return Access(gateway, key, local)
 
 
 def _gateway(home: Path | None, url: str | None) -> tuple[str, Home | None]:
-    """The gateway, and the local home if it is that home's: local keys are never sent to another gateway."""
+    """The gateway and, if it is the local one, its home: local keys are never sent to another gateway."""
     local = Home.at(home)
     if not url:
         return local.endpoints()["http"], local
     if not url.startswith(("http://", "https://")):
-        raise CliError(f"--url: {url!r} is not an address", "write it as http://host:port")
+        raise CliError(f"--url: {url!r} is not a valid address", "write it as http://host:port")
     url = url.rstrip("/").removesuffix("/v1")
     is_local = local.running_pid() is not None and local.endpoints()["http"] == url
     return url, local if is_local else None

@@ -1,4 +1,4 @@
-"""A streamed chat: questions in, pieces of the answer out, with what it took."""
+"""A streamed chat: messages in, events of the answer out, with latency and rate."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import Unreachable, api_error
-from torchrelay.common.quantities import format_count
+from torchrelay.common.quantities import format_count, format_duration
 
 Message = dict[str, str]
-MIN_RATE_SPAN_S = 0.05  # of tokens that arrive closer together the rate says nothing
+MIN_RATE_SPAN_S = 0.05  # over a shorter span the rate is noise
 
 
 @dataclass(frozen=True, slots=True)
 class ChatEvent:
-    """One line of the stream. ``is_waiting``: the platform still looks for a place, or wakes the model."""
+    """One event of the stream. ``is_waiting``: the request is queued, or the model is loading."""
 
     request_id: str = ""
     text: str = ""
     finish: str = ""
     num_prompt_tokens: int = 0
-    num_output_tokens: int = 0  # with the last event only
+    num_output_tokens: int = 0  # in the last event only
     is_waiting: bool = False
     is_end: bool = False
 
 
 def parse_event(line: bytes) -> ChatEvent | None:
-    """A line of server-sent events; ``None`` for lines that say nothing. Raises ``Refused`` for an error event."""
+    """Parses a line of server-sent events; ``None`` if it has no content. Raises ``ApiError``."""
     if line.startswith(b":"):
         return ChatEvent(is_waiting=True)
     if not line.startswith(b"data:"):
@@ -53,7 +53,7 @@ def parse_event(line: bytes) -> ChatEvent | None:
 def stream_chat(
     client: GatewayClient, model: str, messages: list[Message], options: dict[str, Any]
 ) -> Generator[ChatEvent, None, None]:
-    """Events of one answer, as they come. Closing the iterator cancels the answer. Raises ``Problem``."""
+    """Events of one answer as they arrive. Closing the generator cancels the request. Raises ``CliError``."""
     body = {"model": model, "messages": messages, "stream": True, "stream_options": {"include_usage": True}, **options}
     with client.stream("POST", "/v1/chat/completions", json=body) as lines:
         for line in lines:
@@ -62,12 +62,12 @@ def stream_chat(
                 return
             if event is not None:
                 yield event
-    raise Unreachable("the answer broke off", "ask again")
+    raise Unreachable("the stream ended early", "retry")
 
 
 @dataclass(slots=True)
 class Answer:
-    """An answer as it grows; times come from ``clock``, in seconds."""
+    """An answer as it arrives; ``clock`` gives the time in seconds."""
 
     clock: Callable[[], float]
     begin_s: float = field(init=False)
@@ -97,7 +97,7 @@ class Answer:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Rate of the tokens after the first; ``None`` when they are too few, or came too close together, to tell."""
+        """Rate of the tokens after the first; ``None`` when too few, or too close together, to measure."""
         if self.first_s is None or self.last_s is None or self.num_output_tokens < 2:
             return None
         if self.last_s - self.first_s < MIN_RATE_SPAN_S:
@@ -106,17 +106,11 @@ class Answer:
 
     def summary(self) -> str:
         """``first token after 42 ms · 18 tokens · 310 tokens/s · req-...``"""
-        parts = [] if self.ttft_s is None else [f"first token after {_duration_text(self.ttft_s)}"]
+        parts = [] if self.ttft_s is None else [f"first token after {format_duration(self.ttft_s)}"]
         if self.num_output_tokens:
             parts.append(format_count(self.num_output_tokens, "token"))
         if self.tokens_per_s is not None:
-            parts.append(
-                f"{self.tokens_per_s:.3g} tokens/s" if self.tokens_per_s < 1000 else f"{self.tokens_per_s:.0f} tokens/s"
-            )
+            parts.append(f"{self.tokens_per_s:{'.3g' if self.tokens_per_s < 1000 else '.0f'}} tokens/s")
         if self.finish == "length":
             parts.append("cut off at max_tokens")
         return " · ".join([*parts, self.request_id] if self.request_id else parts)
-
-
-def _duration_text(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"

@@ -1,50 +1,48 @@
-"""The tenants' REST door, as the CLI and the demo use it."""
+"""Client of the gateway's REST API."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
 
-from torchrelay.cli.api.upload import ModelUpload, Progress, UploadJournal
+from torchrelay.cli.api.restarts import RESTART_TIMEOUT_S, restart_attempts
 from torchrelay.cli.errors import CliError, Unreachable, api_error
 
-RESTART_TIMEOUT_S = 6.0  # a gateway that is started again serves within this time
 RETRY_S = 0.1
 
 
 class GatewayClient:
-    """Calls one gateway with one key; errors of the platform become ``Refused`` with the platform's own sentence.
+    """Calls one gateway with one key; errors of the platform become ``ApiError`` with the platform's message.
 
-    ``is_supervised`` tells whether someone starts the gateway again when it ends: a refused connection then is tried
-    again for a while.
+    ``is_supervised``: whether something restarts the gateway. A refused connection is then retried for a while.
     """
 
     def __init__(
-        self, url: str, key: str, timeout_s: float = 600.0, is_supervised: Callable[[], bool] = lambda: False
+        self,
+        url: str,
+        key: str,
+        timeout_s: float = 600.0,
+        is_supervised: Callable[[], bool] = lambda: False,
+        restart_timeout_s: float = RESTART_TIMEOUT_S,
     ) -> None:
         headers = {"Authorization": f"Bearer {key}"}
-        self.url, self._is_supervised = url, is_supervised
+        self.url, self._is_supervised, self._restart_timeout_s = url, is_supervised, restart_timeout_s
         try:
             self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0))
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
-            raise CliError(f"{url!r} or its key is not well formed", "check --url and --key") from error
+            raise CliError(f"{url!r} or its key is malformed", "check --url and --key") from error
 
     def __enter__(self) -> GatewayClient:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._http.close()
 
     def call(self, method: str, path: str, **options: Any) -> Any:
-        """One request; the decoded JSON answer. Raises ``Refused`` or ``Unreachable``."""
+        """Sends one request and returns the decoded JSON. Raises ``ApiError`` or ``Unreachable``."""
         with self._translated_errors():
             response = self._retry_connect(lambda: self._http.request(method, path, **options))
         if response.is_error:
@@ -53,7 +51,7 @@ class GatewayClient:
 
     @contextmanager
     def stream(self, method: str, path: str, **options: Any) -> Iterator[Iterator[bytes]]:
-        """One request whose answer is read line by line as it comes. Raises ``Refused`` or ``Unreachable``."""
+        """Yields the response line by line as it arrives. Raises ``ApiError`` or ``Unreachable``."""
         with self._translated_errors():
             request = self._http.build_request(method, path, **options)
             with closing(self._retry_connect(lambda: self._http.send(request, stream=True))) as response:
@@ -61,37 +59,19 @@ class GatewayClient:
                     raise api_error(response.read(), response.status_code)
                 yield _lines(response)
 
-    def upload(
-        self,
-        folder: Path,
-        model: str,
-        settings: dict[str, Any],
-        progress: Progress,
-        memory: UploadJournal | None = None,
-    ) -> dict[str, Any]:
-        """Uploads a model folder and publishes it; goes on where an interrupted file stopped. Returns the model.
-
-        With ``memory``, also where an earlier run of the program stopped.
-        """
-        return ModelUpload(self, folder, model, progress, memory).run(settings)
-
     def _retry_connect(self, ask: Callable[[], httpx.Response]) -> httpx.Response:
-        """Asks again while nobody listens and a supervised gateway may be starting; nothing was sent by then."""
-        deadline_s = time.monotonic() + RESTART_TIMEOUT_S
-        while True:
-            try:
+        """Retries while the connection is refused: nothing was sent, and a supervised gateway may be starting."""
+        for attempt in restart_attempts(httpx.ConnectError, self._is_supervised, RETRY_S, self._restart_timeout_s):
+            with attempt:
                 return ask()
-            except httpx.ConnectError:
-                if time.monotonic() >= deadline_s or not self._is_supervised():
-                    raise
-            time.sleep(RETRY_S)
+        raise AssertionError("a retry ends with a result or an error")
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
         try:
             yield
         except httpx.UnsupportedProtocol as error:
-            raise CliError(f"{self.url!r} is not an address", "write it as http://host:port") from error
+            raise CliError(f"{self.url!r} is not a valid address", "write it as http://host:port") from error
         except httpx.ConnectError as error:
             if self._is_supervised():
                 raise Unreachable(f"the gateway at {self.url} is restarting", "try again in a moment") from error
@@ -99,12 +79,12 @@ class GatewayClient:
         except httpx.TransportError as error:
             what = str(error) or type(error).__name__
             raise Unreachable(f"the connection to {self.url} broke: {what}", "try again") from error
-        except UnicodeEncodeError as error:  # surrogates: bytes of the command line or a terminal that are no text
-            raise CliError("what was given is no UTF-8 text", "give text") from error
+        except UnicodeEncodeError as error:  # surrogates: bytes of the command line or terminal that are not UTF-8
+            raise CliError("the input is not valid UTF-8", "check the arguments and the terminal's encoding") from error
 
 
 def _lines(response: httpx.Response) -> Iterator[bytes]:
-    """Lines end with a line feed alone: JSON may hold U+2028 and the like, at which httpx's own splitting breaks."""
+    """Splits at line feeds only: httpx also splits at U+2028 and the like, which JSON strings may contain."""
     rest = b""
     for piece in response.iter_bytes():
         *lines, rest = (rest + piece).split(b"\n")

@@ -1,4 +1,4 @@
-"""What of a model can be told to be wrong here, before gigabytes are hashed and sent; the param-store checks it all."""
+"""Cheap checks of a model before gigabytes are hashed and sent; the param-store checks everything."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _LENGTH_BYTES = 8
 
 
 def is_model_name(name: str) -> bool:
-    """Whether the gateway takes this name, without its tenant."""
+    """Whether the gateway accepts this name (without its tenant)."""
     return _NAME.fullmatch(name) is not None
 
 
 def check_name(name: str) -> None:
-    """``name`` is MODEL or TENANT/MODEL. Raises ``Problem``."""
+    """``name`` is MODEL or TENANT/MODEL. Raises ``CliError``."""
     tenant, slash, model = name.rpartition("/")
     for part in (tenant, model) if slash else (model,):
         if not is_model_name(part):
             raise CliError(
-                f"{part!r} is not a name: 1 to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit",
-                "give another with --name",
+                f"{part!r} is not a valid name: 1 to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit",
+                "choose another with --name",
             )
 
 
 def check_folder(folder: Path) -> None:
-    """Reads the config and the length of each header, no weights. Raises ``Problem``."""
+    """Reads the config and the length of each header, but no weights. Raises ``CliError``."""
     paths = model_paths(folder)
     _check_config(folder / "config.json")
     for path in paths:
@@ -43,9 +43,9 @@ def _check_config(path: Path) -> None:
     try:
         config = json.loads(path.read_bytes())
     except ValueError as error:
-        raise CliError(f"{path} is no JSON: {error}", "copy it anew from where the model came from") from error
+        raise CliError(f"{path} is not valid JSON: {error}", "copy it again from its source") from error
     if not isinstance(config, dict):
-        raise CliError(f"{path} is no JSON object", "copy it anew from where the model came from")
+        raise CliError(f"{path} is not a JSON object", "copy it again from its source")
     try:
         read_config(config)
     except UnsupportedModel as error:
@@ -58,9 +58,9 @@ def _check_header(path: Path) -> None:
         prefix, begin = file.read(_LENGTH_BYTES), file.read(1)
     length, room = int.from_bytes(prefix, "little"), path.stat().st_size - _LENGTH_BYTES
     if len(prefix) < _LENGTH_BYTES or length > room:
-        fault = f"its header claims {length:,} bytes and the file has {max(room, 0):,} after the length"
+        fault = f"its header claims {length:,} bytes, but {max(room, 0):,} follow the length"
     elif begin != b"{":
         fault = "its header does not begin with '{'"
     else:
         return
-    raise CliError(f"{path} is no whole safetensors file: {fault}", "download it again")
+    raise CliError(f"{path} is not a complete safetensors file: {fault}", "download it again")

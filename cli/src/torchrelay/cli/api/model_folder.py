@@ -1,4 +1,4 @@
-"""What of a Hugging Face folder makes up a model."""
+"""The files of a Hugging Face folder that make up a model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from torchrelay.cli.errors import CliError
 
 READ_BYTES = 1 << 20
+ProgressCallback = Callable[[str, int, int], None]  # stage, done, total
 
 _DOCUMENTS = frozenset(
     {
@@ -30,7 +31,7 @@ _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """One file of a model folder, as it is declared."""
+    """One file of a model folder, as declared to the gateway."""
 
     path: str
     size: int
@@ -38,7 +39,7 @@ class LocalFile:
 
 
 def is_model_file(name: str) -> bool:
-    """Whether the platform takes a file of this name; a folder's read-mes and other formats stay where they are."""
+    """Whether a file of this name is uploaded; READMEs and weights in other formats are not."""
     return name in _DOCUMENTS or is_weights_file(name)
 
 
@@ -46,8 +47,8 @@ def is_weights_file(name: str) -> bool:
     return _WEIGHTS.fullmatch(name) is not None
 
 
-def model_files(folder: Path, progress: Callable[[str, int, int], None]) -> list[LocalFile]:
-    """The model's files with their digests. Raises ``Problem`` when the folder is plainly no model."""
+def model_files(folder: Path, progress: ProgressCallback) -> list[LocalFile]:
+    """The model's files with their digests. Raises ``CliError`` when the folder is not a model."""
     paths = model_paths(folder)
     total, done = sum(path.stat().st_size for path in paths), 0
     files = []
@@ -64,13 +65,13 @@ def model_files(folder: Path, progress: Callable[[str, int, int], None]) -> list
 
 
 def model_paths(folder: Path) -> list[Path]:
-    """The model's files by name. Raises ``Problem`` when the folder is plainly no model."""
+    """The model's files by name. Raises ``CliError`` when the folder is not a model."""
     if not folder.is_dir():
-        raise CliError(f"{folder} is not a folder", "name the folder of a Hugging Face model")
+        raise CliError(f"{folder} is not a folder", "give the folder of a Hugging Face model")
     present = sorted(path for path in folder.iterdir() if path.is_file())
     names = {path.name for path in present}
     if "config.json" not in names:
-        raise CliError(f"{folder} has no config.json", "name the folder of a Hugging Face model")
+        raise CliError(f"{folder} has no config.json", "give the folder of a Hugging Face model")
     if "tokenizer.json" not in names:
         raise CliError(
             f"{folder} has no tokenizer.json",

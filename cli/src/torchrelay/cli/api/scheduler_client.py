@@ -1,22 +1,27 @@
-"""The scheduler's view of the cluster, as the CLI and the demo read it."""
+"""Client of the scheduler's RPCs for people: views, explanations, events."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import TypeVar
 
 import grpc
 from pydantic import ValidationError
 
+from torchrelay.cli.api.restarts import RESTART_TIMEOUT_S, restart_attempts
 from torchrelay.cli.errors import CliError, Unreachable
 from torchrelay.common.net.rpc import open_blocking_channel
 from torchrelay.common.process.settings import ServiceSettings, setting_errors
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
+T = TypeVar("T")
+
 
 def local_tls(endpoints: Mapping[str, str]) -> Tls | None:
-    """How to show oneself to the services of a local install; None: they speak no TLS. Raises ``Problem``."""
+    """TLS credentials for the services of a local install; None if they do not use TLS. Raises ``CliError``."""
     if "tls_ca_file" not in endpoints:
         return None
     names = ("tls_ca_file", "tls_cert_file", "tls_key_file")
@@ -27,17 +32,15 @@ def local_tls(endpoints: Mapping[str, str]) -> Tls | None:
 
 
 def environment_tls() -> Tls | None:
-    """The same for a platform elsewhere, by the settings that every service has. Raises ``Problem``."""
+    """The same for a remote platform, from the TORCHRELAY_TLS_* variables. Raises ``CliError``."""
     try:
         return ServiceSettings().tls
     except ValidationError as error:
-        raise CliError(
-            setting_errors(error)[0], "mend the TORCHRELAY_ variables of this shell, or unset them"
-        ) from error
+        raise CliError(setting_errors(error)[0], "fix or unset the TORCHRELAY_* variables in this shell") from error
 
 
 def watch(address: str, tls: Tls | None = None) -> Iterator[scheduler_pb2.ClusterView]:
-    """A full view at once, then one after every change. Raises ``Unreachable`` when the scheduler is away."""
+    """A full view at once, then one after every change. Raises ``Unreachable``."""
     with open_blocking_channel(address, tls) as channel:
         try:
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
@@ -45,22 +48,62 @@ def watch(address: str, tls: Tls | None = None) -> Iterator[scheduler_pb2.Cluste
             raise _unreachable(address) from error
 
 
+def resumed(
+    subscribe: Callable[[], Iterator[T]],
+    may_return: Callable[[], bool],
+    on_lost: Callable[[], None],
+    retry_s: float = 1.0,
+    timeout_s: float = RESTART_TIMEOUT_S,
+) -> Iterator[T]:
+    """The items of a stream that is subscribed to again whenever it breaks or ends, after ``on_lost()``.
+
+    Raises ``Unreachable`` when the first subscription brings nothing, or when the scheduler stays away.
+    """
+    stream = subscribe()
+    is_seen = False
+    while True:
+        try:
+            for item in stream:
+                is_seen = True
+                yield item
+            is_seen = True  # the scheduler ended the stream: it stops
+        except Unreachable:
+            if not is_seen:
+                raise
+        on_lost()
+        try:
+            for attempt in restart_attempts(Unreachable, may_return, retry_s, timeout_s):
+                with attempt:
+                    stream = _started(subscribe())
+        except Unreachable as error:
+            if not may_return():
+                raise Unreachable("the platform has stopped", "start it again: torchrelay up") from error
+            raise Unreachable("the scheduler no longer answers", "is the platform up? torchrelay up") from error
+
+
+def _started(stream: Iterator[T]) -> Iterator[T]:
+    """``stream`` once its first item is there. Raises ``Unreachable`` when it ends before."""
+    for item in stream:
+        return chain([item], stream)
+    raise Unreachable("the scheduler ended the stream", "is the platform up? torchrelay up")
+
+
 def explain(address: str, request_id: str = "", model: str = "", tls: Tls | None = None) -> scheduler_pb2.ExplainReply:
-    """The timeline of a request, or a model's recent decisions. Raises ``Problem``."""
+    """The timeline of a request, or a model's recent decisions. Raises ``CliError``."""
     with open_blocking_channel(address, tls) as channel:
         request = scheduler_pb2.ExplainRequest(request_id=request_id, model=model)
         try:
             return scheduler_pb2_grpc.SchedulerStub(channel).Explain(request, timeout=5)
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.NOT_FOUND:
-                raise CliError(error.details() or "nothing is known of it", "only recent requests are kept") from error
+                raise CliError(error.details() or "not found", "only recent requests are kept") from error
             raise _unreachable(address) from error
 
 
 def events(
     address: str, kinds: Sequence[str], since_unix_us: int, after_sequence: int, follow: bool, tls: Tls | None = None
 ) -> Iterator[scheduler_pb2.Event]:
-    """The history, oldest first; with ``follow`` it goes on. Raises ``Problem`` or ``Unreachable``."""
+    """The history, oldest first; with ``follow`` also new events. Raises ``CliError`` or ``Unreachable``."""
     request = scheduler_pb2.WatchEventsRequest(
         kinds=kinds, since_unix_us=since_unix_us, after_sequence=after_sequence, follow=follow
     )
@@ -69,9 +112,9 @@ def events(
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchEvents(request)
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNIMPLEMENTED:
-                raise CliError(f"the scheduler at {address} is older and tells no events", "update it") from error
+                raise CliError(f"the scheduler at {address} is older and has no events", "upgrade it") from error
             if isinstance(error, grpc.Call) and dict(error.trailing_metadata() or ()).get("torchrelay-code"):
-                raise CliError(error.details() or "the history cannot be read", "see that nats-server runs") from error
+                raise CliError(error.details() or "the history cannot be read", "is nats-server running?") from error
             raise _unreachable(address) from error
 
 

@@ -1,4 +1,4 @@
-"""Uploads of model folders: declare, send what is missing, commit. Broken connections are gone on from."""
+"""Uploads of model folders: declare, send what is missing, commit; resumes after a broken connection."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchrelay.cli.api.model_folder import LocalFile, model_files
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.model_folder import LocalFile, ProgressCallback, model_files
 from torchrelay.cli.errors import ApiError, Unreachable, api_error
-
-if TYPE_CHECKING:
-    from torchrelay.cli.api.client import GatewayClient
 
 READ_BYTES = 1 << 20
 MAX_FAILED_TRIES = 5
-Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
 class UploadJournal:
-    """Remembers on disk which upload is under way, so that the program run again goes on with it."""
+    """Records unfinished uploads on disk, so that the next run of the program resumes them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -33,85 +30,90 @@ class UploadJournal:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cls(cache / "torchrelay" / "uploads")
 
-    def recall(self, what: str) -> str | None:
-        """The id of the upload of exactly this, if one was begun and not ended."""
+    def find(self, fingerprint: str) -> str | None:
+        """The id of an unfinished upload of exactly these files."""
         try:
-            return self._file(what).read_text().strip()
+            return self._file(fingerprint).read_text().strip()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def note(self, what: str, upload_id: str) -> None:
+    def record(self, fingerprint: str, upload_id: str) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._file(what).write_text(upload_id)
+        self._file(fingerprint).write_text(upload_id)
 
-    def forget(self, what: str) -> None:
-        self._file(what).unlink(missing_ok=True)
+    def forget(self, fingerprint: str) -> None:
+        self._file(fingerprint).unlink(missing_ok=True)
 
-    def _file(self, what: str) -> Path:
-        return self._folder / hashlib.sha256(what.encode()).hexdigest()
+    def _file(self, fingerprint: str) -> Path:
+        return self._folder / hashlib.sha256(fingerprint.encode()).hexdigest()
 
 
 @dataclass(slots=True)
 class _SentBytes:
-    """Bytes the gateway has, of all files."""
+    """Bytes the gateway has received, over all files."""
 
     done: int
     total: int
 
 
 class ModelUpload:
-    """One upload of one folder."""
+    """One upload of one folder; with a ``journal`` it resumes where an earlier run stopped."""
 
     def __init__(
-        self, client: GatewayClient, folder: Path, model: str, progress: Progress, memory: UploadJournal | None = None
+        self,
+        client: GatewayClient,
+        folder: Path,
+        model: str,
+        progress: ProgressCallback,
+        journal: UploadJournal | None = None,
     ) -> None:
         self._client, self._folder, self._model = client, folder, model
-        self._progress, self._memory = progress, memory
+        self._progress, self._journal = progress, journal
 
     def run(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Hashes, sends and commits; the published model. Raises ``Problem``."""
+        """Hashes, sends and commits; returns the published model. Raises ``CliError``."""
         files = model_files(self._folder, self._progress)
-        what = json.dumps([self._client.url, self._model, [asdict(file) for file in files]])
-        upload = self._begin(what, files)
+        fingerprint = json.dumps([self._client.url, self._model, [asdict(file) for file in files]])
+        upload = self._begin(fingerprint, files)
         states = {str(state["path"]): state for state in upload["files"]}
         sent = _SentBytes(sum(int(state["received"]) for state in states.values()), sum(file.size for file in files))
         self._progress("upload", sent.done, sent.total)
         for file in files:
             self._send(str(upload["id"]), file, states[file.path], sent)
         model = self._commit(str(upload["id"]), settings)
-        if self._memory is not None:
-            self._memory.forget(what)
+        if self._journal is not None:
+            self._journal.forget(fingerprint)
         return model
 
-    def _begin(self, what: str, files: list[LocalFile]) -> dict[str, Any]:
+    def _begin(self, fingerprint: str, files: list[LocalFile]) -> dict[str, Any]:
         upload: dict[str, Any]
-        if self._memory is not None and (known := self._memory.recall(what)):
+        if self._journal is not None and (known := self._journal.find(fingerprint)):
             try:
                 upload = self._client.call("GET", f"/v1/uploads/{known}")
                 return upload
-            except ApiError as refused:
-                if refused.status != 404:
+            except ApiError as error:
+                if error.status != 404:
                     raise
-                self._memory.forget(what)
+                self._journal.forget(fingerprint)
         declared = [asdict(file) for file in files]
         upload = self._client.call("POST", "/v1/uploads", json={"model": self._model, "files": declared})
-        if self._memory is not None:
-            self._memory.note(what, str(upload["id"]))
+        if self._journal is not None:
+            self._journal.record(fingerprint, str(upload["id"]))
         return upload
 
     def _send(self, upload_id: str, file: LocalFile, state: dict[str, Any], sent: _SentBytes) -> None:
-        """Sends until the gateway has the whole file; after a break it asks how much arrived."""
+        """Sends until the gateway has the whole file; after an interruption asks how much arrived."""
         num_failures, before = 0, sent.done - int(state["received"])
         while not state["complete"]:
             offset = int(state["received"])
             sent.done = before + offset
             try:
                 state = self._put(upload_id, file, offset, sent)
-            except (Unreachable, ApiError) as problem:
-                if num_failures == MAX_FAILED_TRIES or (isinstance(problem, ApiError) and problem.status != 409):
+            except (Unreachable, ApiError) as error:
+                if num_failures == MAX_FAILED_TRIES or (isinstance(error, ApiError) and error.status != 409):
                     raise
                 num_failures += 1
-                time.sleep(0.2 * num_failures)  # the gateway may be starting again
+                time.sleep(0.2 * num_failures)  # the gateway may be restarting
                 state = self._state(upload_id, file, state)
                 if int(state["received"]) > offset:
                     num_failures = 0
@@ -150,4 +152,4 @@ class ModelUpload:
                     model: dict[str, Any] = event["model"]
                     return model
                 self._progress(str(event["stage"]), int(event["done"]), int(event["total"]))
-        raise Unreachable("the gateway ended the commit without an answer", "commit again: nothing was half published")
+        raise Unreachable("the gateway ended the commit early", "run the command again; nothing was published")

@@ -1,1 +1,1 @@
-"""One file per command."""
+"""One file per command: options in, api calls, views out."""

@@ -1,4 +1,4 @@
-"""`torchrelay chat`: talk to a model."""
+"""`torchrelay chat`: chat with a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Annotated, Any
 
 import typer
@@ -21,52 +21,53 @@ from torchrelay.cli.views.word_wrap import WordWrap
 EXAMPLE = """Example:  torchrelay chat acme/glossary "What is a cold start?"
 
 Piped:    torchrelay chat acme/glossary < question.txt"""
-HELP = "/new  forget what was said    /exit or Ctrl-D  leave    Ctrl-C  stop an answer"
+HELP = "/new  start over    /exit or Ctrl-D  quit    Ctrl-C  stop an answer"
 
 
 def chat(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Its name: TENANT/MODEL, or MODEL of your own.")],
-    question: Annotated[str | None, typer.Argument(metavar="[QUESTION]", help="Ask once and leave.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer, in tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: always the likeliest token.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message, said before everything else.")] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="TENANT/MODEL, or MODEL if it is your own.")],
+    question: Annotated[str | None, typer.Argument(metavar="[QUESTION]", help="Ask once and exit.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum length of the answer, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, max=2, help="0: always the most likely token.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Talk to a model; answers come as they are made.
+    """Chat with a model; answers are streamed.
 
-    Without a question it is a conversation: Ctrl-C stops an answer, /exit or Ctrl-D leaves. After each answer it
-    shows the time to the first token, the rate, and the request id that `torchrelay explain` takes.
+    Without a question it starts a conversation: Ctrl-C stops an answer, /exit or Ctrl-D quits. Below each answer are
+    the time to first token, the rate, and the request id for `torchrelay explain`.
     """
     access = tenant_access(home, url, key)
     access.require_tenant("chat")
     options = {"max_tokens": max_tokens, "temperature": temperature}
     with access.client() as client:
-        talk = Conversation(client, model, system, {name: one for name, one in options.items() if one is not None})
+        given = {name: value for name, value in options.items() if value is not None}
+        conversation = Conversation(client, model, system, given)
         if question is None and not sys.stdin.isatty():
             question = _piped_question()
         if question is not None:
-            if not talk.ask(question):
+            if not conversation.ask(question):
                 raise typer.Exit(128 + signal.SIGINT)
             return
-        client.call("GET", f"/v1/models/{model}")  # a wrong name is told before the first question
-        converse(talk)
+        client.call("GET", f"/v1/models/{model}")  # reports a wrong name before the first question
+        converse(conversation)
 
 
 def _piped_question() -> str:
-    """All of standard input. Raises ``Problem`` when that is empty, or no text."""
+    """All of standard input. Raises ``CliError`` when it is empty or not UTF-8."""
     try:
         question = sys.stdin.buffer.read().decode().strip()
     except UnicodeDecodeError as error:
-        raise CliError("standard input is no UTF-8 text", "pipe a text file into it") from error
+        raise CliError("standard input is not valid UTF-8", "pipe in a text file") from error
     if not question:
-        raise CliError("there is no question on standard input", 'ask: torchrelay chat MODEL "..."')
+        raise CliError("standard input is empty", 'ask: torchrelay chat MODEL "..."')
     return question
 
 
 class Conversation:
-    """The messages so far, and how answers are shown."""
+    """The messages so far; shows answers as they arrive."""
 
     def __init__(self, client: GatewayClient, model: str, system: str | None, options: dict[str, Any]) -> None:
         self._client, self._model, self._options = client, model, options
@@ -78,19 +79,19 @@ class Conversation:
         self._messages = list(self._opening)
 
     def ask(self, question: str) -> bool:
-        """Streams the answer to the terminal; False when Ctrl-C stopped it. Raises ``Problem``."""
-        asked = [*self._messages, {"role": "user", "content": question}]
-        answer, is_whole = Answer(time.monotonic), True
-        with closing(stream_chat(self._client, self._model, asked, self._options)) as events:
+        """Streams the answer to the terminal; False when Ctrl-C stopped it. Raises ``CliError``."""
+        messages = [*self._messages, {"role": "user", "content": question}]
+        answer, is_complete = Answer(time.monotonic), True
+        with closing(stream_chat(self._client, self._model, messages, self._options)) as events:
             try:
                 self._show(events, answer)
             except KeyboardInterrupt:
-                is_whole = False
+                is_complete = False
         self._out.print()
         if answer.text:
-            self._messages = [*asked, {"role": "assistant", "content": answer.text}]
-        self._err.print(answer.summary() if is_whole else f"stopped · {answer.summary()}".rstrip(" ·"), style="dim")
-        return is_whole
+            self._messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self._err.print(answer.summary() if is_complete else f"stopped · {answer.summary()}".rstrip(" ·"), style="dim")
+        return is_complete
 
     def _show(self, events: Iterator[ChatEvent], answer: Answer) -> None:
         wrap = WordWrap(self._out.width) if sys.stdout.isatty() else None
@@ -102,47 +103,41 @@ class Conversation:
                         status.stop()
                         write(event.text if wrap is None else wrap.feed(console.printable(event.text)))
                     elif event.is_waiting:
-                        status.update("waiting for a place, or for the model to wake", spinner_style="yellow")
+                        status.update("waiting in the queue, or for the model to load", spinner_style="yellow")
         finally:
             if wrap is not None:
                 write(wrap.rest())
 
 
 def write(text: str) -> None:
-    """To standard output at once: as it is into a pipe, without control characters onto a terminal."""
+    """Writes to standard output at once; verbatim to a pipe, without control characters to a terminal."""
     sys.stdout.write(console.printable(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
-def converse(talk: Conversation) -> None:
-    """Reads questions until the person leaves."""
-    _line_editing()
-    shown = console.err()
-    shown.print(HELP, style="dim")
+def converse(conversation: Conversation) -> None:
+    """Reads questions until the user quits."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 (importing it gives input() line editing)
+    err = console.err()
+    err.print(HELP, style="dim")
     while True:
         try:
             line = input("\n> ").strip()
         except EOFError:
-            shown.print()
+            err.print()
             return
         except KeyboardInterrupt:
-            shown.print("\n(/exit or Ctrl-D leaves)", style="dim")
+            err.print("\n(/exit or Ctrl-D to quit)", style="dim")
             continue
         if line in ("/exit", "/quit"):
             return
         if line == "/new":
-            talk.restart()
+            conversation.restart()
         elif line.startswith("/"):
-            shown.print(HELP, style="dim")
+            err.print(HELP, style="dim")
         elif line:
             try:
-                talk.ask(line)
-            except CliError as problem:
-                console.print_error(problem)
-
-
-def _line_editing() -> None:
-    try:
-        import readline  # noqa: F401 (imported for what it does to input())
-    except ImportError:
-        return
+                conversation.ask(line)
+            except CliError as error:
+                console.print_error(error)

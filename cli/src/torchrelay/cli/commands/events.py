@@ -1,47 +1,43 @@
-"""`torchrelay events`: what has happened, and what happens, a line each."""
+"""`torchrelay events`: what happened and why, one line per event."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
-import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrelay.cli.api.access import HomeOption
+from torchrelay.cli.api.access import HomeOption, SchedulerOption
 
 if TYPE_CHECKING:
     from torchrelay.common.tls import Tls
     from torchrelay.control.v1.scheduler_pb2 import Event
 
 EXAMPLE = "Example:  torchrelay events --kind relay --follow\n\nOr:       torchrelay events --since 2h --json"
-RETRY_S = 1.0
-RESTART_TIMEOUT_S = 6.0  # a scheduler that is started again answers within this time
 
 
 class EventKind(enum.StrEnum):
-    """The histories there are."""
+    """First words of event kinds."""
 
     RELAY = "relay"
     INSTANCE = "instance"
     SCALE = "scale"
+    COPY = "copy"
     MODEL = "model"
 
 
 def events(
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as things happen; Ctrl-C leaves.")] = False,
-    kind: Annotated[list[EventKind] | None, typer.Option(help="Only these; may be given more than once.")] = None,
-    since: Annotated[str, typer.Option(help="From how long ago: 30s, 10m, 2h, 7d.", metavar="AGO")] = "10m",
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing new events; Ctrl-C quits.")] = False,
+    kind: Annotated[list[EventKind] | None, typer.Option(help="Only this kind; repeatable.")] = None,
+    since: Annotated[str, typer.Option(help="How far back: 30s, 10m, 2h, 7d.", metavar="AGO")] = "10m",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per line.")] = False,
-    scheduler: Annotated[
-        str | None, typer.Option(help="Scheduler's gRPC address; by default the local platform's.", metavar="HOST:PORT")
-    ] = None,
+    scheduler: SchedulerOption = None,
     home: HomeOption = None,
 ) -> None:
-    """Show what the platform did and why: relays, instances, scaling, models. It is kept for 30 days."""
+    """Show what the platform did and why: relays, instances, scaling, copies, models. Kept for 30 days."""
     from torchrelay.cli.api.scheduler_client import environment_tls, local_tls
     from torchrelay.cli.home import Home
     from torchrelay.cli.views import event_lines
@@ -53,7 +49,7 @@ def events(
     local = Home.at(home)
     address = scheduler or local.endpoints()["scheduler"]
     tls = environment_tls() if scheduler else local_tls(local.endpoints())
-    source = EventTail(address, tls, [str(one) for one in kind or ()], max(from_unix_us, 1))
+    source = EventTail(address, tls, [str(name) for name in kind or ()], max(from_unix_us, 1))
     with contextlib.suppress(KeyboardInterrupt):
         found = source.tail(lambda: scheduler is not None or local.running_pid() is not None)
         _print(found if follow else source.once(), as_json)
@@ -72,7 +68,7 @@ def _print(found: Iterator[Event], as_json: bool) -> None:
 
 
 class EventTail:
-    """A scheduler's history, from a time on; what was shown is not shown again after a break."""
+    """A scheduler's events from a time on; resumes after the last one seen."""
 
     def __init__(self, address: str, tls: Tls | None, kinds: Sequence[str], from_unix_us: int) -> None:
         self._address, self._tls, self._kinds = address, tls, kinds
@@ -80,7 +76,7 @@ class EventTail:
         self._last_sequence = 0
 
     def once(self, follow: bool = False) -> Iterator[Event]:
-        """What there is; with ``follow``, until the connection breaks. Raises ``Problem``."""
+        """The events so far; with ``follow``, new ones until the connection breaks. Raises ``CliError``."""
         from torchrelay.cli.api.scheduler_client import events
 
         kinds, begin = self._kinds, self._from_unix_us
@@ -88,21 +84,8 @@ class EventTail:
             self._last_sequence = event.sequence
             yield event
 
-    def tail(self, may_return: Callable[[], bool]) -> Iterator[Event]:
-        """Until interrupted. Raises ``Unreachable`` when the scheduler is away for long, or cannot return."""
-        from torchrelay.cli.errors import Unreachable
+    def tail(self, may_return: Callable[[], bool], **limits: float) -> Iterator[Event]:
+        """Until interrupted; ``limits`` are those of ``resumed``, which says what is raised."""
+        from torchrelay.cli.api.scheduler_client import resumed
 
-        was_there, lost_s = False, 0.0
-        while True:
-            try:
-                for event in self.once(follow=True):
-                    was_there, lost_s = True, 0.0
-                    yield event
-                was_there = True  # the scheduler ended the stream: it stops
-            except Unreachable:
-                if not was_there:
-                    raise
-            lost_s = lost_s or time.monotonic()
-            if not may_return() or time.monotonic() - lost_s >= RESTART_TIMEOUT_S:
-                raise Unreachable(f"the scheduler at {self._address} answers no more", "is the platform up?")
-            time.sleep(RETRY_S)  # it may be starting again
+        return resumed(lambda: self.once(follow=True), may_return, lambda: None, **limits)

@@ -1,4 +1,4 @@
-"""`torchrelay models`: what is published, how it scales, and its end."""
+"""`torchrelay models`: list, configure and delete models."""
 
 from __future__ import annotations
 
@@ -9,15 +9,23 @@ from urllib.parse import quote
 
 import typer
 
-from torchrelay.cli.api.access import HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.api.access import (
+    HomeOption,
+    IdleTimeoutOption,
+    JsonOption,
+    KeyOption,
+    MaxInstancesOption,
+    UrlOption,
+    tenant_access,
+)
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes
 
-EXAMPLE = "Example:  torchrelay models\n\nSleep sooner:  torchrelay models set glossary --idle-timeout-s 30"
+EXAMPLE = "Example:  torchrelay models\n\nTo zero sooner:  torchrelay models set glossary --idle-timeout-s 30"
 app = typer.Typer(invoke_without_command=True)
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="TENANT/MODEL, or MODEL of your own.")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="TENANT/MODEL, or MODEL if it is your own.")]
 
 
 @app.callback()
@@ -28,11 +36,11 @@ def models(
     key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the models this key may call (with the admin key: all); set or delete one."""
+    """List the models this key may call (all, with the admin key); configure or delete one."""
     if context.invoked_subcommand is not None:
         sources = [context.get_parameter_source(name) for name in context.params]
         if any(source is not None and source.name == "COMMANDLINE" for source in sources):
-            raise typer.BadParameter(f"give options behind {context.invoked_subcommand!r}, not before it")
+            raise typer.BadParameter(f"options go after {context.invoked_subcommand!r}, not before it")
         return
     with tenant_access(home, url, key).client() as client:
         listed = client.call("GET", "/v1/models")
@@ -45,17 +53,17 @@ def models(
 
 
 def models_table(models: list[dict[str, Any]]) -> WidthAware:
-    """A line per model; a narrow terminal gets what is asked for most."""
+    """A row per model; fewer columns on a narrow terminal."""
     return WidthAware(lambda width: _table(models, is_small=width < NARROW_CELLS))
 
 
 def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
     numbers = ("size", "context", "idle s", "max")
     columns = ("model", "version", "architecture", "dtype", *numbers, "published")
-    spared = ("version", "architecture", "dtype") if is_small else ()
-    made = ResultTable(*columns, right=numbers, whole=("model", "published"), without=spared, is_narrow=True)
+    hidden = ("version", "architecture", "dtype") if is_small else ()
+    table = ResultTable(*columns, right=numbers, whole=("model", "published"), without=hidden, is_narrow=True)
     for model in models:
-        made.add_line(
+        table.add_line(
             model["id"],
             model["version"][:12],
             model["architecture"],
@@ -65,11 +73,11 @@ def _table(models: list[dict[str, Any]], is_small: bool) -> ResultTable:
             *_scaling(model),
             datetime.fromtimestamp(model["created"]).strftime("%Y-%m-%d" if is_small else "%Y-%m-%d %H:%M"),
         )
-    return made
+    return table
 
 
 def _scaling(model: dict[str, Any]) -> tuple[str, str]:
-    """Idle seconds and most instances, and whether they are the platform's choice."""
+    """Idle timeout and maximum instances; marked if they are the platform's defaults."""
     idle_s, most = model["effective_idle_timeout_s"], model["effective_max_instances"]
     return (
         f"{idle_s:g}" if model["idle_timeout_s"] else f"{idle_s:g} (default)",
@@ -80,45 +88,41 @@ def _scaling(model: dict[str, Any]) -> tuple[str, str]:
 @app.command("set", epilog="Example:  torchrelay models set glossary --idle-timeout-s 30")
 def set_model(
     name: NameArgument,
-    idle_timeout_s: Annotated[
-        float | None, typer.Option(min=0, help="Idle seconds until it goes to zero; 0: the platform's default.")
-    ] = None,
-    max_instances: Annotated[
-        int | None, typer.Option(min=0, help="Most instances per role; 0: the platform's default.")
-    ] = None,
+    idle_timeout_s: IdleTimeoutOption = None,
+    max_instances: MaxInstancesOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Change how a model scales; its version stays.
+    """Change how a model scales; its version stays the same.
 
-    Instances that run now hear of it with the model's next request.
+    Running instances adopt the change with the model's next request.
     """
     settings = {"idle_timeout_s": idle_timeout_s, "max_instances": max_instances}
     wanted = {field: value for field, value in settings.items() if value is not None}
     if not wanted:
-        raise CliError("there is nothing to set", "give --idle-timeout-s or --max-instances")
+        raise CliError("nothing to set", "pass --idle-timeout-s or --max-instances")
     with tenant_access(home, url, key).client() as client:
         model = client.call("PATCH", f"/v1/models/{quote(name)}", json=wanted)
     idle_s, most = _scaling(model)
     console.out().print(f"[bold]{model['id']}[/]: idle s {idle_s}, max instances per role {most}")
-    console.err().print("[dim]instances that run now hear of it with the model's next request[/]")
+    console.err().print("[dim]running instances adopt it with the model's next request[/]")
 
 
 @app.command(epilog="Example:  torchrelay models delete glossary")
 def delete(
     name: NameArgument,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask; needed where nobody can be asked.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask; required without a terminal.")] = False,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Take a model out of the catalog; running requests end well, new ones are refused. The bill stays."""
+    """Remove a model from the catalog; running requests finish, new ones are rejected. Its usage stays billed."""
     if not yes:
         if not sys.stdin.isatty():
-            raise CliError(f"nobody is there to be asked whether to delete {name}", "give --yes to delete it unasked")
+            raise CliError(f"cannot ask whether to delete {name}: there is no terminal", "pass --yes to delete it")
         if not typer.confirm(f"delete {name}?", err=True):
             raise typer.Exit(1)
     with tenant_access(home, url, key).client() as client:
-        gone = client.call("DELETE", f"/v1/models/{quote(name)}")
-    console.out().print(f"deleted {gone['id']}")
+        deleted = client.call("DELETE", f"/v1/models/{quote(name)}")
+    console.out().print(f"deleted {deleted['id']}")

@@ -1,4 +1,4 @@
-"""`torchrelay tenant`: for the admin."""
+"""`torchrelay tenant`: tenants and their limits (admin)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torchrelay.cli.api.access import AdminKeyOption, HomeOption, JsonOption, Ur
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
-from torchrelay.common.sizes import format_bytes
+from torchrelay.cli.views.console import ResultTable
+from torchrelay.common.quantities import format_bytes
 
 NANO = 1_000_000_000
-app = typer.Typer(no_args_is_help=True, help="Make, change and list tenants (admin).")
+app = typer.Typer(no_args_is_help=True, help="Create, change and list tenants (admin).")
 
 
 def _limit(text: str) -> float | None:
-    """A number from 0; ``none``: no limit."""
+    """A non-negative number; ``none``: no limit."""
     if text == "none":
         return None
     try:
@@ -28,20 +29,20 @@ def _limit(text: str) -> float | None:
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise typer.BadParameter(f"{text!r} is neither a number from 0 nor none")
+        raise typer.BadParameter(f"{text!r} must be a non-negative number or 'none'")
     return number
 
 
 StorageOption = Annotated[
-    str | None, typer.Option("--storage-quota-gb", help="Room for models, in GB; none: no limit.", metavar="GB|none")
+    str | None, typer.Option("--storage-quota-gb", help="Storage for models, in GB; none: no limit.", metavar="GB|none")
 ]
 BudgetOption = Annotated[
-    str | None, typer.Option("--budget", help="Most it may spend, in dollars; none: no limit.", metavar="DOLLARS|none")
+    str | None, typer.Option("--budget", help="Maximum spending, in dollars; none: no limit.", metavar="DOLLARS|none")
 ]
 
 
 def _limits(storage_quota_gb: str | None, budget: str | None) -> dict[str, int | None]:
-    """The limits that were given, as the REST door takes them."""
+    """The given limits as fields of the REST API."""
     given = {"storage_quota_bytes": (storage_quota_gb, 10**9), "budget_nano": (budget, NANO)}
     read = {field: (_limit(text), unit) for field, (text, unit) in given.items() if text is not None}
     return {field: None if number is None else round(number * unit) for field, (number, unit) in read.items()}
@@ -49,19 +50,19 @@ def _limits(storage_quota_gb: str | None, budget: str | None) -> dict[str, int |
 
 @app.command(epilog="Example:  torchrelay tenant create acme --storage-quota-gb 50 --budget 100")
 def create(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Also the first half of its models' names.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Also the first part of its models' names.")],
     storage_quota_gb: StorageOption = None,
     budget: BudgetOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: AdminKeyOption = None,
 ) -> None:
-    """Make a tenant."""
+    """Create a tenant."""
     body = {"name": name, **_limits(storage_quota_gb, budget)}
     with admin_access(home, url, key).client() as client:
-        made = _create(client, body)
-    console.out().print(f"made tenant [bold]{made['name']}[/]")
-    console.err().print(f"[dim]next: torchrelay key create --tenant {made['name']}[/]")
+        created = _create(client, body)
+    console.out().print(f"created tenant [bold]{created['name']}[/]")
+    console.err().print(f"[dim]next: torchrelay key create --tenant {created['name']}[/]")
 
 
 @app.command("set", epilog="Example:  torchrelay tenant set acme --budget 200")
@@ -73,25 +74,25 @@ def set_tenant(
     url: UrlOption = None,
     key: AdminKeyOption = None,
 ) -> None:
-    """Change a tenant's limits; a budget counts all it ever spent, and a changed one holds for the next request."""
+    """Change a tenant's limits, from the next request on; a budget covers everything ever spent."""
     wanted = _limits(storage_quota_gb, budget)
     if not wanted:
-        raise CliError("there is nothing to set", "give --budget or --storage-quota-gb")
+        raise CliError("nothing to set", "pass --budget or --storage-quota-gb")
     with admin_access(home, url, key).client() as client:
-        one = client.call("PATCH", f"/v1/tenants/{quote(name)}", json=wanted)
-    quota, most = _shown(one)
-    console.out().print(f"[bold]{one['name']}[/]: storage quota {quota}, budget {most}")
+        tenant = client.call("PATCH", f"/v1/tenants/{quote(name)}", json=wanted)
+    quota, most = _limits_text(tenant)
+    console.out().print(f"[bold]{tenant['name']}[/]: storage quota {quota}, budget {most}")
 
 
 def _create(client: GatewayClient, body: dict[str, Any]) -> dict[str, Any]:
-    """The new tenant. Raises ``Problem``, for a taken name with what that tenant can be given."""
+    """The new tenant. Raises ``CliError``; for a taken name the hint is to create a key."""
     try:
-        made: dict[str, Any] = client.call("POST", "/v1/tenants", json=body)
-    except ApiError as refused:
-        if refused.status != 409:
+        created: dict[str, Any] = client.call("POST", "/v1/tenants", json=body)
+    except ApiError as error:
+        if error.status != 409:
             raise
-        raise CliError(refused.message, f"give it a key: torchrelay key create --tenant {body['name']}") from None
-    return made
+        raise CliError(error.message, f"create a key for it: torchrelay key create --tenant {body['name']}") from None
+    return created
 
 
 @app.command("list", epilog="Example:  torchrelay tenant list")
@@ -104,22 +105,16 @@ def list_tenants(
     if as_json:
         console.print_json(listed)
         return
-    made = console.table("tenant", "storage quota", "budget", "made", right=("storage quota", "budget"))
-    for one in listed["data"]:
-        made.add_row(
-            one["name"],
-            *_shown(one),
-            datetime.fromtimestamp(one["created"]).strftime("%Y-%m-%d %H:%M"),
-        )
-    console.out().print(made)
+    table = ResultTable("tenant", "storage quota", "budget", "created", right=("storage quota", "budget"))
+    for tenant in listed["data"]:
+        created = datetime.fromtimestamp(tenant["created"]).strftime("%Y-%m-%d %H:%M")
+        table.add_row(tenant["name"], *_limits_text(tenant), created)
+    console.out().print(table)
 
 
-def _shown(one: dict[str, Any]) -> tuple[str, str]:
+def _limits_text(tenant: dict[str, Any]) -> tuple[str, str]:
     """Storage quota and budget."""
     from torchrelay.gateway.billing.money import dollars  # imports gRPC: not for `torchrelay --help`
 
-    quota, budget = one["storage_quota_bytes"], one["budget_nano"]
-    return (
-        "no limit" if quota is None else format_bytes(quota),
-        "no limit" if budget is None else dollars(budget),
-    )
+    quota, budget = tenant["storage_quota_bytes"], tenant["budget_nano"]
+    return "no limit" if quota is None else format_bytes(quota), "no limit" if budget is None else dollars(budget)

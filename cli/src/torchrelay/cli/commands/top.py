@@ -10,26 +10,22 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from torchrelay.cli.api.access import HomeOption
+from torchrelay.cli.api.access import HomeOption, SchedulerOption
 
 if TYPE_CHECKING:
     from torchrelay.common.tls import Tls
 
 EXAMPLE = "Example:  torchrelay top\n\nOnce:     torchrelay top --once\n\nScripts:  torchrelay top --json"
-RETRY_S = 1.0
-RESTART_TIMEOUT_S = 6.0  # a scheduler that is started again answers within this time
 REFRESH_PER_S = 4
 
 
 def top(
-    once: Annotated[bool, typer.Option("--once", help="Print one view and end.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one view as a JSON object and end.")] = False,
-    scheduler: Annotated[
-        str | None, typer.Option(help="Scheduler's gRPC address; by default the local platform's.", metavar="HOST:PORT")
-    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one view and exit.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one view as a JSON object and exit.")] = False,
+    scheduler: SchedulerOption = None,
     home: HomeOption = None,
 ) -> None:
-    """Watch relays, workers, copies of packs, instances and demand as they change; Ctrl-C leaves."""
+    """Watch relays, workers, copies of packs, instances and demand; Ctrl-C quits."""
     from torchrelay.cli.api.scheduler_client import environment_tls, local_tls
     from torchrelay.cli.home import Home
 
@@ -59,31 +55,16 @@ def _print_once(address: str, tls: Tls | None, as_json: bool) -> None:
         return
 
 
-def follow(address: str, may_return: Callable[[], bool], tls: Tls | None = None) -> None:
-    """Draws until interrupted. Raises ``Unreachable`` when the scheduler is away for long, or cannot return."""
+def follow(address: str, may_return: Callable[[], bool], tls: Tls | None = None, **limits: float) -> None:
+    """Draws until interrupted; ``limits`` are those of ``resumed``, which says what is raised."""
     from rich.live import Live
 
-    from torchrelay.cli.api.scheduler_client import watch
-    from torchrelay.cli.errors import Unreachable
+    from torchrelay.cli.api.scheduler_client import resumed, watch
     from torchrelay.cli.views import console
     from torchrelay.cli.views.cluster import LiveScreen
 
     screen = LiveScreen(address, time.monotonic)
-    is_seen, lost_s = False, 0.0
     live = Live(get_renderable=screen.render, console=console.out(), screen=True, refresh_per_second=REFRESH_PER_S)
     with live:
-        while True:
-            try:
-                for view in watch(address, tls):
-                    screen.show(view)
-                    is_seen, lost_s = True, 0.0
-            except Unreachable:
-                if not is_seen:
-                    raise
-            screen.lost()
-            lost_s = lost_s or time.monotonic()
-            if not may_return():
-                raise Unreachable("the platform has stopped", "start it again: torchrelay up")
-            if time.monotonic() - lost_s >= RESTART_TIMEOUT_S:
-                raise Unreachable(f"the scheduler at {address} answers no more", "is the platform up? torchrelay up")
-            time.sleep(RETRY_S)  # it may be starting again
+        for view in resumed(lambda: watch(address, tls), may_return, screen.lost, **limits):
+            screen.show(view)

@@ -1,4 +1,4 @@
-"""`torchrelay upload`: a model folder goes up and is published."""
+"""`torchrelay upload`: upload and publish a model folder."""
 
 from __future__ import annotations
 
@@ -19,19 +19,27 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from torchrelay.cli.api.access import Access, HomeOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.api.access import (
+    Access,
+    HomeOption,
+    IdleTimeoutOption,
+    KeyOption,
+    MaxInstancesOption,
+    UrlOption,
+    tenant_access,
+)
 from torchrelay.cli.api.model_check import check_folder, check_name
-from torchrelay.cli.api.upload import UploadJournal
+from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
 from torchrelay.cli.views import console
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes
 
 EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
 _STAGES = {"hash": "Hashing", "upload": "Uploading", "validate": "Checking", "pack": "Packing", "publish": "Publishing"}
 
 
 class StageBars:
-    """A progress bar per stage, in the order the stages come."""
+    """A progress bar per stage, in order of appearance."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -42,14 +50,14 @@ class StageBars:
             for bar in self._bars.values():
                 self._progress.stop_task(bar)
             name = _STAGES.get(stage, stage.capitalize())
-            # An upload gone on with starts at what is already there, so that the rate shown is the real one.
+            # A resumed upload starts at what is already there, so that the rate is right.
             begin = done if stage == "upload" else 0
             self._bars[stage] = self._progress.add_task(name, total=max(total, 1), completed=begin)
         self._progress.update(self._bars[stage], completed=done, total=max(total, 1))
 
 
 class RateColumn(TransferSpeedColumn):
-    """Bytes per second; nothing while it is not known."""
+    """Bytes per second; empty while unknown."""
 
     def render(self, task: Task) -> Text:
         return super().render(task) if task.finished_speed or task.speed else Text("")
@@ -58,22 +66,18 @@ class RateColumn(TransferSpeedColumn):
 def upload(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Hugging Face folder: config, tokenizer, safetensors.")],
     name: Annotated[
-        str | None, typer.Option(help="Name of the model; by default the folder's. With the admin key: TENANT/NAME.")
+        str | None, typer.Option(help="Name of the model; the folder's by default. With the admin key: TENANT/NAME.")
     ] = None,
-    idle_timeout_s: Annotated[
-        float | None, typer.Option(min=0, help="Idle seconds until it goes to zero; 0: the platform's default.")
-    ] = None,
-    max_instances: Annotated[
-        int | None, typer.Option(min=0, help="Most instances per role; 0: the platform's default.")
-    ] = None,
+    idle_timeout_s: IdleTimeoutOption = None,
+    max_instances: MaxInstancesOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
 ) -> None:
     """Upload a model folder and publish it under a name.
 
-    An upload that was interrupted goes on where it stopped when the same command is run again. Uploading to a name
-    that exists publishes a new version of it; running requests end with the old one.
+    Run the same command again to resume an interrupted upload. Uploading to an existing name publishes a new version;
+    running requests finish on the old one.
     """
     access = tenant_access(home, url, key)
     settings: dict[str, Any] = {"idle_timeout_s": idle_timeout_s, "max_instances": max_instances}
@@ -86,24 +90,24 @@ def upload(
     facts = f"{model['architecture']}, {model['dtype']}, {format_bytes(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
     console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")
-    console.err().print(f"[dim]talk to it: torchrelay chat {model['id']}[/]")
+    console.err().print(f"[dim]next: torchrelay chat {model['id']}[/]")
 
 
 def _version_before(access: Access, name: str) -> str | None:
-    """The version that the name stands for until now. Raises ``Problem`` when the model cannot be this key's."""
+    """The current version of the name. Raises ``CliError`` when this key cannot publish under it."""
     tenant, slash, _ = name.rpartition("/")
     with access.client() as client:
         if slash and access.is_admin:
-            if tenant not in [one["name"] for one in client.call("GET", "/v1/tenants")["data"]]:
-                raise CliError(f"there is no tenant {tenant!r}", f"make it: torchrelay tenant create {tenant}")
+            if tenant not in [entry["name"] for entry in client.call("GET", "/v1/tenants")["data"]]:
+                raise CliError(f"tenant {tenant!r} does not exist", f"create it: torchrelay tenant create {tenant}")
         elif slash:
-            own = client.call("GET", "/v1/keys")["data"][0]["tenant"]  # the key that asks is among them
+            own = client.call("GET", "/v1/keys")["data"][0]["tenant"]  # includes the key used
             if tenant != own:
-                raise CliError(f"this key is of {own}, not of {tenant}", f"give --name {own}/..., or a key of {tenant}")
+                raise CliError(f"this key is {own}'s, not {tenant}'s", f"pass --name {own}/..., or a key of {tenant}")
         try:
             version: str = client.call("GET", f"/v1/models/{name}")["version"]
-        except ApiError as refused:
-            if refused.status != 404:
+        except ApiError as error:
+            if error.status != 404:
                 raise
             return None
     return version
@@ -120,16 +124,16 @@ def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> d
     )
     try:
         with Progress(*columns, console=console.err()) as progress, access.client() as client:
-            return client.upload(folder, name, settings, StageBars(progress), UploadJournal.of_user())
+            return ModelUpload(client, folder, name, StageBars(progress), UploadJournal.of_user()).run(settings)
     except KeyboardInterrupt:
-        raise CliError("interrupted", "run the same command again: it goes on where it stopped") from None
+        raise CliError("interrupted", "run the same command again to resume") from None
 
 
 def _model_name(access: Access, folder: Path, name: str | None) -> str:
     chosen = name or folder.resolve().name.lower()
     if access.is_admin and "/" not in chosen:
         raise CliError(
-            "the admin key does not say whose model this is",
-            f"make a tenant's key first: torchrelay key create --tenant NAME; or give --name TENANT/{chosen}",
+            "with the admin key, the name must include the tenant",
+            f"pass --name TENANT/{chosen}, or create a tenant's key: torchrelay key create --tenant NAME",
         )
     return chosen

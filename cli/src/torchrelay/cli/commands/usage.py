@@ -1,4 +1,4 @@
-"""`torchrelay usage` and `torchrelay bill`: what was used, and what it costs."""
+"""`torchrelay usage` and `torchrelay bill`: usage and its cost."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from rich.table import Table
 from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
+from torchrelay.cli.views.console import ResultTable
 
 USAGE_EXAMPLE = "Example:  torchrelay usage --by day --from 2026-11-01"
 BILL_EXAMPLE = "Example:  torchrelay bill --month 2026-11"
 _NUMBERS = ("requests", "prompt", "cached", "output", "cost", "amount")
 
-TenantOption = Annotated[str | None, typer.Option(help="With the admin key: of this tenant.")]
+TenantOption = Annotated[str | None, typer.Option(help="Tenant; with the admin key only.")]
 
 
 class GroupBy(StrEnum):
@@ -27,18 +28,18 @@ class GroupBy(StrEnum):
 
 
 def usage(
-    by: Annotated[GroupBy, typer.Option(help="One line per what.")] = GroupBy.model,
-    begin: Annotated[str | None, typer.Option("--from", help="From this day or time (UTC) on.", metavar="TIME")] = None,
-    end: Annotated[str | None, typer.Option("--to", help="Until before this day or time.", metavar="TIME")] = None,
-    model: Annotated[str | None, typer.Option(help="Of this model only.")] = None,
-    key_id: Annotated[str | None, typer.Option(help="Of this key only; its id, see `key list`.")] = None,
+    by: Annotated[GroupBy, typer.Option(help="What each row stands for.")] = GroupBy.model,
+    begin: Annotated[str | None, typer.Option("--from", help="First day or time (UTC).", metavar="TIME")] = None,
+    end: Annotated[str | None, typer.Option("--to", help="Day or time to end before (UTC).", metavar="TIME")] = None,
+    model: Annotated[str | None, typer.Option(help="Only this model.")] = None,
+    key_id: Annotated[str | None, typer.Option(help="Only this key, by its id (see `key list`).")] = None,
     tenant: TenantOption = None,
     home: HomeOption = None,
     url: UrlOption = None,
     key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show requests, tokens and their exact cost. With the admin key: of all tenants."""
+    """Show requests, tokens and their exact cost; with the admin key, of all tenants."""
     access = _access(home, url, key, tenant)
     wanted = {"group_by": by.value, "from": begin, "to": end, "model": model, "key": key_id, "tenant": tenant}
     with access.client() as client:
@@ -46,25 +47,25 @@ def usage(
     if as_json:
         console.print_json(found)
     elif not found["data"]:
-        console.err().print("nothing was used yet")
+        console.err().print("no usage yet")
     else:
         console.out().print(usage_table(found, by.value))
 
 
 def usage_table(found: dict[str, Any], by: str) -> Table:
-    made = console.table(by, "requests", "prompt", "cached", "output", "cost", right=_NUMBERS)
-    made.show_footer = len(found["data"]) > 1
-    for one in found["data"]:
-        made.add_row(str(one[by]), *_quantities(one), f"${one['cost']}")
+    table = ResultTable(by, "requests", "prompt", "cached", "output", "cost", right=_NUMBERS)
+    table.show_footer = len(found["data"]) > 1
+    for row in found["data"]:
+        table.add_row(str(row[by]), *_quantities(row), f"${row['cost']}")
     total = found["total"]
-    for column, text in zip(made.columns, ("total", *_quantities(total), f"${total['cost']}"), strict=True):
+    for column, text in zip(table.columns, ("total", *_quantities(total), f"${total['cost']}"), strict=True):
         column.footer = text
-    return made
+    return table
 
 
 def bill(
     month: Annotated[
-        str | None, typer.Option("--month", "--period", help="Such as 2026-11; this one by default (UTC).")
+        str | None, typer.Option("--month", "--period", help="As in 2026-11; the current month (UTC) by default.")
     ] = None,
     tenant: TenantOption = None,
     home: HomeOption = None,
@@ -72,10 +73,10 @@ def bill(
     key: KeyOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the bill of a month: a line per model and price, each rounded once."""
+    """Show the bill of a month: one line per model and price, each rounded once."""
     access = _access(home, url, key, tenant)
     if access.is_admin and not tenant:
-        raise CliError("the admin key must say whose bill", "name the tenant: --tenant NAME")
+        raise CliError("with the admin key, --tenant is required", "name the tenant: --tenant NAME")
     wanted = {"period": month or datetime.now(UTC).strftime("%Y-%m"), "tenant": tenant}
     with access.client() as client:
         found = client.call("GET", "/v1/bill", params=_given(wanted))
@@ -87,17 +88,17 @@ def bill(
 
 def bill_table(found: dict[str, Any]) -> Table:
     title = f"Bill of {found['tenant']}, {found['period']}"
-    made = console.table("model", "requests", "prompt", "cached", "output", "amount", right=_NUMBERS, title=title)
-    made.show_footer = True
+    table = ResultTable("model", "requests", "prompt", "cached", "output", "amount", right=_NUMBERS, title=title)
+    table.show_footer = True
     for line in found["lines"]:
-        made.add_row(line["model"], *_quantities(line), f"{line['amount']} {found['currency']}")
-    made.columns[0].footer = "total"
-    made.columns[-1].footer = f"{found['amount']} {found['currency']}"
-    return made
+        table.add_row(line["model"], *_quantities(line), f"{line['amount']} {found['currency']}")
+    table.columns[0].footer = "total"
+    table.columns[-1].footer = f"{found['amount']} {found['currency']}"
+    return table
 
 
 def _access(home: Any, url: str | None, key: str | None, tenant: str | None) -> Access:
-    """A named tenant may be any: the local admin key asks, not the saved key of one of them."""
+    """For a named tenant uses the local admin key, not the saved key of another tenant."""
     access = tenant_access(home, url, key)
     if tenant and access.home is not None and key is None:
         return Access(access.url, access.home.admin_key(), access.home)
@@ -108,7 +109,7 @@ def _given(wanted: dict[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-def _quantities(one: dict[str, Any]) -> tuple[str, str, str, str]:
+def _quantities(row: dict[str, Any]) -> tuple[str, str, str, str]:
     names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens")
-    requests, prompt, cached, output = (f"{one[name]:,}" for name in names)
+    requests, prompt, cached, output = (f"{row[name]:,}" for name in names)
     return requests, prompt, cached, output

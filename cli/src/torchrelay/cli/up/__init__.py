@@ -1,3 +1,3 @@
-"""the embedded install: command, options, plan, ports, external servers, remote store, certificates, tls, progress,
+"""The embedded install: command, options, plan, ports, external servers, remote store, certificates, tls, progress,
 run. Imports children, views.console, api.access, home.
 """

@@ -1,4 +1,4 @@
-"""The certificates of an embedded install: a CA of its own, and a certificate that its processes and commands carry."""
+"""Certificates of an embedded install: a CA, and one certificate shared by its processes and commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchrelay.common.tls import CLUSTER_NAME, Tls, TlsFiles, TlsUnusable
 
 CA_LIFE = timedelta(days=3650)
 CERT_LIFE = timedelta(days=730)
-RENEW_BEFORE = timedelta(days=365)  # an `up` may run this long before its certificate ends
+RENEW_BEFORE = timedelta(days=365)  # an `up` may run this long
 MAX_CLOCK_SKEW = timedelta(hours=1)
 
 
@@ -38,9 +38,9 @@ class Identity:
 
 
 def ensure_certificates(folder: Path, now: datetime | None = None) -> TlsFiles:
-    """The files of the install's TLS in ``folder``: made at first, and anew when they near their end or are damaged.
+    """The TLS files in ``folder``, created if missing, renewed when damaged or near expiry.
 
-    To be called while none of the install's processes runs: those of the old CA would refuse those of the new.
+    Call while no process of the install runs: those with the old CA would reject the new one.
     Raises ``OSError`` when the folder cannot be written.
     """
     now = now or datetime.now(UTC)
@@ -58,7 +58,7 @@ def ensure_certificates(folder: Path, now: datetime | None = None) -> TlsFiles:
 
 
 def make_ca(now: datetime, end: datetime) -> Identity:
-    """A CA that signs itself, and certificates of nodes only."""
+    """A self-signed CA that signs only node certificates."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name("Torchrelay cluster CA")
     cert = (
@@ -71,7 +71,7 @@ def make_ca(now: datetime, end: datetime) -> Identity:
 
 
 def issue(ca: Identity, now: datetime, end: datetime, dns_name: str = CLUSTER_NAME) -> Identity:
-    """A node's certificate, for both ends of a connection."""
+    """A node's certificate, for server and client use."""
     key = ec.generate_private_key(ec.SECP256R1())
     both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
     cert = (
@@ -98,7 +98,7 @@ def _are_valid(files: TlsFiles, now: datetime) -> bool:
 
 
 def _load(cert_file: Path, key_file: Path) -> Identity | None:
-    """None: they are not there, or are not a pair that was made here."""
+    """None: the files are missing, or are not a matching pair."""
     try:
         cert = x509.load_pem_x509_certificate(cert_file.read_bytes())
         key = load_pem_private_key(key_file.read_bytes(), password=None)
@@ -110,14 +110,14 @@ def _load(cert_file: Path, key_file: Path) -> Identity | None:
 
 
 def _write(identity: Identity, cert_file: Path, key_file: Path) -> None:
-    """Each file at once; a pair of which one is new and one old is noticed at the next start."""
+    """Replaces each file atomically; a mismatched pair is detected at the next start."""
     key = identity.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     for path, content, mode in (
         (key_file, key, 0o600),
         (cert_file, identity.cert.public_bytes(Encoding.PEM), 0o644),
     ):
         draft = path.with_suffix(f"{path.suffix}.draft")
-        draft.unlink(missing_ok=True)  # of a start that was killed
+        draft.unlink(missing_ok=True)  # left by a killed start
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
         draft.replace(path)

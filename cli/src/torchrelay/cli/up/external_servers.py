@@ -1,24 +1,22 @@
-"""What of the platform runs elsewhere, by variables: brokers and the ledger. Tried before anything starts."""
+"""Brokers and ledger that variables name instead of embedded ones; checked before anything starts."""
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from torchrelay.cli.errors import CliError
+from torchrelay.cli.up.children.child import is_listening
 from torchrelay.gateway.settings import check_database_url
 
-CONNECT_TIMEOUT_S = 3.0
 _SECRET = re.compile(r"((?:password|token|secret|key)=)[^&#]*", re.IGNORECASE)  # in a query
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalServer:
-    """A server that ``variable`` names by ``url``; ``address`` is where to try it, None: it cannot be tried."""
+    """A server that ``variable`` names by ``url``; ``address`` is None when it cannot be checked."""
 
     name: str
     variable: str
@@ -26,7 +24,11 @@ class ExternalServer:
     address: tuple[str, int] | None
 
 
-_FALLBACKS = {"Redis": "one is started here", "NATS": "one is started here", "PostgreSQL": "SQLite keeps the ledger"}
+_FALLBACKS = {
+    "Redis": "a local one is started",
+    "NATS": "a local one is started",
+    "PostgreSQL": "SQLite keeps the ledger",
+}
 _BROKERS = {
     "TORCHRELAY_REDIS_URL": ("Redis", ("redis", "rediss", "unix"), 6379),
     "TORCHRELAY_NATS_URL": ("NATS", ("nats", "tls", "ws", "wss"), 4222),
@@ -34,7 +36,7 @@ _BROKERS = {
 
 
 def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
-    """What the variables name. Raises ``Problem`` for one that is no address."""
+    """The servers that the variables name. Raises ``CliError`` for an invalid address."""
     found = []
     for variable, (name, schemes, port) in _BROKERS.items():
         if url := environment.get(variable, ""):
@@ -44,8 +46,8 @@ def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
         try:
             check_database_url(url)
         except ValueError as error:
-            told = str(error).replace(repr(url), repr(without_password(url)))
-            raise CliError(f"{variable}: {told}", "mend it, or unset it for a ledger in the home folder") from None
+            message = str(error).replace(repr(url), repr(without_password(url)))
+            raise CliError(f"{variable}: {message}", "fix it, or unset it to use the home folder's ledger") from None
         if url.startswith("postgresql"):
             scheme = url.partition(":")[0]
             found.append(_server("PostgreSQL", variable, url, (scheme,), 5432))
@@ -53,7 +55,7 @@ def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
 
 
 def without_password(url: str) -> str:
-    """For people to read. It may be no URL at all, so whatever stands before an @ counts as a user and a password."""
+    """The URL for display. It may be malformed, so anything before an @ counts as user and password."""
     scheme, slashes, rest = url.rpartition("://")
     user, at, host = rest.rpartition("@")
     name, colon, _ = user.partition(":")
@@ -66,33 +68,21 @@ def _server(name: str, variable: str, url: str, schemes: tuple[str, ...], defaul
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or default_port
     except ValueError as error:
-        told = f"{variable} is {without_password(url)!r}: {error}"
-        raise CliError(told, f"write it as {schemes[0]}://host:{default_port}") from error
+        message = f"{variable} is {without_password(url)!r}: {error}"
+        raise CliError(message, f"write it as {schemes[0]}://host:{default_port}") from error
     if parts.scheme not in schemes or (host is None and name == "NATS"):
-        told = f"{variable} is {without_password(url)!r}, which is no address"
-        raise CliError(told, f"write it as {schemes[0]}://host:{default_port}")
-    # Without a host it is a socket file (Redis), or said in the query (PostgreSQL).
+        message = f"{variable} is {without_password(url)!r}, which is not a valid address"
+        raise CliError(message, f"write it as {schemes[0]}://host:{default_port}")
+    # Without a host it is a socket file (Redis), or named in the query (PostgreSQL).
     return ExternalServer(name, variable, url, None if host is None else (host, port))
 
 
 async def check_external_servers(environment: Mapping[str, str]) -> None:
-    """Raises ``Problem`` within seconds when one of them does not answer: services would wait for it for long."""
+    """Raises ``CliError`` within seconds when a server does not answer; services would wait much longer."""
     for server in external_servers(environment):
-        if server.address is not None and not await _answers(*server.address):
+        if server.address is not None and not await is_listening(*server.address):
             host, port = server.address
             raise CliError(
                 f"no {server.name} answers at {host}:{port}, which {server.variable} names",
                 f"start it, or unset {server.variable}: then {_FALLBACKS[server.name]}",
             )
-
-
-async def _answers(host: str, port: int) -> bool:
-    try:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except (OSError, UnicodeError, TimeoutError):
-        return False
-    writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
-    return True

@@ -1,4 +1,4 @@
-"""The embedded install as a list of children: brokers first, then services, each with its settings as environment."""
+"""Plans the children of an embedded install: brokers and services, each with its settings as environment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.child import ChildSpec
-from torchrelay.cli.up.options import UpOptions
+from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
 from torchrelay.common.tls import Tls, TlsFiles
@@ -23,54 +23,49 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
-    """The children in groups, each group asked by those after it: brokers, store, scheduler, workers, gateway.
+class UpOptions:
+    """Counts, sizes and ports of an embedded install; 0 means chosen automatically."""
 
-    The brokers start first, then all services at once (they wait for each other). A group is stopped when all groups
-    behind it are.
-    """
-
-    groups: tuple[tuple[ChildSpec, ...], ...]
-    endpoints: dict[str, str]
-    arena: Path | None = None  # shared memory to be gone at the end
+    host: str = "127.0.0.1"  # where the public API listens; everything else stays on loopback
     http_port: int = 0
-    taken_http_port: int = 0  # the one that would have been taken, had it been free
-
-    @property
-    def waves(self) -> tuple[tuple[ChildSpec, ...], ...]:
-        """What starts together; a wave begins when the one before it is ready."""
-        brokers, *services = self.groups
-        return (brokers, tuple(spec for group in services for spec in group))
-
-    @property
-    def specs(self) -> tuple[ChildSpec, ...]:
-        return tuple(spec for group in self.groups for spec in group)
+    grpc_port: int = 0
+    num_prefill_workers: int = 1
+    num_decode_workers: int = 1
+    num_both_workers: int = 0
+    remote: str = ""  # a folder or a URL; empty: in the home
+    arena_bytes: int = 0
+    kv_pool_bytes: int = 0
+    idle_timeout_s: float = 0.0
+    threads: int = 0
+    device: str = "cpu"
+    log_level: str = "info"
+    tls: bool = False  # between the services, not for the public API
 
 
 def _program(name: str) -> str:
-    """The path of a broker. Raises ``Problem`` when it is not installed."""
+    """The path of a broker. Raises ``CliError`` when it is not installed."""
     found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin:/opt/homebrew/bin")
     if found is None:
         setting = {"redis-server": "TORCHRELAY_REDIS_URL", "nats-server": "TORCHRELAY_NATS_URL"}[name]
-        raise CliError(f"{name} is not installed", f"install it (make setup does), or point {setting} at a running one")
+        raise CliError(f"{name} is not installed", f"install it (make setup does), or set {setting} to a running one")
     return found
 
 
 def _port_from_environment(name: str) -> int:
-    """0 when it is not set. Raises ``Problem`` when it is no port."""
+    """0 when it is not set. Raises ``CliError`` when it is not a valid port."""
     value = os.environ.get(name, "0")
     if not value.isdecimal() or int(value) > 65535:
-        raise CliError(f"{name} is {value!r}, which is no port", "give a number from 1 to 65535, or unset it")
+        raise CliError(f"{name} is {value!r}, which is not a valid port", "use a number from 1 to 65535, or unset it")
     return int(value)
 
 
 def _service_program(name: str) -> str:
-    """The console script of a service, beside this Python."""
+    """The console script of a service, in the folder of this Python."""
     return str(Path(sys.executable).parent / name)
 
 
 class StackPlan:
-    """Works out ports, keys and environments for one home. ``tls``: the services speak TLS with these files."""
+    """Chooses ports, keys and environments for one home. ``tls``: files for TLS between the services."""
 
     def __init__(self, home: Home, options: UpOptions, ports: Ports, tls: TlsFiles | None = None) -> None:
         self._home, self._options, self._ports = home, options, ports
@@ -89,13 +84,13 @@ class StackPlan:
         self._arena = shared_memory / f"torchrelay-{self._cluster_key[:6].hex()}"
 
     def stack(self) -> Stack:
-        """Raises ``Problem`` when a broker is not installed."""
+        """Raises ``CliError`` when a broker is not installed."""
         brokers = tuple(spec for spec in (self._redis(), self._nats()) if spec is not None)
         groups = (brokers, (self._store(),), (self._scheduler(),), tuple(self._workers()), (self._gateway(),))
-        door = LOOPBACK if self._options.host == "0.0.0.0" else self._options.host
+        host = LOOPBACK if self._options.host == "0.0.0.0" else self._options.host
         endpoints = {
-            "http": f"http://{door}:{self._http_port}",
-            "grpc": f"{door}:{self._grpc_port}",
+            "http": f"http://{host}:{self._http_port}",
+            "grpc": f"{host}:{self._grpc_port}",
             "scheduler": f"{LOOPBACK}:{self._scheduler_port}",
             "store": f"{LOOPBACK}:{self._store_port}",
             "nats": self._nats_url,
@@ -105,7 +100,7 @@ class StackPlan:
         return Stack(groups, endpoints, self._arena, self._http_port, self._taken_http_port)
 
     def _choose_http_port(self) -> tuple[int, int]:
-        """The REST port, and the one missed (0: none): a home keeps its port over restarts when it can."""
+        """The REST port, and the preferred one if it was taken (else 0): a home keeps its port when it can."""
         host, asked, last = self._options.host, self._options.http_port, self._home.last_http_port()
         if asked:
             return self._ports.exactly(host, asked), 0
@@ -132,7 +127,7 @@ class StackPlan:
         return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
 
     def _service(
-        self, name: str, program: str, env: dict[str, str], node_id: str = "", *, is_door: bool = False
+        self, name: str, program: str, env: dict[str, str], node_id: str = "", *, is_public: bool = False
     ) -> ChildSpec:
         ready_file = self._home.run / f"{name}.json"
         common = {
@@ -143,13 +138,13 @@ class StackPlan:
             "TORCHRELAY_LOG_LEVEL": self._options.log_level,
             **{f"TORCHRELAY_{name.upper()}": path for name, path in self._tls_settings.items()},
         }
-        if self._metrics_port:  # one each, counted up from the port that was asked for
+        if self._metrics_port:  # consecutive ports from the configured one on
             common["TORCHRELAY_METRICS_PORT"] = str(self._metrics_port)
             self._metrics_port += 1
         if node_id:
             common["TORCHRELAY_NODE_KEY"] = derive_node_key(self._cluster_key, node_id).hex()
         log = self._home.logs / f"{name}.log"
-        tls = None if is_door else self._tls
+        tls = None if is_public else self._tls
         return ChildSpec(name, (_service_program(program),), log, {**common, **env}, ready_file, tls=tls)
 
     def _store(self) -> ChildSpec:
@@ -173,8 +168,8 @@ class StackPlan:
 
     def _workers(self) -> list[ChildSpec]:
         counts = (
-            # Every worker can play both roles and names first the one it is meant for: when the others are gone or
-            # taken, the scheduler changes its role without moving the weights.
+            # Every worker can play both roles; its own comes first. When the others are gone or busy, the scheduler
+            # changes its role without moving the weights.
             ("prefill", "prefill,decode", self._options.num_prefill_workers),
             ("decode", "decode,prefill", self._options.num_decode_workers),
             ("worker", "prefill,decode", self._options.num_both_workers),
@@ -208,6 +203,6 @@ class StackPlan:
             "TORCHRELAY_HTTP_PORT": str(self._http_port),
             "TORCHRELAY_GRPC_PORT": str(self._grpc_port),
         }
-        if self._options.idle_timeout_s:  # what the scheduler does, tenants are told
+        if self._options.idle_timeout_s:  # the gateway reports it to tenants
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
-        return self._service("gateway", "torchrelay-gateway", env, is_door=True)
+        return self._service("gateway", "torchrelay-gateway", env, is_public=True)

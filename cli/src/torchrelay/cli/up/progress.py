@@ -1,4 +1,4 @@
-"""What a person sees of `torchrelay up`."""
+"""Terminal output of `torchrelay up`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE_MODEL = "examples/glossary/model"
 
 
 def next_steps(folder: Path, venv: Path | None) -> list[str]:
-    """What to type next, by someone who has just opened a terminal in ``folder``; within the repository as it lies."""
+    """Commands to try next in a new terminal in ``folder``; in the repository with its example model."""
     steps = []
     if venv is not None:
         shown = venv.relative_to(folder) if venv.is_relative_to(folder) else venv
@@ -37,9 +37,9 @@ def next_steps(folder: Path, venv: Path | None) -> list[str]:
 
 
 class StartupProgress:
-    """Prints a line per event; while children start, a spinner names those still awaited.
+    """Prints a line per event; while children start, a spinner names those not ready.
 
-    ``is_quiet``: says what happens, but not what to do next.
+    ``is_quiet``: without next steps.
     """
 
     def __init__(self, home: Home, console: Console, *, is_quiet: bool = False) -> None:
@@ -49,8 +49,8 @@ class StartupProgress:
         self._spinner: Status = console.status("")
         console.print(f"Starting Torchrelay in [bold]{home.path}[/]")
 
-    def port_taken(self, missed: int, url: str) -> None:
-        self._console.print(f"[yellow]{missed} is taken: REST is on {url}[/]")
+    def port_taken(self, port: int, url: str) -> None:
+        self._console.print(f"[yellow]port {port} is taken: REST is on {url}[/]")
 
     def starting(self, names: Iterable[str]) -> None:
         self._awaited += names
@@ -64,13 +64,13 @@ class StartupProgress:
             self._show_awaited()
 
     def ended(self, name: str, how: str, wait_s: float) -> None:
-        self._say(name, Text(f"{how}; starting again in {wait_s:g} s", style="yellow"))
+        self._say(name, Text(f"{how}; restarting in {wait_s:g} s", style="yellow"))
 
-    def failed(self, problem: CliError) -> None:
-        print_error(problem)
+    def failed(self, error: CliError) -> None:
+        print_error(error)
 
     def up(self, endpoints: dict[str, str]) -> None:
-        """All is up: where, and what to do next."""
+        """Everything is up: prints addresses and next steps."""
         self._spinner.stop()
         took_s = time.monotonic() - self._begin_s
         show = self._console.print
@@ -90,10 +90,10 @@ class StartupProgress:
 
     def stopping(self) -> None:
         self._spinner.stop()
-        self._console.print("stopping ... [dim](again: at once)[/]")
+        self._console.print("stopping ... [dim](press Ctrl-C again to kill)[/]")
 
     def stopped(self) -> None:
-        self._console.print("stopped; nothing is left running")
+        self._console.print("stopped")
 
     def _show_awaited(self) -> None:
         self._spinner.update(f"waiting for {', '.join(self._awaited)}" if self._awaited else "")

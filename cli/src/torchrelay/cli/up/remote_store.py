@@ -11,17 +11,17 @@ _OBJECT_STORES = ("s3", "gs", "az")
 
 
 def remote_url(given: str, default: Path) -> str:
-    """The URL that ``given``, a URL or a folder, stands for; ``default`` if it is empty. Raises ``Problem``."""
+    """The URL for ``given``, a URL or a folder; ``default`` if it is empty. Raises ``CliError``."""
     if not given:
         return default.absolute().as_uri()
-    if ":" not in given.partition("/")[0]:  # else a slip like s3:/BUCKET would be a folder here
+    if ":" not in given.partition("/")[0]:  # else the typo s3:/BUCKET would be a local folder
         return Path(given).expanduser().absolute().as_uri()
     try:
         parts = urlsplit(given)
     except ValueError as error:
-        raise CliError(f"{given!r} is no place for packs: {error}", "give a folder or s3://BUCKET/PREFIX") from error
+        raise CliError(f"{given!r} is not a valid pack location: {error}", "use a folder or an s3:// URL") from error
     if parts.scheme in _OBJECT_STORES and parts.netloc:
         return given
     if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
         return given
-    raise CliError(f"{given!r} is no place for packs", "give a folder, s3://BUCKET/PREFIX, gs://... or az://...")
+    raise CliError(f"{given!r} is not a valid pack location", "use a folder, s3://BUCKET/PREFIX, gs://... or az://...")

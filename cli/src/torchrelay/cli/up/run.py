@@ -1,4 +1,4 @@
-"""The life of `torchrelay up`, from the lock on the home to the last child stopped."""
+"""The run of `torchrelay up`, from locking the home to stopping the last child."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from contextlib import closing, contextmanager
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.supervisor import Supervisor
 from torchrelay.cli.up.external_servers import check_external_servers
-from torchrelay.cli.up.options import UpOptions
-from torchrelay.cli.up.plan import StackPlan
+from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress
 from torchrelay.cli.up.tls import tls_of_install
@@ -21,7 +20,7 @@ from torchrelay.common.process.service import published_addresses
 
 
 async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None:
-    """Runs the platform until SIGINT or SIGTERM; a second signal ends it at once. ``is_quiet``: without advice."""
+    """Runs the platform until SIGINT or SIGTERM; a second signal kills it. ``is_quiet``: no next steps."""
     home.make()
     with home.owned(), closing(Ports()) as ports:
         await check_external_servers(os.environ)
@@ -50,5 +49,5 @@ async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None
             await supervisor.run(up, stop)
         finally:
             if stack.arena is not None:
-                stack.arena.unlink(missing_ok=True)  # the store removes it itself unless it was killed
+                stack.arena.unlink(missing_ok=True)  # the store removes it unless it was killed
         progress.stopped()

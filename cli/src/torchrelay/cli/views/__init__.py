@@ -1,3 +1,3 @@
-"""what is drawn on the terminal: console, event lines, packs, relays, cluster, word wrap (and timeline, split from
-commands.explain). Imports errors and common; no I/O but console.
+"""What is drawn on the terminal: console, event lines, packs, relays, cluster, timeline, word wrap. Imports errors and
+common; only console does I/O.
 """

@@ -1,4 +1,4 @@
-"""What `torchrelay top` shows: views of the cluster as tables, with rates worked out from successive views."""
+"""`torchrelay top`: the cluster as tables, with rates computed from successive views."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
 from torchrelay.cli.views.packs import STATE_STYLES, PackIndex, copies_table, models_table, roles_text
 from torchrelay.cli.views.relays import relay_blocks
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2
 
 RATE_WINDOW_S = 5.0  # a worker that only decodes reports twice a second
@@ -24,14 +24,14 @@ Rates = Mapping[str, float]  # the same names -> per second
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Counters at a time."""
+    """Counters at one time."""
 
     at_s: float
     counters: Counters
 
 
 def counters_of(view: scheduler_pb2.ClusterView) -> dict[str, float]:
-    """The counters of which rates are shown; a new incarnation of a node counts anew under its own name."""
+    """The counters whose rates are shown, by node and incarnation: a restarted node starts at zero."""
     found: dict[str, float] = {}
     for worker in view.workers:
         node = f"{worker.worker_id}.{worker.incarnation}"
@@ -44,7 +44,7 @@ def counters_of(view: scheduler_pb2.ClusterView) -> dict[str, float]:
 
 
 def rates_of(samples: Iterable[Sample], now_s: float) -> dict[str, float]:
-    """Per second since the oldest sample; only of what that sample already counted."""
+    """Per second since the oldest sample, for the counters that it has."""
     listed = list(samples)
     if not listed or now_s <= listed[0].at_s:
         return {}
@@ -56,7 +56,7 @@ def rates_of(samples: Iterable[Sample], now_s: float) -> dict[str, float]:
 
 
 class LiveScreen:
-    """The newest view and the samples of the last seconds; drawn by one thread, fed by another."""
+    """The latest view and recent samples; drawn by one thread, fed by another."""
 
     def __init__(self, address: str, clock: Callable[[], float]) -> None:
         self._address, self._clock = address, clock
@@ -69,38 +69,35 @@ class LiveScreen:
         self._view, self._is_lost = view, False
 
     def lost(self) -> None:
-        """The scheduler does not answer; the last view stays."""
+        """Marks the scheduler as unreachable; the last view stays."""
         self._is_lost = True
 
     def render(self) -> RenderableType:
         view, now_s = self._view, self._clock()
         if view is None:
-            return Text(f"asking the scheduler at {self._address} ...")
+            return Text(f"connecting to the scheduler at {self._address} ...")
         samples = self._recent(now_s)
         shown = cluster_screen(view, rates_of(samples, now_s), self._address)
-        lost = Text("the scheduler does not answer; this is its last view", style="bold red")
+        lost = Text("the scheduler does not answer; last known view", style="bold red")
         return Group(lost, shown) if self._is_lost else shown
 
     def _recent(self, now_s: float) -> list[Sample]:
-        """Samples of the window, and the last one before it: without it a quiet cluster would have no rates."""
+        """Samples of the window and the one before it, without which a quiet cluster would have no rates."""
         samples = list(self._samples)
         old = [sample for sample in samples if sample.at_s < now_s - RATE_WINDOW_S]
         return [*old[-1:], *samples[len(old) :]]
 
 
 def cluster_screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str) -> WidthAware:
-    """The whole view, as the terminal's width allows; without rates the columns of rates stay empty."""
+    """The whole view for the terminal's width; without rates their columns stay empty."""
     return WidthAware(lambda width: _screen(view, rates, address, width < NARROW_CELLS))
 
 
 def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_small: bool) -> Group:
     time_of_day = datetime.now().strftime("%H:%M:%S")
-    waiting, running = (sum(getattr(d, name) for d in view.demand) for name in ("num_waiting", "num_running"))
-    head = Text.assemble(
-        ("Torchrelay", "bold"),
-        f"  {time_of_day}  scheduler {address}  ",
-        f"{running} running, {waiting} waiting",
-    )
+    waiting, running = (sum(getattr(demand, name) for demand in view.demand) for name in ("num_waiting", "num_running"))
+    counts = f"{running} running, {waiting} waiting"
+    head = Text.assemble(("Torchrelay", "bold"), f"  {time_of_day}  scheduler {address}  {counts}")
     workers, stores = workers_table(view.workers, rates, is_small), stores_table(view.stores, rates, is_small)
     parts: list[RenderableType] = [head, ""]
     if view.relays:
@@ -109,7 +106,7 @@ def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_smal
     packs = PackIndex(view)
     if any(store.copies for store in view.stores):
         parts.append(copies_table(view, packs, is_small))
-    if view.instances or view.demand or packs.asleep:
+    if view.instances or view.demand or packs.at_zero:
         parts.append(models_table(view, packs, is_small))
     if not view.instances:
         parts.append(Text("no instances: every model is at zero", style="dim"))
@@ -119,12 +116,12 @@ def _screen(view: scheduler_pb2.ClusterView, rates: Rates, address: str, is_smal
 def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_small: bool = False) -> Table:
     numbers = ("run", "KV free", "pre/s", "dec/s")
     columns = ("worker", "host", "roles", "state", "model", "layers", *numbers)
-    spared = ("host", "layers", "KV free") if is_small else ()
-    made = ResultTable(*columns, right=(*numbers, "layers"), whole=("worker", "model"), without=spared, is_narrow=True)
-    for worker in sorted(workers, key=lambda one: one.worker_id):
+    hidden = ("host", "layers", "KV free") if is_small else ()
+    table = ResultTable(*columns, right=(*numbers, "layers"), whole=("worker", "model"), without=hidden, is_narrow=True)
+    for worker in sorted(workers, key=lambda worker: worker.worker_id):
         slot, node = worker.slot, f"{worker.worker_id}.{worker.incarnation}"
         state = reports_pb2.SlotState.State.Name(slot.state).removeprefix("STATE_").lower()
-        made.add_line(
+        table.add_line(
             worker.worker_id,
             worker.host_id,
             roles_text(slot.roles or worker.roles),
@@ -136,16 +133,16 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_
             _rate(rates.get(f"{node}.prefilled")),
             _rate(rates.get(f"{node}.decoded")),
         )
-    return made
+    return table
 
 
 def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_small: bool = False) -> Table:
     numbers = ("used", "arena", "limit", "packs", "in/s", "out/s", "received", "sent", "uploads")
-    spared = ("host", "limit", "received", "sent") if is_small else ()
-    made = ResultTable("store", "host", *numbers, right=numbers, whole=("store",), without=spared, is_narrow=True)
-    for store in sorted(stores, key=lambda one: one.store_id):
+    hidden = ("host", "limit", "received", "sent") if is_small else ()
+    table = ResultTable("store", "host", *numbers, right=numbers, whole=("store",), without=hidden, is_narrow=True)
+    for store in sorted(stores, key=lambda store: store.store_id):
         node = f"{store.store_id}.{store.incarnation}"
-        made.add_line(
+        table.add_line(
             store.store_id,
             store.host_id,
             format_bytes(sum(copy.pack_bytes for copy in store.copies)),
@@ -158,7 +155,7 @@ def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_sma
             format_bytes(store.bytes_sent),
             str(store.num_running_uploads),
         )
-    return made
+    return table
 
 
 def _part(free: int, total: int) -> str:

@@ -1,7 +1,8 @@
-"""Where the CLI writes: results on standard output, so that they can be piped; everything else on standard error."""
+"""Output: results on standard output, so that they can be piped; everything else on standard error."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
@@ -14,7 +15,8 @@ from rich.text import Text
 from torchrelay.cli.errors import CliError
 
 T = TypeVar("T")
-NARROW_CELLS = 100  # below so many columns tables leave out what can be spared
+NARROW_CELLS = 100  # below this width tables drop optional columns
+_ID = re.compile(r"\b((?:[a-z]+-)+[0-9a-z]{6})[0-9a-z]{14}\b")
 _PIPED_WIDTH = 200  # a pipe has no width: tables must not be cut off at 80 columns
 
 
@@ -29,7 +31,7 @@ def err() -> Console:
 
 
 class WidthAware:
-    """Something drawn for the width it gets, which a terminal may change at any time."""
+    """Drawn anew for the current width of the terminal."""
 
     def __init__(self, draw: Callable[[int], RenderableType]) -> None:
         self._draw = draw
@@ -39,10 +41,10 @@ class WidthAware:
 
 
 class ResultTable(Table):
-    """A table in the house's form; rows give every column, also those that are left out.
+    """A table in the CLI's style; rows have a cell for every column, hidden ones included.
 
-    Columns in ``right`` hold numbers; those and the ones in ``whole`` are never wrapped or shortened while others can
-    give room. ``is_narrow``: less room between columns.
+    Columns in ``right`` hold numbers; they and those in ``whole`` are not wrapped while others can shrink.
+    ``without``: hidden columns; ``is_narrow``: less padding.
     """
 
     def __init__(
@@ -70,24 +72,24 @@ class ResultTable(Table):
         return [cell for cell, is_shown in zip(cells, self._is_shown, strict=True) if is_shown]
 
 
-def table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> Table:
-    """A table in the house's form with all its columns; those in ``right`` hold numbers."""
-    return ResultTable(*columns, right=right, title=title)
-
-
 def print_json(value: Any) -> None:
-    """For scripts: plain JSON on standard output."""
+    """JSON on standard output, for scripts."""
     out().print_json(data=value)
 
 
 def printable(text: str) -> str:
-    """Text from elsewhere without the control characters by which it could take over a terminal."""
+    """Untrusted text without control characters, which could take over the terminal."""
     return "".join(character for character in text if character in "\n\t" or character.isprintable())
 
 
-def print_error(problem: CliError) -> None:
-    """One sentence, and below it what to do. Never read as markup: both may quote what others wrote."""
+def shorten_ids(text: str) -> str:
+    """Shortens ids of twenty random letters to the first six, as in ``inst-njqw24``."""
+    return _ID.sub(r"\1", text)
+
+
+def print_error(error: CliError) -> None:
+    """The message and below it the hint. Never as markup: both may quote untrusted text."""
     where = err()
-    where.print(Text.assemble(("torchrelay: ", "bold red"), printable(problem.message)))
-    if problem.hint:
-        where.print(Text(printable(problem.hint)), style="dim", soft_wrap=True)
+    where.print(Text.assemble(("torchrelay: ", "bold red"), printable(error.message)))
+    if error.hint:
+        where.print(Text(printable(error.hint)), style="dim", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Events of the history as lines: aligned for people, JSON for scripts."""
+"""Events as lines: aligned for people, JSON for scripts."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from typing import Any
 
 from rich.text import Text
 
-from torchrelay.cli.commands.explain import shorten_ids
-from torchrelay.cli.views.console import printable
-from torchrelay.cli.views.relays import format_duration
-from torchrelay.common.sizes import format_bytes
+from torchrelay.cli.views.console import printable, shorten_ids
+from torchrelay.common.quantities import format_bytes, format_duration
 from torchrelay.control.v1.scheduler_pb2 import Event
 
-_KIND_CELLS = 17  # the longest are instance.released and scale.copy_failed
+_KIND_CELLS = 17  # the longest are instance.released and instance.draining
 _LEAST_MODEL_CELLS, _MOST_MODEL_CELLS = 12, 32
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _AGO = re.compile(r"(\d+)([smhd])")
@@ -24,7 +22,6 @@ _STYLES = {
     "failed": "red",
     "lost": "red",
     "stopped": "magenta",
-    "copy_failed": "red",
     "repaired": "yellow",
     "slow": "yellow",
 }
@@ -34,32 +31,32 @@ def parse_duration(text: str) -> timedelta:
     """``30s``, ``10m``, ``2h``, ``7d``. Raises ``ValueError``."""
     matched = _AGO.fullmatch(text)
     if matched is None:
-        raise ValueError(f"{text!r} is no length of time: write 30s, 10m, 2h or 7d")
+        raise ValueError(f"{text!r} is not a duration: write 30s, 10m, 2h or 7d")
     return timedelta(seconds=int(matched[1]) * _UNITS_S[matched[2]])
 
 
 class EventLines:
-    """Lines whose columns stand below each other, though nobody knows what is to come: the model's column grows."""
+    """Aligned lines of a stream: the model column grows with the names seen so far."""
 
     def __init__(self) -> None:
         self._model_cells = _LEAST_MODEL_CELLS
 
     def line(self, event: Event, now: datetime) -> Text:
-        """``now``: events of another day bear their date."""
+        """``now``: events of another day carry their date."""
         at = datetime.fromtimestamp(event.at_unix_us / 1e6)
         when = at.strftime("%H:%M:%S.%f" if at.date() == now.date() else "%Y-%m-%d %H:%M:%S.%f")[:-3]
         model = printable(event.model)
         self._model_cells = min(max(self._model_cells, len(model)), _MOST_MODEL_CELLS)
         style = _STYLES.get(event.kind.partition(".")[2], "")
         named = f"{model:<{self._model_cells}}"
-        told = shorten_ids(event_text(event))
+        text = shorten_ids(event_text(event))
         return Text.assemble(
-            (when, "dim"), "  ", (f"{event.kind:<{_KIND_CELLS}}", style), "  ", (named, "bold"), "  ", told
+            (when, "dim"), "  ", (f"{event.kind:<{_KIND_CELLS}}", style), "  ", (named, "bold"), "  ", text
         )
 
 
 def event_text(event: Event) -> str:
-    """For people, on one line: the reason; before it whom it concerns, where the reason does not say it."""
+    """One line for people: the reason, preceded by the worker where the reason does not name it."""
     fields = event_fields(event)
     if event.kind.startswith("model."):
         size = fields.get("pack_bytes")
@@ -69,19 +66,19 @@ def event_text(event: Event) -> str:
     who = str(fields.get("worker_id", "")) if event.kind.startswith(("instance.", "scale.")) else ""
     if who and event.kind.startswith("instance."):
         who += f" ({fields.get('roles', '')})"
-        if fields.get("in_state_s") and event.kind != "instance.ready":  # whose reason tells it
+        if fields.get("in_state_s") and event.kind != "instance.ready":  # its reason says how long
             who += f" after {format_duration(float(fields['in_state_s']))}"
-    told = f"{who}: {event.reason}" if who and event.reason else who or event.reason
-    return printable(told).replace("\n", " ")
+    text = f"{who}: {event.reason}" if who and event.reason else who or event.reason
+    return printable(text).replace("\n", " ")
 
 
 def event_fields(event: Event) -> Mapping[str, Any]:
-    """What is told beside time, kind, model and reason."""
+    """The fields beside time, kind, model and reason."""
     found: Mapping[str, Any] = json.loads(event.fields_json or "{}")
     return found
 
 
 def json_line(event: Event) -> str:
-    """One object, on one line: fields for programs, and the line that people read as ``text``."""
+    """One JSON object on one line: the fields, and as ``text`` the line for people."""
     known = {"sequence": event.sequence, "at_unix_us": event.at_unix_us, "kind": event.kind, "model": event.model}
     return json.dumps(known | event_fields(event) | {"text": event_text(event)})  # type: ignore[operator]

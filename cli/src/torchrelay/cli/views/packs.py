@@ -1,6 +1,6 @@
-"""Packs and their models as `torchrelay top` shows them: who holds a copy, what runs, what waits, what is asleep.
+"""Packs and their models in `torchrelay top`: copies, instances, waiting requests, models at zero.
 
-Models of the very same files share a pack and its instances: they stand together, on one line.
+Models with identical files share a pack and its instances, and so a line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from torchrelay.cli.views.console import ResultTable
 from torchrelay.cli.views.relays import progress_bar
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import ClusterView, InstanceView, VersionView
 
@@ -22,7 +22,7 @@ _MAX_NAMES = 2
 
 
 class PackIndex:
-    """Which models are of which pack, as far as they were called since the scheduler began."""
+    """Maps packs to models, of those called since the scheduler started."""
 
     def __init__(self, view: ClusterView) -> None:
         self._of_version = {version.version_id: list(version.models) for version in view.versions}
@@ -33,14 +33,14 @@ class PackIndex:
         running = {instance.version_id for instance in view.instances}
         waiting = {demand.model for demand in view.demand}
         self._copies = [copy for store in view.stores for copy in store.copies]
-        self.asleep = [
+        self.at_zero = [
             version
             for version in view.versions
             if version.version_id not in running and not waiting.intersection(version.models)
         ]
 
     def served_by(self, instance: InstanceView) -> list[str]:
-        """The models that an instance serves; first the one that it was loaded for."""
+        """The models that an instance serves; first the one it was loaded for."""
         return list(dict.fromkeys([instance.model, *self._of_version.get(instance.version_id, ())]))
 
     def named(self, pack_id: str) -> str:
@@ -50,7 +50,7 @@ class PackIndex:
         return join_names(sorted(set(models))) if models else "not called yet"
 
     def num_copies(self, pack_id: str) -> int:
-        """Whole ones, in the memory of hosts."""
+        """Complete copies in host memory."""
         return sum(
             copy.pack_id == pack_id and copy.num_chunks_verified == copy.num_chunks > 0 and not copy.error
             for copy in self._copies
@@ -58,19 +58,19 @@ class PackIndex:
 
 
 def join_names(models: Sequence[str]) -> str:
-    """``acme/tiny, birch/words +3``: two names at most are whole."""
+    """``acme/tiny, birch/words +3``: at most two names are spelled out."""
     more = f" +{len(models) - _MAX_NAMES}" if len(models) > _MAX_NAMES else ""
     return ", ".join(models[:_MAX_NAMES]) + more
 
 
 def copies_table(view: ClusterView, packs: PackIndex, is_small: bool = False) -> Table:
-    """A line per copy: which host holds which pack, how much of it, and whence it came."""
+    """A row per copy: pack, host, how much of it is there, and its source."""
     numbers = ("size", "chunks", "pins")
-    columns, spared = ("pack", "model", "holder", *numbers, "state", "from"), ("chunks", "pins") if is_small else ()
-    made = ResultTable(*columns, right=numbers, whole=("model", "holder", "state"), without=spared, is_narrow=True)
-    for store in sorted(view.stores, key=lambda one: one.store_id):
+    columns, hidden = ("pack", "model", "holder", *numbers, "state", "source"), ("chunks", "pins") if is_small else ()
+    table = ResultTable(*columns, right=numbers, whole=("model", "holder", "state"), without=hidden, is_narrow=True)
+    for store in sorted(view.stores, key=lambda store: store.store_id):
         for copy in store.copies:
-            made.add_line(
+            table.add_line(
                 copy.pack_id[:12],
                 Text(packs.named(copy.pack_id)),
                 store.store_id,
@@ -80,7 +80,7 @@ def copies_table(view: ClusterView, packs: PackIndex, is_small: bool = False) ->
                 _copy_state(copy),
                 copy.source,
             )
-    return made
+    return table
 
 
 def _copy_state(copy: reports_pb2.PackCopy) -> Text:
@@ -88,21 +88,21 @@ def _copy_state(copy: reports_pb2.PackCopy) -> Text:
         return Text(copy.error, style="red")
     if not copy.num_chunks or copy.num_chunks_verified < copy.num_chunks:
         return Text(progress_bar(copy.num_chunks_verified, copy.num_chunks), style="cyan")
-    return Text("in use", style="green") if copy.num_pins else Text("asleep", style="dim")
+    return Text("in use", style="green") if copy.num_pins else Text("unused", style="dim")
 
 
 def models_table(view: ClusterView, packs: PackIndex, is_small: bool = False) -> Table:
-    """Instances by model, then models that wait without any, then those that are asleep in some host's memory."""
-    waiting = {one.model: one.num_waiting for one in view.demand}
-    numbers = ("for", "run", "idle", "wait")
+    """Instances by model, then models that wait without any, then those at zero."""
+    waiting = {demand.model: demand.num_waiting for demand in view.demand}
+    numbers = ("age", "run", "idle", "wait")
     columns = ("model", "instance", "worker", "roles", "state", *numbers)
-    spared = ("instance",) if is_small else ()
-    made = ResultTable(*columns, right=numbers, whole=("model", "worker"), without=spared, is_narrow=True)
+    hidden = ("instance",) if is_small else ()
+    table = ResultTable(*columns, right=numbers, whole=("model", "worker"), without=hidden, is_narrow=True)
     served: set[str] = set()
-    for instance in sorted(view.instances, key=lambda one: (one.model, one.instance_id)):
+    for instance in sorted(view.instances, key=lambda instance: (instance.model, instance.instance_id)):
         models = packs.served_by(instance)
         served.update(models)
-        made.add_line(
+        table.add_line(
             Text(join_names(models)),
             instance.instance_id[:12],
             instance.worker_id,
@@ -114,20 +114,20 @@ def models_table(view: ClusterView, packs: PackIndex, is_small: bool = False) ->
             str(sum(waiting.get(model, 0) for model in models)),
         )
     for model in sorted(waiting.keys() - served):
-        made.add_line(Text(model), "", "", "", Text("waiting", style="yellow"), "", "", "", str(waiting[model]))
-    for version in sorted(packs.asleep, key=lambda one: list(one.models)):
-        made.add_line(
-            Text(join_names(version.models)), "", "", "", _asleep_text(packs.num_copies(version.pack_id)), *[""] * 4
+        table.add_line(Text(model), "", "", "", Text("waiting", style="yellow"), "", "", "", str(waiting[model]))
+    for version in sorted(packs.at_zero, key=lambda version: list(version.models)):
+        table.add_line(
+            Text(join_names(version.models)), "", "", "", _at_zero_text(packs.num_copies(version.pack_id)), *[""] * 4
         )
-    return made
+    return table
 
 
-def _asleep_text(num_copies: int) -> Text:
+def _at_zero_text(num_copies: int) -> Text:
     copies = f"{num_copies or 'no'} host cop{'y' if num_copies == 1 else 'ies'}"
-    return Text(f"asleep, {copies}", style="dim")
+    return Text(f"at zero, {copies}", style="dim")
 
 
 def roles_text(roles: Iterable[int]) -> str:
-    """``both`` for the two of them: it must not take a model's name its room."""
+    """``both`` for two roles: the model's name needs the width."""
     named = [_ROLES[role] for role in roles if role in _ROLES]
     return "both" if len(named) == len(_ROLES) else ", ".join(named)

@@ -6,16 +6,16 @@ from rich.cells import cell_len
 
 
 class WordWrap:
-    """Holds back the word under way, so that a line ends between words; what it gives out is never taken back."""
+    """Holds back the current word, so that lines break between words; output is never revised."""
 
     def __init__(self, width: int) -> None:
         self._width = width
         self._column = 0
-        self._gap = ""  # the spaces between what was given out and the word
+        self._gap = ""  # spaces between the output and the held word
         self._word = ""
 
     def feed(self, piece: str) -> str:
-        """What can be shown now."""
+        """The text that can be shown now."""
         shown = ""
         for letter in piece:
             if letter == "\n":
@@ -30,7 +30,7 @@ class WordWrap:
         return shown
 
     def rest(self) -> str:
-        """The word held back, with the gap or the line break before it."""
+        """Flushes the held word, with the gap or line break before it."""
         gap, word, self._gap, self._word = self._gap, self._word, "", ""
         num_gap, num_word = cell_len(gap.expandtabs(8)), cell_len(word)
         if word and self._column and self._column + num_gap + num_word > self._width:
@@ -40,5 +40,5 @@ class WordWrap:
         return gap + word
 
     def _wrapped(self, num_cells: int) -> int:
-        """The column at the end of so many cells, which the terminal itself breaks where they are too many."""
+        """The column after ``num_cells``, which the terminal itself breaks where they are too many."""
         return (num_cells - 1) % self._width + 1 if num_cells else 0

@@ -1,4 +1,4 @@
-"""Cancellation that is always heard, for awaits that may be deaf to it."""
+"""Cancellation around awaits that swallow it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,18 @@ T = TypeVar("T")
 
 
 def raise_if_cancelled() -> None:
-    """Raises the cancellation of the running task that an await has swallowed; for loops, after such an await.
-
-    nats-py returns from ``publish`` as if nothing were, when it is cancelled while it waits for a broker that reads
-    nothing: a loop that publishes would never end.
-    """
+    """Re-raises a cancellation that an await has swallowed; call it in loops after such an await."""
+    # nats-py's ``publish`` returns normally when cancelled while it waits for a stalled broker: a loop would not end.
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError
 
 
 async def cancellable(work: Coroutine[Any, Any, T]) -> T:
-    """Awaits ``work``; a cancellation of the caller always ends it.
+    """Awaits ``work``; a cancellation of the caller always ends it, and drops its result.
 
-    ``asyncio.wait_for``, on which nats-py rests, swallows a cancellation that comes as its future is done (until Python
-    3.12): ``work`` would go on, and whoever waits for its end would wait for ever. Here it is a task of its own, told
-    again until it ends; what it returned or raised all the same is dropped.
+    Until Python 3.12 ``asyncio.wait_for``, which nats-py uses, swallows a cancellation that arrives as its future
+    completes: ``work`` would continue. Here it is a task that is cancelled again until it ends.
     """
     task = asyncio.create_task(work)
     try:
@@ -36,7 +32,7 @@ async def cancellable(work: Coroutine[Any, Any, T]) -> T:
     except asyncio.CancelledError:
         while not task.done():
             task.cancel()
-            with suppress(asyncio.CancelledError):  # another one ends the wait no sooner
+            with suppress(asyncio.CancelledError):  # a second cancellation must not end the wait
                 await asyncio.wait({task}, timeout=_RETRY_S)
         if not task.cancelled():
             task.exception()

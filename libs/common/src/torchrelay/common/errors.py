@@ -1,24 +1,24 @@
-"""The tree of errors that cross a service's border.
+"""The tree of errors that cross service boundaries.
 
     TorchrelayError
-    |-- InvalidRequest            the caller can mend it; names the field
+    |-- InvalidRequest            the caller can fix it; names the field
     |   |-- ContextLengthExceeded
     |   `-- UploadRefused         names the file
     |-- Unauthenticated           no key, unknown key, revoked key
-    |-- PermissionDenied          a good key, but not for this
-    |-- NotFound                  or another tenant's: nobody can tell which
+    |-- PermissionDenied          a valid key, but not for this
+    |-- NotFound                  or another tenant's, indistinguishable
     |-- Conflict                  the state does not allow it (wrong offset, stale epoch, slot taken)
     |   `-- StaleEpoch
     |-- QuotaExceeded             storage, budget
     |-- Overloaded                try again later; says when
     |   |-- QueueFull
     |   `-- RateLimited
-    |-- Unavailable               a part of the platform is away; try again
-    |-- DeadlineExceeded          the request's time was over before it was done
+    |-- Unavailable               a part of the platform is down; try again
+    |-- DeadlineExceeded          the deadline passed first
     `-- DataCorrupted             bytes did not match their digest
 
-Each carries one sentence for the user in ``message`` and, where it applies, the ``field`` (JSON field, setting or file)
-it is about. ``code`` is the stable name that travels over gRPC (trailing metadata) and REST (OpenAI's error shape).
+``message`` is one sentence for the user, ``field`` the JSON field, setting or file at fault. ``code`` is the stable
+name used over gRPC (trailing metadata) and REST (OpenAI's error shape).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from typing import ClassVar
 
 
 class TorchrelayError(Exception):
-    """An error with a name, one sentence for the user, and its place in gRPC and HTTP."""
+    """An error with a code, a message for the user, and its gRPC and HTTP statuses."""
 
     code: ClassVar[str] = "internal"
     http_status: ClassVar[int] = 500
-    grpc_status: ClassVar[str] = "INTERNAL"  # the name in grpc.StatusCode: this module is read where there is no gRPC
+    grpc_status: ClassVar[str] = "INTERNAL"  # name in grpc.StatusCode; gRPC may not be installed
 
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class UploadRefused(InvalidRequest):
-    """A model folder that cannot be published; ``field`` is the file, ``message`` names what in it is wrong."""
+    """A model folder that cannot be published; ``field`` is the file."""
 
     code = "upload_refused"
     http_status = 422
@@ -81,7 +81,7 @@ class Conflict(TorchrelayError):
 
 
 class StaleEpoch(Conflict):
-    """A command of a scheduler that is no longer the active one."""
+    """A command from a scheduler that is no longer active."""
 
     code = "stale_epoch"
 
@@ -137,5 +137,5 @@ def _tree(root: type[TorchrelayError]) -> dict[str, type[TorchrelayError]]:
 
 
 def error_class(code: str) -> type[TorchrelayError]:
-    """The class whose ``code`` this is; ``TorchrelayError`` itself for a code this version does not know."""
+    """The class with this ``code``; ``TorchrelayError`` for an unknown one."""
     return _tree(TorchrelayError).get(code, TorchrelayError)

@@ -1,13 +1,13 @@
-"""Identifiers: a short prefix that says what it names, then 100 random bits."""
+"""Identifiers: a prefix that names the kind, then 100 random bits."""
 
 from __future__ import annotations
 
 import secrets
 
-_ALPHABET = b"0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: nothing that is misread aloud
-_LETTERS = _ALPHABET * 8  # a letter for each byte, all equally likely
+_ALPHABET = b"0123456789abcdefghjkmnpqrstvwxyz"  # Crockford's base 32: no letters that are easily confused
+_LETTERS = _ALPHABET * 8  # a letter per byte value, all equally likely
 
 
 def new_id(prefix: str) -> str:
-    """A fresh identifier such as ``req-8x2kq...``; 20 characters of 5 bits after the prefix."""
+    """A new identifier such as ``req-8x2kq...``: the prefix and 20 characters of 5 bits."""
     return f"{prefix}-{secrets.token_bytes(20).translate(_LETTERS).decode()}"

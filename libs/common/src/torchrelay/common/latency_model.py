@@ -1,12 +1,12 @@
-"""How long a model's steps take on one device: learned by its worker, predicted with by the scheduler; no torch.
+"""How long a model's steps take on one device: learned by its worker, used for predictions by the scheduler; no torch.
 
-A step computes positions, and attention *sees* for each of them all positions up to its own. Steps that prefill and
-steps that only decode follow a line of their own:
+A step computes positions, and each attends to all positions up to its own. Prefill steps and decode-only steps have a
+linear cost each:
 
-    step = base + per_position * positions + per_attended * seen
+    step = base + per_position * positions + per_attended * attended
 
-``base`` is what any step costs (above all reading the weights), ``per_position`` the linear layers, ``per_attended``
-attention. For the same shape of cost on GPUs see DistServe (OSDI 2024), appendix A.
+``base`` is the fixed cost of a step (mostly reading the weights), ``per_position`` that of the linear layers,
+``per_attended`` that of attention. DistServe (OSDI 2024), appendix A, has the same form for GPUs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Final
 
 from torchrelay.common.online_fit import OnlineFit
 
-# The first guesses, in proportion: a position prefilled costs a 16th of the base and doubles at a context of 4,096;
-# eight choices decode in twice the time of none, and reading 8,192 positions takes as long again.
+# Initial proportions: a prefilled position costs a 16th of the base and twice that at a context of 4,096; eight choices
+# decode in twice the base time, and attending to 8,192 positions adds the base time again.
 _PREFILL_SHAPE = (1.0, 1 / 16, 1 / 65536)
 _DECODE_SHAPE = (1.0, 1 / 8, 1 / 8192)
 
 
 def attended_positions(begin: int, end: int) -> int:
-    """Positions that attention reads for the positions [begin, end) of one sequence: each sees itself too."""
+    """Positions attended to by the positions [begin, end) of one sequence, each including itself."""
     return (end * (end + 1) - begin * (begin + 1)) // 2
 
 
@@ -31,9 +31,9 @@ def attended_positions(begin: int, end: int) -> int:
 class StepWork:
     """What one step computes."""
 
-    num_prefilled: int = 0  # positions of prompts
+    num_prefilled: int = 0  # prompt positions
     num_prefill_attended: int = 0
-    num_decoding: int = 0  # choices, a position each
+    num_decoding: int = 0  # choices, one position each
     num_decode_attended: int = 0
 
 
@@ -42,20 +42,20 @@ NO_WORK: Final = StepWork()
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Seconds that a step takes; no part is negative."""
+    """Cost of a step in seconds; no part is negative."""
 
     base_s: float = 0.0
     per_position_s: float = 0.0
     per_attended_s: float = 0.0
-    num_steps: int = 0  # learned from; 0: nothing is known
-    error: float = 0.0  # mean of |measured - predicted| / predicted of late, each at most 1
+    num_steps: int = 0  # observed; 0: unknown
+    error: float = 0.0  # mean of |measured - predicted| / predicted recently, each at most 1
 
     @property
     def known(self) -> bool:
         return self.num_steps > 0
 
     def marginal_s(self, num_positions: float, num_attended: float) -> float:
-        """What these positions add to a step that is run anyway."""
+        """What these positions add to a step that runs anyway."""
         return self.per_position_s * num_positions + self.per_attended_s * num_attended
 
     def step_s(self, num_positions: float, num_attended: float) -> float:
@@ -67,7 +67,7 @@ UNKNOWN: Final = StepCost()
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Of one model on one device. ``token_budget``: positions of one step; longer prompts take several."""
+    """Costs of one model on one device. ``token_budget``: positions per step; longer prompts take several."""
 
     prefill: StepCost = UNKNOWN
     decode: StepCost = UNKNOWN
@@ -76,9 +76,9 @@ class LatencyModel:
     def prefill_s(
         self, num_tokens: int, num_cached: int = 0, num_decoding: int = 0, num_decode_attended: int = 0
     ) -> float:
-        """Until a prompt of ``num_tokens``, of which ``num_cached`` are there, is computed.
+        """Time to compute a prompt of ``num_tokens``, of which ``num_cached`` are cached.
 
-        ``num_decoding`` choices go on decoding beside it: they take their part of each step and of its budget.
+        ``num_decoding`` choices keep decoding and take their share of each step and its budget.
         """
         num_left = max(num_tokens - num_cached, 1)
         room = max(self.token_budget - num_decoding, 1)
@@ -87,18 +87,18 @@ class LatencyModel:
         return -(-num_left // room) * (self.prefill.base_s + beside_s) + own_s
 
     def queued_s(self, num_tokens: int, num_attended: int = 0) -> float:
-        """Until prompts of so many tokens together are computed, in full steps: short ones share a step."""
+        """Time to compute prompts of ``num_tokens`` in total, in full steps that short ones share."""
         return -(-num_tokens // self.token_budget) * self.prefill.base_s + self.prefill.marginal_s(
             num_tokens, num_attended
         )
 
     def tbt_s(self, num_decoding: int, num_decode_attended: int) -> float:
-        """Between two tokens of a choice, with ``num_decoding`` choices in the batch, nobody prefilling beside."""
+        """Time between tokens of a choice in a batch of ``num_decoding``, without concurrent prefill."""
         return self.decode.step_s(num_decoding, num_decode_attended)
 
 
 class LatencyFit:
-    """Learns a ``LatencyModel`` from steps. Steps that waited for weights, or ran in part only, are not for it."""
+    """Learns a ``LatencyModel`` from complete steps that did not wait for weights."""
 
     def __init__(self, token_budget: int) -> None:
         self._token_budget = token_budget
@@ -109,7 +109,7 @@ class LatencyFit:
         return LatencyModel(_cost(self._prefill), _cost(self._decode), self._token_budget)
 
     def observe(self, work: StepWork, step_s: float) -> None:
-        """A step took this long. In a step of both kinds, what decoding adds by prediction is taken off first."""
+        """Records a step. In a mixed step the predicted cost of decoding is subtracted first."""
         if step_s <= 0:
             return
         if not work.num_prefilled:

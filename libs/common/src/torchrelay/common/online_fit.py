@@ -1,18 +1,18 @@
-"""A sum of costs, none of them negative, learned online: time = c0 * x0 + c1 * x1 + ...
+"""A sum of non-negative costs, learned online: time = c0 * x0 + c1 * x1 + ...
 
-Least squares with forgetting (the RLS of Haykin, *Adaptive Filter Theory*, kept as information matrix and vector), with
-four changes that make it fit for predictions from the first step on:
+Recursive least squares with forgetting (Haykin, *Adaptive Filter Theory*; kept as information matrix and vector), with
+four changes that make it usable for predictions from the first step on:
 
-- *Relative*: a measurement counts by its error in percent, so that short steps are learned as well as long ones.
-- *Directional forgetting* (Cao and Schwartz, Automatica 36(11), 2000): a measurement makes older ones fade only where
-  it says something itself. A night of single requests does not make the cost of a batch forgotten.
-- *Not negative*: the minimum over all c >= 0 (Lawson and Hanson, *Solving Least Squares Problems*, ch. 23); with so few
-  costs every choice of zeros is tried.
-- *Robust*: beyond twice the usual error a measurement counts by its distance, not its square (Huber, 1964). When such
-  errors become usual, they count fully: a device that has turned slow is believed.
+- *Relative*: errors are weighed in percent, so that short steps are fitted as well as long ones.
+- *Directional forgetting* (Cao and Schwartz, Automatica 36(11), 2000): a measurement fades older ones only in its own
+  direction. A night of single requests does not erase the cost of a batch.
+- *Non-negative*: the minimum over all c >= 0 (Lawson and Hanson, *Solving Least Squares Problems*, ch. 23); with so few
+  costs all sets of zeros are tried.
+- *Robust*: beyond twice the usual error the loss is linear (Huber, 1964). Errors that persist become usual and count
+  fully again, so a device that has slowed down is followed.
 
-The first guess is a *shape*, the costs in proportion to each other. The first measurement gives the scale, and later
-ones replace the guess where they say anything.
+The initial guess is a *shape*, the ratio of the costs. The first measurement sets the scale, later ones replace the
+guess in the directions they cover.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations, product
 
-_TRUST = 0.005  # of the first guess, in measurements
-_ERROR_STEPS = 64  # over which the published error is a mean
+_TRUST = 0.005  # weight of the first guess, in measurements
+_ERROR_STEPS = 64  # averaged in ``error``
 _MIN_USUAL_ERROR = 0.02
 _ROBUST = 2.0  # times the usual error
-_LEAST_OF_GUESS = 1e-4  # predictions so far below the first guess are learned from as if they were this much of it
+_MIN_GUESS_PART = 1e-4  # lower bound of a prediction, relative to the first guess
 
 
 class OnlineFit:
-    """``shape``: the first guess of each cost, in any unit. ``window``: measurements that count."""
+    """``shape``: initial ratio of the costs, in any unit. ``window``: effective number of measurements."""
 
     def __init__(self, shape: Sequence[float], window: int = 64) -> None:
         self.num_steps = 0
-        self.error = 0.0  # mean of |measured - predicted| / predicted of late, each at most 1
+        self.error = 0.0  # mean of |measured - predicted| / predicted recently, each at most 1
         self._shape = tuple(shape)
         self._forget = 1 / window
-        self._usual = 1.0  # the error that is nothing unusual: nothing is, at first
-        # In units of the first guess, so that all numbers are of a size.
+        self._usual = 1.0  # the usual error; at first none is unusual
+        # In units of the first guess, for numerical scale.
         self._gains = [1.0] * len(shape)
         self._vector = [_TRUST] * len(shape)
         self._matrix = [[_TRUST * (i == j) for j in range(len(shape))] for i in range(len(shape))]
 
     @property
     def costs(self) -> tuple[float, ...]:
-        """What each unit costs; before the first measurement the shape itself."""
+        """Cost per unit; the shape itself before the first measurement."""
         return tuple(guess * gain for guess, gain in zip(self._shape, self._gains, strict=True))
 
     def predict(self, amounts: Sequence[float]) -> float:
         return sum(cost * amount for cost, amount in zip(self.costs, amounts, strict=True))
 
     def observe(self, amounts: Sequence[float], measured: float) -> None:
-        """Learns that so many units of each took ``measured`` > 0; some amount must be above zero."""
+        """Learns from ``amounts`` that took ``measured`` > 0; at least one amount is positive."""
         if not self.num_steps:
             scale = measured / sum(guess * amount for guess, amount in zip(self._shape, amounts, strict=True))
             self._shape = tuple(guess * scale for guess in self._shape)
-        # A model of zeros only, learned from steps that had none of these amounts, predicts nothing to compare with.
+        # A prediction of zero (no step had these amounts) gives nothing to compare with.
         predicted = self.predict(amounts) or measured
         residual = abs(measured - predicted) / predicted
         self.num_steps += 1
@@ -63,7 +63,7 @@ class OnlineFit:
         self._usual += (min(residual, 3 * self._usual) - self._usual) / 32
         self._usual = max(self._usual, _MIN_USUAL_ERROR)
         guessed = [guess * amount for guess, amount in zip(self._shape, amounts, strict=True)]
-        unit = max(predicted, _LEAST_OF_GUESS * sum(guessed))  # what is much smaller makes the matrix singular
+        unit = max(predicted, _MIN_GUESS_PART * sum(guessed))  # a much smaller unit makes the matrix singular
         self._learn([part / unit for part in guessed], measured / unit, weight)
         self._gains = least_squares(self._matrix, self._vector)
 
@@ -81,7 +81,7 @@ class OnlineFit:
 
 
 def least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) -> list[float]:
-    """The x >= 0 with the least x'Ax/2 - b'x, for a symmetric positive definite A."""
+    """The x >= 0 that minimizes x'Ax/2 - b'x, for a symmetric positive definite A."""
     size = len(vector)
     best, least = [0.0] * size, 0.0
     for num_free in range(size, 0, -1):
@@ -93,12 +93,12 @@ def least_squares(matrix: Sequence[Sequence[float]], vector: Sequence[float]) ->
                 for x, i in zip(solved, free, strict=True):
                     best[i] = x
         if num_free == size and least < 0:
-            break  # nothing holds the minimum back
+            break  # the unconstrained minimum is feasible
     return best
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Gauss; needs no pivots, since the matrix is positive definite."""
+    """Gaussian elimination, without pivoting: the matrix is positive definite."""
     size = len(vector)
     for i, j in product(range(size), range(size)):
         if j > i:

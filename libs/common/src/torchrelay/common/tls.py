@@ -1,8 +1,8 @@
-"""TLS inside a cluster: one CA, a certificate for each process, and both ends of every connection show theirs.
+"""Mutual TLS inside a cluster: one CA, and a certificate for each process.
 
-Processes reach each other by addresses that change, so no certificate names a host: each carries the DNS name
-``torchrelay.internal``, and a client expects this name of whomever it connects to. That a peer belongs to the cluster
-is what the CA says; which peer it is, tickets say (``transfer.tickets``).
+Addresses of processes change, so certificates name no host: all carry the DNS name ``torchrelay.internal``, which
+clients expect. The CA proves that a peer belongs to the cluster; tickets prove which peer it is
+(``transfer.protocol.tickets``).
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ CLUSTER_NAME = "torchrelay.internal"
 
 
 class TlsUnusable(ValueError):
-    """The files do not make a TLS identity; the message names the setting to mend."""
+    """The files do not make a TLS identity; the message names the setting."""
 
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """PEM files: the CA (or several, while one replaces another), this process's certificate, and its key."""
+    """PEM files: the CA (several during a rotation), this process's certificate, and its key."""
 
     ca: Path
     cert: Path
     key: Path
 
     def as_settings(self) -> dict[str, str]:
-        """By the names of the settings."""
+        """The paths by setting name."""
         return {"tls_ca_file": str(self.ca), "tls_cert_file": str(self.cert), "tls_key_file": str(self.key)}
 
 
 class Tls:
-    """What the files give: credentials for gRPC, contexts for the data plane (TLS 1.3). All demand the peer's own
-    certificate, of the same CA. The files are read once, here; raises ``TlsUnusable``.
+    """Credentials for gRPC and contexts for the data plane (TLS 1.3), which require a peer certificate of the same CA.
+
+    Reads the files once; raises ``TlsUnusable``.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -44,7 +45,7 @@ class Tls:
         self._cert = _read(files.cert, "TORCHRELAY_TLS_CERT_FILE")
         self._key = _read(files.key, "TORCHRELAY_TLS_KEY_FILE")
         self.server_context = _context(ssl.PROTOCOL_TLS_SERVER, files)
-        # Tickets of TLS would be bytes that a follower, which waits for chunks alone, has to take in; nothing resumes.
+        # No session tickets: nothing resumes, and a follower would have to read them between chunks.
         self.server_context.num_tickets = 0
         self.client_context = _context(ssl.PROTOCOL_TLS_CLIENT, files)
 
@@ -55,7 +56,7 @@ class Tls:
         return grpc.ssl_channel_credentials(self._ca, self._key, self._cert)
 
     def check(self) -> None:
-        """Raises ``TlsUnusable`` when peers would refuse this certificate now: expired, another CA's, another name."""
+        """Raises ``TlsUnusable`` when peers would reject this certificate: expired, wrong CA or wrong name."""
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self.client_context.wrap_bio(to_client, to_server, server_hostname=CLUSTER_NAME)
         server = self.server_context.wrap_bio(to_server, to_client, server_side=True)
@@ -66,8 +67,8 @@ class Tls:
             server.do_handshake()
         except ssl.SSLCertVerificationError as error:
             raise TlsUnusable(
-                f"every peer would refuse the certificate of TORCHRELAY_TLS_CERT_FILE: {error.verify_message}; "
-                f"it must be valid now, of a CA in TORCHRELAY_TLS_CA_FILE, and name {CLUSTER_NAME}"
+                f"peers would reject the certificate of TORCHRELAY_TLS_CERT_FILE: {error.verify_message}; "
+                f"it must be valid now, signed by a CA in TORCHRELAY_TLS_CA_FILE, and name {CLUSTER_NAME}"
             ) from error
 
 
@@ -85,9 +86,9 @@ def _context(protocol: int, files: TlsFiles) -> ssl.SSLContext:
     try:
         context.load_verify_locations(files.ca)
     except ssl.SSLError as error:
-        raise TlsUnusable(f"TORCHRELAY_TLS_CA_FILE: {files.ca} holds no certificate in PEM ({error.reason})") from error
+        raise TlsUnusable(f"TORCHRELAY_TLS_CA_FILE: {files.ca} contains no PEM certificate ({error.reason})") from error
     try:
-        # The empty password is for a key that is encrypted: without one, the terminal would be asked.
+        # The empty password makes an encrypted key fail instead of prompting on the terminal.
         context.load_cert_chain(files.cert, files.key, password="")
     except ssl.SSLError as error:
         raise TlsUnusable(

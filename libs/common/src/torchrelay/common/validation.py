@@ -1,4 +1,4 @@
-"""Faults that Pydantic finds in what people gave, in plain words: what it must be, and what was given. Pure."""
+"""Pydantic's validation errors as sentences: what a value must be, and what was given."""
 
 from __future__ import annotations
 
@@ -6,20 +6,14 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-WHOLE, NUMBER, TEXT, BOOLEAN, LIST, OBJECT = (
-    "a whole number",
-    "a number",
-    "a text",
-    "true or false",
-    "a list",
-    "an object",
-)
+INTEGER, NUMBER, STRING, BOOLEAN = "an integer", "a number", "a string", "true or false"
+LIST, OBJECT = "a list", "an object"
 _KINDS = {
-    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), WHOLE),
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), INTEGER),
     **dict.fromkeys(("float_type", "float_parsing"), NUMBER),
     **dict.fromkeys(("bool_type", "bool_parsing"), BOOLEAN),
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), OBJECT),
-    "string_type": TEXT,
+    "string_type": STRING,
     "list_type": LIST,
     "finite_number": "a finite number",
 }
@@ -37,17 +31,17 @@ _BOUNDS = {
     "literal_error": "{expected}",
     "enum": "{expected}",
 }
-_MAX_SHOWN = 40
+_MAX_CHARS = 40
 
 
 def describe_error(field: str, fault: Mapping[str, Any]) -> str:
-    """``max_tokens must be a whole number, not 'ten'``; without a field's name what follows it.
+    """``max_tokens must be an integer, not 'ten'``; without ``field`` only what follows it.
 
     ``fault``: one of ``ValidationError.errors()``.
     """
     if words := _clause(fault):
         return f"{field} {words}".lstrip()
-    others = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")  # a sentence of its own
+    others = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")  # a complete sentence
     return f"{field}: {others}" if field else others
 
 
@@ -56,7 +50,7 @@ def _clause(fault: Mapping[str, Any]) -> str:
     if kind == "missing":
         return "is missing"
     if kind == "extra_forbidden":
-        return "is not known"
+        return "is not a recognized field"
     if kind in ("too_short", "string_too_short") and context["min_length"] == 1:
         return "must not be empty"
     if kind in _LIMITS:
@@ -66,7 +60,7 @@ def _clause(fault: Mapping[str, Any]) -> str:
 
 
 def quote_value(given: Any) -> str:
-    """A value in so many letters at most; of what holds others just what it is."""
+    """A short form of a value; of containers only their kind."""
     if isinstance(given, str):
         return repr(_truncate(given))
     if isinstance(given, list | tuple):
@@ -75,4 +69,4 @@ def quote_value(given: Any) -> str:
 
 
 def _truncate(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children.child import ChildSpec
-from torchrelay.cli.up.plan import Stack
+from torchrelay.cli.up.children.stack import Stack
 
 SERVE = """
 import json, os, pathlib, signal, sys

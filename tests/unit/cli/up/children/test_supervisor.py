@@ -19,8 +19,8 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import child as child_module
 from torchrelay.cli.up.children import supervisor as supervisor_module
 from torchrelay.cli.up.children.child import Child, ChildSpec
+from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.children.supervisor import BACKOFF_RESET_S, MAX_BACKOFF_S, Supervisor, backoff_s
-from torchrelay.cli.up.plan import Stack
 
 
 class Life:
@@ -139,13 +139,13 @@ async def test_a_failing_start_stops_the_others_and_shows_the_log(programs: Prog
 
 async def test_a_child_that_never_gets_ready(programs: Programs) -> None:
     life = Life(programs.stack([programs.spec("slow", NEVER_READY, ready_s=0.3)]))
-    with pytest.raises(CliError, match=r"slow did not come up within 0\.3 s"):
+    with pytest.raises(CliError, match=r"slow was not ready within 0\.3 s"):
         await life.run()
 
 
 async def test_a_program_that_is_not_there(programs: Programs) -> None:
     missing = ChildSpec("ghost", (str(programs.folder / "ghost"),), programs.folder / "ghost.log")
-    with pytest.raises(CliError, match="there is no program"):
+    with pytest.raises(CliError, match="is not installed"):
         await Life(programs.stack([missing])).run()
 
 

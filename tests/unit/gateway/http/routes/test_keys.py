@@ -60,5 +60,5 @@ async def test_limits_of_a_tenant_are_changed_one_by_one(rig: RestRig) -> None:
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "budget_nano")
     assert wrong.json()["error"]["message"] == "budget_nano must be at least 0, not -1"
     wrong = await rig.admin.patch("/v1/tenants/zoo", json={"budget_nano": "much"})
-    assert wrong.json()["error"]["message"] == "budget_nano must be a whole number, not 'much'"
+    assert wrong.json()["error"]["message"] == "budget_nano must be an integer, not 'much'"
     assert (await rig.acme.patch("/v1/tenants/acme", json={"budget_nano": 9})).status_code == 403

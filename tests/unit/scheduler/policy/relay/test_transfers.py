@@ -91,7 +91,7 @@ def test_a_relay_begins_and_ends(transfers: Transfers, report: Reporting) -> Non
     plan(transfers)
     assert report() == [] and report(copy_with(0, relay_begin_us=0)) == []  # its range is being reserved
     (begun,) = report(copy_with(1, SourceShare("s1", 1, 2.0, True)))
-    assert begun.kind is TransferEventKind.BEGUN and words([begun]) == ["s1 -> s2, urgent, 33.6 MB: 1 waiting"]
+    assert begun.kind is TransferEventKind.STARTED and words([begun]) == ["s1 -> s2, urgent, 33.6 MB: 1 waiting"]
     fields = transfer_event(begun, MODEL, 0.0).fields
     assert (fields["cause"], fields["num_waiting"], fields["sources"]) == ("at_zero", 1, "s1")
     assert report(copy_with(5, SourceShare("s1", 5, 2.0, True))) == []
@@ -108,7 +108,7 @@ def test_one_over_between_two_reports_has_begun_and_finished(transfers: Transfer
     plan(transfers, urgent=False, reason=Reason())
     events = report(whole(SourceShare("s1", 3_000_000, 0.0), SourceShare("remote", 1_000_000, 0.0), num_repairs=1))
     assert kinds(events) == [
-        TransferEventKind.BEGUN,
+        TransferEventKind.STARTED,
         TransferEventKind.REPAIRED,
         TransferEventKind.FINISHED,
     ]
@@ -148,7 +148,7 @@ def test_failures_name_their_cause(transfers: Transfers, report: Reporting) -> N
     plan(transfers, report.now, earlier=copy_with(3, error="no source"))
     assert report(copy_with(3, error="no source")) == []  # what is left of the earlier run
     (begun,) = report(copy_with(3, relay_begin_us=2_000_000))
-    assert begun.kind is TransferEventKind.BEGUN
+    assert begun.kind is TransferEventKind.STARTED
     (failed,) = report()
     assert words([failed]) == ["s2 ended with 3 of 8 chunks: it was dropped"]
     plan(transfers)
@@ -180,9 +180,9 @@ def test_relays_that_others_ordered_are_known_by_reports(transfers: Transfers, r
     (finished,) = report(whole(SourceShare("s7", 1, 0.0)))
     assert finished.kind is TransferEventKind.FINISHED
     events = report(copy_with(0, relay_begin_us=5_000_000))  # dropped and begun anew between two reports
-    assert kinds(events) == [TransferEventKind.BEGUN] and words(events) == ["? -> s2, urgent, 33.6 MB"]
+    assert kinds(events) == [TransferEventKind.STARTED] and words(events) == ["? -> s2, urgent, 33.6 MB"]
     events = report(copy_with(1, relay_begin_us=6_000_000))
-    assert kinds(events) == [TransferEventKind.FAILED, TransferEventKind.BEGUN]
+    assert kinds(events) == [TransferEventKind.FAILED, TransferEventKind.STARTED]
 
 
 def test_a_new_scheduler_goes_on_with_what_runs_and_is_silent_on_what_was(transfers: Transfers) -> None:
@@ -254,7 +254,7 @@ def test_a_copy_whose_range_is_being_reserved_is_not_given_up(transfers: Transfe
     plan(transfers)
     report.now += 6 * START_TIMEOUT_S
     assert report(copy_with(0, relay_begin_us=0)) == []
-    assert kinds(report(copy_with(1))) == [TransferEventKind.BEGUN]
+    assert kinds(report(copy_with(1))) == [TransferEventKind.STARTED]
 
 
 def test_an_error_before_the_begin_counts_unless_an_earlier_run_left_it(
@@ -279,7 +279,7 @@ def test_an_order_for_a_copy_on_its_way_belongs_to_its_transfer(transfers: Trans
     (transfer,) = transfers.with_rates()
     assert transfers.ordered == (KEY,) and transfer.planned_at == 100.0 and transfer.reason == WHY and transfer.urgent
     (begun, finished) = report(whole())
-    assert begun.kind is TransferEventKind.BEGUN and finished.transfer.cause is CopyCause.REPLICATE
+    assert begun.kind is TransferEventKind.STARTED and finished.transfer.cause is CopyCause.REPLICATE
     transfers.plan(PACK, MODEL.pack_bytes, [there], {}, 104.0)
     assert not transfers.num_running
 
@@ -318,7 +318,7 @@ def test_a_report_from_before_the_begin_costs_a_transfer_neither_its_plan_nor_it
     assert state_of(transfers) is TransferState.MISSING and transfers.ordered == (KEY,) and transfers.with_rates()
     (shown,) = transfers.shown(report.now)
     assert shown.state is TransferState.FAILED and not transfers.num_running
-    assert kinds(report(copy_with(2))) == [TransferEventKind.BEGUN] and state_of(transfers) is TransferState.RUNNING
+    assert kinds(report(copy_with(2))) == [TransferEventKind.STARTED] and state_of(transfers) is TransferState.RUNNING
     report.now += START_TIMEOUT_S
     (failed,) = report()
     assert failed.transfer.cause is CopyCause.REPLICATE and transfers.get(KEY) is None

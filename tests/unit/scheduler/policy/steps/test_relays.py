@@ -160,7 +160,7 @@ def test_relays_are_seen_from_plan_to_end() -> None:
     scene.pass_time(10)
     assert relay_views(state, scene.now) == []
     events = [event.topic for event in scene.events if event.topic.startswith("relay.")]
-    assert events == ["relay.begun", "relay.slow", "relay.finished"]
+    assert events == ["relay.started", "relay.slow", "relay.finished"]
 
 
 def test_an_idle_relay_becomes_urgent_once_somebody_waits() -> None:

@@ -46,7 +46,7 @@ def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_retained()
     assert not command.urgent and command.keep_retained and command.model == MODEL
     assert scene.retained_packs == {"store-1": (MODEL.pack_id,), "store-3": (MODEL.pack_id,)}
     (why,) = of_kind(scene, "replicate")
-    assert why.model == MODEL.name and "only on store-1" in why.reason and why.topic == "scale.replicate"
+    assert why.model == MODEL.name and "only on store-1" in why.reason and why.topic == "copy.replicate"
     assert why.fields["store_id"] == "store-3" and why.fields["source"] == "store-1"
     assert len(of_kind(scene, "copied")) == 1
     assert not scene.policy.state.transfers.num_running and scene.policy.state.replication_state.num_short == 0
@@ -202,7 +202,7 @@ def test_an_order_for_a_copy_that_a_wake_has_begun_is_done_when_that_is() -> Non
     assert transfer.urgent and transfer.reason.cause == "at_zero" and transfer.cause is CopyCause.REPLICATE
     scene.hold("store-2", MODEL, relay_begin_us=1, relay_end_us=2)
     scene.report_all()  # the report itself ends the order
-    assert [event.kind for event in scene.events[-3:]] == ["relay_begun", "relay_finished", "copied"]
+    assert [event.kind for event in scene.events[-3:]] == ["relay_started", "relay_finished", "copied"]
     assert not scene.policy.state.transfers.num_running
 
 

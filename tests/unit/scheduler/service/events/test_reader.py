@@ -72,13 +72,13 @@ async def kept(url: str) -> AsyncIterator[Kept]:
 async def test_events_come_back_whole_and_in_order(nats_url: str) -> None:
     async with kept(nats_url) as it:
         assert await it.read() == []
-        await it.write("relay.begun", "instance.ready", "relay.finished")
+        await it.write("relay.started", "instance.ready", "relay.finished")
         first, second, third = await it.read()
-        assert [event.kind for event in (first, second, third)] == ["relay.begun", "instance.ready", "relay.finished"]
+        assert [event.kind for event in (first, second, third)] == ["relay.started", "instance.ready", "relay.finished"]
         assert first == Event(
             sequence=1,
             at_unix_us=10_000_000,
-            kind="relay.begun",
+            kind="relay.started",
             model="acme/tiny",
             reason="because",
             fields_json='{"took_s": 1.5, "brought": {"store-a": 3}}',
@@ -88,14 +88,14 @@ async def test_events_come_back_whole_and_in_order(nats_url: str) -> None:
 
 async def test_more_than_a_batch_comes_in_full(nats_url: str) -> None:
     async with kept(nats_url) as it:
-        await it.write(*["relay.begun"] * 230)
+        await it.write(*["relay.started"] * 230)
         assert [event.sequence for event in await it.read()] == list(range(1, 231))
 
 
 async def test_kinds_and_times_are_chosen(nats_url: str) -> None:
     async with kept(nats_url) as it:
-        await it.write("relay.begun", "instance.ready", "scale.up")
-        assert [event.kind for event in await it.read(["relay"])] == ["relay.begun"]
+        await it.write("relay.started", "instance.ready", "scale.up")
+        assert [event.kind for event in await it.read(["relay"])] == ["relay.started"]
         assert [event.kind for event in await it.read(["scale", "instance"])] == ["instance.ready", "scale.up"]
         assert await it.read(["model"]) == []
         later_us = int((time.time() + 60) * 1e6)
@@ -106,9 +106,9 @@ async def test_kinds_and_times_are_chosen(nats_url: str) -> None:
 
 async def test_one_who_follows_hears_what_is_to_come(nats_url: str) -> None:
     async with kept(nats_url) as it, asyncio.timeout(10):
-        await it.write("relay.begun")
+        await it.write("relay.started")
         following = it.past.events(["relay"], FIRST_EVENT_US, 0, True)
-        assert (await anext(following)).kind == "relay.begun"
+        assert (await anext(following)).kind == "relay.started"
         only_new = it.past.events([], 0, 0, True)
         waiting = asyncio.ensure_future(anext(only_new))
         await it.readers(2)
@@ -126,8 +126,8 @@ async def test_one_whose_reader_the_broker_forgot_goes_on_and_misses_nothing(nat
         hearing = asyncio.ensure_future(anext(following))
         await it.readers()
         if has_heard:
-            await it.write("relay.begun")
-            assert (await hearing).kind == "relay.begun"
+            await it.write("relay.started")
+            assert (await hearing).kind == "relay.started"
             hearing = asyncio.ensure_future(anext(following))
         for reader in await it.readers():
             await it.nats.jetstream().delete_consumer(it.subjects.history_stream, reader)
@@ -172,7 +172,7 @@ async def test_one_who_stops_while_its_reader_is_made_is_let_go(nats_url: str, m
 async def test_what_cannot_be_read_is_left_out(nats_url: str) -> None:
     async with kept(nats_url) as it:
         for damaged in (b"no json", b"[]", b'{"at_unix_us": "soon"}'):
-            await it.nats.jetstream().publish(it.subjects.event("relay.begun"), damaged)
+            await it.nats.jetstream().publish(it.subjects.event("relay.started"), damaged)
         await it.write("relay.finished")
         assert [event.kind for event in await it.read()] == ["relay.finished"]
 
@@ -198,9 +198,9 @@ async def test_what_is_no_time_is_refused(nats_url: str, since_us: int) -> None:
 async def test_only_so_many_read_at_once(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchrelay.scheduler.service.events.reader.MAX_READERS", 1)
     async with kept(nats_url) as it:
-        await it.write("relay.begun")
+        await it.write("relay.started")
         first = it.past.events((), FIRST_EVENT_US, 0, True)
-        assert (await anext(first)).kind == "relay.begun"
+        assert (await anext(first)).kind == "relay.started"
         with pytest.raises(Overloaded):
             await it.read()
         await first.aclose()

@@ -18,7 +18,8 @@ def test_relays_are_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     provider = MeterProvider([reader])
     monkeypatch.setattr(metrics, "get_meter", provider.get_meter)
     counted = RelayMetrics(lambda: 3)
-    for event, fields in (("relay.begun", {}), ("relay.finished", {"took_s": 1.5}), ("scale.copied", {"took_s": 9.0})):
+    endings = ("relay.finished", {"took_s": 1.5}), ("copy.finished", {"took_s": 9.0})
+    for event, fields in (("relay.started", {}), *endings):
         counted.happened(SchedulerEvent(1.0, "kind", "acme/tiny", "store-a", "because", event, fields))
     found: dict[str, list[Any]] = {}
     data = reader.get_metrics_data()
@@ -26,7 +27,7 @@ def test_relays_are_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     for metric in data.resource_metrics[0].scope_metrics[0].metrics:
         found[metric.name] = list(metric.data.data_points)
     events = {point.attributes["event"]: point.value for point in found["torchrelay_scheduler_relay_events"]}
-    assert events == {"begun": 1, "finished": 1}
+    assert events == {"started": 1, "finished": 1}
     (took,) = found["torchrelay_scheduler_relay_duration"]
     assert took.sum == 1.5 and took.attributes == {"event": "finished"}
     assert [point.value for point in found["torchrelay_scheduler_relays_running"]] == [3]

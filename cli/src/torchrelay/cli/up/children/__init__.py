@@ -1,3 +1,3 @@
-"""child processes under supervision: child, supervisor, stack (their groups), log rotation, death with the parent.
+"""Child processes under supervision: child, supervisor, stack (their groups), log rotation, death with the parent.
 Imports errors and common.
 """

@@ -1,4 +1,4 @@
-"""One child process of `torchrelay up`: started, watched, and ended."""
+"""One child process of `torchrelay up`: start, readiness, stop."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ from torchrelay.common.tls import Tls
 
 POLL_S = 0.02
 STOP_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 3.0
 TAIL_LINES = 8
 TAIL_COLUMNS = 240
 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. A child of ours writes ``ready_file`` once it serves; other programs listen on ``ready_port``.
+    """What to run. Our services write ``ready_file`` once they serve; other programs listen on ``ready_port``.
 
-    ``tls``: how to show oneself to its gRPC server, if that speaks TLS.
+    ``tls``: credentials for its gRPC server, if that uses TLS.
     """
 
     name: str
@@ -47,7 +48,7 @@ class ChildSpec:
 
 
 class Child:
-    """A running ``ChildSpec``: the leader of a process group of its own."""
+    """A running ``ChildSpec``: the leader of its own process group."""
 
     def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log_begin: int) -> None:
         self.spec, self._process, self._log_begin = spec, process, log_begin
@@ -55,13 +56,13 @@ class Child:
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> Child:
-        """Starts the program in a process group of its own, so that Ctrl-C reaches it only through `up`.
+        """Starts the program in its own process group, so that Ctrl-C reaches it only through `up`.
 
-        Raises ``Problem`` when there is no such program.
+        Raises ``CliError`` when the program is not installed.
         """
         program = shutil.which(spec.command[0])
         if program is None:
-            raise CliError(f"{spec.name} cannot be started: there is no program {spec.command[0]}", "run make setup")
+            raise CliError(f"{spec.name} cannot start: {spec.command[0]} is not installed", "run make setup")
         if spec.ready_file is not None:
             spec.ready_file.unlink(missing_ok=True)
         with spec.log.open("ab") as log:
@@ -90,28 +91,26 @@ class Child:
         return time.monotonic() - self._begin_s
 
     async def exited(self) -> str:
-        """Waits for the end, sees to it that no child of the child outlives it, and says how it ended."""
+        """Waits for the exit, kills what is left of the process group, and says how it ended."""
         status = await self._process.wait()
         self.kill()
         return how_ended(status)
 
     async def ready(self) -> dict[str, str]:
-        """Waits until the child serves and returns its addresses. Raises ``Problem`` with the end of its log."""
+        """Waits until the child serves; returns its addresses. Raises ``CliError`` with the end of its log."""
         try:
             async with asyncio.timeout(self.spec.ready_s):
                 while self.returncode is None:
                     if (addresses := await self._addresses()) is not None:
                         return addresses
-                    await asyncio.sleep(POLL_S)  # a file and a port have no other notice
+                    await asyncio.sleep(POLL_S)  # there is nothing to wait on for a file and a port
         except TimeoutError:
-            raise CliError(
-                f"{self.spec.name} did not come up within {self.spec.ready_s:g} s", self._log_hint()
-            ) from None
+            raise CliError(f"{self.spec.name} was not ready within {self.spec.ready_s:g} s", self._log_hint()) from None
         raise CliError(f"{self.spec.name} {how_ended(self.returncode or 0)} while starting", self._log_hint())
 
     async def _addresses(self) -> dict[str, str] | None:
         if self.spec.ready_file is None:
-            return {} if await _listens(self.spec.ready_port) else None
+            return {} if await is_listening("127.0.0.1", self.spec.ready_port) else None
         try:
             written = json.loads(self.spec.ready_file.read_text())
         except FileNotFoundError:
@@ -121,7 +120,9 @@ class Child:
 
     def _log_hint(self) -> str:
         with self.spec.log.open("rb") as log:
-            log.seek(self._log_begin if self._log_begin <= self.spec.log.stat().st_size else 0)  # it may be trimmed
+            log.seek(
+                self._log_begin if self._log_begin <= self.spec.log.stat().st_size else 0
+            )  # it may have been truncated
             lines = log.read().decode(errors="replace").strip().splitlines()
         if not lines:
             return f"it wrote nothing to {self.spec.log}"
@@ -130,7 +131,7 @@ class Child:
         )
 
     async def stop(self) -> None:
-        """Asks the child to end, and insists after a while; nothing of its group is left."""
+        """Terminates the child, kills it after a timeout, and then the rest of its group."""
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 self._process.terminate()
@@ -143,7 +144,7 @@ class Child:
         self.kill()
 
     def kill(self) -> None:
-        """Ends the child and everything it started, at once."""
+        """Kills the child and everything it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -156,16 +157,18 @@ def how_ended(status: int) -> str:
 
 
 def _tied_to_parent(command: tuple[str, ...]) -> tuple[str, ...]:
-    """A killed `up` must leave nothing running (Linux; elsewhere nothing can be done)."""
+    """Wraps the command so that it dies with `up` (Linux only)."""
     if sys.platform != "linux":
         return command
     return (sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), *command)
 
 
-async def _listens(port: int) -> bool:
+async def is_listening(host: str, port: int) -> bool:
+    """Whether a TCP connection to it succeeds within ``CONNECT_TIMEOUT_S``."""
     try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except OSError:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except (OSError, UnicodeError, TimeoutError):
         return False
     writer.close()
     with suppress(OSError):
@@ -174,11 +177,11 @@ async def _listens(port: int) -> bool:
 
 
 async def _is_healthy(address: str | None, tls: Tls | None) -> bool:
-    """gRPC health; a child without a gRPC server is healthy once its ready file is there."""
+    """gRPC health check; a child without a gRPC server is healthy once its ready file exists."""
     if not address:
         return True
     async with open_channel(address, tls) as channel:
-        health: Any = health_pb2_grpc.HealthStub(channel)  # its published types know no methods
+        health: Any = health_pb2_grpc.HealthStub(channel)  # its published types lack methods
         try:
             reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=2)
         except grpc.aio.AioRpcError:

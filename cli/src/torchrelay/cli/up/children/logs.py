@@ -1,7 +1,7 @@
-"""The logs of an install, bounded: two files for each child, of ``MAX_LOG_BYTES`` and a little at most.
+"""Bounded logs: two files per child, of little more than ``MAX_LOG_BYTES`` each.
 
-The children write to the file they were given at their start, by appending, so it cannot be taken away from them while
-they run: it is copied and emptied. Lines written between the two are lost.
+Children append to an open file, which cannot be replaced while they run: it is copied and truncated. Lines written in
+between are lost.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ CHECK_EVERY_S = 10.0
 
 
 def rotated_path(log: Path) -> Path:
-    """Where the lines before those in ``log`` are: ``gateway.log.1``."""
+    """The file with older lines: ``gateway.log.1``."""
     return log.with_name(f"{log.name}.1")
 
 
 def rotate(log: Path) -> None:
-    """A run of the platform begins: the last run's log is kept beside the new one."""
+    """Keeps the last run's log beside the new one."""
     if log.exists() and log.stat().st_size:
         log.replace(rotated_path(log))
 
 
 def truncate_if_long(log: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
-    """Begins a log anew that has become too long, under whoever writes to it; where it cannot be copied, just so."""
+    """Copies and truncates a long log while it is written to; truncates it even if the copy fails."""
     if not log.exists() or log.stat().st_size <= max_bytes:
         return
     try:
         shutil.copyfile(log, rotated_path(log))
-    except OSError:  # on a full disk its room is worth more than what it says, and the platform goes on
+    except OSError:  # a full disk: space is worth more than old lines
         rotated_path(log).unlink(missing_ok=True)
     with log.open("r+b") as file:
         file.truncate()

@@ -1,7 +1,7 @@
-"""Runs a program that ends when its parent does: `python leash.py PARENT_PID PROGRAM ARGS...` (Linux only).
+"""Runs a program that ends with its parent: `python parent_death.py PARENT_PID PROGRAM ARGS...` (Linux only).
 
-A file of its own, run before the program and replaced by it, because code between fork and exec (``preexec_fn``) is
-not safe in a process with gRPC's threads. Imports nothing of ours, so that it costs milliseconds.
+A script that execs the program, because ``preexec_fn`` is not safe in a process with gRPC's threads. Imports nothing
+of Torchrelay, so that it costs milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     parent, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(parent):  # it ended before the request was made
+    if os.getppid() != int(parent):  # it ended before prctl
         sys.exit(1)
     os.execv(command[0], command)
 

@@ -1,4 +1,4 @@
-"""Keeps the children of an embedded install running: starts them in order, restarts what dies, stops all at the end."""
+"""Starts the children of an embedded install in order, restarts those that die, and stops all at the end."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import Protocol
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import logs
 from torchrelay.cli.up.children.child import Child, ChildSpec
-from torchrelay.cli.up.plan import Stack
+from torchrelay.cli.up.children.stack import Stack
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
-BACKOFF_RESET_S = 30.0  # a child that ran this long begins its back-off anew
+BACKOFF_RESET_S = 30.0  # a child that ran this long starts with the first back-off again
 
 
 class SupervisorListener(Protocol):
-    """Who is told what happens to the children."""
+    """Receives what happens to the children."""
 
     def starting(self, names: Iterable[str]) -> None: ...
     def ready(self, name: str, took_s: float, address: str) -> None: ...
     def ended(self, name: str, how: str, wait_s: float) -> None: ...
-    def failed(self, problem: CliError) -> None: ...
+    def failed(self, error: CliError) -> None: ...
     def stopping(self) -> None: ...
 
 
 def backoff_s(previous_s: float, ran_s: float) -> float:
-    """How long to wait before the next start of a child that ran ``ran_s`` and waited ``previous_s`` before."""
+    """Delay before restarting a child that ran ``ran_s`` after a delay of ``previous_s``."""
     if ran_s >= BACKOFF_RESET_S or previous_s == 0:
         return FIRST_BACKOFF_S
     return min(previous_s * 2, MAX_BACKOFF_S)
@@ -42,10 +42,9 @@ class Supervisor:
         self._children: dict[str, Child] = {}
 
     async def run(self, up: Callable[[], AbstractContextManager[None]], stop: asyncio.Event) -> None:
-        """Starts everything, holds ``up()`` open while all runs, and returns after ``stop`` with everything stopped.
+        """Starts everything, holds ``up()`` open while it runs, and stops everything after ``stop``.
 
-        ``stop`` may come at any time, also while children are starting. Raises ``Problem`` when a child does not come
-        up at the first start.
+        ``stop`` may be set at any time, also during the start. Raises ``CliError`` when a child fails to start.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -58,7 +57,7 @@ class Supervisor:
             await self._stop_all()
 
     def kill_all(self) -> None:
-        """For the impatient: ends every child at once. ``run`` returns as it does after a stop."""
+        """Kills every child at once; ``run`` then returns as after a stop."""
         for child in self._children.values():
             child.kill()
 
@@ -87,15 +86,15 @@ class Supervisor:
         while True:
             child = self._children[spec.name]
             how = await child.exited()
-            # The same child again: its program is gone, and no new one came to run.
+            # The same child again: the restart itself failed.
             wait_s = backoff_s(wait_s, child.age_s if child is not before else 0.0)
             before = child
             self._listener.ended(spec.name, how, wait_s)
             await asyncio.sleep(wait_s)
             try:
                 await self._start(spec)
-            except CliError as problem:
-                self._listener.failed(problem)
+            except CliError as error:
+                self._listener.failed(error)
                 await self._children[spec.name].stop()
 
     async def _trim_logs(self) -> None:
@@ -105,7 +104,7 @@ class Supervisor:
                 await asyncio.to_thread(logs.truncate_if_long, spec.log)
 
     async def _stop_all(self) -> None:
-        """Group by group, against the direction of asking: the door first, the brokers last."""
+        """Group by group, in reverse: the gateway first, the brokers last."""
         if self._children:
             self._listener.stopping()
         for group in reversed(self._stack.groups):
@@ -116,7 +115,7 @@ class Supervisor:
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """What the group began with: the others were cancelled because of it."""
+    """The first error: the others were cancelled because of it."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,1 +1,1 @@
-"""connections: gRPC (rpc), health check, NATS, Redis, load reports. Imports root and process."""
+"""Connections: gRPC (rpc), health check, NATS, Redis, load reports. Imports root and process."""

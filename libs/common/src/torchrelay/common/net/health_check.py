@@ -1,6 +1,6 @@
-"""`torchrelay-health HOST:PORT`: asks a service for its gRPC health; the health check of the images.
+"""`torchrelay-health HOST:PORT`: gRPC health check of a service, used by the container images.
 
-With the TLS settings of the service it comes as a peer. The tenants' door speaks no TLS: there it asks again, plainly.
+Uses the service's TLS settings, and falls back to plain text, which the public gRPC port speaks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ USAGE = "usage: torchrelay-health HOST:PORT"
 
 
 def is_serving(address: str, tls: Tls | None = None) -> bool | None:
-    """Whether the server at ``address`` says that it serves; ``None`` when nobody answers."""
+    """Whether the server at ``address`` reports that it serves; ``None`` without an answer."""
     with open_blocking_channel(address, tls) as channel:
         try:
             reply = cast(Any, health_pb2_grpc.HealthStub(channel)).Check(
@@ -32,7 +32,7 @@ def is_serving(address: str, tls: Tls | None = None) -> bool | None:
 
 
 def main() -> None:
-    """Entry point: status 0 when the service serves, 1 when it does not or for a wrong call."""
+    """Entry point: status 0 when the service serves, else 1."""
     if sys.argv[1:] in (["-h"], ["--help"]):
         print(USAGE)
         return
@@ -46,4 +46,4 @@ def main() -> None:
     if serves:
         print("serving")
     else:
-        sys.exit(f"{address} does not answer" if serves is None else f"{address} answers, and does not serve")
+        sys.exit(f"{address} does not answer" if serves is None else f"{address} answers but is not serving")

@@ -1,7 +1,4 @@
-"""Load reports of a process on NATS: ten times a second while something goes on in it, else twice.
-
-A platform that nobody calls should cost next to nothing.
-"""
+"""Load reports of a process on NATS: ten times a second while it is active, else twice, so that idling is cheap."""
 
 from __future__ import annotations
 
@@ -24,14 +21,14 @@ IDLE_EVERY_S: Final = 0.5
 
 
 class Cadence:
-    """Of one process, which looks every ``LOOK_EVERY_S`` whether there is something to report."""
+    """Decides, every ``POLL_EVERY_S``, whether a report is due."""
 
     def __init__(self) -> None:
         self._reported: object = None
         self._reported_at_s = float("-inf")
 
     def is_due(self, activity: object, now_s: float) -> bool:
-        """Whether to report: the activity is not what it was at the last report, or that was long ago."""
+        """Whether the activity has changed since the last report, or that report is old."""
         if activity == self._reported and now_s - self._reported_at_s < IDLE_EVERY_S:
             return False
         self._reported, self._reported_at_s = activity, now_s
@@ -41,9 +38,9 @@ class Cadence:
 async def publish_reports(
     client: Client, subject: str, activity: Callable[[], object], report: Callable[[], Message]
 ) -> None:
-    """Publishes until cancelled; while NATS is away reports are simply missed.
+    """Publishes until cancelled; reports are lost while NATS is unreachable.
 
-    ``activity`` gives something cheap that differs from what it was whenever something has gone on.
+    ``activity`` returns a cheap value that changes whenever the process has done something.
     """
     cadence = Cadence()
     while True:

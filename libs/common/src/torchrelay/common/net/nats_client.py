@@ -1,4 +1,4 @@
-"""NATS: load reports and hints on core subjects, the history and usage registers on JetStream.
+"""NATS: load reports and hints on core subjects, events and usage registers on JetStream.
 
 Payloads are the protobuf messages of ``torchrelay.control.v1`` (reports, registers) or JSON objects (events, hints).
 """
@@ -26,7 +26,7 @@ USAGE_STREAM = "RELAY_USAGE"
 
 
 class Subjects:
-    """The names of all subjects and streams of one install; ``prefix`` keeps installs on one server apart."""
+    """Subjects and streams of one install; ``prefix`` separates installs on one server."""
 
     def __init__(self, prefix: str = "") -> None:
         self._dotted = f"{prefix}." if prefix else ""
@@ -60,15 +60,15 @@ class Subjects:
 
 class _Client(Client):
     async def close(self) -> None:
-        """nats-py would wait for as long as a broker that reads nothing leaves something to be sent."""
-        giving_up = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._give_up)
+        """Closes within ``CLOSE_TIMEOUT_S``; nats-py would wait as long as a stalled broker leaves data unsent."""
+        abort = asyncio.get_running_loop().call_later(CLOSE_TIMEOUT_S, self._abort_connection)
         try:
             await super().close()
         finally:
-            giving_up.cancel()
+            abort.cancel()
 
-    def _give_up(self) -> None:
-        """Breaks the connection: whoever waits to send goes on."""
+    def _abort_connection(self) -> None:
+        """Aborts the connection, which releases pending writers."""
         writer = self._transport._io_writer if isinstance(self._transport, TcpTransport) else None
         if writer is not None:
             log.warning("nats_closed_unsent", num_bytes=writer.transport.get_write_buffer_size())
@@ -76,22 +76,22 @@ class _Client(Client):
 
 
 async def connect(url: str, name: str) -> Client:
-    """A connection that reconnects for ever; publishing while it is away is buffered by nats-py, bounded."""
+    """A connection that reconnects forever; nats-py buffers what is published meanwhile, within bounds."""
 
-    told_at = -WARN_EVERY_S
+    warned_at = -WARN_EVERY_S
 
     async def on_error(error: Exception) -> None:
-        nonlocal told_at
-        if time.monotonic() - told_at >= WARN_EVERY_S:
-            told_at = time.monotonic()
-            log.warning("nats_away", url=url, error=str(error))
+        nonlocal warned_at
+        if time.monotonic() - warned_at >= WARN_EVERY_S:
+            warned_at = time.monotonic()
+            log.warning("nats_unreachable", url=url, error=str(error))
 
     client = _Client()
     connecting = client.connect(
         url,
         name=name,
         max_reconnect_attempts=-1,
-        reconnect_time_wait=0.2,  # type: ignore[arg-type]  # seconds to asyncio.sleep, whatever the annotation
+        reconnect_time_wait=0.2,  # type: ignore[arg-type]  # passed to asyncio.sleep: seconds, whatever the annotation
         connect_timeout=5,
         pending_size=4 << 20,
         error_cb=on_error,
@@ -99,16 +99,13 @@ async def connect(url: str, name: str) -> Client:
     try:
         await cancellable(connecting)
     except asyncio.CancelledError:
-        await client.close()  # it may have a socket by now
+        await client.close()  # it may already have a socket
         raise
     return client
 
 
 async def ensure_streams(js: JetStreamContext, subjects: Subjects) -> None:
-    """Creates the two streams, or brings them to this configuration.
-
-    Both are bounded: they are never the only copy of money.
-    """
+    """Creates or updates the two streams. Both are bounded: neither is the only record of money."""
     for name, subject, max_bytes, max_age_s in (
         (subjects.history_stream, subjects.event(">"), 256 << 20, 30 * 86400),
         (subjects.usage_stream, subjects.usage("*"), 1 << 30, 7 * 86400),
@@ -123,5 +120,5 @@ async def ensure_streams(js: JetStreamContext, subjects: Subjects) -> None:
         )
         try:
             await cancellable(js.add_stream(config))
-        except nats.js.errors.BadRequestError:  # it exists with another configuration
+        except nats.js.errors.BadRequestError:  # exists with another configuration
             await cancellable(js.update_stream(config))

@@ -1,4 +1,4 @@
-"""Redis: hot state that gateways share and can rebuild. Never a system of record."""
+"""Redis: shared state of gateways that can be rebuilt. Never a system of record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from redis.backoff import ExponentialBackoff
 
 
 def connect(url: str) -> Redis:
-    """A client whose calls give up within a second: callers go on without hot state rather than wait for it."""
+    """A client whose calls fail within a second: callers continue without Redis rather than wait."""
     return Redis.from_url(
         url,
         socket_timeout=1.0,

@@ -1,7 +1,7 @@
-"""gRPC set-up shared by all services: servers with health and error mapping, channels with keep-alive, TLS by setting.
+"""gRPC set-up of all services: servers with health checks and error mapping, channels with keep-alive, TLS by setting.
 
 A ``TorchrelayError`` raised by a servicer becomes its gRPC status, with its code, field and retry time in the trailing
-metadata; ``error_from_rpc`` turns it back on the other side, so both ends speak of the same class.
+metadata; ``error_from_rpc`` restores it on the client.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.so_reuseport", 0),
 ]
-# A service that was restarted must be found again within a fraction of a second.
+# Reconnect to a restarted service within a fraction of a second.
 _CHANNEL_OPTIONS = [
     *_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -38,26 +38,26 @@ _CHANNEL_OPTIONS = [
 _CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
 
 
-# A peer's certificate names the cluster, not the address it is reached at.
+# Certificates name the cluster, not the peer's address.
 _TLS_OPTIONS = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", CLUSTER_NAME)]
 
 
 def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """A lazy channel to ``host:port``; it reconnects by itself. ``tls``: how this process shows itself; None: plain."""
+    """A lazy, reconnecting channel to ``host:port``. ``tls``: this process's identity; None: plain text."""
     if tls is None:
         return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return grpc.aio.secure_channel(address, tls.channel_credentials(), options=_TLS_OPTIONS)
 
 
 def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
-    """The same for programs without an event loop."""
+    """``open_channel`` for programs without an event loop."""
     if tls is None:
         return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return grpc.secure_channel(address, tls.channel_credentials(), options=_TLS_OPTIONS)
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
-    """What the other side raised, or ``Unavailable`` when it could not be reached."""
+    """The error raised by the server, or ``Unavailable`` when it could not be reached."""
     trailing = {str(key): value for key, value in (error.trailing_metadata() or ())}
     message = error.details() or "the call failed without a message"
     code, field = trailing.get(_CODE), trailing.get(_FIELD)
@@ -111,7 +111,7 @@ def _mapped_stream(call: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]
     async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
             replies = call(request, context)
-            if inspect.isawaitable(replies):  # a servicer that writes to the context itself
+            if inspect.isawaitable(replies):  # a servicer that writes to the context
                 await replies
                 return
             async for reply in replies:
@@ -132,13 +132,12 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchrelayE
 
 
 class RpcServer:
-    """A gRPC server with health checking, at ``port``. With ``tls`` it serves only peers of the same cluster."""
+    """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster."""
 
     def __init__(self, host: str, port: int = 0, tls: Tls | None = None) -> None:
         self.server = grpc.aio.server(interceptors=(_ErrorMapping(),), options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        self._host = host
         address = f"{host}:{port}"
         self.port = (
             self.server.add_insecure_port(address)
@@ -147,11 +146,11 @@ class RpcServer:
         )
 
     async def start(self) -> None:
-        """Serves, and says so to health checks."""
+        """Starts serving and reports it to health checks."""
         await self.server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Turns health to not serving, lets running calls end within ``grace_s``, then closes."""
+        """Reports not serving, lets running calls finish within ``grace_s``, then closes."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)

@@ -1,4 +1,4 @@
-"""glibc's allocator, told to give memory back: for processes that are to stay small."""
+"""Makes glibc return freed memory, for processes that should stay small."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ctypes
 import sys
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
-_LARGE_BYTES = 128 << 10  # glibc's own at first; said here, it stays what it is
+_LARGE_BYTES = 128 << 10  # glibc's initial value; setting it stops glibc from raising it
 
 
 def keep_heap_small() -> None:
-    """One heap for all threads, and large blocks go back to the system at once. To be called before threads start.
+    """Uses one heap for all threads and returns large blocks at once. Call before threads start; no-op without glibc.
 
-    By default glibc gives threads heaps of their own, and keeps blocks as large as the largest that was ever freed: the
-    peak of loading a tokenizer is then 7 MB higher. Where there is no glibc this does nothing.
+    By default threads have heaps of their own, and blocks up to the largest one ever freed are kept: loading a
+    tokenizer then peaks 7 MB higher.
     """
     if sys.platform != "linux":
         return

@@ -1,4 +1,4 @@
-"""The life of a service process: set up, say so, wait for the end, shut down in order."""
+"""The life of a service process: start, publish addresses, wait for a signal, shut down in order."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ def run_service(
 ) -> None:
     """Runs ``serving()`` until SIGTERM or SIGINT.
 
-    ``serving`` is an async context manager: it yields the process's addresses once it serves (for the ready file), and
-    shuts everything down in order when it is left. If it raises, the process ends with a traceback and status 1.
-    ``loop_factory`` makes another event loop than asyncio's own.
+    ``serving`` is an async context manager that yields the process's addresses once it serves (for the ready file) and
+    shuts down in order on exit. If it raises, the process ends with a traceback and status 1.
     """
     telemetry = Telemetry(name, settings)
     try:
@@ -53,20 +52,19 @@ def run_service(
 
 
 class _Stop:
-    """What a signal does: a service that serves shuts down in order; one that still starts is cut short.
-
-    A start may wait for something that never comes, such as a broker that is away.
+    """Handles a signal: a serving process shuts down in order; a starting one is cancelled, as it may be waiting for a
+    broker that never comes.
     """
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self._starting = asyncio.current_task()
 
     def started(self) -> None:
         self._starting = None
 
     def __call__(self) -> None:
-        self.asked.set()
+        self.requested.set()
         if self._starting is not None:
             self._starting.cancel()
 
@@ -83,9 +81,9 @@ async def _until_signal(
             stop.started()
             with published_addresses(settings.ready_file, addresses):
                 log.info("serving", **addresses)
-                await stop.asked.wait()
+                await stop.requested.wait()
                 log.info("stopping")
     except asyncio.CancelledError:
-        if not stop.asked.is_set():
+        if not stop.requested.is_set():
             raise
         log.info("stopped_while_starting")

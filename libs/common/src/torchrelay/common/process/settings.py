@@ -1,4 +1,4 @@
-"""Settings: one class per service, the same names as flags, environment variables and file.
+"""Settings: one class per service; the same names as flags, environment variables and in a file.
 
 Precedence: flags, then environment (``TORCHRELAY_`` prefix), then the TOML file named by ``TORCHRELAY_CONFIG``, then
 defaults.
@@ -24,46 +24,41 @@ from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 
 
 class ServiceSettings(BaseSettings):
-    """What every service has in common. A service adds its own fields in a subclass in its ``settings.py``."""
+    """Settings that all services share; each service adds its own in a subclass."""
 
     model_config = SettingsConfigDict(
         env_prefix="TORCHRELAY_", extra="ignore", frozen=True, cli_kebab_case=True, cli_implicit_flags=True
     )
 
     host: str = Field("127.0.0.1", description="Address that servers of this process listen on.")
-    advertise_host: str = Field("", description="Address that others reach this process at; empty: the same as host.")
+    advertise_host: str = Field("", description="Address at which others reach this process; empty: same as host.")
     nats_url: str = Field("nats://127.0.0.1:4222", description="NATS server, with JetStream.")
     nats_prefix: str = Field(
-        "", description="Put before every NATS subject and stream, so that installs can share a server."
+        "", description="Prefix of NATS subjects and streams, so that installs can share a server."
     )
     node_key: str = Field(
-        "", description="Hex key of 32 bytes of this store or worker: derive_node_key(cluster key, its id)."
+        "", description="Hex key (32 bytes) of this store or worker: derive_node_key(cluster key, id)."
     )
-    ready_file: Path | None = Field(
-        None, description="Where this process writes its addresses as JSON once it serves; removed at its end."
-    )
+    ready_file: Path | None = Field(None, description="File with this process's addresses as JSON, while it serves.")
     tls_ca_file: Path | None = Field(
-        None,
-        description="PEM of the cluster's CA: with the two below, TLS between all processes; none of the three: plain.",
+        None, description="PEM of the cluster's CA; with the next two, TLS between all processes."
     )
-    tls_cert_file: Path | None = Field(
-        None, description="PEM of this process's certificate, which names torchrelay.internal."
-    )
+    tls_cert_file: Path | None = Field(None, description="PEM of this process's certificate, for torchrelay.internal.")
     tls_key_file: Path | None = Field(None, description="PEM of the certificate's key, unencrypted.")
     log_level: str = Field("info", description="debug, info, warning or error.")
     log_format: str = Field("json", description="json, or console for people.")
-    trace_file: Path | None = Field(None, description="Append finished spans to this file, one JSON object a line.")
+    trace_file: Path | None = Field(None, description="Append finished spans to this file, one JSON object per line.")
     otlp_endpoint: str = Field("", description="OTLP gRPC endpoint for traces and metrics; empty: none.")
-    metrics_port: int = Field(0, description="Serve Prometheus metrics on this port; 0: do not.")
+    metrics_port: int = Field(0, description="Port for Prometheus metrics; 0: none.")
 
     @property
     def advertised_host(self) -> str:
-        """The address others reach this process at."""
+        """The address at which others reach this process."""
         return self.advertise_host or self.host
 
     @property
     def tls_files(self) -> TlsFiles | None:
-        """None: TLS is off. Raises ``TlsUnusable`` when only some of the files are named."""
+        """None: TLS is off. Raises ``TlsUnusable`` when only some of the files are set."""
         ca, cert, key = self.tls_ca_file, self.tls_cert_file, self.tls_key_file
         if ca is not None and cert is not None and key is not None:
             return TlsFiles(ca, cert, key)
@@ -71,11 +66,11 @@ class ServiceSettings(BaseSettings):
         missing = [f"TORCHRELAY_{name.upper()}" for name, path in fields.items() if path is None]
         if len(missing) == len(fields):
             return None
-        raise TlsUnusable(f"TLS needs all of its three files or none: set {' and '.join(missing)}, or unset the rest")
+        raise TlsUnusable(f"TLS needs all three files or none: set {' and '.join(missing)}, or unset the rest")
 
     @property
     def tls(self) -> Tls | None:
-        """The identity of this process among its peers, read from the files now; None: TLS is off."""
+        """The TLS identity of this process, read from its files now; None: TLS is off."""
         files = self.tls_files
         return None if files is None else Tls(files)
 
@@ -104,9 +99,9 @@ S = TypeVar("S", bound=ServiceSettings)
 
 
 def load_settings(settings_cls: type[S], program: str, args: list[str] | None = None) -> S:
-    """Settings from flags (``args``, by default the process's own), environment and file.
+    """Settings from flags (``args``, by default ``sys.argv``), environment and file.
 
-    ``program`` is the name ``--help`` shows. A wrong flag or value ends the process with status 2 and a line per field.
+    ``program``: the name in ``--help``. An invalid flag or value ends the process with status 2 and a line per field.
     """
     source: CliSettingsSource[Any] = CliSettingsSource(
         settings_cls, cli_prog_name=program, cli_parse_args=sys.argv[1:] if args is None else args
@@ -114,16 +109,16 @@ def load_settings(settings_cls: type[S], program: str, args: list[str] | None = 
     try:
         return settings_cls(**source())
     except ValidationError as error:
-        for complaint in setting_errors(error):
-            print(f"{program}: {complaint}", file=sys.stderr)
+        for message in setting_errors(error):
+            print(f"{program}: {message}", file=sys.stderr)
         raise SystemExit(2) from error
 
 
 def setting_errors(error: ValidationError) -> list[str]:
-    """What is wrong with the settings, a line per field."""
-    said = []
+    """What is wrong with the settings, one line per field."""
+    lines = []
     for fault in error.errors():
         name = ".".join(str(part) for part in fault["loc"])
-        where = f"{name} (TORCHRELAY_{name.upper()}): " if name else ""  # no name: it lies between several fields
-        said.append(where + fault["msg"].removeprefix("Value error, "))
-    return said
+        where = f"{name} (TORCHRELAY_{name.upper()}): " if name else ""  # no name: several fields together
+        lines.append(where + fault["msg"].removeprefix("Value error, "))
+    return lines

@@ -1,8 +1,7 @@
 """Logs, traces and metrics: set up once per process, the same in every service.
 
-Logs are one JSON object a line on standard error, each with the service and, inside a request, its id. Traces follow
-the W3C ``traceparent``, which rides in messages because many requests share one gRPC stream. No prompt or output text
-goes into either.
+Logs are JSON lines on standard error with the service and, within a request, its id. Traces use W3C ``traceparent``,
+carried in messages because many requests share one gRPC stream. Neither contains prompt or output text.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from torchrelay.common.process.settings import ServiceSettings
 if "rich" in sys.modules:
     import structlog
 else:
-    # structlog takes Rich along where it is installed (for the CLI): 3 MB of every service that none of them uses.
+    # structlog imports Rich where it is installed (for the CLI): 3 MB that no service uses.
     sys.modules["rich"] = None  # type: ignore[assignment]
     try:
         import structlog
@@ -36,17 +35,16 @@ else:
         del sys.modules["rich"]
 
 MAX_TRACE_BYTES = 64 << 20
-# From an engine's step to a model that comes from far: by default they are 5, 10, 25 ... 10,000, made for milliseconds.
+# From an engine step to a model load; the default buckets 5, 10, 25 ... 10,000 are meant for milliseconds.
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 _PROPAGATOR = TraceContextTextMapPropagator()
-_TRACER = trace.get_tracer("torchrelay")  # finds the provider once it is set; asking for it anew is dear
+_TRACER = trace.get_tracer("torchrelay")  # finds the provider once it is set; get_tracer is slow
 
 
 class SpanFile(SpanExporter):
-    """Appends finished spans to a file, one JSON object a line: the embedded install's trace store.
+    """Appends finished spans to a file as JSON lines: the trace store of the embedded install.
 
-    All services append to the same file. Whoever finds it over ``MAX_TRACE_BYTES`` empties it: the recent past is what
-    it is read for.
+    All services share the file; whichever finds it over ``MAX_TRACE_BYTES`` truncates it.
     """
 
     def __init__(self, path: Path, service: str) -> None:
@@ -98,7 +96,7 @@ class Telemetry:
         metrics.set_meter_provider(self._meters)
 
     def _add_otlp(self, endpoint: str) -> MetricReader:
-        # Imported only when asked for: the exporters cost several megabytes.
+        # Imported on demand: the exporters take several megabytes.
         from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
@@ -126,7 +124,7 @@ def _set_up_logs(service: str, settings: ServiceSettings) -> None:
     )
 
     def name_service(logger: object, method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
-        event["service"] = service  # not a context variable: threads begin without those
+        event["service"] = service  # not a context variable: new threads do not inherit those
         return event
 
     structlog.configure(
@@ -169,11 +167,11 @@ def span_of(name: str, traceparent: str = "", **attributes: str | int | float | 
 def record_span(
     name: str, traceparent: str, begin_unix_ns: int, end_unix_ns: int, **attributes: str | int | float
 ) -> None:
-    """A span whose times were measured elsewhere (the engine's thread, another process's clock)."""
+    """Records a span measured elsewhere (the engine's thread, another process)."""
     parent = _PROPAGATOR.extract({"traceparent": traceparent}) if traceparent else None
     _TRACER.start_span(name, context=parent, start_time=begin_unix_ns, attributes=attributes).end(end_unix_ns)
 
 
 def seconds_histogram(meter: metrics.Meter, name: str, description: str) -> metrics.Histogram:
-    """How long something takes; never below zero."""
+    """A histogram of durations in seconds."""
     return meter.create_histogram(name, "s", description, explicit_bucket_boundaries_advisory=BUCKETS_S)

@@ -1,1 +1,1 @@
-"""token ids to text, stop strings, tokenizer loading, prefix hashes. Imports errors only."""
+"""Tokens: loading tokenizers, incremental text, stop strings, prefix hashes. Imports errors only."""

@@ -1,14 +1,13 @@
-"""Keys of token prefixes: equal for equal beginnings of the prompts of one tenant, and for nothing else.
+"""Hashes of token prefixes: equal only for equal beginnings of prompts of one tenant.
 
-There is one chain. A *page* is what an engine's prefix cache holds the KV of. Its key is the hash of the key of the
-last routing block before it and of all tokens from there to its end, so it stands for everything from the first token
-on. A *routing block* is four pages, and its key is that of its last page: what the scheduler remembers of where prompts
-went is what an engine there finds their pages by.
+A *page* is the unit of an engine's prefix cache. Its hash covers the hash of the last routing block before it and all
+tokens from there to its end, and so the whole prefix. A *routing block* is four pages; its hash is that of its last
+page, so the scheduler, which remembers routing blocks, and the engines share one chain.
 
-    page keys      k1  k2  k3  k4  k5  ...       k1 = hash(salt's, page 1), k2 = hash(salt's, pages 1-2), ...
-    routing keys               k4                k5 = hash(k4, page 5), ...
+    page hashes      h1  h2  h3  h4  h5  ...     h1 = hash(hash(salt), page 1), h2 = hash(hash(salt), pages 1-2), ...
+    routing hashes               h4              h5 = hash(h4, page 5), ...
 
-They are salted by tenant: nobody learns from a prompt's time to first token what another tenant has asked.
+The salt is the tenant: the time to first token of a prompt reveals nothing about another tenant's prompts.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ ROUTING_TOKENS: Final = ROUTING_PAGES * PAGE_TOKENS
 
 
 def page_hashes(salt: str, token_ids: Sequence[int], page_tokens: int = PAGE_TOKENS) -> Iterator[bytes]:
-    """One key per full page, from the first on."""
-    from blake3 import blake3  # late: without a prefix cache the engine needs nothing but torch
+    """One hash per full page, from the first on."""
+    from blake3 import blake3  # imported late: without a prefix cache the engine needs only torch
 
     key = blake3(salt.encode()).digest(HASH_BYTES)
     whole_tokens = len(token_ids) // page_tokens * page_tokens
@@ -38,7 +37,7 @@ def page_hashes(salt: str, token_ids: Sequence[int], page_tokens: int = PAGE_TOK
 
 
 def routing_hashes(salt: str, token_ids: Sequence[int]) -> Iterator[bytes]:
-    """One key per full routing block, from the first on: every fourth of the page keys, without the ones between."""
+    """One hash per full routing block: every fourth page hash."""
     from blake3 import blake3
 
     key = blake3(salt.encode()).digest(HASH_BYTES)

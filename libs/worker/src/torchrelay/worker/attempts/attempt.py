@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.tokens.text import StopChecker
+from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import ChoiceSpec, Finish, GroupSpec, Logprobs, NewToken, SamplingParams

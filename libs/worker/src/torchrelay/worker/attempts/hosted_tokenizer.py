@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.common.net.rpc import error_from_rpc
-from torchrelay.common.tokens.text import StopChecker, load_tokenizer
+from torchrelay.common.tokens.stop_strings import StopChecker
+from torchrelay.common.tokens.tokenizer import load_tokenizer
 from torchrelay.control.v1 import param_store_pb2 as pb
 
 if TYPE_CHECKING:

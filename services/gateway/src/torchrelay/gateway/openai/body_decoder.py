@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.common.validation import BOOLEAN, LIST, NUMBER, OBJECT, TEXT, WHOLE, quote_value
+from torchrelay.common.validation import BOOLEAN, INTEGER, LIST, NUMBER, OBJECT, STRING, quote_value
 from torchrelay.gateway.openai.typo_hints import typo_hint
 
 B = TypeVar("B", bound=msgspec.Struct)
@@ -19,7 +19,7 @@ _PATH = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 _FIELD = re.compile(r"required field `(\w+)`")
 _EXPECTED = re.compile(r"Expected `([^`]+)`(?: ([<>]=?) (-?\d+))?")
 _GOT = re.compile(r"got `(\w+)`")
-_KINDS = {"int": WHOLE, "float": NUMBER, "str": TEXT, "bool": BOOLEAN, "array": LIST, "object": OBJECT}
+_KINDS = {"int": INTEGER, "float": NUMBER, "str": STRING, "bool": BOOLEAN, "array": LIST, "object": OBJECT}
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _PRIVATE_FIELDS = {"messages", "prompt"}  # what is in them is nobody's but the tenant's
 _MAX_INSPECTED_BYTES = 1 << 16  # bytes: looking for a wrong number costs seconds in a body of megabytes

@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from torchrelay.common.sizes import format_bytes
+from torchrelay.common.quantities import format_bytes
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import AttemptKey, Instance, PackCopy, Placement, SlotStatus
 from torchrelay.scheduler.policy.effects import AttemptPlaced, SchedulerEvent

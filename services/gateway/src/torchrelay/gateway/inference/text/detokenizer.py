@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
-from torchrelay.common.tokens.text import StopTrimmer, TextStream
+from torchrelay.common.tokens.stop_strings import StopTrimmer
+from torchrelay.common.tokens.text_stream import TextStream
 
 
 class ChoiceDetokenizer:

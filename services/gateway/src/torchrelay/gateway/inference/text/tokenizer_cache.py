@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.tokens.text import load_tokenizer
+from torchrelay.common.tokens.tokenizer import load_tokenizer
 from torchrelay.gateway.clients.file_reader import StoreFileReader
 
 MAX_FILE_BYTES = 64 << 20

@@ -24,8 +24,8 @@ def transfer_event(event: TransferEvent, model: Model, now: float) -> SchedulerE
     fields: Fields = {"pack_id": transfer.pack_id, "store_id": transfer.target, "pack_bytes": transfer.pack_bytes}
     bytes_by_source: Mapping[str, int] = {}
     match event.kind:
-        case TransferEventKind.BEGUN:
-            reason = _begun_text(transfer)
+        case TransferEventKind.STARTED:
+            reason = _started_text(transfer)
             urgency = "urgent" if transfer.urgent else "idle"
             fields |= {"sources": ",".join(current_sources(transfer)), "urgency": urgency} | transfer.reason.fields
             fields["planned_bytes_per_s"] = transfer.planned_bytes_per_s
@@ -72,7 +72,7 @@ def _shares(transfer: Transfer) -> tuple[SourceShare, ...]:
     return transfer.copy.shares if transfer.copy else ()
 
 
-def _begun_text(transfer: Transfer) -> str:
+def _started_text(transfer: Transfer) -> str:
     # The plan before the report: what is followed first may be a part of it.
     edge = f"{' + '.join(transfer.holder_ids or current_sources(transfer)) or '?'} -> {transfer.target}"
     text = f"{edge}, {'urgent' if transfer.urgent else 'idle'}, {_millions(transfer.pack_bytes)} MB"

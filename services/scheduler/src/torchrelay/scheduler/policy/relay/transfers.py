@@ -68,7 +68,7 @@ class TransferState(enum.Enum):
 class TransferEventKind(enum.Enum):
     """What happened to a transfer; the values are the history's."""
 
-    BEGUN = "begun"
+    STARTED = "started"
     REPAIRED = "repaired"
     FINISHED = "finished"
     FAILED = "failed"
@@ -260,7 +260,7 @@ class Transfers:
                 return
             num_bytes = copy.pack_bytes or transfer.pack_bytes
             transfer = replace(transfer, begun_at=now, missing=False, copy=copy, pack_bytes=num_bytes)
-            yield TransferEvent(TransferEventKind.BEGUN, transfer)
+            yield TransferEvent(TransferEventKind.STARTED, transfer)
         elif copy.relay_begin_us == transfer.stale_begin_us and _is_young(transfer, now):
             return  # an older report, from before the begin
         elif transfer.copy is not None and copy.relay_begin_us != transfer.copy.relay_begin_us and not copy.error:

@@ -19,7 +19,7 @@ def record(state: State, events: Iterable[TransferEvent], now: float) -> None:
                 _record_copy(state, event.transfer, "", now)
             case TransferEventKind.FAILED:
                 _record_copy(state, event.transfer, event.transfer.error, now)
-            case TransferEventKind.BEGUN | TransferEventKind.REPAIRED:
+            case TransferEventKind.STARTED | TransferEventKind.REPAIRED:
                 pass
 
 
@@ -58,5 +58,6 @@ def _record_copy(state: State, transfer: Transfer, error: str, now: float) -> No
 def record_copy_event(
     state: State, now: float, kind: str, model: Model, reason: str, fields: Mapping[str, str | float]
 ) -> None:
-    event = SchedulerEvent(now, kind, model.name, model.name, reason, f"scale.{kind}", fields)
+    topic = {"copied": "finished", "copy_failed": "failed"}.get(kind, kind)
+    event = SchedulerEvent(now, kind, model.name, model.name, reason, f"copy.{topic}", fields)
     state.effects.events.append(event)

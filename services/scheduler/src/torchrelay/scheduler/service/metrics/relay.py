@@ -19,7 +19,7 @@ class RelayMetrics:
         meter = metrics.get_meter("torchrelay.scheduler")
         self._events = meter.create_counter(
             "torchrelay_scheduler_relay_events",
-            description="Relays begun, repaired, slow, finished and failed, by event.",
+            description="Relays started, repaired, slow, finished and failed, by event.",
         )
         self._took = seconds_histogram(
             meter, "torchrelay_scheduler_relay_duration", "From the first chunk asked for to the end, by event."

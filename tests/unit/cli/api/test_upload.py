@@ -1,0 +1,73 @@
+"""Uploads: interrupted, refused and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
+from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.model_folder import is_model_file
+from torchrelay.cli.api.upload import ModelUpload, UploadJournal
+from torchrelay.cli.errors import ApiError, CliError
+from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
+
+
+def test_an_upload_sends_every_model_file_and_nothing_else(door: FakeGateway, model_folder: Path) -> None:
+    seen: list[tuple[str, int, int]] = []
+    with GatewayClient(door.url, TENANT_KEY) as client:
+        model = ModelUpload(client, model_folder, "tiny", lambda *step: seen.append(step)).run({"max_instances": 2})
+    assert model["id"] == "acme/tiny"
+    assert set(door.received) == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert all(bytes(sent) == (model_folder / path).read_bytes() for path, sent in door.received.items())
+    assert door.asked[-1][2] == {"max_instances": 2}
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["hash", "upload", "validate", "pack"]
+    total = sum(len(sent) for sent in door.received.values())
+    assert [step for step in seen if step[0] == "upload"][-1] == ("upload", total, total)
+
+
+def test_a_broken_connection_is_gone_on_from_where_it_broke(door: FakeGateway, model_folder: Path) -> None:
+    door.cut_after = 1_000_000
+    with GatewayClient(door.url, TENANT_KEY) as client:
+        ModelUpload(client, model_folder, "tiny", lambda *_: None).run({})
+    puts = [path for method, path, _ in door.asked if method == "PUT" and path.endswith("model.safetensors")]
+    assert len(puts) == 2
+    assert bytes(door.received["model.safetensors"]) == (model_folder / "model.safetensors").read_bytes()
+
+
+def test_another_run_goes_on_with_the_upload_of_the_first(
+    door: FakeGateway, model_folder: Path, tmp_path: Path
+) -> None:
+    memory = UploadJournal(tmp_path / "memory")
+    door.refuse_commit = True
+    with GatewayClient(door.url, TENANT_KEY) as client:
+        with pytest.raises(ApiError, match="no such architecture"):
+            ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
+        door.refuse_commit, door.asked = False, []
+        ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
+        assert [method for method, _, _ in door.asked] == ["GET", "POST"]  # what is there, then the commit
+        door.asked = []
+        ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
+        assert door.asked[0][:2] == ("POST", "/v1/uploads")  # that one was ended
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [("config.json", "config.json"), ("tokenizer.json", "tokenizer"), ("model.safetensors", "safetensors")],
+)
+def test_a_folder_that_is_no_model_is_told_before_anything_is_sent(
+    door: FakeGateway, model_folder: Path, missing: str, said: str
+) -> None:
+    (model_folder / missing).unlink()
+    with GatewayClient(door.url, TENANT_KEY) as client, pytest.raises(CliError, match=said) as caught:
+        ModelUpload(client, model_folder, "tiny", lambda *_: None).run({})
+    assert caught.value.hint
+    assert door.asked == []
+
+
+def test_the_param_store_takes_what_the_cli_calls_a_model_file() -> None:
+    names = ["config.json", "tokenizer.json", "merges.txt", "vocab.json", "chat_template.jinja", "model.safetensors"]
+    assert all(is_model_file(name) for name in names)
+    check_declared([DeclaredFile(name, 10, "0" * 64) for name in names], 0, 1 << 40)
+    assert not any(is_model_file(name) for name in ("README.md", "pytorch_model.bin", "consolidated.safetensors"))

@@ -1,0 +1,50 @@
+"""Where a stop string ends a text."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tests.support.sample_tokenizers import tiny_tokenizer
+from torchrelay.common.tokens.stop_strings import StopChecker, StopTrimmer
+from torchrelay.common.tokens.text_stream import TextStream
+
+TOKENIZER = Tokenizer.from_str(tiny_tokenizer().decode())
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """The text before the stop string that is complete first, the longer one of two: by trying every prefix."""
+    for end in range(len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+stop_lists = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3)
+
+
+@given(st.lists(st.text("abc", max_size=4), max_size=10), stop_lists)
+def test_however_the_text_is_cut_it_ends_before_the_stop(pieces: list[str], stops: list[str]) -> None:
+    trimmer, text, shown = StopTrimmer(stops), "", ""
+    for piece in pieces:
+        text += piece
+        shown += trimmer.push(piece)
+        whole = cut(text, stops)
+        assert whole.startswith(shown)
+        assert trimmer.stopped == any(stop in text for stop in stops)
+        held = whole[len(shown) :]
+        if trimmer.stopped:
+            assert held == ""
+        else:  # never more than needed: what is held may yet become a stop
+            assert held == "" or any(stop.startswith(held) for stop in stops)
+    assert shown + trimmer.flush() == cut(text, stops)
+
+
+@given(st.text("ab STOP\n🔥", max_size=30), st.lists(st.text("ab STOP\n🔥", min_size=1, max_size=5), max_size=3))
+def test_worker_and_gateway_agree_on_the_token_that_ends(text: str, stops: list[str]) -> None:
+    checker, stream, trimmer = StopChecker(TOKENIZER, stops), TextStream(TOKENIZER), StopTrimmer(stops)
+    for token_id in TOKENIZER.encode(text).ids:
+        trimmer.push(stream.step(token_id))
+        assert checker.step(token_id) == trimmer.stopped

@@ -1,0 +1,101 @@
+"""Loading tokenizers in parts and as a whole."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+
+from tests.support.sample_tokenizers import (
+    EOS,
+    SENTENCES,
+    byte_fallback_tokenizer,
+    large_tokenizer,
+    tiny_tokenizer,
+)
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.tokens.tokenizer import load_tokenizer
+
+TINY = tiny_tokenizer()
+
+
+def with_old_merges(json_bytes: bytes) -> bytes:
+    fields = json.loads(json_bytes)
+    fields["model"]["merges"] = [" ".join(pair) for pair in fields["model"]["merges"]]
+    return json.dumps(fields).encode()
+
+
+def with_model(json_bytes: bytes, **changes: Any) -> bytes:
+    fields = json.loads(json_bytes)
+    fields["model"] |= changes
+    return json.dumps(fields).encode()
+
+
+@pytest.mark.parametrize(
+    "encoded",
+    [
+        TINY,
+        with_old_merges(TINY),
+        json.dumps(json.loads(TINY), indent=2, ensure_ascii=True).encode(),
+        with_model(TINY, ignore_merges=True),
+        byte_fallback_tokenizer(),
+    ],
+    ids=["pairs", "lines", "indented", "ignore_merges", "byte_fallback"],
+)
+def test_loading_in_parts_gives_the_same_tokenizer(encoded: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(encoded)
+    whole = Tokenizer.from_str(encoded.decode())
+    for loaded in (load_tokenizer(encoded), load_tokenizer(path)):
+        assert json.loads(loaded.to_str()) == json.loads(whole.to_str())
+        for text in (*SENTENCES, f"a {EOS}<s> b<tool>", "hello ello  hé"):
+            assert loaded.encode(text).ids == whole.encode(text).ids
+
+
+def test_a_token_with_a_space_is_loaded_as_a_whole() -> None:
+    vocab = {"a": 0, " ": 1, "b": 2, " b": 3, "a b": 4}
+    model = BPE(vocab=vocab, merges=[(" ", "b"), ("a", " b")])
+    loaded = load_tokenizer(Tokenizer(model).to_str().encode())
+    assert loaded.encode("a b").ids == Tokenizer(model).encode("a b").ids == [4]
+
+
+def test_another_kind_of_model_is_loaded_and_never_cuts_or_pads() -> None:
+    tokenizer = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=8)
+    loaded = load_tokenizer(tokenizer.to_str().encode())
+    assert loaded.encode("a b a b").ids == [0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("encoded", [b"", b"{}", b"[1]", b"{nonsense", b"\xff", b'{"model": {"type": "BPE"}}'])
+def test_what_is_no_tokenizer_is_refused(encoded: bytes) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        load_tokenizer(encoded)
+    assert caught.value.field == "tokenizer.json"
+
+
+def test_merges_of_a_wrong_form_are_refused() -> None:
+    for merges in ([["a", "b", "c"]], [["a"]], ["ab"], [3]):
+        with pytest.raises(InvalidRequest):
+            load_tokenizer(with_model(TINY, merges=merges))
+
+
+def test_a_large_vocabulary_takes_little_memory_at_its_peak(tmp_path: Path) -> None:
+    """In a process of its own, whose peak is its own."""
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(large_tokenizer())
+    script = (
+        "import resource, sys; from pathlib import Path\n"
+        "from torchrelay.common.tokens.tokenizer import load_tokenizer\n"
+        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = peak(); load_tokenizer(Path(sys.argv[1])); print((peak() - before) // 1024)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, check=True)
+    assert int(done.stdout) < 65
