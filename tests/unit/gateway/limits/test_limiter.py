@@ -89,7 +89,10 @@ async def test_a_budget_is_reserved_at_the_largest_cost_and_given_back(
     await limits.admit(budgeted, MODEL, 10, 100)
     with pytest.raises(QuotaExceeded) as refused:
         await limits.admit(budgeted, MODEL, 10, 100)
-    numbers = ("of acme is $0.0000025: $0.0000004 is spent, $0.00000202 is reserved", "may cost $0.00000101")
+    numbers = (
+        "budget of $0.0000025 of tenant acme exceeded: $0.0000004 spent, $0.00000202 reserved",
+        "may cost $0.00000101",
+    )
     assert all(part in refused.value.message for part in (*numbers, "torchrelay tenant set acme --budget"))
     await limits.release(first, 50)  # now 450 spent, 1010 reserved
     await limits.admit(budgeted, MODEL, 10, 100)

@@ -162,7 +162,7 @@ async def test_a_text_with_a_token_that_the_model_lacks_is_refused(rig: TokenPat
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": "torch"})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "prompt")
-    assert "the model knows only 0 to 39" in error["message"]
+    assert "the model's token ids are 0 to 39" in error["message"]
 
 
 def replace_vocab_size(model: PublishedModel, vocab_size: int) -> PublishedModel:

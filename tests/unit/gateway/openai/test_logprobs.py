@@ -114,7 +114,7 @@ async def test_a_worker_that_leaves_them_out_is_told_on(rig: TokenPathRig, monke
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "logprobs": 2}
     response = await rig.http.post("/v1/completions", json=body)
     assert response.status_code == 500
-    assert "left out logprobs" in response.json()["error"]["message"]
+    assert "returned no logprobs" in response.json()["error"]["message"]
 
 
 def _without_logprobs(choice: Any, model: Any, prompt: Any) -> Any:

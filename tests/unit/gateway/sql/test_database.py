@@ -128,5 +128,5 @@ async def test_sqlite_keeps_what_it_committed(tmp_path: Path) -> None:
 def test_only_two_databases_are_supported() -> None:
     assert driver_url("postgresql://u:p@h/d").drivername == "postgresql+asyncpg"
     assert driver_url("sqlite:///x.db").drivername == "sqlite+aiosqlite"
-    with pytest.raises(ValueError, match="only sqlite and postgresql"):
+    with pytest.raises(ValueError, match="use sqlite or postgresql"):
         driver_url("mysql://h/d")

@@ -1,4 +1,4 @@
-"""The token path as one thing that the gateway opens and closes."""
+"""The token path: wires the inference rooms and their two protocols, and owns their lifetime."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
 
 
 class TokenPath:
-    """``asgi`` serves the two token paths, ``servicer`` the gRPC door, while the context is entered.
+    """While entered, ``asgi`` serves the OpenAI paths and ``servicer`` gRPC.
 
-    On exit, requests still running end with an error that says why, and are released and settled.
+    On exit, requests still running end with an error, are released and settled.
     """
 
     asgi: CompletionsApp

@@ -69,6 +69,6 @@ async def test_a_tokenizer_that_panics_refuses_the_prompt() -> None:
         cast(StoreFileReader, None), cast(TokenizerCache, OneTokenizer(tokenizer)), cast(TemplateRenderer, None)
     )
     model = published_model(file_digests={"tokenizer.json": "digest"})
-    with pytest.raises(InvalidRequest, match="tokenizer of acme/echo fails") as caught:
+    with pytest.raises(InvalidRequest, match="tokenizer of acme/echo cannot encode this text") as caught:
         await prompts.token_ids(model, GenerateParams("echo", text="a" * 30 + "c"))
     assert caught.value.field == "prompt"

@@ -1,4 +1,4 @@
-"""Small files of a version, read from the param-store by digest and checked against it."""
+"""Reads a version's small files from the param-store and verifies their digests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrelay.gateway.clients.endpoint import param_store_endpoint
 
 
 class StoreFileReader:
-    """Reads files; keeps none."""
+    """Reads files by digest, without caching."""
 
     def __init__(self, store: ParamStoreStub, address: str) -> None:
         self._store = store
@@ -24,11 +24,10 @@ class StoreFileReader:
 
     async def read(self, digest: str, name: str, max_bytes: int) -> bytes:
         """The file's bytes. Raises ``DataCorrupted`` naming the file, ``NotFound`` or ``Unavailable``."""
-        parts = [part async for part in self._parts(digest, name, max_bytes)]
-        return b"".join(parts)
+        return b"".join([part async for part in self._parts(digest, name, max_bytes)])
 
     async def save(self, digest: str, name: str, max_bytes: int, path: Path) -> int:
-        """Writes the file to ``path``, holding no more of it in memory than one message; returns its size."""
+        """Writes the file to ``path`` with at most one message in memory; returns its size."""
         num_bytes = 0
         with path.open("wb") as file:
             async for part in self._parts(digest, name, max_bytes):

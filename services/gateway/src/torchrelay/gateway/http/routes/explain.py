@@ -1,4 +1,4 @@
-"""/v1/requests/{id}/explain: where the time of one request went, and why the platform did what it did."""
+"""/v1/requests/{id}/explain: a request's timeline and the platform's decisions about it."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ router = APIRouter(prefix="/v1/requests")
 
 @router.get("/{request_id}/explain")
 async def explain(services: ServicesOf, caller: Caller, request_id: str) -> dict[str, Any]:
-    """Phases in order of begin, decisions in order of time. A request is known from its first token on."""
+    """Phases by begin, decisions by time. A request is known once it is opened in the ledger."""
     await _check_is_own(services, caller, request_id)
-    said = await services.scheduler.explain(request_id)
+    explanation = await services.scheduler.explain(request_id)
     return {
         "id": request_id,
         "object": "explanation",
@@ -31,7 +31,7 @@ async def explain(services: ServicesOf, caller: Caller, request_id: str) -> dict
                 "where": phase.where,
                 "detail": phase.detail,
             }
-            for phase in said.phases
+            for phase in explanation.phases
         ],
         "decisions": [
             {
@@ -40,7 +40,7 @@ async def explain(services: ServicesOf, caller: Caller, request_id: str) -> dict
                 "subject": decision.subject,
                 "reason": decision.reason,
             }
-            for decision in said.decisions
+            for decision in explanation.decisions
         ],
     }
 
@@ -51,4 +51,4 @@ async def _check_is_own(services: Services, caller: Principal, request_id: str) 
         query = query.where(opened.c.tenant_id == caller.tenant_id)
     async with services.database.read() as connection:
         if (await connection.execute(query)).first() is None:
-            raise NotFound(f"there is no request {request_id!r}", field="request_id")
+            raise NotFound(f"request {request_id!r} not found", field="request_id")
