@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, suppress
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -93,9 +92,7 @@ class TokenPath:
         self.servicer = GatewayServicer(self._keys, self._catalog, self.pipeline)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
 
     async def _stop_admitting(self) -> None:

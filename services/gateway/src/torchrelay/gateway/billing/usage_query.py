@@ -15,6 +15,7 @@ from torchrelay.gateway.sql.tables import ledger, prices
 
 GroupBy = Literal["key", "model", "day"]
 _DAY_US = 86_400_000_000
+_TOTALS = ("prompt_tokens", "cached_tokens", "completion_tokens", "requests", "cost_nano")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,7 @@ async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy
     return [
         UsageSum(
             group=_label(row.group, group_by) if group_by else "",
-            prompt_tokens=int(row.prompt_tokens),
-            cached_tokens=int(row.cached_tokens),
-            completion_tokens=int(row.completion_tokens),
-            requests=int(row.requests),
-            cost_nano=int(row.cost_nano),
+            **{name: int(getattr(row, name)) for name in _TOTALS},
         )
         for row in rows
     ]
@@ -111,11 +108,7 @@ async def billed_sums(database: Database, filter_: UsageFilter) -> list[BilledSu
             prompt_nano=row.prompt_nano,
             cached_nano=row.cached_nano,
             output_nano=row.output_nano,
-            prompt_tokens=int(row.prompt_tokens),
-            cached_tokens=int(row.cached_tokens),
-            completion_tokens=int(row.completion_tokens),
-            requests=int(row.requests),
-            cost_nano=int(row.cost_nano),
+            **{name: int(getattr(row, name)) for name in _TOTALS},
         )
         for row in rows
     ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -27,6 +29,14 @@ class ServiceEndpoint:
         if is_from_peer or error.code() not in _UNREACHABLE_CODES:
             return error_from_rpc(error)
         return self.unreachable()
+
+    @contextmanager
+    def mapped_errors(self) -> Iterator[None]:
+        """Raises ``error(...)`` for the gRPC errors of the block."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise self.error(error) from error
 
     def unreachable(self) -> Unavailable:
         return Unavailable(f"the {self.name} at {self.address} ({self.setting}) cannot be reached")

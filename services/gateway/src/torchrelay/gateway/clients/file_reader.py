@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 from blake3 import blake3
 
 from torchrelay.common.errors import DataCorrupted
@@ -36,7 +35,7 @@ class StoreFileReader:
 
     async def _parts(self, digest: str, name: str, max_bytes: int) -> AsyncIterator[bytes]:
         hasher, num_bytes = blake3(), 0
-        try:
+        with self._endpoint.mapped_errors():
             call: Any = self._store.ReadFile(pb.ReadFileRequest(digest=digest))
             async for part in call:
                 hasher.update(part.data)
@@ -44,7 +43,5 @@ class StoreFileReader:
                 if num_bytes > max_bytes:
                     raise DataCorrupted(f"the model's {name} is larger than {max_bytes} bytes", field=name)
                 yield part.data
-        except grpc.aio.AioRpcError as error:
-            raise self._endpoint.error(error) from error
         if hasher.hexdigest() != digest:
             raise DataCorrupted(f"the model's {name} does not match its digest", field=name)

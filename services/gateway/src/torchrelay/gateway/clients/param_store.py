@@ -52,17 +52,13 @@ class StoreClient:
         request = param_store_pb2.BeginUploadRequest(
             upload_id=upload_id, tenant_id=tenant_id, files=declared, quota_bytes=quota_bytes
         )
-        try:
+        with self._endpoint.mapped_errors():
             return list((await self._stub.BeginUpload(request, timeout=_LOOKUP_TIMEOUT_S)).files)
-        except grpc.aio.AioRpcError as error:
-            raise self._endpoint.error(error) from error
 
     async def describe(self, upload_id: str) -> list[param_store_pb2.FileState]:
         request = param_store_pb2.DescribeUploadRequest(upload_id=upload_id)
-        try:
+        with self._endpoint.mapped_errors():
             return list((await self._stub.DescribeUpload(request, timeout=_LOOKUP_TIMEOUT_S)).files)
-        except grpc.aio.AioRpcError as error:
-            raise self._endpoint.error(error) from error
 
     async def put_file(self, upload_id: str, path: str, offset: int, body: ByteStream) -> param_store_pb2.FileState:
         """Streams ``body`` into the file, holding one slice in memory; flow control reaches back to the client."""
@@ -88,34 +84,24 @@ class StoreClient:
         request = param_store_pb2.CommitRequest(upload_id=upload_id, largest_slot_bytes=largest_slot_bytes)
         call = self._stub.Commit(request)
         try:
-            async for step in call:
-                version = version_of(step.version) if step.HasField("version") else None
-                yield CommitProgress(step.stage, step.num_bytes_done, step.num_bytes_total, version)
-        except grpc.aio.AioRpcError as error:
-            raise self._endpoint.error(error) from error
+            with self._endpoint.mapped_errors():
+                async for step in call:
+                    version = version_of(step.version) if step.HasField("version") else None
+                    yield CommitProgress(step.stage, step.num_bytes_done, step.num_bytes_total, version)
         finally:
             call.cancel()
 
     async def abort(self, upload_id: str) -> None:
         """Deletes what was received. An upload unknown to the store is not an error."""
-        try:
-            await self._stub.AbortUpload(
-                param_store_pb2.AbortUploadRequest(upload_id=upload_id), timeout=_LOOKUP_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError as error:
-            mapped = self._endpoint.error(error)
-            if not isinstance(mapped, NotFound):
-                raise mapped from error
+        request = param_store_pb2.AbortUploadRequest(upload_id=upload_id)
+        with suppress(NotFound), self._endpoint.mapped_errors():
+            await self._stub.AbortUpload(request, timeout=_LOOKUP_TIMEOUT_S)
 
     async def delete_version(self, version_id: str) -> None:
         """Frees a version's bytes. A version unknown to the store is not an error."""
-        try:
-            request = param_store_pb2.DeleteVersionRequest(version_id=version_id)
+        request = param_store_pb2.DeleteVersionRequest(version_id=version_id)
+        with suppress(NotFound), self._endpoint.mapped_errors():
             await self._stub.DeleteVersion(request, timeout=_LOOKUP_TIMEOUT_S)
-        except grpc.aio.AioRpcError as error:
-            mapped = self._endpoint.error(error)
-            if not isinstance(mapped, NotFound):
-                raise mapped from error
 
 
 def version_of(description: param_store_pb2.VersionDescription) -> Version:

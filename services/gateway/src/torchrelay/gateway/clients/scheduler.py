@@ -31,7 +31,5 @@ class SchedulerClient:
 
     async def explain(self, request_id: str, timeout_s: float = 5.0) -> scheduler_pb2.ExplainReply:
         """Raises the scheduler's errors (``NotFound`` for a request too old), or ``Unavailable``."""
-        try:
+        with self._endpoint.mapped_errors():
             return await self._stub.Explain(scheduler_pb2.ExplainRequest(request_id=request_id), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise self._endpoint.error(error) from error

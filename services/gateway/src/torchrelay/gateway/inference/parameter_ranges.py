@@ -17,7 +17,7 @@ MAX_STOP_TOKENS: Final = 64
 MAX_BIASES: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
 MAX_COMPLETION_LOGPROBS: Final = 5
-_RANGES: Final = {
+RANGES: Final = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -37,7 +37,7 @@ def check_role(role: str, index: int) -> None:
 def check_ranges(values: Mapping[str, float | None]) -> None:
     """Checks the parameters of the distribution, by name; None: not given."""
     for name, value in values.items():
-        low, high = _RANGES[name]
+        low, high = RANGES[name]
         if value is None or (low <= value <= high and (value > 0 or name != "top_p")):
             continue
         allowed = f"above 0 and at most {high:g}" if name == "top_p" else f"between {low:g} and {high:g}"

@@ -40,11 +40,7 @@ class CompletionsApp:
     """The ASGI application."""
 
     def __init__(
-        self,
-        keys: Authenticator,
-        pipeline: RequestPipeline,
-        max_body_bytes: int,
-        write_gap_s: float = WRITE_GAP_S,
+        self, keys: Authenticator, pipeline: RequestPipeline, max_body_bytes: int, write_gap_s: float = WRITE_GAP_S
     ) -> None:
         self._keys = keys
         self._pipeline = pipeline

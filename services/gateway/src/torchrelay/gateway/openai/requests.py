@@ -15,6 +15,7 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
 from torchrelay.gateway.inference.parameter_ranges import (
     MAX_COMPLETION_LOGPROBS,
+    RANGES,
     bias_tokens,
     check_biases,
     check_ranges,
@@ -165,15 +166,7 @@ def params_of_completion(body: CompletionBody) -> GenerateParams:
 def _params(body: BaseBody, **fields: Any) -> GenerateParams:
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
         raise InvalidRequest("seed must fit into 64 bits", field="seed")
-    check_ranges(
-        {
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "min_p": body.min_p,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-        }
-    )
+    check_ranges({name: getattr(body, name) for name in RANGES})
     return GenerateParams(
         model=body.model,
         temperature=1.0 if body.temperature is None else body.temperature,

@@ -113,15 +113,9 @@ async def reconciliation(services: ServicesOf, _admin: Admin) -> dict[str, Any]:
 
 
 def _sum(usage_sum: UsageSum, group_by: GroupBy | None) -> dict[str, Any]:
-    group = {} if group_by is None else {group_by: usage_sum.group}
-    return group | {
-        "prompt_tokens": usage_sum.prompt_tokens,
-        "cached_tokens": usage_sum.cached_tokens,
-        "completion_tokens": usage_sum.completion_tokens,
-        "requests": usage_sum.requests,
-        "cost_nano": usage_sum.cost_nano,
-        "cost": exact_amount(usage_sum.cost_nano),
-    }
+    totals = asdict(usage_sum)
+    group = totals.pop("group")
+    return ({} if group_by is None else {group_by: group}) | totals | {"cost": exact_amount(usage_sum.cost_nano)}
 
 
 def _bill_line(line: BillLine) -> dict[str, Any]:

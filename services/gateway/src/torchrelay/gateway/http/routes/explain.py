@@ -13,6 +13,8 @@ from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
 from torchrelay.gateway.sql.tables import opened
 
 router = APIRouter(prefix="/v1/requests")
+_PHASE = ("name", "begin_unix_us", "end_unix_us", "where", "detail")
+_DECISION = ("at_unix_us", "kind", "subject", "reason")
 
 
 @router.get("/{request_id}/explain")
@@ -23,25 +25,8 @@ async def explain(services: ServicesOf, caller: Caller, request_id: str) -> dict
     return {
         "id": request_id,
         "object": "explanation",
-        "phases": [
-            {
-                "name": phase.name,
-                "begin_unix_us": phase.begin_unix_us,
-                "end_unix_us": phase.end_unix_us,
-                "where": phase.where,
-                "detail": phase.detail,
-            }
-            for phase in explanation.phases
-        ],
-        "decisions": [
-            {
-                "at_unix_us": decision.at_unix_us,
-                "kind": decision.kind,
-                "subject": decision.subject,
-                "reason": decision.reason,
-            }
-            for decision in explanation.decisions
-        ],
+        "phases": [{name: getattr(phase, name) for name in _PHASE} for phase in explanation.phases],
+        "decisions": [{name: getattr(each, name) for name in _DECISION} for each in explanation.decisions],
     }
 
 

@@ -13,19 +13,16 @@ from torchrelay.gateway.http.dependencies import Admin, ServicesOf
 router = APIRouter(prefix="/v1/tenants")
 
 
-class NewTenant(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    name: str
-    storage_quota_bytes: int | None = Field(default=None, ge=0, lt=2**63)
-    budget_nano: int | None = Field(default=None, ge=0, lt=2**53)
-
-
 class TenantChange(BaseModel):
     """Omitted fields stay unchanged; ``null`` means no limit."""
 
     model_config = ConfigDict(extra="forbid")
     storage_quota_bytes: int | None = Field(default=None, ge=0, lt=2**63)
     budget_nano: int | None = Field(default=None, ge=0, lt=2**53)
+
+
+class NewTenant(TenantChange):
+    name: str
 
 
 @router.post("", status_code=201)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from torchrelay.common.errors import NotFound, TorchrelayError
@@ -29,9 +28,7 @@ class LedgerWriter:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=self._drain_s)
         for task in self._tasks:
