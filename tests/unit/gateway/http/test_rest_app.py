@@ -9,7 +9,7 @@ from tests.unit.gateway.http.conftest import RestRig
 
 
 def fault(reply: httpx.Response) -> dict[str, Any]:
-    """The error object, in exactly OpenAI's shape."""
+    """The error object, checked for OpenAI's format."""
     body = reply.json()
     assert set(body) == {"error"}
     error: dict[str, Any] = body["error"]

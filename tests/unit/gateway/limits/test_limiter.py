@@ -71,7 +71,7 @@ async def test_a_key_makes_so_many_requests_a_minute(limits: Limiter, clock: Clo
     refused = [result for result in results if isinstance(result, RateLimited)]
     assert len(refused) == 10
     assert all(0 < error.retry_after_s <= 2 for error in refused)
-    clock.now += 2.0  # one token comes back every two seconds
+    clock.now += 2.0  # one token is refilled every two seconds
     await limits.admit(limited, MODEL, 1, 1)
     with pytest.raises(RateLimited):
         await limits.admit(limited, MODEL, 1, 1)

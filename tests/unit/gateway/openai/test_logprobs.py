@@ -1,4 +1,4 @@
-"""Logarithms of probabilities at every door, and the bytes of tokens of all kinds of tokenizers."""
+"""Logprobs over REST and gRPC."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_the_official_client_reads_a_chats_logprobs(rig: TokenPathRig) -> 
                 (tokens.of(2 + place), -0.25 * (place + 1)) for place in range(3)
             ]
     shown = [one.token for choice in reply.choices for one in (choice.logprobs and choice.logprobs.content) or []]
-    assert any(text.startswith("\\x") for text in shown)  # a rocket is several tokens
+    assert any(text.startswith("\\x") for text in shown)  # the emoji is several tokens
     assert " größer" in shown
 
 
@@ -86,7 +86,7 @@ async def test_offsets_count_characters_not_bytes_or_tokens(rig: TokenPathRig) -
         expected.append(len(shown))
         shown += stream.step(token)
     assert found.text_offset == expected
-    assert len(set(expected)) < len(expected)  # tokens of one rocket begin at one place
+    assert len(set(expected)) < len(expected)  # tokens of one emoji share an offset
 
 
 async def test_a_request_without_them_gets_null_and_its_workers_are_not_asked(rig: TokenPathRig) -> None:

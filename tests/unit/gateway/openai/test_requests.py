@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's clients: what is understood, ignored, refused."""
+"""OpenAI request bodies: accepted, ignored and rejected fields."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_faults_name_their_field(body: bytes, field: str | None) -> None:
 
 
 def test_bodies_of_megabytes_are_refused_as_quickly_as_read() -> None:
-    """While one is looked at every other request of the gateway waits."""
+    """Every other request of the gateway waits while one is decoded."""
     zeros = b",".join([b"0"] * 1_000_000)
     wrong = [
         b'{"model": "m", "prompt": [%s], "temperature": NaN}' % zeros,

@@ -1,4 +1,4 @@
-"""What a model's folder says about chats."""
+"""Chat formats from a model's files, and prompt encoding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Templates are strangers' code: they render as transformers does, and can harm nobody."""
+"""Templates are untrusted code: rendered like in transformers, and contained."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_a_child_that_died_is_replaced(renderer: TemplateRenderer) -> None
     assert renderer.child_pid is not None
     os.kill(renderer.child_pid, signal.SIGKILL)
     async with asyncio.timeout(10):
-        while renderer.child_pid is not None:  # noqa: ASYNC110 -- the renderer itself has no event for it
+        while renderer.child_pid is not None:  # noqa: ASYNC110 -- there is no event for it
             await asyncio.sleep(0.01)
     assert await renderer.render("fine", {}) == "fine"
 
