@@ -150,21 +150,21 @@ async def test_requests_of_a_gateway_that_is_gone_are_settled_from_registers(
     await Heartbeat(parts.database, "gw-dead").beat()
     await Heartbeat(parts.database, "gw-live").beat()
     for request in (
-        parts.request("req-told", gateway_id="gw-dead", num_choices=2),
+        parts.request("req-reported", gateway_id="gw-dead", num_choices=2),
         parts.request("req-silent", gateway_id="gw-dead"),
         parts.request("req-live", gateway_id="gw-live"),
     ):
         await parts.ledger.open(request)
     for position in (1, 30, 12):
-        await report(nats_client, subjects, "req-told", position)
+        await report(nats_client, subjects, "req-reported", position)
     clock = Clock()
     sweep = sweep_of(parts, UsageRegisterReader(nats_client, subjects), clock)
     assert await sweep.sweep() == 0  # it may be alive: its beat has only just been seen
     clock.now = 10.0
     assert await sweep.sweep() == 2
     assert await outputs(parts) == {
-        ("req-told", 0): (10, 30, "gateway_lost"),
-        ("req-told", 1): (0, 0, "gateway_lost"),
+        ("req-reported", 0): (10, 30, "gateway_lost"),
+        ("req-reported", 1): (0, 0, "gateway_lost"),
         ("req-silent", 0): (0, 0, "gateway_lost"),
     }
     assert await sweep.sweep() == 0

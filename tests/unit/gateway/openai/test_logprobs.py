@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.echo_worker import told
+from tests.support.echo_worker import token_logprobs
 from tests.support.gateway_ports import KEY
 from tests.unit.gateway.openai.test_asgi_app import events_of
 from tests.unit.gateway.token_path_rig import PROMPT, TokenPathRig
@@ -97,12 +97,12 @@ async def test_a_request_without_them_gets_null_and_its_workers_are_not_asked(ri
 
 async def test_what_cannot_be_is_told_by_a_number(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
     def hopeless(token: int, position: int, num_top: int) -> Any:
-        made = told(token, position, num_top)
+        made = token_logprobs(token, position, num_top)
         made.chosen = float("-inf")
         made.top_logprobs[-1] = float("-inf")
         return made
 
-    monkeypatch.setattr("tests.support.echo_worker.told", hopeless)
+    monkeypatch.setattr("tests.support.echo_worker.token_logprobs", hopeless)
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "logprobs": 2}
     found = json.loads((await rig.http.post("/v1/completions", json=body)).content)["choices"][0]["logprobs"]
     assert found["token_logprobs"] == [-9999.0, -9999.0]

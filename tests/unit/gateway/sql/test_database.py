@@ -75,7 +75,7 @@ async def test_a_caller_that_is_cancelled_is_the_writer_until_its_transaction_ha
         begun.set()
         assert may_end.wait(10)
         ended.set()
-        raise ValueError("nobody is left to be told")
+        raise ValueError("the caller is gone")
 
     writing = asyncio.ensure_future(database.transact(work))
     assert await asyncio.to_thread(begun.wait, 10)
