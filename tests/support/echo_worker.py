@@ -30,7 +30,7 @@ def echo(prompt: Sequence[int], seed: int, choice: int, position: int) -> int:
     return prompt[(position + choice) % len(prompt)]
 
 
-def told(token: int, position: int, num_top: int) -> pb.TokenLogprobs:
+def token_logprobs(token: int, position: int, num_top: int) -> pb.TokenLogprobs:
     """Logarithms that a test can foresee: the chosen one's by position, the likeliest are the tokens from 2 on."""
     values = [-0.25 * (place + 1) for place in range(num_top)]
     return pb.TokenLogprobs(chosen=-position - 0.5, top_token_ids=range(2, 2 + num_top), top_logprobs=values)
@@ -68,7 +68,7 @@ class _Choice:
             key=self.start.key, choice=self.choice, first_position=self.position, token_ids=(token,)
         )
         if sampling.HasField("top_logprobs"):
-            output.logprobs.append(told(token, self.position, sampling.top_logprobs))
+            output.logprobs.append(token_logprobs(token, self.position, sampling.top_logprobs))
         self.position += 1
         if token in sampling.stop_token_ids or (self.checker is not None and self.checker.step(token)):
             output.finish_reason = pb.FINISH_REASON_STOP

@@ -1,4 +1,4 @@
-"""A database for each test, SQLite and (where it is installed) PostgreSQL, and the gateway's parts upon it."""
+"""A database per test, SQLite and (if installed) PostgreSQL, and the gateway's accounting on it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DATABASES = ["sqlite", "postgresql"]
 
 @pytest.fixture(scope="session")
 def postgres_template() -> Iterator[str]:
-    """The URL of a server, whose database ``migrated`` has the schema and is copied for each test."""
+    """The URL of a server; its database ``migrated`` is copied for each test."""
     with postgres_server() as url:
         asyncio.run(_execute(url, "CREATE DATABASE migrated"))
         asyncio.run(_migrate(url.replace("/postgres", "/migrated")))
@@ -98,7 +98,7 @@ async def database(database_url: str) -> AsyncIterator[InterruptibleDatabase]:
 
 @dataclass(frozen=True)
 class AccountingRig:
-    """A gateway's money side on a fresh database, with one tenant."""
+    """A gateway's accounting on a new database, with one tenant."""
 
     database: InterruptibleDatabase
     table_versions: TableVersions

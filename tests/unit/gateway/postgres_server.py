@@ -1,4 +1,4 @@
-"""A real PostgreSQL for tests, where its programs are installed: its own folder, port and user, without fsync."""
+"""A real PostgreSQL for tests, if installed: own folder, port and user, without fsync."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _program(name: str) -> str | None:
 
 
 def _await_ready(port: int) -> None:
-    """It listens a moment before it answers."""
+    """It listens a moment before it accepts queries."""
     ask = [_program("pg_isready") or "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
     deadline = time.monotonic() + 20
     while subprocess.run(ask, check=False, timeout=10).returncode != 0:
@@ -38,7 +38,9 @@ def postgres_server() -> Iterator[str]:
         "PostgreSQL is not installed: run `make test`, which installs it, or apt-get install postgresql"
     )
     prefix: list[str] = []
-    with tempfile.TemporaryDirectory(prefix="relay-pg-", dir="/tmp") as folder:  # pytest's folders are closed to nobody
+    with tempfile.TemporaryDirectory(
+        prefix="relay-pg-", dir="/tmp"
+    ) as folder:  # user nobody cannot enter pytest's folders
         if os.geteuid() == 0:
             nobody = pwd.getpwnam("nobody")
             os.chown(folder, nobody.pw_uid, nobody.pw_gid)

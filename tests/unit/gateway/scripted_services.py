@@ -1,4 +1,4 @@
-"""A param-store and a scheduler that follow a script, behind real gRPC: services and their unit tests stand alone."""
+"""A scripted param-store and scheduler behind real gRPC."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerServicer, add_Sche
 
 
 class ScriptedStore(ParamStoreServicer):
-    """Keeps uploads in memory; ``refusal`` is raised by Commit, ``stored_bytes`` is what a version takes."""
+    """Keeps uploads in memory; ``refusal`` is raised by Commit, ``stored_bytes`` is the size of a version."""
 
     def __init__(self) -> None:
         self.uploads: dict[str, dict[str, tuple[param_store_pb2.DeclaredFile, bytearray]]] = {}

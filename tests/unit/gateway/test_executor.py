@@ -7,7 +7,7 @@ from torchrelay.gateway.executor import batch_executor
 
 
 def policy() -> int:
-    """How the system schedules the thread that asks; 0 is as any other."""
+    """The scheduling policy of the calling thread; 0 is the default."""
     return os.sched_getscheduler(0) if sys.platform == "linux" else 0
 
 

@@ -1,4 +1,4 @@
-"""How the gateway sets its libraries up: gRPC's fork handlers and engine, and who has threads."""
+"""The gateway's library settings: gRPC's fork handlers and engine, and threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_children_of_the_event_loop_are_left_alone_by_grpc() -> None:
     done = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "fork() handlers" not in done.stderr
-    assert "experiment" not in done.stderr.lower()  # gRPC complains of names that it does not know
+    assert "experiment" not in done.stderr.lower()  # gRPC warns about unknown names
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the system does not list a process's threads so")

@@ -1,4 +1,4 @@
-"""The gateway as a process: it starts alone, survives kill -9 with all it had committed, and ends in order."""
+"""The gateway process: starts alone, keeps what it committed through kill -9, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_S = 30
 
 @contextmanager
 def gateway(home: Path, nats_url: str, redis_url: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
-    """A gateway process with no scheduler, no store and no worker in sight."""
+    """A gateway process without scheduler, store or workers."""
     ready = home / "ready.json"
     ready.unlink(missing_ok=True)
     settings = {

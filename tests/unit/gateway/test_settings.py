@@ -10,8 +10,8 @@ from torchrelay.gateway.settings import GatewaySettings
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        ({"database_url": "foo"}, "database_url (TORCHRELAY_DATABASE_URL): 'foo' is no sqlite:///path"),
-        ({"database_url": "mysql://host/name"}, "'mysql://host/name' is no"),
+        ({"database_url": "foo"}, "database_url (TORCHRELAY_DATABASE_URL): must be sqlite:///path or postgresql"),
+        ({"database_url": "mysql://host/name"}, "not 'mysql://host/name'"),
         ({"http_port": 99999}, "http_port (TORCHRELAY_HTTP_PORT): Input should be less than or equal to 65535"),
     ],
 )

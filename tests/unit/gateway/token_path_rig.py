@@ -1,4 +1,4 @@
-"""The token path with everything it talks to: real gRPC servers that echo, a real HTTP server, doors in memory."""
+"""The token path with everything around it: real gRPC servers that echo, a real HTTP server, ports in memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TEMPLATE = (
 
 @dataclass
 class TokenPathRig:
-    """One gateway's token path, and all around it."""
+    """A gateway's token path and everything it talks to."""
 
     tokenizer: Tokenizer
     model: EchoModel
@@ -66,7 +66,7 @@ class TokenPathRig:
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Waits for something another process or task brings about."""
+    """Polls for the effect of another process or task."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 -- the other side has no event for us
             await asyncio.sleep(0.005)

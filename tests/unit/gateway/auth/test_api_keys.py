@@ -72,7 +72,7 @@ async def test_another_gateway_refuses_a_revoked_key_once_its_confirmation_is_ha
     info, token = await parts.keys.create("acme", parts.acme.tenant_id)
     await elsewhere.authenticate(f"Bearer {token}")
     await parts.keys.revoke(info.key_id, None)
-    clock.now += 0.49  # still trusted: no hint came, and the confirmation is younger than half a second
+    clock.now += 0.49  # still trusted: no hint, and confirmed less than half a second ago
     await elsewhere.authenticate(f"Bearer {token}")
     clock.now += 0.01
     with pytest.raises(Unauthenticated):

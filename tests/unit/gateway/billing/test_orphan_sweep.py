@@ -91,7 +91,7 @@ def sweep_of(
 
 
 async def sweep_twice(parts: AccountingRig, registers: RegisterSource | None, ledger_: Ledger | None = None) -> int:
-    """How many requests a new sweep settles once every gateway's count has stood still long enough."""
+    """The number of requests a new sweep settles after every gateway's beat has stopped long enough."""
     clock = Clock()
     sweep = sweep_of(parts, registers, clock, ledger_=ledger_)
     assert await sweep.sweep() == 0
@@ -150,21 +150,21 @@ async def test_requests_of_a_gateway_that_is_gone_are_settled_from_registers(
     await Heartbeat(parts.database, "gw-dead").beat()
     await Heartbeat(parts.database, "gw-live").beat()
     for request in (
-        parts.request("req-told", gateway_id="gw-dead", num_choices=2),
+        parts.request("req-reported", gateway_id="gw-dead", num_choices=2),
         parts.request("req-silent", gateway_id="gw-dead"),
         parts.request("req-live", gateway_id="gw-live"),
     ):
         await parts.ledger.open(request)
     for position in (1, 30, 12):
-        await report(nats_client, subjects, "req-told", position)
+        await report(nats_client, subjects, "req-reported", position)
     clock = Clock()
     sweep = sweep_of(parts, UsageRegisterReader(nats_client, subjects), clock)
-    assert await sweep.sweep() == 0  # it may live: its count has only just been seen
+    assert await sweep.sweep() == 0  # it may be alive: its beat has only just been seen
     clock.now = 10.0
     assert await sweep.sweep() == 2
     assert await outputs(parts) == {
-        ("req-told", 0): (10, 30, "gateway_lost"),
-        ("req-told", 1): (0, 0, "gateway_lost"),
+        ("req-reported", 0): (10, 30, "gateway_lost"),
+        ("req-reported", 1): (0, 0, "gateway_lost"),
         ("req-silent", 0): (0, 0, "gateway_lost"),
     }
     assert await sweep.sweep() == 0
@@ -206,7 +206,7 @@ async def test_many_gateways_racing_settle_exactly_once(
 
 
 async def test_what_was_not_looked_at_did_not_stand_still(parts: AccountingRig) -> None:
-    """SQL was away: nobody could beat, and the first to come back must not settle what the others still stream."""
+    """SQL was away and nobody could beat: the first gateway back must not settle what others still stream."""
     await Heartbeat(parts.database, "gw-slow").beat()
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-slow"))
     clock = Clock()

@@ -51,7 +51,7 @@ async def test_a_published_model_is_resolved_whole(parts: AccountingRig, caller:
     model = await parts.catalog.resolve(caller, "glossary")
     assert (model.name, model.tenant_id, model.version) == ("acme/glossary", parts.acme.tenant_id, version())
     assert (model.idle_timeout_s, model.max_instances, model.price_id) == (4, 0, "price-default")
-    assert await parts.catalog.resolve(caller, "acme/glossary") is model  # from memory
+    assert await parts.catalog.resolve(caller, "acme/glossary") is model  # cached
     assert await parts.catalog.models(caller) == [model] == await parts.catalog.models(ADMIN)
 
 

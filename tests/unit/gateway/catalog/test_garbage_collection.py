@@ -67,7 +67,7 @@ async def test_nothing_is_freed_while_an_upload_is_open_or_a_model_names_it(
 async def test_what_is_named_again_meanwhile_stays(
     parts: AccountingRig, store: ScriptedStore, client: StoreClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Deleting takes time, and what was true at its beginning may not be at its end."""
+    """Deleting takes time: what held at its start may not hold at its end."""
     for name in ("v1", "v2", "v3"):
         await publish(parts, "glossary", version(name))
     delete_version = client.delete_version
@@ -76,7 +76,7 @@ async def test_what_is_named_again_meanwhile_stays(
         await delete_version(version_id)
         other = {"v1": "v2", "v2": "v1"}[version_id]
         await publish(parts, "other", version(other))  # not yet deleted
-        await publish(parts, "same", version(version_id))  # too late, but no reason to fall over
+        await publish(parts, "same", version(version_id))  # too late, but must not fail
 
     monkeypatch.setattr(client, "delete_version", slow)
     assert await free_retired_versions(parts.database, client, retired_for_s=0) == 1

@@ -1,4 +1,4 @@
-"""A part that cannot be reached is named with its address and setting; what it says itself is passed on."""
+"""An unreachable service is named with address and setting; its own errors are passed on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gRPC door: the same key, the same models, the same tokens as over REST."""
+"""The gRPC API: the same key, the same models, the same tokens as over REST."""
 
 from __future__ import annotations
 

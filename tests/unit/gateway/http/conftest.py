@@ -1,4 +1,4 @@
-"""The REST door on a real socket, before a scripted store and scheduler."""
+"""The REST API on a real socket, in front of a scripted store and scheduler."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchrelay.gateway.http.server import http_server
 
 @pytest.fixture
 def database_url(sqlite_template: Path, tmp_path: Path) -> str:
-    """SQLite only: what differs between databases is tested below this door."""
+    """SQLite only: differences between databases are tested in sql/ and billing/."""
     path = tmp_path / "ledger.db"
     path.write_bytes(sqlite_template.read_bytes())
     return f"sqlite:///{path}"

@@ -9,7 +9,7 @@ from tests.unit.gateway.http.conftest import RestRig
 
 
 def fault(reply: httpx.Response) -> dict[str, Any]:
-    """The error object, in exactly OpenAI's shape."""
+    """The error object, checked for OpenAI's format."""
     body = reply.json()
     assert set(body) == {"error"}
     error: dict[str, Any] = body["error"]
@@ -82,7 +82,7 @@ async def test_a_body_too_large_is_refused_declared_or_not(rig: RestRig) -> None
         reply = await rig.acme.post("/v1/keys", content=content)
         assert reply.status_code == 413
         assert fault(reply) == {
-            "message": "the body is larger than 65,536 bytes (the gateway's setting max_body_bytes); send less at once",
+            "message": "the body is larger than 65,536 bytes (the gateway's max_body_bytes setting)",
             "type": "invalid_request_error",
             "param": None,
             "code": "invalid_request",

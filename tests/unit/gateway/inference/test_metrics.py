@@ -1,4 +1,4 @@
-"""What an operator sees of requests: read from the SDK as an exporter would."""
+"""Metrics of requests, read from the SDK as an exporter would."""
 
 from __future__ import annotations
 

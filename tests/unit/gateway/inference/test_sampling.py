@@ -76,7 +76,7 @@ def test_wishes_for_the_sampler_reach_the_workers() -> None:
     ],
 )
 def test_tokens_that_the_model_does_not_have_are_refused(params: GenerateParams, field: str) -> None:
-    with pytest.raises(InvalidRequest, match="names token 1048576: the model's are 0 to 1048575") as caught:
+    with pytest.raises(InvalidRequest, match="token 1048576; the model's token ids are 0 to 1048575") as caught:
         sampling_of(params, MODEL, 1, BOUNDS)
     assert caught.value.field == field
 
@@ -85,7 +85,7 @@ def test_prompts_of_one_token_and_of_all_but_one() -> None:
     assert sampling_of(GenerateParams("m", text="x", max_tokens=99), MODEL, 1, BOUNDS).max_tokens == 99
     assert sampling_of(GenerateParams("m", text="x", max_tokens=1), MODEL, 99, BOUNDS).max_tokens == 1
     assert sampling_of(GenerateParams("m", text="x"), MODEL, 99, BOUNDS).max_tokens == 1
-    with pytest.raises(ContextLengthExceeded, match="a prompt of 99 tokens and 2 more are too many for 100"):
+    with pytest.raises(ContextLengthExceeded, match="99 prompt and 2 output tokens exceed the context length of 100"):
         sampling_of(GenerateParams("m", text="x", max_tokens=2), MODEL, 99, BOUNDS)
 
 

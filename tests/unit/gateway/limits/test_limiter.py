@@ -71,7 +71,7 @@ async def test_a_key_makes_so_many_requests_a_minute(limits: Limiter, clock: Clo
     refused = [result for result in results if isinstance(result, RateLimited)]
     assert len(refused) == 10
     assert all(0 < error.retry_after_s <= 2 for error in refused)
-    clock.now += 2.0  # one token comes back every two seconds
+    clock.now += 2.0  # one token is refilled every two seconds
     await limits.admit(limited, MODEL, 1, 1)
     with pytest.raises(RateLimited):
         await limits.admit(limited, MODEL, 1, 1)
@@ -89,7 +89,10 @@ async def test_a_budget_is_reserved_at_the_largest_cost_and_given_back(
     await limits.admit(budgeted, MODEL, 10, 100)
     with pytest.raises(QuotaExceeded) as refused:
         await limits.admit(budgeted, MODEL, 10, 100)
-    numbers = ("of acme is $0.0000025: $0.0000004 is spent, $0.00000202 is reserved", "may cost $0.00000101")
+    numbers = (
+        "budget of $0.0000025 of tenant acme exceeded: $0.0000004 spent, $0.00000202 reserved",
+        "may cost $0.00000101",
+    )
     assert all(part in refused.value.message for part in (*numbers, "torchrelay tenant set acme --budget"))
     await limits.release(first, 50)  # now 450 spent, 1010 reserved
     await limits.admit(budgeted, MODEL, 10, 100)

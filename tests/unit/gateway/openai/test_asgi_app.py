@@ -1,4 +1,4 @@
-"""What the two REST paths answer and refuse, over real HTTP; the official client asks where it speaks for us."""
+"""The two token paths over real HTTP, with the official client where possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrelay.gateway.core import FinishCause, PublishedModel
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
-    """The JSON events of a stream that ended as it should."""
+    """The JSON events of a stream that ended properly."""
     lines = [line for line in body.split("\n\n") if line and not line.startswith(":")]
     assert lines[-1] == "data: [DONE]"
     return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
@@ -60,7 +60,7 @@ async def test_the_official_client_gets_the_same_chat_as_a_stream(rig: TokenPath
 
 
 async def written(rig: TokenPathRig, num_tokens: int) -> list[bytes]:
-    """Each write of one stream, without a server between."""
+    """The writes of one stream, without an HTTP server in between."""
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": num_tokens, "stream": True}
     asked = [{"type": "http.request", "body": json.dumps(body).encode()}]
     writes: list[bytes] = []
@@ -162,7 +162,7 @@ async def test_a_text_with_a_token_that_the_model_lacks_is_refused(rig: TokenPat
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": "torch"})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "prompt")
-    assert "the model knows only 0 to 39" in error["message"]
+    assert "the model's token ids are 0 to 39" in error["message"]
 
 
 def replace_vocab_size(model: PublishedModel, vocab_size: int) -> PublishedModel:
@@ -237,7 +237,7 @@ async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:
     good = {"model": "echo", "prompt": "hi"}
     assert (await post("/v1/completions", content=b"{nonsense")).status_code == 400
     assert (await post("/v1/completions", json=good, headers={"authorization": "Bearer no"})).status_code == 401
-    for model in ("echo", "acme/echo"):  # whoever holds the admin key shall not look for a model that is there
+    for model in ("echo", "acme/echo"):  # 403, not a 404 about an existing model
         refused = await post(
             "/v1/completions", json={**good, "model": model}, headers={"authorization": f"Bearer {ADMIN_KEY}"}
         )

@@ -1,4 +1,4 @@
-"""How a REST request waits and ends: a cold model, a drain, a client that leaves, a ledger that fails."""
+"""How REST requests wait and end: cold model, drain, disconnect, failing ledger."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ async def test_a_request_whose_row_cannot_be_written_fails_and_costs_nothing(rig
 
 
 async def test_a_row_whose_answer_got_lost_is_settled_with_nothing(rig: TokenPathRig) -> None:
-    """Else the sweep would bill one day what the client never saw."""
+    """Otherwise the sweep would later bill what the client never received."""
     rig.ports.open_error, rig.ports.is_open_error_late = Unavailable("the connection broke at the commit"), True
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT, "max_tokens": 3})
     assert response.status_code == 503

@@ -1,4 +1,4 @@
-"""Logarithms of probabilities at every door, and the bytes of tokens of all kinds of tokenizers."""
+"""Logprobs over REST and gRPC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.echo_worker import told
+from tests.support.echo_worker import token_logprobs
 from tests.support.gateway_ports import KEY
 from tests.unit.gateway.openai.test_asgi_app import events_of
 from tests.unit.gateway.token_path_rig import PROMPT, TokenPathRig
@@ -38,7 +38,7 @@ async def test_the_official_client_reads_a_chats_logprobs(rig: TokenPathRig) -> 
                 (tokens.of(2 + place), -0.25 * (place + 1)) for place in range(3)
             ]
     shown = [one.token for choice in reply.choices for one in (choice.logprobs and choice.logprobs.content) or []]
-    assert any(text.startswith("\\x") for text in shown)  # a rocket is several tokens
+    assert any(text.startswith("\\x") for text in shown)  # the emoji is several tokens
     assert " größer" in shown
 
 
@@ -86,7 +86,7 @@ async def test_offsets_count_characters_not_bytes_or_tokens(rig: TokenPathRig) -
         expected.append(len(shown))
         shown += stream.step(token)
     assert found.text_offset == expected
-    assert len(set(expected)) < len(expected)  # tokens of one rocket begin at one place
+    assert len(set(expected)) < len(expected)  # tokens of one emoji share an offset
 
 
 async def test_a_request_without_them_gets_null_and_its_workers_are_not_asked(rig: TokenPathRig) -> None:
@@ -97,12 +97,12 @@ async def test_a_request_without_them_gets_null_and_its_workers_are_not_asked(ri
 
 async def test_what_cannot_be_is_told_by_a_number(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
     def hopeless(token: int, position: int, num_top: int) -> Any:
-        made = told(token, position, num_top)
+        made = token_logprobs(token, position, num_top)
         made.chosen = float("-inf")
         made.top_logprobs[-1] = float("-inf")
         return made
 
-    monkeypatch.setattr("tests.support.echo_worker.told", hopeless)
+    monkeypatch.setattr("tests.support.echo_worker.token_logprobs", hopeless)
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "logprobs": 2}
     found = json.loads((await rig.http.post("/v1/completions", json=body)).content)["choices"][0]["logprobs"]
     assert found["token_logprobs"] == [-9999.0, -9999.0]
@@ -114,7 +114,7 @@ async def test_a_worker_that_leaves_them_out_is_told_on(rig: TokenPathRig, monke
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 2, "logprobs": 2}
     response = await rig.http.post("/v1/completions", json=body)
     assert response.status_code == 500
-    assert "left out logprobs" in response.json()["error"]["message"]
+    assert "returned no logprobs" in response.json()["error"]["message"]
 
 
 def _without_logprobs(choice: Any, model: Any, prompt: Any) -> Any:

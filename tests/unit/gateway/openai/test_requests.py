@@ -1,4 +1,4 @@
-"""Bodies of OpenAI's clients: what is understood, ignored, refused."""
+"""OpenAI request bodies: accepted, ignored and rejected fields."""
 
 from __future__ import annotations
 
@@ -81,11 +81,11 @@ def test_everything_that_shapes_the_distribution_is_passed_on() -> None:
 
 
 RANGES = [
-    ("temperature", (0, 2), (-0.01, 2.01), "must be from 0 to 2"),
-    ("top_p", (0.01, 1), (0, -0.5, 1.01), "must be more than 0 and at most 1"),
-    ("min_p", (0, 1), (-0.01, 1.01), "must be from 0 to 1"),
-    ("presence_penalty", (-2, 2), (-2.01, 2.01), "must be from -2 to 2"),
-    ("frequency_penalty", (-2, 2), (-2.01, 2.01), "must be from -2 to 2"),
+    ("temperature", (0, 2), (-0.01, 2.01), "must be between 0 and 2"),
+    ("top_p", (0.01, 1), (0, -0.5, 1.01), "must be above 0 and at most 1"),
+    ("min_p", (0, 1), (-0.01, 1.01), "must be between 0 and 1"),
+    ("presence_penalty", (-2, 2), (-2.01, 2.01), "must be between -2 and 2"),
+    ("frequency_penalty", (-2, 2), (-2.01, 2.01), "must be between -2 and 2"),
 ]
 
 
@@ -113,19 +113,23 @@ def test_numbers_that_are_none_are_refused_by_name(name: str, number: str) -> No
 @pytest.mark.parametrize(
     ("body", "field", "said"),
     [
-        (chat(messages=[{"role": "usr", "content": "c"}]), "messages", "messages[0].role is 'usr'"),
+        (
+            chat(messages=[{"role": "usr", "content": "c"}]),
+            "messages",
+            "messages[0].role must be one of system, developer, user, assistant, tool, function, not 'usr'",
+        ),
         (
             chat(messages=[{"role": "user", "content": "c"}, {"role": "system"}]),
             "messages",
             "messages[1] of role system",
         ),
-        (chat(messages=[{"role": "user", "content": None}]), "messages", "has no content"),
-        (chat(messages=[{"role": "user", "content": []}]), "messages", "has no content"),
-        (chat(max_token=5), "max_token", "max_token is not known: is max_tokens meant?"),
-        (chat(temperatur=1), "temperatur", "is temperature meant?"),
-        (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs is 21: it must be from 0 to 20"),
-        (chat(logprobs=True, top_logprobs=-1), "top_logprobs", "must be from 0 to 20"),
-        (chat(top_logprobs=3), "logprobs", "top_logprobs needs logprobs to be true"),
+        (chat(messages=[{"role": "user", "content": None}]), "messages", "must have content"),
+        (chat(messages=[{"role": "user", "content": []}]), "messages", "must have content"),
+        (chat(max_token=5), "max_token", "unknown field max_token; did you mean max_tokens?"),
+        (chat(temperatur=1), "temperatur", "did you mean temperature?"),
+        (chat(logprobs=True, top_logprobs=21), "top_logprobs", "top_logprobs must be between 0 and 20, not 21"),
+        (chat(logprobs=True, top_logprobs=-1), "top_logprobs", "must be between 0 and 20"),
+        (chat(top_logprobs=3), "logprobs", "top_logprobs requires logprobs to be true"),
         (chat(logprobs=3), "logprobs", "logprobs must be true or false, not 3"),
         (chat(repetition_penalty=1.1), "repetition_penalty", "not supported yet"),
         (chat(min_tokens=3), "min_tokens", "not supported yet"),
@@ -172,7 +176,7 @@ def test_faults_name_their_field(body: bytes, field: str | None) -> None:
 
 
 def test_bodies_of_megabytes_are_refused_as_quickly_as_read() -> None:
-    """While one is looked at every other request of the gateway waits."""
+    """Every other request of the gateway waits while one is decoded."""
     zeros = b",".join([b"0"] * 1_000_000)
     wrong = [
         b'{"model": "m", "prompt": [%s], "temperature": NaN}' % zeros,

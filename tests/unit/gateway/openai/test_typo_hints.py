@@ -20,7 +20,7 @@ def test_a_slip_of_the_pen_is_seen(name: str) -> None:
     "given_",
     [
         ["model", "user", "store", "metadata", "min_tokens", "k", "m"],
-        ["model", "models"],  # an extension beside what it resembles
+        ["model", "models"],  # an extension beside the field it resembles
         ["max_tokens", "max_token"],
         list(KNOWN),
         [],

@@ -75,7 +75,7 @@ async def test_a_caller_that_is_cancelled_is_the_writer_until_its_transaction_ha
         begun.set()
         assert may_end.wait(10)
         ended.set()
-        raise ValueError("nobody is left to be told")
+        raise ValueError("the caller is gone")
 
     writing = asyncio.ensure_future(database.transact(work))
     assert await asyncio.to_thread(begun.wait, 10)
@@ -128,5 +128,5 @@ async def test_sqlite_keeps_what_it_committed(tmp_path: Path) -> None:
 def test_only_two_databases_are_supported() -> None:
     assert driver_url("postgresql://u:p@h/d").drivername == "postgresql+asyncpg"
     assert driver_url("sqlite:///x.db").drivername == "sqlite+aiosqlite"
-    with pytest.raises(ValueError, match="only sqlite and postgresql"):
+    with pytest.raises(ValueError, match="use sqlite or postgresql"):
         driver_url("mysql://h/d")

@@ -1,4 +1,4 @@
-"""Waiting for more writes pays where many come, and nowhere else."""
+"""Waiting for more writes pays under load only."""
 
 from __future__ import annotations
 
@@ -52,4 +52,4 @@ async def test_a_write_that_breaks_its_transaction_fails_alone(database: Databas
         with pytest.raises(ZeroDivisionError):
             await commits.do(0)
     versions = await database.transact(lambda connection: connection.execute(table_versions.select()).all())
-    assert {row.version for row in versions} == {1 + 2}  # what broke left nothing behind
+    assert {row.version for row in versions} == {1 + 2}  # the failed writes were rolled back

@@ -1,14 +1,14 @@
-"""The tenants' door of Torchrelay: REST, gRPC, keys, catalog, ledger."""
+"""The Torchrelay gateway: REST and gRPC for tenants, API keys, model catalog, ledger."""
 
 import os
 
-# Before gRPC is imported: uvloop forks for the template child, and gRPC's fork handlers, run in that child between fork
-# and exec, crash it now and then.
+# All three before gRPC is imported. uvloop forks to start the template process; gRPC's fork handlers run in that child
+# before exec and occasionally crash it.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# gRPC's newer engine reads sockets on threads of its own: a message that comes makes six switches of threads. The older
-# one reads where completions are waited for: two switches, and half the CPU. Both names: its clients and its servers.
+# gRPC's EventEngine reads sockets on its own threads: six context switches per incoming message. The older poller reads
+# on the thread that waits for completions: two switches and half the CPU. The names cover clients and servers.
 os.environ.setdefault("GRPC_EXPERIMENTS", "-event_engine_client,-event_engine_listener")
 
-# Prompts are encoded on threads of ours: those of tokenizers, one per core, would be two more switches for each.
+# Prompts are encoded on our own threads; the tokenizers library's pool would add two context switches to each.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

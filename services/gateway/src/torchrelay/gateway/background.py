@@ -1,4 +1,4 @@
-"""Owns tasks that run beside a block, and end with it."""
+"""Tasks that run alongside a block and end with it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @asynccontextmanager
 async def background(*jobs: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs ``jobs`` until the block ends, then cancels and awaits them. A job that fails ends the block."""
+    """Runs ``jobs`` until the block ends, then cancels and awaits them. A failing job ends the block."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(job) for job in jobs]
         try:

@@ -1,4 +1,4 @@
-"""The nouns of the gateway: who asks, what is published, what was used and what it costs. Imports nothing heavy."""
+"""The gateway's core types: callers, published models, prices and usage. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import StrEnum
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Whom an API key stands for, with the limits that go with it (``None``: unlimited)."""
+    """The caller an API key identifies, with its limits (``None``: unlimited)."""
 
     tenant_id: str  # empty for the admin key
     tenant: str
@@ -21,7 +21,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """One immutable row of the price list: nano-units of the currency per token."""
+    """One immutable row of the price list, in nano-dollars per token."""
 
     price_id: str
     model: str  # "tenant/model"; empty: the default price
@@ -33,7 +33,7 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The numbers of a model that decide where it fits."""
+    """The dimensions that determine how much memory a model needs."""
 
     num_layers: int
     num_kv_heads: int
@@ -45,7 +45,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One published, immutable version of a model, as the param-store described it at commit."""
+    """A published, immutable version of a model, as described by the param-store at commit."""
 
     version_id: str
     pack_id: str
@@ -61,7 +61,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class PublishedModel:
-    """A model as a caller finds it: its current version, its tenant's settings, and the price valid now."""
+    """A model as a caller resolves it: current version, the tenant's settings, and the current price."""
 
     name: str  # "tenant/model"
     tenant_id: str
@@ -77,18 +77,18 @@ class PublishedModel:
 
 
 class FinishCause(StrEnum):
-    """Why a choice ended; kept in the ledger."""
+    """Why a choice ended; stored in the ledger."""
 
     STOP = "stop"
     LENGTH = "length"
-    CANCELLED = "cancelled"  # the client left, or cancelled
+    CANCELLED = "cancelled"  # the client disconnected or cancelled
     ERROR = "error"
-    GATEWAY_LOST = "gateway_lost"  # settled by the sweep, from registers
+    GATEWAY_LOST = "gateway_lost"  # settled by the orphan sweep from usage registers
 
 
 @dataclass(frozen=True, slots=True)
 class OpenedRequest:
-    """What is committed before the first token is delivered; with it any gateway can settle the request."""
+    """The row committed before the first token is delivered; it lets any gateway settle the request."""
 
     request_id: str
     tenant_id: str
@@ -105,7 +105,7 @@ class OpenedRequest:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceUsage:
-    """What one choice used in the end: the tokens its gateway accepted."""
+    """The final usage of one choice: the tokens its gateway accepted."""
 
     request_id: str
     choice: int
@@ -117,8 +117,8 @@ class ChoiceUsage:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What ``Limits.admit`` took from a tenant's budget; given back by ``Limits.release``."""
+    """Budget reserved by ``Limiter.admit`` and returned by ``Limiter.release``."""
 
-    reservation_id: str  # empty for who has no limits
+    reservation_id: str  # empty for callers without limits
     tenant_id: str
-    reserved_nano: int  # 0: nothing was reserved
+    reserved_nano: int  # 0: nothing reserved

@@ -1,4 +1,4 @@
-"""Threads that work for the event loop, and do not take its core from it."""
+"""Worker threads that do not preempt the event loop."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ from contextlib import suppress
 
 
 def batch_executor(num_threads: int, name: str) -> ThreadPoolExecutor:
-    """An executor whose threads wait for a free core when they are woken.
-
-    The loop wakes them and goes on, with the interpreter's lock that they need first. A thread that took the loop's
-    core would only find that out and give it back: two switches for nothing.
-    """
+    """An executor whose threads run under SCHED_BATCH: waking one never preempts the thread that woke it."""
+    # The event loop still holds the GIL when it wakes a thread. A thread that preempted it would block at once on the
+    # GIL: two context switches for nothing.
     return ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=_set_batch_priority)
 
 
 def _set_batch_priority() -> None:
     if sys.platform == "linux":
-        with suppress(OSError):  # some sandboxes forbid it; then they work as any other thread
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0: this thread alone
+        with suppress(OSError):  # some sandboxes forbid it; the threads then keep normal priority
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # 0: this thread only

@@ -1,4 +1,4 @@
-"""The gateway process: everything made, wired, served, and ended in order."""
+"""The gateway process: builds and wires all parts, serves, and shuts down in order."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ from torchrelay.gateway.token_path import TokenPath
 from torchrelay.inference.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 log = get_logger(__name__)
-GC_THRESHOLD = 20_000  # container objects between collections of the youngest; a request makes some hundred
-ERROR_DRAIN_S = 1.0  # after the drain: how long what still runs has to say why it ends
+GC_THRESHOLD = 20_000  # allocations between young collections; a request makes a few hundred
+ERROR_DRAIN_S = 1.0  # after the drain, for remaining requests to report why they end
 
 
 @asynccontextmanager
 async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
-    """The gateway at work; its HTTP and gRPC addresses.
+    """Runs the gateway inside the block; yields its HTTP and gRPC addresses.
 
-    Left in the reverse order of making: servers stop accepting and drain, the token path settles, the background jobs
-    end, the ledger commits what waits, this gateway's heartbeat is taken away, and SQL is closed last.
+    Shutdown reverses startup: servers stop accepting and drain, the token path settles, background jobs end, the ledger
+    commits pending writes, this gateway's heartbeat row is deleted, and the database is closed last.
     """
-    gateway_id = new_id(settings.gateway_id)  # a restart is another gateway: the sweep must see the old one gone
+    gateway_id = new_id(settings.gateway_id)  # unique per process, so that the sweep sees the old one as gone
     async with AsyncExitStack() as stack:
         database = Database(settings.database_url)
         stack.push_async_callback(database.close)
@@ -63,22 +63,22 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
         heartbeat = Heartbeat(database, gateway_id)
         await heartbeat.beat()
         stack.push_async_callback(_leave, heartbeat)
-        parts = await _make_components(settings, gateway_id, database, stack)
-        await stack.enter_async_context(_jobs(settings, database, heartbeat, parts))
+        components = await _make_components(settings, gateway_id, database, stack)
+        await stack.enter_async_context(_jobs(settings, database, heartbeat, components))
         token_path = await stack.enter_async_context(
             TokenPath(
                 settings,
                 gateway_id=gateway_id,
-                keys=parts.services.keys,
-                catalog=parts.services.catalog,
-                ledger=parts.ledger,
-                limits=parts.limits,
-                scheduler=parts.scheduler_channel,
-                store=parts.store_channel,
+                keys=components.services.keys,
+                catalog=components.services.catalog,
+                ledger=components.ledger,
+                limits=components.limits,
+                scheduler=components.scheduler_channel,
+                store=components.store_channel,
             )
         )
-        addresses = await stack.enter_async_context(_servers(settings, token_path, parts.services))
-        # What is alive now stays alive: the collector need not walk it again and again under load.
+        addresses = await stack.enter_async_context(_servers(settings, token_path, components.services))
+        # Everything allocated so far lives as long as the process; frozen, it is not traversed under load.
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
@@ -87,10 +87,8 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
 
 @asynccontextmanager
 async def _servers(settings: GatewaySettings, token_path: TokenPath, services: Services) -> AsyncIterator[Addresses]:
-    """Both doors, which drain together at the end. What outlasts the drain ends with an error that says why.
-
-    They speak no TLS: for tenants that is the ingress's, whose names and certificates are not the cluster's.
-    """
+    """The HTTP and gRPC servers, which drain together. Requests that outlast the drain end with an error."""
+    # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
     app = AsgiRouter(token_path.asgi, make_app(services), settings.max_body_bytes)
     async with http_server(app, settings.host, settings.http_port, settings.drain_s + ERROR_DRAIN_S) as http:
         rpc = RpcServer(settings.host, settings.grpc_port)
@@ -157,24 +155,24 @@ async def _make_components(
 
 @asynccontextmanager
 async def _jobs(
-    settings: GatewaySettings, database: Database, heartbeat: Heartbeat, parts: _Components
+    settings: GatewaySettings, database: Database, heartbeat: Heartbeat, components: _Components
 ) -> AsyncIterator[None]:
     sweep = OrphanSweep(
         database,
-        parts.ledger,
+        components.ledger,
         heartbeat,
-        parts.nats_events.registers,
+        components.nats_events.registers,
         every_s=settings.heartbeat_s,
         after_s=settings.sweep_after_s,
     )
     garbage_collector = GarbageCollector(
         database,
-        parts.store,
+        components.store,
         every_s=settings.housekeeping_s,
         lease_s=settings.upload_lease_s,
         retired_s=settings.retired_version_s,
     )
-    async with background(parts.nats_events.run(), sweep.run(), garbage_collector.run()):
+    async with background(components.nats_events.run(), sweep.run(), garbage_collector.run()):
         yield
 
 
@@ -182,7 +180,7 @@ async def _leave(heartbeat: Heartbeat) -> None:
     try:
         await heartbeat.leave()
     except Unavailable as error:
-        log.warning("heartbeat_left_behind", error=error.message)  # the others notice that it stands still
+        log.warning("heartbeat_left_behind", error=error.message)  # the other gateways will notice that it has stopped
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""NATS for the gateway: the hint that a key was revoked, the history of published models, the usage registers.
+"""The gateway's NATS connection: key revocation hints, model history events, and access to usage registers.
 
-Nothing here must work for a request to be served: the connection is made in the background and made again for ever.
+No request depends on it: the connection is established in the background and re-established indefinitely.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PUBLISH_TIMEOUT_S = 1.0
 
 
 class NatsEvents:
-    """Owns the NATS connection; ``run()`` makes it and keeps it until cancelled."""
+    """Owns the NATS connection; ``run()`` keeps it until cancelled."""
 
     def __init__(self, url: str, prefix: str, gateway_id: str, on_key_hint: Callable[[], None]) -> None:
         self._url = url
@@ -36,13 +36,13 @@ class NatsEvents:
         self._streams_made = False
 
     def registers(self) -> UsageRegisterReader | None:
-        """Where the sweep reads registers; ``None`` until the streams are known to exist."""
+        """The reader of usage registers; ``None`` until the streams are known to exist."""
         if self._client is None or not self._streams_made:
             return None
         return UsageRegisterReader(self._client, self._subjects)
 
     async def run(self, retry_s: float = 1.0) -> None:
-        """Connects, subscribes, makes sure of the streams; then waits to be cancelled, and closes."""
+        """Connects, subscribes and ensures the streams exist; then waits to be cancelled, and closes."""
         retries = stamina.AsyncRetryingCaller(
             attempts=None, timeout=None, wait_initial=retry_s, wait_max=retry_s, wait_jitter=0
         )
@@ -65,11 +65,11 @@ class NatsEvents:
         self._on_key_hint()
 
     async def key_revoked(self) -> None:
-        """Tells the other gateways, best effort: without the hint they notice within half a second."""
+        """Notifies the other gateways, best effort: without the hint they notice within half a second."""
         await self._publish(self._subjects.key_hint, b"{}", durable=False)
 
     async def model_changed(self, kind: str, name: str, model: PublishedModel | None) -> None:
-        """An event of the history: ``kind`` is published or deleted."""
+        """Publishes a history event; ``kind`` is "published" or "deleted"."""
         event = {"at_unix_us": now_unix_us(), "model": name}
         if model is not None:
             event |= {"version_id": model.version.version_id, "pack_id": model.version.pack_id}

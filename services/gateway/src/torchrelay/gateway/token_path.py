@@ -1,10 +1,9 @@
-"""The token path as one thing that the gateway opens and closes."""
+"""The token path: wires the inference rooms and their two protocols, and owns their lifetime."""
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, suppress
-from types import TracebackType
 from typing import Self
 
 import grpc
@@ -31,9 +30,9 @@ FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
 
 
 class TokenPath:
-    """``asgi`` serves the two token paths, ``servicer`` the gRPC door, while the context is entered.
+    """While entered, ``asgi`` serves the OpenAI paths and ``servicer`` gRPC.
 
-    On exit, requests still running end with an error that says why, and are released and settled.
+    On exit, requests still running end with an error, are released and settled.
     """
 
     asgi: CompletionsApp
@@ -93,9 +92,7 @@ class TokenPath:
         self.servicer = GatewayServicer(self._keys, self._catalog, self.pipeline)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self._stack.aclose()
 
     async def _stop_admitting(self) -> None:

@@ -70,7 +70,7 @@ async def test_prices_are_added_and_listed_with_their_intervals(rig: RestRig) ->
         (second["id"], "acme/glossary", None),
     ]
     await rig.admin.put("/v1/prices", json=row | {"model": "zoo/secret"})
-    of_acme = (await rig.acme.get("/v1/prices")).json()  # its own models' and the default, nobody else's
+    of_acme = (await rig.acme.get("/v1/prices")).json()  # its own models' and the default only
     assert (of_acme["data"], of_acme["currency"]) == (listed, "USD")
     assert (await rig.acme.put("/v1/prices", json=row)).status_code == 403
     wrong = await rig.admin.put("/v1/prices", json=row | {"valid_from": "2020-01-01"})

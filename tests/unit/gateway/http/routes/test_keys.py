@@ -38,7 +38,7 @@ async def test_no_tenant_reaches_another(rig: RestRig) -> None:
         assert (await rig.acme.delete(f"/v1/keys/{own}")).status_code == 404
         for tenant in ("zoo", "absent"):  # the same answer, whether or not it exists
             reply = await rig.acme.post("/v1/keys", json={"tenant": tenant})
-            assert (reply.status_code, reply.json()["error"]["message"]) == (403, "this key is of another tenant")
+            assert (reply.status_code, reply.json()["error"]["message"]) == (403, "this key belongs to another tenant")
         assert (await zoo.get("/v1/keys")).status_code == 200
 
 

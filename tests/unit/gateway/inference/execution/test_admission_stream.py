@@ -1,4 +1,4 @@
-"""The stream to the scheduler: patience, late placements, releases that wait."""
+"""The stream to the scheduler: timeouts, late placements, queued releases."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_a_release_while_the_scheduler_is_away_arrives_later() -> None:
         await until(lambda: len(there.releases) == 1)
         assert there.releases[0].num_output_tokens == 3
         assert len(there.hellos) == 2
-        assert len(there.admits) == 1  # what is over is not admitted again
+        assert len(there.admits) == 1  # released attempts are not admitted again
 
 
 async def test_flush_waits_for_what_is_unsent_but_not_for_ever() -> None:

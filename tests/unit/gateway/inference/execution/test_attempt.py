@@ -1,4 +1,4 @@
-"""What the scheduler is told of a prompt: keys of its beginnings, the same that an engine finds its pages by."""
+"""The block hashes of a prompt sent to the scheduler are the engine's page keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever arrives, in whatever order, the accepted tokens are those of the current attempt, each once."""
+"""In whatever order outputs arrive, the accepted tokens are those of the current attempt, each once."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_came_early_from_a_lost_attempt_is_forgotten() -> None:
     assert delivery is not None and delivery.token_ids == (5,)
 
 
-def told(attempt: int, position: int, *tokens: int, finish: pb.FinishReason | int = 0) -> pb.ChoiceOutput:
+def with_logprobs(attempt: int, position: int, *tokens: int, finish: pb.FinishReason | int = 0) -> pb.ChoiceOutput:
     """Logprobs that name attempt and position: -(100 * attempt + position)."""
     made = output(attempt, 0, position, *tokens, finish=finish)
     for place, token in enumerate(tokens, position):
@@ -78,18 +78,18 @@ def told(attempt: int, position: int, *tokens: int, finish: pb.FinishReason | in
 
 def test_logprobs_go_with_their_tokens_in_whatever_order_these_come() -> None:
     generation = LogprobGeneration(1, 6)
-    assert generation.accept(told(1, 2, 7, 8)) is None
-    assert generation.accept(told(1, 40, 9)) is None
-    first = generation.accept(told(1, 0, 5))
+    assert generation.accept(with_logprobs(1, 2, 7, 8)) is None
+    assert generation.accept(with_logprobs(1, 40, 9)) is None
+    first = generation.accept(with_logprobs(1, 0, 5))
     assert first is not None and [one.chosen for one in first.logprobs] == [-100]
-    second = generation.accept(told(1, 0, 5, 6))  # one again, one new, and those that were early
+    second = generation.accept(with_logprobs(1, 0, 5, 6))  # a duplicate, a new one, and the early ones
     assert second is not None and second.token_ids == (6, 7, 8)
     assert [one.chosen for one in second.logprobs] == [-101, -102, -103]
     assert [one.top for one in second.logprobs] == [((6, -1.0),), ((7, -1.0),), ((8, -1.0),)]
-    assert generation.accept(told(1, 5, 99)) is None  # early, of an attempt that will be lost
+    assert generation.accept(with_logprobs(1, 5, 99)) is None  # early, from an attempt that will be lost
     generation.resume(1)
-    assert generation.accept(told(1, 4, 98)) is None
-    last = generation.accept(told(2, 4, 1, 2, 3))
+    assert generation.accept(with_logprobs(1, 4, 98)) is None
+    last = generation.accept(with_logprobs(2, 4, 1, 2, 3))
     assert last is not None and (last.token_ids, last.finish) == ((1, 2), FinishCause.LENGTH)
     assert [one.chosen for one in last.logprobs] == [-204, -205]
     assert not generation._waiting[0]
@@ -118,7 +118,7 @@ def test_cached_tokens_are_fixed_by_the_first_attempt_that_says_them() -> None:
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[int], list[pb.ChoiceOutput | int]]:
-    """The whole answer, and messages of several attempts at it: cut anyhow, doubled, late; an int is a failure."""
+    """The whole answer, and messages of several attempts: split, duplicated, late; an int is a failed attempt."""
     answer = draw(st.lists(st.integers(0, 9), min_size=1, max_size=12))
     events: list[pb.ChoiceOutput | int] = []
     num_attempts = draw(st.integers(1, 4))
@@ -132,7 +132,7 @@ def histories(draw: st.DrawFn) -> tuple[list[int], list[pb.ChoiceOutput | int]]:
         messages = draw(st.permutations(messages))
         if attempt < num_attempts:
             num_seen = draw(st.integers(0, len(messages)))
-            events += [*messages[:num_seen], attempt, *messages[num_seen:]]  # the rest comes from a zombie
+            events += [*messages[:num_seen], attempt, *messages[num_seen:]]  # the rest comes from a stale attempt
         else:
             events += messages
     return answer, events

@@ -1,4 +1,4 @@
-"""A bell rings for news and ticks without them."""
+"""A notifier wakes on news and ticks without any."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_a_cancelled_wait_loses_nothing() -> None:
 async def test_a_rest_hears_no_ring_but_can_be_ended() -> None:
     notifier = Notifier(10, 10)
     await notifier.pause(0.01)
-    notifier.end_pause()  # nobody rests
+    notifier.end_pause()  # nobody pauses
     pausing = asyncio.ensure_future(notifier.pause(10))
     await asyncio.sleep(0)
     notifier.notify()

@@ -1,4 +1,4 @@
-"""Requests whose workers die, refuse or are slow: the same tokens come, each once."""
+"""Requests whose workers die, refuse or are slow still deliver the same tokens, each once."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ async def test_release_tells_where_the_time_went(rig: TokenPathRig) -> None:
 
 
 async def test_a_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
-    """What a client leaves unread holds back neither another's stream nor its own worker."""
+    """A client that does not read delays neither another's stream nor its own worker."""
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 500, "n": 4, "stream": True}
     reads, sent = asyncio.Event(), bytearray()
     incoming: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode()}]
@@ -216,7 +216,7 @@ async def test_a_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
     for _ in range(3):
         assert await ask(rig, 50) == [rig.echoed(PROMPT, 50)]
     await until(lambda: 4 * 500 in [release.num_output_tokens for release in rig.scheduler.releases])
-    assert len(rig.ports.settled) == 3 and not slow.done()  # it has not been sent its end
+    assert len(rig.ports.settled) == 3 and not slow.done()  # its end has not been sent
     reads.set()
     await slow
     assert sent.count(b'"finish_reason":null') == 4 * 500

@@ -1,4 +1,4 @@
-"""Streams to workers: opened when needed, shared, closed when idle, and lost aloud."""
+"""Streams to workers: opened on demand, shared, closed when idle; a loss is reported."""
 
 from __future__ import annotations
 

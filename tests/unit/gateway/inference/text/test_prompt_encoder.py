@@ -1,4 +1,4 @@
-"""What a model's folder says about chats."""
+"""Chat formats from a model's files, and prompt encoding."""
 
 from __future__ import annotations
 
@@ -69,6 +69,6 @@ async def test_a_tokenizer_that_panics_refuses_the_prompt() -> None:
         cast(StoreFileReader, None), cast(TokenizerCache, OneTokenizer(tokenizer)), cast(TemplateRenderer, None)
     )
     model = published_model(file_digests={"tokenizer.json": "digest"})
-    with pytest.raises(InvalidRequest, match="tokenizer of acme/echo fails") as caught:
+    with pytest.raises(InvalidRequest, match="tokenizer of acme/echo cannot encode this text") as caught:
         await prompts.token_ids(model, GenerateParams("echo", text="a" * 30 + "c"))
     assert caught.value.field == "prompt"

@@ -1,4 +1,4 @@
-"""Templates are strangers' code: they render as transformers does, and can harm nobody."""
+"""Templates are untrusted code: rendered like in transformers, and contained."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CHATML = """\
 
 
 async def test_halves_of_characters_are_no_text(renderer: TemplateRenderer) -> None:
-    with pytest.raises(InvalidRequest, match="makes no text"):
+    with pytest.raises(InvalidRequest, match="its output is not valid text"):
         await renderer.render("{{ '\\ud800' }}", {})
     assert await renderer.render("fine", {}) == "fine"
 
@@ -102,13 +102,13 @@ BOMB = "{% set ns = namespace(x=['y'] * 1000) %}{% for i in range(99999) %}{% se
 async def test_an_endless_template_is_killed_in_time_and_then_refused_at_once(renderer: TemplateRenderer) -> None:
     await renderer.render("", {})
     began = time.monotonic()
-    with pytest.raises(InvalidRequest, match="takes longer than 1 s") as caught:
+    with pytest.raises(InvalidRequest, match="took longer than 1 s") as caught:
         await renderer.render(LOOP, {})
     assert caught.value.field == "messages"
     assert time.monotonic() - began < 2.0
     assert await renderer.render("fine", {}) == "fine"
     began = time.monotonic()
-    with pytest.raises(InvalidRequest, match="takes longer than 1 s"):
+    with pytest.raises(InvalidRequest, match="took longer than 1 s"):
         await renderer.render(LOOP, {})
     assert time.monotonic() - began < 0.1
 
@@ -140,7 +140,7 @@ async def test_a_child_that_died_is_replaced(renderer: TemplateRenderer) -> None
     assert renderer.child_pid is not None
     os.kill(renderer.child_pid, signal.SIGKILL)
     async with asyncio.timeout(10):
-        while renderer.child_pid is not None:  # noqa: ASYNC110 -- the renderer itself has no event for it
+        while renderer.child_pid is not None:  # noqa: ASYNC110 -- there is no event for it
             await asyncio.sleep(0.01)
     assert await renderer.render("fine", {}) == "fine"
 

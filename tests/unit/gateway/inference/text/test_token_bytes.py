@@ -10,7 +10,7 @@ from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 
 def byte_fallback_tokenizer(*, strips: bool) -> Tokenizer:
-    """As Llama 2's (which strips the first space), Mistral's and Gemma's: pieces with a mark for spaces, and bytes."""
+    """Like Llama 2's (which strips the first space), Mistral's and Gemma's: a mark for spaces, and byte tokens."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "hello", "wor", "ld", "▁▁", "é"]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -48,7 +48,7 @@ def byte_level_tokenizer() -> Tokenizer:
     ids=["byte fallback", "stripped", "metaspace", "byte level"],
 )
 def test_the_bytes_of_tokens_are_the_bytes_of_their_text(tokenizer: Tokenizer) -> None:
-    """For random texts: what the library decodes of all tokens is what their bytes make together."""
+    """For random texts: the decoded text equals the concatenated bytes of its tokens."""
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items()}
     plain = [token for token in range(tokenizer.get_vocab_size()) if token not in special]
     tokens, rng = TokenBytes(tokenizer), random.Random(7)

@@ -1,4 +1,4 @@
-"""Tokenizers are read once per digest, checked, and kept within a number of bytes."""
+"""Tokenizers are read once per digest, verified, and cached within a byte limit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_askers_share_one_load(store: EchoStore, files: StoreFileReader) -
 async def test_the_least_recently_used_goes_first(store: EchoStore, files: StoreFileReader) -> None:
     room = int(sum(map(len, FILES[:3])) * BYTES_PER_FILE_BYTE)
     cache = TokenizerCache(files, room)
-    for index in (0, 1, 2, 0, 3):  # 3 is larger than 1: it needs more than one to go
+    for index in (0, 1, 2, 0, 3):  # 3 is larger than 1: several must be evicted
         await cache.get(DIGESTS[index])
         cache.check_integrity()
     assert 0 < cache.num_bytes <= room

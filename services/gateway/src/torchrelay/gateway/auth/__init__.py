@@ -1,1 +1,1 @@
-"""tenants, API keys, key format: who calls. Imports core, sql."""
+"""Who calls: tenants, API keys and their format."""

@@ -1,7 +1,7 @@
-"""API keys: made, listed, revoked, and turned into a ``Principal`` at every request.
+"""API keys: created, listed, revoked, and resolved to a ``Principal`` on every request.
 
-Only an HMAC of a key is stored. The pepper is a setting, or made at first start and kept beside the keys: a secret has
-160 random bits, so a copied table is of no use even with its pepper; a setting keeps the two apart all the same.
+Only an HMAC of a key is stored. Its pepper is a setting, or generated at first start and kept beside the keys. Since a
+key has 160 random bits, a leaked table is useless even with the pepper; the setting keeps the two apart all the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ADMIN = Principal(tenant_id="", tenant="", key_id="admin", is_admin=True)
 
 @dataclass(frozen=True, slots=True)
 class KeyInfo:
-    """A key as it may be shown: never its secret."""
+    """A key's metadata, without its secret."""
 
     key_id: str
     name: str
@@ -38,18 +38,18 @@ class KeyInfo:
 
 
 async def load_pepper(database: Database, setting: str) -> bytes:
-    """The setting (hex), or the pepper kept in SQL, made by whichever gateway comes first."""
+    """The setting (hex), or the pepper in SQL, created by whichever gateway starts first."""
     if setting:
         return bytes.fromhex(setting)
     async with database.write() as connection:
-        fresh = database.insert(secrets).values(name="key_pepper", value=random_secrets.token_hex(32))
-        await connection.execute(fresh.on_conflict_do_nothing())
-        kept = await connection.execute(select(secrets.c.value).where(secrets.c.name == "key_pepper"))
-        return bytes.fromhex(kept.scalar_one())
+        generated = database.insert(secrets).values(name="key_pepper", value=random_secrets.token_hex(32))
+        await connection.execute(generated.on_conflict_do_nothing())
+        stored = await connection.execute(select(secrets.c.value).where(secrets.c.name == "key_pepper"))
+        return bytes.fromhex(stored.scalar_one())
 
 
 class ApiKeys:
-    """Owns the key table. ``announce`` tells the other gateways that a key was revoked; it may fail to, harmlessly."""
+    """Owns the key table. ``announce`` hints to the other gateways that a key was revoked; it may be lost."""
 
     def __init__(
         self,
@@ -69,14 +69,14 @@ class ApiKeys:
         self._cache: VersionedCache[str, tuple[str, Principal]] = VersionedCache(capacity)
 
     async def authenticate(self, authorization: str | None) -> Principal:
-        """Whom the ``Authorization`` header's key stands for.
+        """The principal of the key in the ``Authorization`` header.
 
-        Raises ``Unauthenticated`` alike for a malformed, unknown and revoked key, ``Unavailable`` when SQL is away.
+        Raises the same ``Unauthenticated`` for malformed, unknown and revoked keys; ``Unavailable`` without SQL.
         """
         scheme, _, token = (authorization or "").partition(" ")
         token = token.strip()
         if scheme.lower() != "bearer" or not token:
-            raise Unauthenticated("no API key given: send the header Authorization: Bearer tr-...")
+            raise Unauthenticated("missing API key: send the header Authorization: Bearer tr-...")
         mac = mac_of(self._pepper, token)
         if self._admin_mac and hmac.compare_digest(mac, self._admin_mac):
             return ADMIN
@@ -108,7 +108,7 @@ class ApiKeys:
     async def create(
         self, tenant: str, tenant_id: str, name: str = "", requests_per_minute: int | None = None
     ) -> tuple[KeyInfo, str]:
-        """A new key of a tenant: what may be shown of it, and the token, which nobody can ever show again."""
+        """Creates a key; returns its metadata and the token, which cannot be retrieved again."""
         key_id, token = new_token()
         info = KeyInfo(key_id, name, tenant, now_unix_us(), requests_per_minute, is_revoked=False)
         async with self._database.write() as connection:
@@ -125,7 +125,7 @@ class ApiKeys:
         return info, token
 
     async def list(self, tenant_id: str | None) -> list[KeyInfo]:
-        """The keys of a tenant (``None``: of all), revoked ones too, oldest first."""
+        """The keys of a tenant (``None``: all tenants), including revoked ones, oldest first."""
         query = _joined().order_by(api_keys.c.created_unix_us, api_keys.c.key_id)
         if tenant_id is not None:
             query = query.where(api_keys.c.tenant_id == tenant_id)
@@ -144,18 +144,18 @@ class ApiKeys:
         ]
 
     async def revoke(self, key_id: str, tenant_id: str | None) -> None:
-        """Refused from now on here, within a second everywhere. Revoking twice is once.
+        """Revokes a key: at once here, within a second everywhere. Idempotent.
 
-        Raises ``NotFound`` for a key that is not there, or not of this tenant (``None``: of any).
+        Raises ``NotFound`` if the key does not exist or belongs to another tenant (``None``: any tenant).
         """
         query = update(api_keys).where(api_keys.c.key_id == key_id)
-        first = func.coalesce(api_keys.c.revoked_unix_us, now_unix_us())
+        revoked_at = func.coalesce(api_keys.c.revoked_unix_us, now_unix_us())
         if tenant_id is not None:
             query = query.where(api_keys.c.tenant_id == tenant_id)
         async with self._database.write() as connection:
-            changed = await connection.execute(query.values(revoked_unix_us=first))
+            changed = await connection.execute(query.values(revoked_unix_us=revoked_at))
             if changed.rowcount == 0:
-                raise NotFound(f"there is no key {key_id!r}", field="key_id")
+                raise NotFound(f"API key {key_id!r} not found", field="key_id")
             await bump_version(connection, "keys")
         self._versions.invalidate()
         if self._announce is not None:
@@ -167,4 +167,4 @@ def _joined() -> Select[tuple[object, ...]]:
 
 
 def _unknown() -> Unauthenticated:
-    return Unauthenticated("this API key is not known, or was revoked")
+    return Unauthenticated("invalid or revoked API key")

@@ -1,4 +1,4 @@
-"""Tenants: who owns keys and models, and what they may store and spend."""
+"""Tenants: the owners of keys and models, with their storage quota and budget."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class Tenant:
 
 
 class Tenants:
-    """Owns the tenants table. With ``freshness`` a changed budget holds here at once, else within ``confirm_s``."""
+    """Owns the tenants table. With ``table_versions`` a changed budget applies here at once."""
 
     def __init__(self, database: Database, table_versions: TableVersions | None = None) -> None:
         self._database = database
         self._table_versions = table_versions
 
     async def create(self, name: str, storage_quota_bytes: int | None = None, budget_nano: int | None = None) -> Tenant:
-        """A new tenant with an empty balance. Raises ``Conflict`` when the name is taken."""
+        """Creates a tenant with an empty balance. Raises ``Conflict`` if the name is taken."""
         check_name(name, "name")
         tenant = Tenant(new_id("ten"), name, storage_quota_bytes, budget_nano, now_unix_us())
         try:
@@ -50,15 +50,15 @@ class Tenants:
                 )
                 await connection.execute(insert(balances).values(tenant_id=tenant.tenant_id, spent_nano=0))
         except IntegrityError as error:
-            raise Conflict(f"there is a tenant {name!r} already", field="name") from error
+            raise Conflict(f"tenant {name!r} already exists", field="name") from error
         return tenant
 
     async def change(self, name: str, limits: Mapping[str, int | None]) -> Tenant:
-        """Sets the limits that are given by the names of their fields (``None``: no limit). Raises ``NotFound``."""
+        """Sets the given limits, by field name (``None``: no limit). Raises ``NotFound``."""
         async with self._database.write() as connection:
             if limits:
                 await connection.execute(update(tenants).where(tenants.c.name == name).values(dict(limits)))
-                await bump_version(connection, "keys")  # what a key stands for includes its tenant's budget
+                await bump_version(connection, "keys")  # cached principals include the budget
         if self._table_versions is not None:
             self._table_versions.invalidate()
         return await self.by_name(name)
@@ -68,7 +68,7 @@ class Tenants:
         async with self._database.read() as connection:
             row = (await connection.execute(select(tenants).where(tenants.c.name == name))).one_or_none()
         if row is None:
-            raise NotFound(f"there is no tenant {name!r}", field="tenant")
+            raise NotFound(f"tenant {name!r} not found", field="tenant")
         return Tenant(*row)
 
     async def list(self) -> list[Tenant]:

@@ -1,3 +1,1 @@
-"""prices, ledger, ledger rows, bills, usage registers and queries, reconciliation, heartbeat and orphan sweep. Imports
-core, sql.
-"""
+"""Prices, ledger, bills, usage registers and reports, reconciliation, heartbeat and orphan sweep."""

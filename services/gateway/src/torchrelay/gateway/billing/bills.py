@@ -1,4 +1,4 @@
-"""Bills: a tenant's month as lines, each rounded once, half up, from integer nano-dollars to cents. Pure."""
+"""Monthly bills: lines in nano-dollars, each rounded once, half up, to cents. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _PERIOD = re.compile(r"([12]\d{3})-(0[1-9]|1[0-2])")
 
 @dataclass(frozen=True, slots=True)
 class BilledSum:
-    """What one model used at one price."""
+    """The usage of one model at one price."""
 
     model: str
     prompt_nano: int
     cached_nano: int
     output_nano: int
-    prompt_tokens: int  # cached ones included
+    prompt_tokens: int  # including cached tokens
     cached_tokens: int
     completion_tokens: int
     requests: int
@@ -37,7 +37,7 @@ class BillLine:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """``amount`` is the sum of the rounded lines, so that a reader can add them up."""
+    """``amount`` is the sum of the rounded lines, so that the bill adds up."""
 
     period: str
     lines: tuple[BillLine, ...]
@@ -46,7 +46,7 @@ class Bill:
 
 
 def bill_of(period: str, sums: Sequence[BilledSum]) -> Bill:
-    """The bill over the sums of a period."""
+    """The bill for a period's sums."""
     lines = tuple(BillLine(billed, amount_of(billed.cost_nano)) for billed in sums)
     return Bill(
         period=period,
@@ -57,11 +57,11 @@ def bill_of(period: str, sums: Sequence[BilledSum]) -> Bill:
 
 
 def month_bounds(period: str) -> tuple[int, int]:
-    """[begin, end) of ``2026-11`` in unix microseconds, UTC. Raises ``InvalidRequest``."""
-    form = _PERIOD.fullmatch(period)
-    if form is None:
-        raise InvalidRequest(f"{period!r} is no month: write it like 2026-11", field="period")
-    year, month = int(form[1]), int(form[2])
+    """[begin, end) of a month such as ``2026-11`` in Unix microseconds, UTC. Raises ``InvalidRequest``."""
+    match = _PERIOD.fullmatch(period)
+    if match is None:
+        raise InvalidRequest(f"{period!r} is not a valid month; use YYYY-MM", field="period")
+    year, month = int(match[1]), int(match[2])
     begin = datetime(year, month, 1, tzinfo=UTC)
     end = datetime(year + month // 12, month % 12 + 1, 1, tzinfo=UTC)
     return int(begin.timestamp()) * 1_000_000, int(end.timestamp()) * 1_000_000

@@ -1,8 +1,8 @@
-"""Which gateway processes live: each counts its own beat up in SQL; who stops counting is gone.
+"""Liveness of gateway processes: each increments its own counter in SQL; one whose counter stops is gone.
 
-Nobody compares clocks of two machines: an observer takes a gateway for gone when *its* count stood still for a while on
-the *observer's* clock. A row that is not there stands still too: its gateway left in order, or was taken for gone while
-it stood still itself, and then it makes the row again with its next beat.
+No two machines' clocks are compared: an observer declares a gateway gone when its counter has not changed for a while
+on the observer's own clock. A missing row counts as stopped: its gateway shut down, or was declared gone while it was
+stalled; in that case its next beat creates the row again.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from sqlalchemy import delete, select
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import gateways
 
-NO_ROW = -1  # the count of a gateway that has requests but no row
+NO_ROW = -1  # the count of a gateway with unsettled requests but no row
 
 
 @dataclass(frozen=True, slots=True)
 class BeatObservation:
-    """A count, and when (on the observer's clock) it was first seen."""
+    """A count, and when the observer first saw it, on its own clock."""
 
     beat: int
     at: float
@@ -29,7 +29,7 @@ class BeatObservation:
 def observe_beats(
     seen: Mapping[str, BeatObservation], beats: Mapping[str, int], now: float
 ) -> dict[str, BeatObservation]:
-    """What was seen of every gateway in ``beats``, brought up to date."""
+    """``seen`` updated with ``beats``; gateways missing from ``beats`` are dropped."""
     return {
         gateway_id: seen[gateway_id]
         if gateway_id in seen and seen[gateway_id].beat == beat
@@ -39,8 +39,8 @@ def observe_beats(
 
 
 def stale_gateways(seen: Mapping[str, BeatObservation], now: float, after_s: float) -> set[str]:
-    """Those whose count stood still for ``after_s``."""
-    return {gateway_id for gateway_id, one in seen.items() if now - one.at >= after_s}
+    """The gateways whose count has not changed for ``after_s``."""
+    return {gateway_id for gateway_id, observation in seen.items() if now - observation.at >= after_s}
 
 
 class Heartbeat:
@@ -51,7 +51,7 @@ class Heartbeat:
         self.gateway_id = gateway_id
 
     async def beat(self) -> None:
-        """Counts up; the first beat makes the row, and must come before the first request is opened."""
+        """Increments the counter; the first beat creates the row and must precede the first opened request."""
         first = self._database.insert(gateways).values(gateway_id=self.gateway_id, beat=1)
         async with self._database.write() as connection:
             await connection.execute(
@@ -59,17 +59,17 @@ class Heartbeat:
             )
 
     async def leave(self) -> None:
-        """Takes the row away: there is nothing to watch any more."""
+        """Deletes the row: an orderly shutdown."""
         await delete_gateways(self._database, [self.gateway_id])
 
     async def beats(self) -> dict[str, int]:
-        """The counts of all gateways."""
+        """The counter of every gateway."""
         async with self._database.read() as connection:
             rows = await connection.execute(select(gateways.c.gateway_id, gateways.c.beat))
             return {row.gateway_id: row.beat for row in rows}
 
 
 async def delete_gateways(database: Database, gateway_ids: Iterable[str]) -> None:
-    """Deletes rows of gateways that are gone and left nothing unsettled."""
+    """Deletes the rows of gateways that left nothing unsettled."""
     async with database.write() as connection:
         await connection.execute(delete(gateways).where(gateways.c.gateway_id.in_(list(gateway_ids))))

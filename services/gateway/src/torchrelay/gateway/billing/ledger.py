@@ -1,11 +1,11 @@
-"""The ledger: requests are opened before their first token and settled once, whoever settles them.
+"""The ledger: requests are opened before their first token and settled exactly once.
 
-    opened --settle by its gateway--------> settled
-      `----settle by the sweep, later-----> settled      (gateway gone; see orphan_sweep.py)
+    opened --settled by its gateway---------> settled
+      `----settled by the sweep, later------> settled      (gateway gone; see orphan_sweep.py)
 
-Settling is one transaction: ``opened.settled_unix_us`` is set where it was not (this decides who wins), one ledger row
-per choice is written, the tenant's balance grows by their cost. All opens and settles that wait at the same moment
-share one transaction of a handful of statements, so the fsync of a commit is paid once for many requests.
+Settling is one transaction: it sets ``opened.settled_unix_us`` if unset (which decides a race), inserts one ledger row
+per choice, and adds their cost to the tenant's balance. All opens and settles pending at one moment share a transaction
+of a few statements, so that many requests share the fsync of one commit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
 
 log = get_logger(__name__)
 
-# Made once: to build one of these takes longer than to run it.
+# Built once: building such a statement takes longer than running it.
 _WIN = (
     update(opened)
     .where(opened.c.request_id.in_(bindparam("request_ids", expanding=True)), opened.c.settled_unix_us.is_(None))
@@ -45,18 +45,18 @@ _CHARGE = (
 
 @dataclass(frozen=True, slots=True)
 class Settlement:
-    """What one request is billed for."""
+    """The usage one request is billed for."""
 
     request_id: str
     usages: tuple[ChoiceUsage, ...]
 
 
 class Ledger:
-    """Opens and settles requests; an async context manager that ends once what it was given is committed."""
+    """Opens and settles requests. An async context manager; on exit it commits pending writes."""
 
     def __init__(self, database: Database) -> None:
         self._open = database.insert(opened).on_conflict_do_nothing()
-        self._prices: dict[str, Price] = {}  # the list is small, and its rows never change
+        self._prices: dict[str, Price] = {}  # few rows, and immutable
         self._commits: GroupCommit[OpenedRequest | Settlement] = GroupCommit(database, self._apply)
 
     async def __aenter__(self) -> Ledger:
@@ -67,14 +67,14 @@ class Ledger:
         await self._commits.__aexit__(*exc_info)
 
     async def open(self, request: OpenedRequest) -> None:
-        """Returns once the row is committed; opening twice is once. Raises ``Unavailable`` when SQL is away."""
+        """Returns once the row is committed. Idempotent. Raises ``Unavailable`` without SQL."""
         await self._commits.do(request)
 
     async def settle(self, request_id: str, usages: Sequence[ChoiceUsage]) -> int:
-        """Bills the request; returns what it cost, in nano-units, once committed.
+        """Bills the request; returns its cost in nano-dollars once committed.
 
-        A second call changes nothing and returns the cost that stands. Raises ``NotFound`` for a request that was never
-        opened, ``Unavailable`` when SQL is away: the caller tries again, for as long as the process lives.
+        A second call changes nothing and returns the recorded cost. Raises ``NotFound`` for a request that was never
+        opened, and ``Unavailable`` without SQL; the caller is expected to retry.
         """
         return await self._commits.do(Settlement(request_id, tuple(usages)))
 
@@ -93,8 +93,8 @@ class Ledger:
         return results
 
     def _settle(self, connection: Connection, settlements: Sequence[Settlement]) -> dict[str, int]:
-        """The cost that stands for each of these requests, by id; those never opened are missing."""
-        usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # the first counts
+        """The recorded cost by request id, without those never opened."""
+        usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # first one wins
         now = now_unix_us()
         won = connection.execute(_WIN, {"request_ids": list(usages), "now": now})
         costs: dict[str, int] = {}
@@ -108,8 +108,8 @@ class Ledger:
             charges[request.tenant_id] += costs[request.request_id]
         if values:
             connection.execute(_BILL, values)
-            # In one order everywhere: no two gateways wait for each other.
-            connection.execute(_CHARGE, [{"tenant": one, "cost": charges[one]} for one in sorted(charges)])
+            # Sorted, so that two gateways never deadlock on each other's rows.
+            connection.execute(_CHARGE, [{"tenant": tenant, "cost": charges[tenant]} for tenant in sorted(charges)])
         return costs | _standing_costs(connection, usages.keys() - costs.keys())
 
     def _price(self, connection: Connection, price_id: str) -> Price:
@@ -119,11 +119,11 @@ class Ledger:
 
 
 def _standing_costs(connection: Connection, request_ids: Iterable[str]) -> dict[str, int]:
-    """What requests settled before did cost."""
-    wanted = list(request_ids)
-    if not wanted:
+    """The recorded cost of requests settled earlier."""
+    settled_ids = list(request_ids)
+    if not settled_ids:
         return {}
-    query = select(ledger.c.request_id, func.sum(ledger.c.cost_nano)).where(ledger.c.request_id.in_(wanted))
+    query = select(ledger.c.request_id, func.sum(ledger.c.cost_nano)).where(ledger.c.request_id.in_(settled_ids))
     rows = connection.execute(query.group_by(ledger.c.request_id)).all()
     for request_id, _ in rows:
         log.info("settled_before", request_id=request_id)
@@ -135,7 +135,7 @@ def _unknown(settlement: Settlement) -> NotFound:
 
 
 def opened_of(row: Sequence[Any]) -> OpenedRequest:
-    """The opened request in a whole row of the ``opened`` table, whose last column says when it was settled."""
+    """The request in a full row of the ``opened`` table; the last column is the time of settlement."""
     return OpenedRequest(*row[:-1])
 
 

@@ -1,4 +1,4 @@
-"""What a request costs: its ledger rows, decided from what was opened, what was used and the price. Pure."""
+"""The ledger rows of a request, from its opened row, usage and price. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest, Pri
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
-    """One choice in the ledger. The prompt stands in the row of choice 0 only, so that sums are right."""
+    """One choice in the ledger. Only choice 0 carries the prompt tokens, so that sums are right."""
 
     request_id: str
     choice: int
@@ -23,10 +23,10 @@ class LedgerRow:
 
 
 def ledger_rows(opened: OpenedRequest, usages: Sequence[ChoiceUsage], price: Price) -> list[LedgerRow]:
-    """One row for each choice of the request, in order.
+    """One row per choice, in order.
 
-    The prompt is computed once for all choices and billed once, and only when at least one token came of it: a request
-    that ended before its first token costs nothing. Choices without a usage had no output.
+    The prompt is computed and billed once for all choices, and only if any choice produced a token: a request that
+    ended before its first token costs nothing. Choices without a usage had no output.
     """
     by_choice = {usage.choice: usage for usage in usages}
     produced = any(usage.num_output_tokens > 0 for usage in usages)

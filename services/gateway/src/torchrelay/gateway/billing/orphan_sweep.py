@@ -1,8 +1,8 @@
-"""The sweep: settles requests whose gateway is gone, from the registers their workers published.
+"""Settles requests whose gateway is gone, from the usage registers their workers published.
 
-Every gateway sweeps; that several find the same request is harmless, since settling is exactly once (ledger.py).
-Nothing is settled while the registers cannot be read: the request waits for the next round. The bill of a swept request
-is what its workers had sent, so at least what the client saw and at most that and what was in flight.
+Every gateway sweeps; several may find the same request, since settling happens exactly once (ledger.py). While the
+registers cannot be read nothing is settled; the next round tries again. A swept request is billed for what its workers
+sent: at least what the client received, plus at most what was in flight.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MAX_MISSED_ROUNDS = 3
 
 class RegisterSource(Protocol):
     async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
-        """Raises ``Unavailable`` when they cannot be read now."""
+        """Raises ``Unavailable`` if the registers cannot be read."""
 
 
 class OrphanSweep:
-    """Beats for this gateway and settles for those that stopped."""
+    """Beats for this gateway and settles for gateways that stopped."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class OrphanSweep:
         after_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``registers`` gives the source, or ``None`` while NATS has not been reached yet."""
+        """``registers`` returns the source, or ``None`` until NATS is connected."""
         self._database = database
         self._ledger = ledger
         self._heartbeat = heartbeat
@@ -67,25 +67,25 @@ class OrphanSweep:
         self._looked_at = float("-inf")
 
     async def run(self) -> None:
-        """Beats and sweeps until cancelled. A round that fails is logged; the next one tries again."""
+        """Beats and sweeps until cancelled. A failed round is logged and the next one tries again."""
         while True:
             try:
                 await self._heartbeat.beat()
                 await self.sweep()
             except TorchrelayError as error:
                 log.warning("sweep_failed", error=error.message)
-            except Exception:  # the border of the job: what one round meets must not end the gateway and its streams
+            except Exception:  # task boundary: one failed round must not end the gateway and its streams
                 log.exception("sweep_crashed")
             await asyncio.sleep(self._every_s)
 
     async def sweep(self) -> int:
-        """One round; how many requests it settled. Raises ``Unavailable`` when SQL or JetStream is away."""
-        # In this order: a gateway beats before it opens anything, so the beats know every owner that has just begun.
+        """One round; returns the number of settled requests. Raises ``Unavailable`` without SQL or JetStream."""
+        # Owners before beats: a gateway beats before it opens a request, so the beats include every new owner.
         unsettled = await self._unsettled_owners()
         beats = await self._heartbeat.beats()
         now = self._clock()
         if now - self._looked_at > _MAX_MISSED_ROUNDS * self._every_s:
-            self._seen = {}  # SQL was away, or this process stood still: that a count did not rise then says nothing
+            self._seen = {}  # SQL was away or this process stalled: a count unchanged since then proves nothing
         self._looked_at = now
         self._seen = observe_beats(self._seen, dict.fromkeys(unsettled, NO_ROW) | beats, now)
         dead = stale_gateways(self._seen, now, self._after_s) - {self._heartbeat.gateway_id}
@@ -103,13 +103,8 @@ class OrphanSweep:
         if source is None:
             return 0
         registers = await source.read(gateway_id, {request.request_id for request in requests})
-        settling = (
-            self._ledger.settle(
-                request.request_id, usages_from_registers(request, registers.get(request.request_id, {}))
-            )
-            for request in requests
-        )
-        await asyncio.gather(*settling)
+        usages = {each.request_id: usages_from_registers(each, registers.get(each.request_id, {})) for each in requests}
+        await asyncio.gather(*(self._ledger.settle(request_id, used) for request_id, used in usages.items()))
         log.info("swept", gateway_id=gateway_id, num_requests=len(requests))
         return len(requests)
 

@@ -1,4 +1,4 @@
-"""The price list: immutable rows, each valid from its time until the next row of the same model begins."""
+"""The table of prices: immutable rows, each valid until the next row of the same model starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrelay.gateway.sql.tables import prices
 
 
 class Prices:
-    """Owns the prices table. The list is small and kept whole in memory, at its version."""
+    """Owns the prices table. The list is small and cached whole, per version of the catalog."""
 
     def __init__(self, database: Database, versions: TableVersions, clock: Callable[[], int] = now_unix_us) -> None:
         self._database = database
@@ -27,7 +27,7 @@ class Prices:
         self._loaded: tuple[int, list[Price]] = (-1, [])
 
     async def all(self) -> list[Price]:
-        """Every row ever made, by the time it begins."""
+        """All rows, by start of validity."""
         version = await self._versions.confirmed("catalog")
         if self._loaded[0] != version:
             async with self._database.read() as connection:
@@ -36,17 +36,17 @@ class Prices:
         return self._loaded[1]
 
     async def current(self, model: str) -> Price:
-        """The price of ``model`` ("tenant/model") now."""
+        """The current price of ``model`` ("tenant/model")."""
         return price_at(await self.all(), model, self._clock_unix_us())
 
     async def add(
         self, model: str, prompt_nano: int, cached_nano: int, output_nano: int, valid_from_unix_us: int | None = None
     ) -> Price:
-        """A new row, valid from now or from a later time. Raises ``InvalidRequest`` for a time that has passed."""
+        """Adds a row, valid from now or a later time. Raises ``InvalidRequest`` for a past time."""
         now = self._clock_unix_us()
         begin = now if valid_from_unix_us is None else valid_from_unix_us
         if begin < now:
-            raise InvalidRequest("a price cannot begin in the past: what is billed stays billed", field="valid_from")
+            raise InvalidRequest("valid_from must not be in the past", field="valid_from")
         price = Price(new_id("price"), model, prompt_nano, cached_nano, output_nano, begin)
         try:
             async with self._database.write() as connection:
@@ -62,6 +62,6 @@ class Prices:
                 )
                 await bump_version(connection, "catalog")
         except IntegrityError as error:
-            raise Conflict("there is a price that begins at that very time", field="valid_from") from error
+            raise Conflict("a price with this valid_from already exists", field="valid_from") from error
         self._versions.invalidate()
         return price

@@ -1,4 +1,4 @@
-"""Reconciliation: opened rows, ledger and balances must tell the same story. Read-only; one snapshot."""
+"""Cross-checks opened rows, ledger and balances in one read-only snapshot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_FAULTS = 100
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """``faults`` is empty when the books are right; one sentence each, at most a hundred."""
+    """``faults`` has one sentence per inconsistency, at most a hundred."""
 
     num_opened: int
     num_settled: int
@@ -26,7 +26,7 @@ class Reconciliation:
 
 
 async def reconcile(database: Database) -> Reconciliation:
-    """Compares everything with everything. Reads the whole ledger: for tests and for an operator's nightly look."""
+    """Reads the whole ledger: meant for tests and an operator's nightly check."""
     async with database.read() as connection:
         faults = [*await _unbalanced(connection), *await _incomplete(connection), *await _mispriced(connection)]
         num_opened = (await connection.execute(select(func.count()).select_from(opened))).scalar_one()
@@ -38,7 +38,7 @@ async def reconcile(database: Database) -> Reconciliation:
 
 
 async def _unbalanced(connection: SqlConnection) -> list[str]:
-    """Tenants whose balance is not the sum of their ledger rows."""
+    """Tenants whose balance differs from the sum of their ledger rows."""
     total = func.coalesce(func.sum(ledger.c.cost_nano), 0)
     query = select(balances.c.tenant_id, balances.c.spent_nano, total.label("total"))
     query = query.outerjoin_from(balances, ledger, balances.c.tenant_id == ledger.c.tenant_id)
@@ -50,7 +50,7 @@ async def _unbalanced(connection: SqlConnection) -> list[str]:
 
 
 async def _incomplete(connection: SqlConnection) -> list[str]:
-    """Requests that are settled without a row for every choice, or have rows without being settled."""
+    """Settled requests without a row per choice, and unsettled requests with rows."""
     count = func.count(ledger.c.request_id)
     query = select(opened.c.request_id, opened.c.num_choices, opened.c.settled_unix_us, count.label("num_rows"))
     query = query.outerjoin_from(opened, ledger, opened.c.request_id == ledger.c.request_id)
@@ -64,7 +64,7 @@ async def _incomplete(connection: SqlConnection) -> list[str]:
 
 
 async def _mispriced(connection: SqlConnection) -> list[str]:
-    """Ledger rows whose cost is not their quantities at their price, or that say more than was opened."""
+    """Ledger rows whose cost does not follow from their price, or with more tokens than were opened."""
     query = select(ledger, prices, opened.c.max_tokens, opened.c.num_prompt_tokens.label("opened_prompt"))
     query = query.join_from(ledger, prices, ledger.c.price_id == prices.c.price_id)
     query = query.join(opened, ledger.c.request_id == opened.c.request_id)

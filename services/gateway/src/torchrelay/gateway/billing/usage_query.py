@@ -1,4 +1,4 @@
-"""Usage of a tenant from the ledger: sums by key, model or day, and the lines of a monthly bill."""
+"""Usage from the ledger: sums by key, model or day, and the quantities of a bill."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torchrelay.gateway.sql.tables import ledger, prices
 
 GroupBy = Literal["key", "model", "day"]
 _DAY_US = 86_400_000_000
+_TOTALS = ("prompt_tokens", "cached_tokens", "completion_tokens", "requests", "cost_nano")
 
 
 @dataclass(frozen=True, slots=True)
 class UsageFilter:
-    """Which ledger rows count: settled in [from, to), of this tenant, key and model (``None``: any)."""
+    """Selects ledger rows settled in [from, to) by tenant, key and model (``None``: any)."""
 
     tenant_id: str | None = None
     key_id: str | None = None
@@ -29,20 +30,20 @@ class UsageFilter:
 
     def conditions(self) -> list[ColumnElement[bool]]:
         row = ledger.c
-        wanted: list[ColumnElement[bool]] = []
+        conditions: list[ColumnElement[bool]] = []
         for column, value in ((row.tenant_id, self.tenant_id), (row.key_id, self.key_id), (row.model, self.model)):
             if value is not None:
-                wanted.append(column == value)
+                conditions.append(column == value)
         if self.from_unix_us is not None:
-            wanted.append(row.settled_unix_us >= self.from_unix_us)
+            conditions.append(row.settled_unix_us >= self.from_unix_us)
         if self.to_unix_us is not None:
-            wanted.append(row.settled_unix_us < self.to_unix_us)
-        return wanted
+            conditions.append(row.settled_unix_us < self.to_unix_us)
+        return conditions
 
 
 @dataclass(frozen=True, slots=True)
 class UsageSum:
-    """Tokens, requests and cost of one group; ``group`` is the key id, the model, or the day (2026-11-21)."""
+    """Tokens, requests and cost of one group: a key id, a model, or a day (2026-11-21)."""
 
     group: str
     prompt_tokens: int
@@ -53,30 +54,30 @@ class UsageSum:
 
 
 def instant_of(text: str, field: str) -> int:
-    """Unix microseconds of ``2026-11-21``, an ISO time (UTC unless it says otherwise) or unix seconds.
+    """Unix microseconds of a date, an ISO 8601 time (UTC by default) or Unix seconds.
 
     Raises ``InvalidRequest`` about ``field``.
     """
     try:
-        if text.isdigit() and 8 < len(text) <= 11:  # up to the year 5138: more are not seconds
+        if text.isdigit() and 8 < len(text) <= 11:  # up to the year 5138
             return int(text) * 1_000_000
         moment = datetime.fromisoformat(text)
     except ValueError as error:
-        message = f"{text!r} is no time: give a date (2026-11-21), an ISO time or unix seconds"
+        message = f"{text!r} is not a valid time; use a date (2026-11-21), an ISO 8601 time or Unix seconds"
         raise InvalidRequest(message, field=field) from error
     moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
     return (moment - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1)
 
 
-async def usage_sums(database: Database, wanted: UsageFilter, group_by: GroupBy | None) -> list[UsageSum]:
-    """One sum per group, in the order of the groups; without ``group_by`` one sum of all, even of nothing."""
+async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy | None) -> list[UsageSum]:
+    """One sum per group, in group order; without ``group_by`` a single total, even over no rows."""
     groups: dict[GroupBy, ColumnElement[Any]] = {
         "key": ledger.c.key_id,
         "model": ledger.c.model,
-        # Integer division, spelled so that SQLite and PostgreSQL both do it.
+        # Integer division that works in both SQLite and PostgreSQL.
         "day": cast((ledger.c.settled_unix_us - ledger.c.settled_unix_us % _DAY_US) / _DAY_US, Integer),
     }
-    query = select(*_sums()).where(*wanted.conditions())
+    query = select(*_sums()).where(*filter_.conditions())
     if group_by is not None:
         group = groups[group_by]
         query = query.add_columns(group.label("group")).group_by(group).order_by(group)
@@ -85,22 +86,18 @@ async def usage_sums(database: Database, wanted: UsageFilter, group_by: GroupBy 
     return [
         UsageSum(
             group=_label(row.group, group_by) if group_by else "",
-            prompt_tokens=int(row.prompt_tokens),
-            cached_tokens=int(row.cached_tokens),
-            completion_tokens=int(row.completion_tokens),
-            requests=int(row.requests),
-            cost_nano=int(row.cost_nano),
+            **{name: int(getattr(row, name)) for name in _TOTALS},
         )
         for row in rows
     ]
 
 
-async def billed_sums(database: Database, wanted: UsageFilter) -> list[BilledSum]:
-    """The quantities of a bill: one per model and price row."""
+async def billed_sums(database: Database, filter_: UsageFilter) -> list[BilledSum]:
+    """The quantities of a bill, per model and price row."""
     query: Select[Any] = select(
         *_sums(), ledger.c.model, prices.c.prompt_nano, prices.c.cached_nano, prices.c.output_nano
     )
-    query = query.join_from(ledger, prices).where(*wanted.conditions())
+    query = query.join_from(ledger, prices).where(*filter_.conditions())
     query = query.group_by(ledger.c.model, ledger.c.price_id, *query.selected_columns[-3:])
     query = query.order_by(ledger.c.model, func.min(prices.c.valid_from_unix_us))
     async with database.read() as connection:
@@ -111,11 +108,7 @@ async def billed_sums(database: Database, wanted: UsageFilter) -> list[BilledSum
             prompt_nano=row.prompt_nano,
             cached_nano=row.cached_nano,
             output_nano=row.output_nano,
-            prompt_tokens=int(row.prompt_tokens),
-            cached_tokens=int(row.cached_tokens),
-            completion_tokens=int(row.completion_tokens),
-            requests=int(row.requests),
-            cost_nano=int(row.cost_nano),
+            **{name: int(getattr(row, name)) for name in _TOTALS},
         )
         for row in rows
     ]

@@ -1,8 +1,7 @@
-"""Usage registers: how reports of one choice, in any order and any number, become one truth.
+"""Usage registers: merging workers' reports of one choice, in any order and number. Pure.
 
-A register only grows: prompt and cached tokens are fixed by attempt 1, the output position rises, the cause appears at
-the end. Merging takes the maximum of each, so it is commutative, associative and idempotent: duplicates and reordering
-cannot change a total.
+A register only grows: attempt 1 fixes prompt and cached tokens, and the output position rises. Merging takes maxima and
+is therefore commutative, associative and idempotent: duplicates and reordering cannot change a total.
 """
 
 from __future__ import annotations
@@ -15,29 +14,29 @@ from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest
 
 @dataclass(frozen=True, slots=True)
 class UsageRegister:
-    """What workers reported of one choice; all fields are maxima."""
+    """The usage workers reported for one choice; every field is a maximum."""
 
     num_prompt_tokens: int = 0
     num_cached_prompt_tokens: int = 0
-    output_position: int = 0  # tokens sent to the gateway, forced ones included
+    output_position: int = 0  # tokens sent to the gateway, including forced ones
 
 
 EMPTY_REGISTER = UsageRegister()
 
 
-def merge_registers(one: UsageRegister, other: UsageRegister) -> UsageRegister:
-    """The least register that holds both."""
+def merge_registers(a: UsageRegister, b: UsageRegister) -> UsageRegister:
+    """The field-wise maximum."""
     return UsageRegister(
-        num_prompt_tokens=max(one.num_prompt_tokens, other.num_prompt_tokens),
-        num_cached_prompt_tokens=max(one.num_cached_prompt_tokens, other.num_cached_prompt_tokens),
-        output_position=max(one.output_position, other.output_position),
+        num_prompt_tokens=max(a.num_prompt_tokens, b.num_prompt_tokens),
+        num_cached_prompt_tokens=max(a.num_cached_prompt_tokens, b.num_cached_prompt_tokens),
+        output_position=max(a.output_position, b.output_position),
     )
 
 
 def usages_from_registers(opened: OpenedRequest, registers: Mapping[int, UsageRegister]) -> list[ChoiceUsage]:
-    """What a request whose gateway is gone is billed for, per choice.
+    """The usage per choice billed for a request whose gateway is gone.
 
-    Never more than the request could have used, whatever a register says. A choice nobody reported had no output.
+    Capped at what the request could have used, whatever a register says. An unreported choice had no output.
     """
     return [_usage(opened, choice, registers.get(choice, EMPTY_REGISTER)) for choice in range(opened.num_choices)]
 

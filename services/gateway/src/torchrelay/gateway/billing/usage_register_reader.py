@@ -1,4 +1,4 @@
-"""Reads usage registers back from JetStream: all that workers reported to one gateway, merged by maximum."""
+"""Reads usage registers from JetStream: everything workers reported for one gateway, merged."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ RegistersByRequest = dict[str, dict[int, UsageRegister]]  # request id -> choice
 
 
 class UsageRegisterReader:
-    """The usage stream, read on demand: nothing is consumed while all gateways live."""
+    """Reads the usage stream on demand; nothing is consumed while all gateways are alive."""
 
     def __init__(self, client: Client, subjects: Subjects) -> None:
         self._js: JetStreamContext = client.jetstream()
         self._subjects = subjects
 
     async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
-        """The merged registers of these requests. Raises ``Unavailable`` when JetStream cannot be read."""
+        """The merged registers of these requests. Raises ``Unavailable`` if JetStream cannot be read."""
         try:
             return await cancellable(self._read(gateway_id, request_ids))
         except (NatsError, NatsTimeout, OSError) as error:
-            raise Unavailable(f"the usage registers of {gateway_id} cannot be read: {error!r}") from error
+            raise Unavailable(f"cannot read the usage registers of {gateway_id}: {error!r}") from error
 
     async def _read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
         merged: RegistersByRequest = {}
-        await ensure_streams(self._js, self._subjects)  # a server that lost its files has no stream: no registers
+        await ensure_streams(self._js, self._subjects)  # a server that lost its storage has no stream
         consumer = await self._js.pull_subscribe(
             self._subjects.usage(gateway_id),
             stream=self._subjects.usage_stream,
@@ -60,12 +60,12 @@ class UsageRegisterReader:
 
 def _merge_message(merged: RegistersByRequest, data: bytes, request_ids: Collection[str]) -> None:
     try:
-        said = generation_pb2.UsageRegister.FromString(data)
+        report = generation_pb2.UsageRegister.FromString(data)
     except DecodeError:
         log.warning("register_malformed", num_bytes=len(data))
         return
-    if said.request_id not in request_ids:
+    if report.request_id not in request_ids:
         return
-    choices = merged.setdefault(said.request_id, {})
-    register = UsageRegister(said.num_prompt_tokens, said.num_cached_prompt_tokens, said.output_position)
-    choices[said.choice] = merge_registers(choices.get(said.choice, EMPTY_REGISTER), register)
+    choices = merged.setdefault(report.request_id, {})
+    register = UsageRegister(report.num_prompt_tokens, report.num_cached_prompt_tokens, report.output_position)
+    choices[report.choice] = merge_registers(choices.get(report.choice, EMPTY_REGISTER), register)

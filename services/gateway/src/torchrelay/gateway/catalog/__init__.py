@@ -1,1 +1,1 @@
-"""models and versions, uploads, garbage collection. Imports core, sql, clients, billing.prices, auth.tenants."""
+"""Published models and versions, uploads, and garbage collection."""

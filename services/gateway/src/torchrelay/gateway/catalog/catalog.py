@@ -1,7 +1,7 @@
-"""The catalog: which models are published, which version each names, and what its tenant set for it.
+"""The catalog: published models, their current versions and scaling settings.
 
-A model is found by ``tenant/model``, or by ``model`` alone within the caller's own tenant. Another tenant's model is
-``NotFound`` in the very words of one that does not exist.
+A model is addressed as ``tenant/model``, or as ``model`` within the caller's own tenant. Another tenant's model gives
+the same ``NotFound`` as one that does not exist.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrelay.gateway.sql.versioned_cache import VersionedCache
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """What a tenant may set for a model. ``None``: as it was; for a new model 0, the scheduler's default."""
+    """A tenant's settings of a model. ``None``: unchanged; for a new model 0, the scheduler's default."""
 
     idle_timeout_s: float | None = None
     max_instances: int | None = None
@@ -36,7 +36,7 @@ class ScalingSettings:
 
 
 class Catalog:
-    """Owns the tables of models and versions."""
+    """Owns the models and versions tables."""
 
     def __init__(
         self, database: Database, table_versions: TableVersions, prices: Prices, capacity: int = 10_000
@@ -47,7 +47,7 @@ class Catalog:
         self._cache: VersionedCache[str, PublishedModel] = VersionedCache(capacity)
 
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
-        """The model a caller means by ``name``, with the price valid now. Raises ``NotFound``."""
+        """The model ``name`` refers to, with its current price. Raises ``NotFound``."""
         full_name = name if "/" in name else f"{principal.tenant}/{name}"
         tenant, _, model = full_name.partition("/")
         if (tenant != principal.tenant and not principal.is_admin) or not is_name(tenant) or not is_name(model):
@@ -70,7 +70,7 @@ class Catalog:
         return _published(row, price) if row is not None else None
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
-        """The models of the principal's tenant (of all tenants for the admin), by name."""
+        """The models of the principal's tenant (all models for the admin), by name."""
         price_list = await self._prices.all()
         query = _joined().order_by(tenants.c.name, models.c.name)
         if not principal.is_admin:
@@ -81,7 +81,7 @@ class Catalog:
         return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now)) for row in rows]
 
     async def set_scaling(self, model: PublishedModel, scaling: ScalingSettings) -> None:
-        """Changes settings of a model, without a new version. Raises ``NotFound`` when it was deleted meanwhile."""
+        """Changes a model's settings without a new version. Raises ``NotFound`` if it was deleted meanwhile."""
         values = scaling.values() | {"updated_unix_us": now_unix_us()}
         async with self._database.write() as connection:
             changed = await connection.execute(update(models).where(*_is(model)).values(values))
@@ -91,11 +91,11 @@ class Catalog:
         self._table_versions.invalidate()
 
     async def delete(self, model: PublishedModel) -> None:
-        """Takes the model out of the catalog; its version is retired when no other model names it."""
+        """Deletes the model; its version is retired unless another model uses it."""
         async with self._database.write() as connection:
             await bump_version(connection, "catalog")  # first: see publish_in
             gone = await connection.execute(delete(models).where(*_is(model)).returning(models.c.version_id))
-            version_id = gone.scalar_one_or_none()  # perhaps newer than the one ``model`` was read with
+            version_id = gone.scalar_one_or_none()  # may be newer than ``model.version``
             if version_id is None:
                 raise _not_found(model.name)
             await _retire(self._database, connection, version_id)
@@ -104,27 +104,28 @@ class Catalog:
     async def publish_in(
         self, connection: SqlConnection, tenant_id: str, name: str, version: Version, scaling: ScalingSettings
     ) -> None:
-        """Within a transaction: the model names this version from now on; the one it named before is retired.
+        """Within the caller's transaction: makes this the model's version and retires the previous one.
 
-        The caller calls ``published()`` after the commit. The table's version is raised first, which locks its row:
-        changes of the catalog wait for each other, so none overlooks which versions another names or lets go.
+        The caller calls ``published()`` after the commit.
         """
+        # First, because it locks a row: changes to the catalog are serialized, so that none misses which versions
+        # another one references or retires.
         await bump_version(connection, "catalog")
         now = now_unix_us()
         await self._keep(connection, version)
         await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version.version_id))
-        wanted = (models.c.tenant_id == tenant_id, models.c.name == name)
-        before = (await connection.execute(select(models.c.version_id).where(*wanted))).scalar_one_or_none()
+        same_model = (models.c.tenant_id == tenant_id, models.c.name == name)
+        previous = (await connection.execute(select(models.c.version_id).where(*same_model))).scalar_one_or_none()
         values = scaling.values() | {"version_id": version.version_id, "updated_unix_us": now}
-        if before is None:
+        if previous is None:
             defaults = {"idle_timeout_s": 0.0, "max_instances": 0, "created_unix_us": now}
             await connection.execute(insert(models).values(defaults | values | {"tenant_id": tenant_id, "name": name}))
         else:
-            await connection.execute(update(models).where(*wanted).values(values))
-            await _retire(self._database, connection, before)
+            await connection.execute(update(models).where(*same_model).values(values))
+            await _retire(self._database, connection, previous)
 
     async def retire_in(self, connection: SqlConnection, version: Version) -> None:
-        """Within a transaction: an unpublished version is freed after a while, unless a model names it."""
+        """Within the caller's transaction: schedules an unpublished version for deletion, unless a model uses it."""
         await bump_version(connection, "catalog")
         await self._keep(connection, version)
         await _retire(self._database, connection, version.version_id)
@@ -139,7 +140,7 @@ class Catalog:
         await connection.execute(row.on_conflict_do_nothing())
 
     def published(self) -> None:
-        """Our own commit changed the catalog: the caches here are stale now, not in half a second."""
+        """Invalidates the caches of this gateway at once, after its own commit."""
         self._table_versions.invalidate()
 
 

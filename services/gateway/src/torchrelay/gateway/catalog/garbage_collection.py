@@ -1,4 +1,4 @@
-"""Frees what nobody names any more: versions that were replaced or deleted a while ago, and forgotten uploads."""
+"""Frees versions replaced or deleted a while ago, and expired uploads."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ log = get_logger(__name__)
 
 
 async def free_retired_versions(database: Database, store: StoreClient, retired_for_s: float) -> int:
-    """Deletes versions no model named for ``retired_for_s``; how many.
+    """Deletes versions that no model has used for ``retired_for_s``; returns their number.
 
-    Requests admitted before may still be loading one, hence the wait. While any upload is open, nothing is deleted: it
-    may be about to publish the very content again. Raises ``Unavailable`` when the store or SQL is away.
+    The delay covers requests admitted earlier that may still load one. Nothing is deleted while an upload is open: it
+    may be about to publish the same content. Raises ``Unavailable`` without store or SQL.
     """
     before = now_unix_us() - int(retired_for_s * 1e6)
     num_freed = 0
-    while (
-        version_id := await _next_retired(database, before)
-    ) is not None:  # asked anew each time: deleting takes time
+    # Queried again for each version: deleting takes time, and the version may be published again meanwhile.
+    while (version_id := await _next_retired(database, before)) is not None:
         await store.delete_version(version_id)
         async with database.write() as connection:
             await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version_id))
@@ -49,7 +48,7 @@ async def _next_retired(database: Database, before_unix_us: int) -> str | None:
 
 
 async def drop_expired_uploads(database: Database, store: StoreClient, lease_s: float) -> int:
-    """Aborts uploads that were begun ``lease_s`` ago and never committed; how many."""
+    """Aborts uploads begun ``lease_s`` ago and not committed; returns their number."""
     before = now_unix_us() - int(lease_s * 1e6)
     async with database.read() as connection:
         query = select(uploads.c.upload_id).where(uploads.c.created_unix_us <= before)
@@ -63,7 +62,7 @@ async def drop_expired_uploads(database: Database, store: StoreClient, lease_s: 
 
 
 class GarbageCollector:
-    """Does both, now and then; every gateway may."""
+    """Runs both periodically; any number of gateways may."""
 
     def __init__(
         self, database: Database, store: StoreClient, *, every_s: float, lease_s: float, retired_s: float
@@ -75,7 +74,7 @@ class GarbageCollector:
         self._retired_s = retired_s
 
     async def run(self) -> None:
-        """Until cancelled. A round that fails is logged; the next one tries again."""
+        """Runs until cancelled. A failed round is logged and the next one tries again."""
         while True:
             await asyncio.sleep(self._every_s)
             try:
@@ -83,5 +82,5 @@ class GarbageCollector:
                 await free_retired_versions(self._database, self._store, self._retired_s)
             except TorchrelayError as error:
                 log.warning("housekeeping_failed", error=error.message)
-            except Exception:  # the border of the job: what one round meets must not end the gateway and its streams
+            except Exception:  # task boundary: one failed round must not end the gateway and its streams
                 log.exception("housekeeping_crashed")

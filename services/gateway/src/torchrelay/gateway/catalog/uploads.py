@@ -1,7 +1,7 @@
-"""Uploads: a model's files on their way to the param-store, and the commit that publishes them.
+"""Uploads of model files to the param-store, and the commit that publishes them.
 
-The gateway keeps who uploads what and how much room it may take; the bytes, their offsets and their digests are the
-store's. An upload holds its declared size against the tenant's storage quota from its beginning to its end.
+The gateway tracks ownership and quota; the param-store tracks bytes, offsets and digests. An upload counts its declared
+size against the tenant's storage quota as long as it is open.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Upload:
 
 
 class Uploads:
-    """Owns the uploads table, and the calls to the store that go with it."""
+    """Owns the uploads table and makes the corresponding calls to the store."""
 
     def __init__(self, database: Database, catalog: Catalog, store: StoreClient) -> None:
         self._database = database
@@ -50,7 +50,7 @@ class Uploads:
         self._store = store
 
     async def begin(self, tenant: Tenant, model: str, files: Sequence[DeclaredFile]) -> tuple[Upload, Files]:
-        """Opens an upload. Raises ``QuotaExceeded`` when the declared sizes do not fit, and what the store refuses."""
+        """Opens an upload. Raises ``QuotaExceeded`` if the declared sizes do not fit, and the store's errors."""
         declared_bytes = sum(file.num_bytes for file in files)
         upload = Upload(new_id("upl"), tenant.tenant_id, tenant.name, model)
         async with self._database.write() as connection:
@@ -67,14 +67,14 @@ class Uploads:
                 )
             )
         try:
-            # The quota was judged here, over all of the tenant's models: the store bounds this upload by its own size.
+            # The quota is checked here, over all of the tenant's models; the store only limits this upload's own size.
             return upload, await self._store.begin(upload.upload_id, tenant.tenant_id, files, declared_bytes)
         except TorchrelayError:
             await self._forget(upload)
             raise
 
     async def find(self, principal: Principal, upload_id: str) -> Upload:
-        """An open upload of the principal's tenant (of any for the admin). Raises ``NotFound``."""
+        """An open upload of the principal's tenant (of any tenant for the admin). Raises ``NotFound``."""
         query = select(uploads, tenants.c.name.label("tenant")).join_from(uploads, tenants)
         query = query.where(uploads.c.upload_id == upload_id)
         if not principal.is_admin:
@@ -82,34 +82,32 @@ class Uploads:
         async with self._database.read() as connection:
             row = (await connection.execute(query)).one_or_none()
         if row is None:
-            raise NotFound(f"there is no open upload {upload_id!r}", field="upload_id")
+            raise NotFound(f"open upload {upload_id!r} not found", field="upload_id")
         return Upload(row.upload_id, row.tenant_id, row.tenant, row.model)
 
     async def files(self, upload: Upload) -> Files:
         return await self._store.describe(upload.upload_id)
 
     async def put(self, upload: Upload, path: str, offset: int, body: ByteStream) -> param_store_pb2.FileState:
-        """Appends to a file at ``offset``. Raises ``Conflict`` when the store is at another offset.
-
-        Path and offset are checked before any byte is sent: a refusal in the middle of a stream may not get through.
-        """
+        """Appends to a file at ``offset``. Raises ``Conflict`` if the store expects another offset."""
+        # Checked before any byte is sent: the client may not see an error in the middle of its stream.
         states = {state.path: state for state in await self._store.describe(upload.upload_id)}
         if path not in states:
-            raise NotFound(f"{path} is not among the declared files", field=path)
-        if (here := states[path].num_bytes_received) != offset:
-            raise Conflict(f"{path} goes on at offset {here}, not at {offset}", field="Upload-Offset")
+            raise NotFound(f"{path} is not a declared file", field=path)
+        if (received := states[path].num_bytes_received) != offset:
+            raise Conflict(f"{path} continues at offset {received}, not {offset}", field="Upload-Offset")
         return await self._store.put_file(upload.upload_id, path, offset, body)
 
     async def commit(
         self, upload: Upload, scaling: ScalingSettings, largest_slot_bytes: int
     ) -> AsyncGenerator[CommitProgress]:
-        """Validates, packs and publishes; yields each step. The model is in the catalog before the last one is."""
+        """Validates, packs and publishes; yields each step. The model is published before the last step is yielded."""
         version: Version | None = None
         async with aclosing(self._store.commit(upload.upload_id, largest_slot_bytes)) as steps:
             async for progress in steps:
                 if progress.version is not None:
                     version = progress.version
-                    # Shielded: a client that leaves now must not leave a version behind that nobody names.
+                    # Shielded: a client that disconnects now must not leave an unreferenced version behind.
                     await asyncio.shield(self._publish(upload, version, scaling))
                 yield progress
         if version is None:
@@ -129,17 +127,14 @@ class Uploads:
         self._catalog.published()
 
     async def _drop(self, upload: Upload, version: Version) -> None:
-        """Nothing is half-published: what the store already keeps of a refused version goes, unless others name it.
-
-        It is retired, not deleted here: another tenant may be about to publish the same content
-        (garbage_collection.py).
-        """
+        """Retires a version that the store has but the quota refuses, unless a model uses it."""
+        # Retired, not deleted: another tenant may be about to publish the same content (garbage_collection.py).
         async with self._database.write() as connection:
             await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
             await self._catalog.retire_in(connection, version)
 
     async def abort(self, upload: Upload) -> None:
-        """Drops the upload and what was received of it."""
+        """Deletes the upload and its received bytes."""
         await self._store.abort(upload.upload_id)
         await self._forget(upload)
 
@@ -149,7 +144,7 @@ class Uploads:
 
 
 async def _locked_quota(connection: SqlConnection, tenant_id: str) -> int | None:
-    """The tenant's quota; its row is locked against other uploads, not against the ledger's references to it."""
+    """The tenant's quota. Locks its row against other uploads, but not against the ledger's foreign keys."""
     query = (
         select(tenants.c.storage_quota_bytes).where(tenants.c.tenant_id == tenant_id).with_for_update(key_share=True)
     )
@@ -161,12 +156,10 @@ async def _check_quota(connection: SqlConnection, tenant_id: str, quota_bytes: i
     own = select(models.c.version_id).where(models.c.tenant_id == tenant_id)
     stored = select(func.coalesce(func.sum(versions.c.stored_bytes), 0)).where(versions.c.version_id.in_(own))
     declared = select(func.coalesce(func.sum(uploads.c.declared_bytes), 0)).where(uploads.c.tenant_id == tenant_id)
-    taken = int((await connection.execute(stored)).scalar_one()) + int(
-        (await connection.execute(declared)).scalar_one()
-    )
-    if taken + more_bytes > quota_bytes:
+    used = sum([int((await connection.execute(query)).scalar_one()) for query in (stored, declared)])
+    if used + more_bytes > quota_bytes:
         raise QuotaExceeded(
-            f"the storage quota is {quota_bytes} bytes: {taken} are taken by models and open uploads, "
-            f"and this needs {more_bytes} more; delete a model, or have the admin raise it (torchrelay tenant set)",
+            f"storage quota of {quota_bytes} bytes exceeded: models and open uploads use {used} bytes, this needs "
+            f"{more_bytes} more; delete a model or ask the admin to raise the quota (torchrelay tenant set)",
             field="files",
         )

@@ -1,1 +1,1 @@
-"""calls to scheduler and param-store, their addresses in errors, body rechunking. Imports core only."""
+"""Calls to the scheduler and the param-store, and how errors name these."""

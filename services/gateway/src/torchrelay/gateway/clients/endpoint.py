@@ -1,7 +1,9 @@
-"""The parts of the platform that the gateway calls, as its errors name them."""
+"""The services the gateway calls, and how its errors name them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -9,24 +11,32 @@ import grpc
 from torchrelay.common.errors import TorchrelayError, Unavailable
 from torchrelay.common.net.rpc import error_from_rpc
 
-_SERVICE_ERROR_KEY = "torchrelay-code"  # trailing metadata of an error that the peer itself raised
+_SERVICE_ERROR_KEY = "torchrelay-code"  # trailing metadata of an error raised by the peer itself
 _UNREACHABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceEndpoint:
-    """One part: ``name`` is what people call it, ``setting`` the variable that says where it is."""
+    """A service; ``setting`` is the environment variable with its address."""
 
     name: str
     address: str
     setting: str
 
     def error(self, error: grpc.aio.AioRpcError) -> TorchrelayError:
-        """What the peer raised; ``Unavailable`` with its name, address and setting when it could not be asked."""
-        is_its_own = any(key == _SERVICE_ERROR_KEY for key, _ in error.trailing_metadata() or ())
-        if is_its_own or error.code() not in _UNREACHABLE_CODES:
+        """The error the peer raised, or ``Unavailable`` with its name, address and setting if it was unreachable."""
+        is_from_peer = any(key == _SERVICE_ERROR_KEY for key, _ in error.trailing_metadata() or ())
+        if is_from_peer or error.code() not in _UNREACHABLE_CODES:
             return error_from_rpc(error)
         return self.unreachable()
+
+    @contextmanager
+    def mapped_errors(self) -> Iterator[None]:
+        """Raises ``error(...)`` for the gRPC errors of the block."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise self.error(error) from error
 
     def unreachable(self) -> Unavailable:
         return Unavailable(f"the {self.name} at {self.address} ({self.setting}) cannot be reached")

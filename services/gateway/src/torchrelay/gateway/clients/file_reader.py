@@ -1,4 +1,4 @@
-"""Small files of a version, read from the param-store by digest and checked against it."""
+"""Reads a version's small files from the param-store and verifies their digests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 from blake3 import blake3
 
 from torchrelay.common.errors import DataCorrupted
@@ -16,7 +15,7 @@ from torchrelay.gateway.clients.endpoint import param_store_endpoint
 
 
 class StoreFileReader:
-    """Reads files; keeps none."""
+    """Reads files by digest, without caching."""
 
     def __init__(self, store: ParamStoreStub, address: str) -> None:
         self._store = store
@@ -24,11 +23,10 @@ class StoreFileReader:
 
     async def read(self, digest: str, name: str, max_bytes: int) -> bytes:
         """The file's bytes. Raises ``DataCorrupted`` naming the file, ``NotFound`` or ``Unavailable``."""
-        parts = [part async for part in self._parts(digest, name, max_bytes)]
-        return b"".join(parts)
+        return b"".join([part async for part in self._parts(digest, name, max_bytes)])
 
     async def save(self, digest: str, name: str, max_bytes: int, path: Path) -> int:
-        """Writes the file to ``path``, holding no more of it in memory than one message; returns its size."""
+        """Writes the file to ``path`` with at most one message in memory; returns its size."""
         num_bytes = 0
         with path.open("wb") as file:
             async for part in self._parts(digest, name, max_bytes):
@@ -37,7 +35,7 @@ class StoreFileReader:
 
     async def _parts(self, digest: str, name: str, max_bytes: int) -> AsyncIterator[bytes]:
         hasher, num_bytes = blake3(), 0
-        try:
+        with self._endpoint.mapped_errors():
             call: Any = self._store.ReadFile(pb.ReadFileRequest(digest=digest))
             async for part in call:
                 hasher.update(part.data)
@@ -45,7 +43,5 @@ class StoreFileReader:
                 if num_bytes > max_bytes:
                     raise DataCorrupted(f"the model's {name} is larger than {max_bytes} bytes", field=name)
                 yield part.data
-        except grpc.aio.AioRpcError as error:
-            raise self._endpoint.error(error) from error
         if hasher.hexdigest() != digest:
             raise DataCorrupted(f"the model's {name} does not match its digest", field=name)

@@ -1,4 +1,4 @@
-"""Re-cuts a request body, which arrives in whatever pieces the socket gave, into slices for gRPC messages."""
+"""Re-cuts a request body, which arrives in pieces of any size, into slices for gRPC messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TypeAlias
 
 ByteStream: TypeAlias = AsyncIterable[bytes]
 
-CHUNK_BYTES = 512 << 10  # the store takes at most 1 MiB; half of it keeps an upload's memory in the gateway small
+CHUNK_BYTES = 512 << 10  # the store accepts up to 1 MiB; half of that bounds memory per upload
 
 
 async def rechunk(body: ByteStream, slice_bytes: int = CHUNK_BYTES) -> AsyncIterator[bytes]:
-    """The same bytes in slices of exactly ``slice_bytes``, the last one shorter, none empty."""
+    """The same bytes in slices of ``slice_bytes``; the last one may be shorter, none is empty."""
     pending: list[bytes] = []
     num_pending = 0
     async for piece in body:

@@ -1,4 +1,4 @@
-"""The scheduler as the admin side of the gateway sees it: how large a slot can be, and why things happened."""
+"""Client of the scheduler for the REST API: slot sizes and explanations of requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SchedulerClient:
         self._endpoint = scheduler_endpoint(address)
 
     async def largest_slot_bytes(self, timeout_s: float = 2.0) -> int:
-        """Weights that the largest known slot can hold; 0 when none is known or the scheduler is away."""
+        """Bytes of weights the largest known slot can hold; 0 if none is known or the scheduler is unreachable."""
         call = self._stub.WatchCluster(scheduler_pb2.WatchClusterRequest(), timeout=timeout_s)
         try:
             async for view in call:
@@ -30,8 +30,6 @@ class SchedulerClient:
         return 0
 
     async def explain(self, request_id: str, timeout_s: float = 5.0) -> scheduler_pb2.ExplainReply:
-        """Raises what the scheduler raised (``NotFound`` for a request too old), or ``Unavailable``."""
-        try:
+        """Raises the scheduler's errors (``NotFound`` for a request too old), or ``Unavailable``."""
+        with self._endpoint.mapped_errors():
             return await self._stub.Explain(scheduler_pb2.ExplainRequest(request_id=request_id), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise self._endpoint.error(error) from error

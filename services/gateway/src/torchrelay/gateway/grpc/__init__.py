@@ -1,1 +1,1 @@
-"""inference.v1.Inference: servicer (+ converters after the split). Imports core, inference."""
+"""``inference.v1.Inference``: the tenants' gRPC API."""

@@ -34,9 +34,8 @@ class GatewayServicer(InferenceServicer):
         params, request_id = params_of_request(request), new_id("req")
         async with self._pipeline.session(principal, params, request_id, arrived_unix_us, timeout_s) as session:
             while not session.request.is_finished:
-                deliveries = await session.request.next()
-                if deliveries:
-                    deltas = choice_deltas(session, deliveries, with_ids=request.return_token_ids)
+                if new_tokens := await session.request.next():
+                    deltas = choice_deltas(session, new_tokens, with_ids=request.return_token_ids)
                     yield pb.GenerateEvent(request_id=request_id, choices=deltas)
             await session.request.settled(SETTLE_TIMEOUT_S)
             yield pb.GenerateEvent(request_id=request_id, usage=usage_message(session.request.usage))

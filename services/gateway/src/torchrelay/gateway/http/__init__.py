@@ -1,3 +1,1 @@
-"""ASGI router, uvicorn server, FastAPI app, its dependencies and error handlers. Imports everything below except
-inference.
-"""
+"""The HTTP server: router, uvicorn, and the FastAPI app with its dependencies and error handlers."""

@@ -1,4 +1,4 @@
-"""What the REST routes are made of, and who calls them."""
+"""What the REST routes depend on: services, the caller, its tenant."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Services:
     prices: Prices
     uploads: Uploads
     scheduler: SchedulerClient
-    default_scaling: ScalingSettings  # the scheduler's, for models that set none
-    model_changed: ModelChanged  # ("published" or "deleted", name, model): an event of the history
+    default_scaling: ScalingSettings  # the scheduler's defaults
+    model_changed: ModelChanged  # ("published" or "deleted", name, model): publishes a history event
 
 
 def services_of(request: Request) -> Services:
@@ -51,7 +51,7 @@ Caller = Annotated[Principal, Depends(_caller)]
 
 def _admin(caller: Caller) -> Principal:
     if not caller.is_admin:
-        raise PermissionDenied("this needs the admin key")
+        raise PermissionDenied("this requires the admin key")
     return caller
 
 
@@ -61,10 +61,10 @@ Admin = Annotated[Principal, Depends(_admin)]
 async def tenant_of(services: Services, caller: Principal, named: str | None) -> Tenant:
     """The tenant a request is about: the caller's own, or the one the admin names.
 
-    A tenant's key that names another tenant is refused, whether or not that one exists.
+    A tenant's key naming another tenant is rejected, whether or not that tenant exists.
     """
     if caller.is_admin and not named:
-        raise InvalidRequest("the admin key must say which tenant", field="tenant")
+        raise InvalidRequest("tenant is required with the admin key", field="tenant")
     if not caller.is_admin and named and named != caller.tenant:
-        raise PermissionDenied("this key is of another tenant", field="tenant")
+        raise PermissionDenied("this key belongs to another tenant", field="tenant")
     return await services.tenants.by_name(named or caller.tenant)

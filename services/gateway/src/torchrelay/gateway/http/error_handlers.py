@@ -1,4 +1,4 @@
-"""Every error leaves in OpenAI's shape: ours, validation's, and the framework's 404 and 405."""
+"""Maps every error to OpenAI's format: ours, validation errors, and the framework's 404 and 405."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ async def _malformed(_request: Request, error: Exception) -> JSONResponse:
 
 
 def first_fault(faults: Sequence[Any]) -> tuple[str, str | None]:
-    """One sentence and the field it is about (``files.0.size``) of a validation error."""
+    """The message of a validation error and the field it is about (``files.0.size``)."""
     fault = faults[0]
     where = [str(part) for part in fault["loc"][1:]]
     if fault["type"] == "json_invalid":
         return "the body is not valid JSON", None
     if fault["type"] == "missing" and not where:
-        return "the request has no body", None
+        return "the request must have a body", None
     field = ".".join(where)
     return describe_error(field or "the body", fault), field or None
 
 
 async def _frameworks(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    messages = {404: f"there is no {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    path, method = request.url.path, request.method
+    messages = {404: f"{path} not found", 405: f"method {method} is not allowed for {path}"}
     message = messages.get(error.status_code, str(error.detail))
     codes = {404: "not_found", 405: "method_not_allowed"}
     code = codes.get(error.status_code, "invalid_request")
@@ -58,5 +59,5 @@ async def _frameworks(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _unexpected(_request: Request, error: Exception) -> JSONResponse:
-    log.error("unexpected", error=type(error).__name__)  # the traceback follows from the server
-    return JSONResponse(body(500, "the gateway failed at this request", code="internal"), 500)
+    log.error("unexpected", error=type(error).__name__)  # the server logs the traceback
+    return JSONResponse(body(500, "internal error", code="internal"), 500)

@@ -10,7 +10,7 @@ from torchrelay.gateway.http.routes import billing, explain, keys, models, tenan
 
 
 def make_app(services: Services) -> FastAPI:
-    """All routes but the token path."""
+    """All routes except the token path."""
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None)
     app.state.services = services
     install_error_handlers(app)
@@ -19,7 +19,7 @@ def make_app(services: Services) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, str]:
-        """The process serves. It says nothing of the other services: they may come back by themselves."""
+        """Liveness of this process only; other services may recover by themselves."""
         return {"status": "ok"}
 
     return app

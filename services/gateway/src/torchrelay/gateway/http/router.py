@@ -1,6 +1,6 @@
-"""The gateway's one ASGI application: the token path goes to its own handler, everything else to FastAPI.
+"""The gateway's ASGI application: routes the token path to its own app, everything else to FastAPI.
 
-Bodies of everything else are bounded here, file uploads excepted: those are streamed on and never held.
+Limits the bodies of everything else, except file uploads, which are streamed through.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AsgiRouter:
             await self._rest(scope, self._bounded(receive), send)
 
     def _bounded(self, receive: Receive) -> Receive:
-        """A body without a declared length is refused where it grows too long, by the application's own handlers."""
+        """Limits a body without a declared length; the app's error handlers answer for it."""
         num_received = 0
 
         async def bounded() -> Message:
@@ -54,7 +54,7 @@ def _declared_bytes(scope: Scope) -> int:
 
 
 async def _send_too_large(send: Send, max_body_bytes: int) -> None:
-    said = msgspec.json.encode(body(413, too_large(max_body_bytes), code="invalid_request"))
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(said)).encode())]
+    encoded = msgspec.json.encode(body(413, too_large(max_body_bytes), code="invalid_request"))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(encoded)).encode())]
     await send({"type": "http.response.start", "status": 413, "headers": [*headers, (b"connection", b"close")]})
-    await send({"type": "http.response.body", "body": said})
+    await send({"type": "http.response.body", "body": encoded})

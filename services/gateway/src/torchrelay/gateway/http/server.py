@@ -1,4 +1,4 @@
-"""uvicorn inside a process that has its own life: it listens, serves, and drains when told to."""
+"""uvicorn embedded in our process: listens, serves, and drains on request."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ STALL_TIMEOUT_S = 60.0
 
 
 class HttpServer(uvicorn.Server):
-    """``port`` is where it listens."""
+    """``port`` is the port it listens on."""
 
     port: int
 
     def stop_accepting(self) -> None:
-        """Begins the end; leaving the block of ``http_server`` waits for it."""
+        """Starts the shutdown; leaving the block of ``http_server`` waits for it."""
         self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to the process (``run_service``), not to one of its servers."""
+        """Leaves signals to the process (``run_service``)."""
         yield
 
 
@@ -34,11 +34,11 @@ class HttpServer(uvicorn.Server):
 async def http_server(
     app: ASGIApp, host: str, port: int, drain_s: float, stall_s: float = STALL_TIMEOUT_S
 ) -> AsyncIterator[HttpServer]:
-    """Serves ``app`` inside the block. Leaving it stops accepting, lets running responses end for ``drain_s``, and
-    cancels those that have not. A client that takes nothing of its response for ``stall_s`` is disconnected.
+    """Serves ``app`` inside the block. Leaving it stops accepting, waits ``drain_s`` for running responses, and cancels
+    the rest. A client that reads nothing of its response for ``stall_s`` is disconnected.
     """
     listening = socket.create_server((host, port), backlog=2048)
-    if sys.platform == "linux":  # connections inherit it; the system counts, so a token costs nothing
+    if sys.platform == "linux":  # inherited by connections; enforced by the kernel, so free per token
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(stall_s * 1000))
     listening.setblocking(False)
     config = uvicorn.Config(
@@ -50,10 +50,10 @@ async def http_server(
         interface="asgi3",
         log_config=None,
         access_log=False,
-        proxy_headers=False,  # nothing here asks for the client's address
+        proxy_headers=False,  # the client's address is never used
         server_header=False,
         date_header=False,
-        timeout_keep_alive=75,  # longer than clients keep a pooled connection, so that they close it and not we
+        timeout_keep_alive=75,  # longer than clients pool connections, so that they close first
         timeout_graceful_shutdown=math.ceil(drain_s),
     )
     server = HttpServer(config)

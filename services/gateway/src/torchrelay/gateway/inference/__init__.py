@@ -1,1 +1,1 @@
-"""The token path: prompts into token ids, requests to workers and back, tokens into text, over REST and gRPC."""
+"""The token path, independent of protocol: prompts to token ids, requests to workers, tokens to text."""

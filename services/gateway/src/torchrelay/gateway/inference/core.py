@@ -1,4 +1,4 @@
-"""The nouns of the token path. Imports nothing heavy."""
+"""The token path's core types. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torchrelay.common.errors import TorchrelayError
 from torchrelay.control.v1 import generation_pb2, scheduler_pb2
 from torchrelay.gateway.core import FinishCause, Principal, PublishedModel
 
-ChatMessage: TypeAlias = dict[str, str]  # "role", "content" and perhaps "name", as a chat template sees it
+ChatMessage: TypeAlias = dict[str, str]  # "role", "content" and optionally "name", as a chat template sees it
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateParams:
-    """What a caller asked for, by whichever door. Exactly one of ``messages``, ``text`` and ``token_ids`` is set."""
+    """A caller's parameters, from REST or gRPC. Exactly one of ``messages``, ``text`` and ``token_ids`` is set."""
 
     model: str
     messages: tuple[ChatMessage, ...] | None = None
@@ -30,8 +30,8 @@ class GenerateParams:
     min_p: float = 0.0  # 0: off
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
-    top_logprobs: int | None = None  # likely tokens to tell beside the chosen one; None: not even that one
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, addend to its logit)
+    top_logprobs: int | None = None  # alternatives to report beside the chosen token; None: no logprobs
     seed: int | None = None
     num_choices: int = 1
     stop: tuple[str, ...] = ()
@@ -40,13 +40,13 @@ class GenerateParams:
 
     @property
     def prompt_field(self) -> str:
-        """The field an error about the prompt is about."""
+        """The ``param`` of errors about the prompt."""
         return "prompt" if self.messages is None else "messages"
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedRequest:
-    """A request ready to run: the same for all its attempts."""
+    """A request ready to run, the same for all its attempts."""
 
     request_id: str
     principal: Principal
@@ -54,13 +54,13 @@ class ResolvedRequest:
     prompt: tuple[int, ...]
     sampling: generation_pb2.Sampling
     num_choices: int
-    arrived_unix_us: int  # when its door began with it
-    deadline_unix_us: int = 0  # when it ends, done or not; 0: none
+    arrived_unix_us: int  # when the server began handling it
+    deadline_unix_us: int = 0  # 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a response reports as used, over all choices."""
+    """The usage a response reports, over all choices."""
 
     num_prompt_tokens: int
     num_cached_prompt_tokens: int
@@ -71,18 +71,17 @@ class Usage:
 class TokenLogprobs:
     """Natural logarithms of the model's own probabilities, before temperature, penalties and biases.
 
-    Of what cannot be it is -9999, as with OpenAI: JSON has no infinity.
+    For impossible tokens -9999, as in OpenAI's API: JSON has no infinity.
     """
 
     chosen: float
-    top: tuple[tuple[int, float], ...]  # (token, its own), the likeliest first
+    top: tuple[tuple[int, float], ...]  # (token, logprob), most likely first
 
 
 class TokenDelta(msgspec.Struct, frozen=True):
-    """Newly accepted tokens of one choice, and how it ended if it did.
+    """Newly accepted tokens of one choice, and why it finished, if it did."""
 
-    A struct: there is one for every token, and a frozen dataclass takes five times as long to make.
-    """
+    # A msgspec.Struct: one is created per token, and a frozen dataclass takes five times as long.
 
     choice: int
     token_ids: tuple[int, ...]
@@ -90,15 +89,15 @@ class TokenDelta(msgspec.Struct, frozen=True):
 
 
 class LogprobDelta(TokenDelta, frozen=True):
-    """The same where logprobs were asked for: one per token."""
+    """A delta with one ``TokenLogprobs`` per token, where logprobs were requested."""
 
     logprobs: tuple[TokenLogprobs, ...]
 
     @staticmethod
-    def told(delivery: TokenDelta) -> tuple[tuple[int, TokenLogprobs], ...]:
-        """(token, its logarithms) of a delivery of a request that asked for them."""
-        assert isinstance(delivery, LogprobDelta), "every delivery of such a request has them"
-        return tuple(zip(delivery.token_ids, delivery.logprobs, strict=True))
+    def pairs(delta: TokenDelta) -> tuple[tuple[int, TokenLogprobs], ...]:
+        """(token, logprobs) of a delta of a request with logprobs."""
+        assert isinstance(delta, LogprobDelta), "every delta of such a request has logprobs"
+        return tuple(zip(delta.token_ids, delta.logprobs, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +110,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionFailed:
-    """The scheduler could not be asked."""
+    """The scheduler was unreachable."""
 
     attempt: int
     error: TorchrelayError
@@ -119,14 +118,14 @@ class AdmissionFailed:
 
 @dataclass(frozen=True, slots=True)
 class LedgerOpened:
-    """The ledger's opened row is committed, or cannot be (``error``)."""
+    """The ledger's opened row is committed, or could not be (``error``)."""
 
     error: TorchrelayError | None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestStopped:
-    """The request shall end: its client left (``error`` is None), or the gateway cannot go on with it."""
+    """The request must end: its client disconnected (``error`` is None), or the gateway gives up on it."""
 
     error: TorchrelayError | None
 
@@ -144,4 +143,4 @@ RequestEvent: TypeAlias = (
 
 
 class ClientDisconnected(Exception):
-    """Nobody waits for the answer any more."""
+    """The client of a request has disconnected."""

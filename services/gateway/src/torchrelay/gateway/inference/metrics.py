@@ -1,4 +1,4 @@
-"""The token path's metrics: what an operator asks first when tenants complain."""
+"""The token path's metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrelay.gateway.inference.core import Usage
 
 
 class InferenceMetrics:
-    """Instruments; ``running`` and ``unsettled``, like the counts, are read when metrics are collected."""
+    """The instruments. ``running`` and ``unsettled`` are called when metrics are collected."""
 
     def __init__(
         self, running: Callable[[], int], unsettled: Callable[[], int], meter: metrics.Meter | None = None
@@ -21,11 +21,11 @@ class InferenceMetrics:
         meter = meter or metrics.get_meter("torchrelay.gateway")
         self._num_requests: Counter[str] = Counter()  # by outcome
         self._num_tokens: Counter[str] = Counter()  # by kind
-        self._ttft = seconds_histogram(meter, "torchrelay_gateway_ttft", "From the start of a request to its token.")
+        self._ttft = seconds_histogram(meter, "torchrelay_gateway_ttft", "From a request's start to its first token.")
 
         def counter(name: str, description: str, attribute: str, counts: Counter[str]) -> None:
             def observe(_options: CallbackOptions) -> Iterable[Observation]:
-                # Copied at once: a thread of the exporter reads while requests end.
+                # Copied, because an exporter thread reads while requests end.
                 return [Observation(count, {attribute: key}) for key, count in list(counts.items())]
 
             meter.create_observable_counter(f"torchrelay_gateway_{name}", [observe], description=description)
@@ -40,13 +40,13 @@ class InferenceMetrics:
         counter("requests", requests, "outcome", self._num_requests)
         counter("tokens", "Tokens of ended requests by kind: prompt, cached, output.", "kind", self._num_tokens)
         gauge("requests_running", "Requests being served.", running)
-        gauge("ledger_writes_pending", "Writes to the ledger that wait for SQL.", unsettled)
+        gauge("ledger_writes_pending", "Ledger writes not yet committed.", unsettled)
 
     def ended(self, outcome: str) -> None:
         self._num_requests[outcome] += 1
 
     def used(self, usage: Usage, ttft_s: float | None) -> None:
-        """What a request used; nothing when it had no token."""
+        """Counts a request's usage; nothing if it had no token."""
         if ttft_s is None:
             return
         self._ttft.record(ttft_s)

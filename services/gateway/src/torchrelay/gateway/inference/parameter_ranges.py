@@ -1,6 +1,6 @@
-"""What a request may ask of the sampler, whichever door it comes by: OpenAI's ranges, and those of our extensions.
+"""Ranges of request parameters, for REST and gRPC alike: OpenAI's, and those of our extensions.
 
-Every check raises ``InvalidRequest``, which names the field and says what it may be. NaN is in no range.
+Every check raises ``InvalidRequest`` naming the field and its range. NaN is in no range.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_STOP_TOKENS: Final = 64
 MAX_BIASES: Final = 1024
 MAX_TOP_LOGPROBS: Final = 20
 MAX_COMPLETION_LOGPROBS: Final = 5
-_RANGES: Final = {
+RANGES: Final = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -27,36 +27,36 @@ _RANGES: Final = {
 _BIAS: Final = (-100.0, 100.0)
 
 
-def check_role(role: str, place: int) -> None:
-    """Raises ``InvalidRequest`` for a message by nobody: most templates would take it for a user's."""
+def check_role(role: str, index: int) -> None:
+    """Rejects unknown roles, which most chat templates would treat as the user's."""
     if role not in ROLES:
-        said = f"messages[{place}].role is {role[:40]!r}: it is one of {', '.join(ROLES)}"
-        raise InvalidRequest(said, field="messages")
+        message = f"messages[{index}].role must be one of {', '.join(ROLES)}, not {role[:40]!r}"
+        raise InvalidRequest(message, field="messages")
 
 
 def check_ranges(values: Mapping[str, float | None]) -> None:
-    """Of the numbers that shape the distribution, by name; None is one that was not given."""
+    """Checks the parameters of the distribution, by name; None: not given."""
     for name, value in values.items():
-        low, high = _RANGES[name]
+        low, high = RANGES[name]
         if value is None or (low <= value <= high and (value > 0 or name != "top_p")):
             continue
-        wanted = f"more than 0 and at most {high:g}" if name == "top_p" else f"from {low:g} to {high:g}"
-        raise InvalidRequest(f"{name} is {value:g}: it must be {wanted}", field=name)
+        allowed = f"above 0 and at most {high:g}" if name == "top_p" else f"between {low:g} and {high:g}"
+        raise InvalidRequest(f"{name} must be {allowed}, not {value:g}", field=name)
 
 
 def check_biases(biases: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
-    """In the order of the tokens."""
+    """The biases, sorted by token."""
     _check_num_biases(len(biases))
     low, high = _BIAS
     for token, bias in biases.items():
         if not low <= bias <= high:
-            said = f"logit_bias of token {token} is {bias:g}: it must be from {low:g} to {high:g}"
-            raise InvalidRequest(said, field="logit_bias")
+            message = f"logit_bias of token {token} must be between {low:g} and {high:g}, not {bias:g}"
+            raise InvalidRequest(message, field="logit_bias")
     return tuple(sorted(biases.items()))
 
 
 def bias_tokens(biases: Mapping[str, float]) -> dict[int, float]:
-    """By the token that each key of a JSON logit_bias means."""
+    """A JSON logit_bias, keyed by token id."""
     _check_num_biases(len(biases))
     for name in biases:
         if not (name.isascii() and name.isdigit() and len(name) <= 10):
@@ -66,32 +66,33 @@ def bias_tokens(biases: Mapping[str, float]) -> dict[int, float]:
 
 def _check_num_biases(count: int) -> None:
     if count > MAX_BIASES:
-        raise InvalidRequest(f"logit_bias has {count} tokens: at most {MAX_BIASES}", field="logit_bias")
+        raise InvalidRequest(f"logit_bias has {count} entries; at most {MAX_BIASES} are allowed", field="logit_bias")
 
 
 def check_top_logprobs(count: int, most: int = MAX_TOP_LOGPROBS, field: str = "top_logprobs") -> int:
     if not 0 <= count <= most:
-        raise InvalidRequest(f"{field} is {count}: it must be from 0 to {most}", field=field)
+        raise InvalidRequest(f"{field} must be between 0 and {most}, not {count}", field=field)
     return count
 
 
 def check_stops(stops: Collection[str]) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
-        raise InvalidRequest(f"stop has {len(stops)} strings: at most {MAX_STOPS}", field="stop")
+        raise InvalidRequest(f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed", field="stop")
     if not all(0 < len(stop) <= MAX_STOP_CHARS for stop in stops):
-        raise InvalidRequest(f"a stop string has 1 to {MAX_STOP_CHARS} characters", field="stop")
+        raise InvalidRequest(f"stop strings must have 1 to {MAX_STOP_CHARS} characters", field="stop")
     return tuple(stops)
 
 
 def check_stop_tokens(tokens: Collection[int]) -> tuple[int, ...]:
     if len(tokens) > MAX_STOP_TOKENS:
-        said = f"stop_token_ids has {len(tokens)} tokens: at most {MAX_STOP_TOKENS}"
-        raise InvalidRequest(said, field="stop_token_ids")
+        message = f"stop_token_ids has {len(tokens)} tokens; at most {MAX_STOP_TOKENS} are allowed"
+        raise InvalidRequest(message, field="stop_token_ids")
     return tuple(dict.fromkeys(tokens))
 
 
 def check_vocabulary(tokens: Iterable[int], vocab_size: int, field: str) -> None:
-    """Every token must be one of the model's."""
+    """Checks that the model has every token."""
     for token in tokens:
         if not 0 <= token < vocab_size:
-            raise InvalidRequest(f"{field} names token {token}: the model's are 0 to {vocab_size - 1}", field=field)
+            message = f"{field} contains token {token}; the model's token ids are 0 to {vocab_size - 1}"
+            raise InvalidRequest(message, field=field)

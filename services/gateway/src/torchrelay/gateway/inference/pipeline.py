@@ -1,4 +1,4 @@
-"""Takes a request in: the same steps whichever door it came by."""
+"""The steps from a caller's parameters to a running request, the same for REST and gRPC."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
-MAX_OPEN_REQUESTS = 8192  # requests inside this gateway at once; the scheduler's queue is the narrower place
+MAX_OPEN_REQUESTS = 8192  # requests in this gateway at once; the scheduler's queue is the tighter limit
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSession:
-    """A request under way, and the text of each of its choices."""
+    """A request under way, with a detokenizer per choice."""
 
     request: RunningRequest
     texts: tuple[ChoiceDetokenizer, ...]
-    tokens: TokenBytes | None = None  # where logprobs are asked for
+    tokens: TokenBytes | None = None  # if logprobs were requested
 
     @property
     def resolved(self) -> ResolvedRequest:
@@ -40,7 +40,7 @@ class RequestSession:
 
 
 class RequestPipeline:
-    """Resolves, tokenizes, limits, and runs."""
+    """Resolves, tokenizes, limits and runs requests."""
 
     def __init__(
         self,
@@ -80,14 +80,13 @@ class RequestPipeline:
         arrived_unix_us: int,
         timeout_s: float | None = None,
     ) -> AsyncIterator[RequestSession]:
-        """The request, started. When the block is left it is over, by whatever way: freed, released and settled.
+        """Starts a request; on leaving the block it is freed, released and settled, whatever happened.
 
-        ``arrived_unix_us``: when its door began with it, which is time zero of its timeline. ``patience_s``: how long
-        after that its caller waits; None: without end.
-        Raises ``TorchrelayError`` for everything that keeps it from starting.
+        ``arrived_unix_us``: when the server began handling it, the origin of its timeline. ``timeout_s``: how long
+        after that its caller waits; None: indefinitely. Raises ``TorchrelayError`` if it cannot be started.
         """
         if self._num_inside >= MAX_OPEN_REQUESTS:
-            raise QueueFull("this gateway has as many requests as it can hold", retry_after_s=1.0)
+            raise QueueFull("this gateway has reached its limit of concurrent requests", retry_after_s=1.0)
         self._num_inside += 1
         self._idle.clear()
         outcome = TorchrelayError.code
@@ -118,15 +117,15 @@ class RequestPipeline:
                 self._idle.set()
 
     def _deadline_unix_us(self, arrived_unix_us: int, timeout_s: float | None) -> int:
-        """The caller's or the operator's, whichever comes first; 0: neither has one."""
-        given_s = [limit_s for limit_s in (timeout_s, self._request_timeout_s or None) if limit_s is not None]
-        return arrived_unix_us + int(min(given_s) * 1e6) if given_s else 0
+        """The earlier of the caller's and the operator's deadline; 0: neither is set."""
+        timeouts_s = [each for each in (timeout_s, self._request_timeout_s or None) if each is not None]
+        return arrived_unix_us + int(min(timeouts_s) * 1e6) if timeouts_s else 0
 
     async def _start(
         self, principal: Principal, params: GenerateParams, request_id: str, arrived_unix_us: int, deadline_unix_us: int
     ) -> RequestSession:
-        if principal.is_admin:  # it has no tenant, whose models a short name could mean and who would be billed
-            raise PermissionDenied("the admin key cannot call models: make a key of a tenant (torchrelay key create)")
+        if principal.is_admin:  # it has no tenant to resolve short model names in, or to bill
+            raise PermissionDenied("the admin key cannot call models; create a tenant key (torchrelay key create)")
         model = await self._catalog.resolve(principal, params.model)
         prompt = await self._prompts.token_ids(model, params)
         sampling = sampling_of(params, model, len(prompt), self._bounds)
@@ -149,12 +148,12 @@ class RequestPipeline:
         return RequestSession(request, texts, None if params.top_logprobs is None else TokenBytes(tokenizer))
 
     async def drain(self, timeout_s: float, end_s: float) -> None:
-        """Lets running requests end for ``timeout_s``; then ends them, and waits ``end_s`` for their last words."""
+        """Waits ``timeout_s`` for running requests, then ends the rest and waits ``end_s`` for them to close."""
         await self._wait_idle(timeout_s)
         await self.stop_all(end_s)
 
     async def stop_all(self, timeout_s: float) -> None:
-        """The gateway goes away: every request ends with an error that says so. Waits until all are closed."""
+        """Ends every request with a shutdown error and waits until all are closed."""
         for request in self._requests:
             request.stop(Unavailable("the gateway is shutting down"))
         await self._wait_idle(timeout_s)
@@ -166,5 +165,5 @@ class RequestPipeline:
 
     @property
     def requests(self) -> Collection[RunningRequest]:
-        """Those under way."""
+        """The requests under way."""
         return self._requests

@@ -1,6 +1,7 @@
-"""What the token path asks of the rest of the gateway: keys, catalog, ledger and limits, as protocols.
+"""The token path's interfaces to the rest of the gateway, as protocols.
 
-The classes of the same names in ``keys``, ``catalog``, ``ledger`` and ``limits`` fit them.
+Implemented by ``auth.api_keys.ApiKeys``, ``catalog.catalog.Catalog``, ``billing.ledger.Ledger`` and
+``limits.limiter.Limiter``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Principal, Publi
 
 class Authenticator(Protocol):
     async def authenticate(self, authorization: str | None) -> Principal:
-        """Whom ``Bearer tr-...`` stands for. Raises ``Unauthenticated``."""
+        """The principal of ``Bearer tr-...``. Raises ``Unauthenticated``."""
 
 
 class ModelCatalog(Protocol):
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
-        """The model called ``tenant/model``, or ``model`` in the principal's own tenant. Raises ``NotFound``."""
+        """The model ``tenant/model``, or ``model`` of the principal's own tenant. Raises ``NotFound``."""
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
         """All models the principal may call, by name."""
@@ -29,17 +30,17 @@ class RequestLedger(Protocol):
         """Returns once the row is committed. Raises ``Unavailable``."""
 
     async def settle(self, request_id: str, usages: Sequence[ChoiceUsage]) -> int:
-        """Bills the request; returns its cost in nano-units once committed. A second call changes nothing."""
+        """Bills the request; returns its cost in nano-dollars once committed. Idempotent."""
 
 
 class RequestLimiter(Protocol):
     async def admit(
         self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
     ) -> Reservation:
-        """Takes one request from the key's rate and the largest possible cost from the tenant's budget.
+        """Takes one request from the key's rate and reserves the largest possible cost from the tenant's budget.
 
-        ``max_output_tokens`` is of all choices together. Raises ``RateLimited`` or ``QuotaExceeded``.
+        ``max_output_tokens`` is the sum over all choices. Raises ``RateLimited`` or ``QuotaExceeded``.
         """
 
     async def release(self, reservation: Reservation, cost_nano: int) -> None:
-        """Ends the reservation; ``cost_nano`` is what was really spent. Never raises for an absent Redis."""
+        """Ends the reservation; ``cost_nano`` is the billed cost. Does not raise when Redis is unreachable."""

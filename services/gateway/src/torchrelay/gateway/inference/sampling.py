@@ -1,4 +1,4 @@
-"""From what was asked to the call that runs: defaults, limits, stop tokens, a seed."""
+"""A request's parameters as the workers' sampling message: defaults, limits, stop tokens, seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrelay.gateway.inference.parameter_ranges import check_vocabulary
 
 @dataclass(frozen=True, slots=True)
 class GenerationBounds:
-    """What the operator allows."""
+    """The operator's default and limit."""
 
     default_max_tokens: int
     max_choices: int
@@ -23,14 +23,13 @@ class GenerationBounds:
 def sampling_of(
     params: GenerateParams, model: PublishedModel, num_prompt_tokens: int, bounds: GenerationBounds
 ) -> pb.Sampling:
-    """How all attempts of the request sample and stop; the seed is drawn here, once, when none was given.
+    """The sampling of all attempts of a request; a missing seed is drawn here, once.
 
-    A default ``max_tokens`` is cut to what the context leaves, a given one is not. Raises ``InvalidRequest``,
+    The default ``max_tokens`` is reduced to what the context leaves, a given one is not. Raises ``InvalidRequest``,
     ``ContextLengthExceeded``.
     """
     if params.num_choices > bounds.max_choices:
-        said = f"n is {params.num_choices}: it must be at most {bounds.max_choices} here"
-        raise InvalidRequest(said, field="n")
+        raise InvalidRequest(f"n must be at most {bounds.max_choices}, not {params.num_choices}", field="n")
     vocab_size = model.version.shape.vocab_size
     check_vocabulary((token for token, _ in params.logit_bias), vocab_size, "logit_bias")
     check_vocabulary(params.stop_token_ids, vocab_size, "stop_token_ids")
@@ -55,11 +54,13 @@ def sampling_of(
 def _max_tokens(params: GenerateParams, context: int, num_prompt_tokens: int, bounds: GenerationBounds) -> int:
     room = context - num_prompt_tokens
     if room < 1:
-        message = f"the prompt has {num_prompt_tokens} tokens; prompt and answer together may have {context}"
+        message = f"the prompt has {num_prompt_tokens} tokens; the model's context length is {context}"
         raise ContextLengthExceeded(message, field=params.prompt_field)
     if params.max_tokens is None:
         return min(bounds.default_max_tokens, room)
     if params.max_tokens > room:
-        message = f"a prompt of {num_prompt_tokens} tokens and {params.max_tokens} more are too many for {context}"
+        message = (
+            f"{num_prompt_tokens} prompt and {params.max_tokens} output tokens exceed the context length of {context}"
+        )
         raise ContextLengthExceeded(message, field=params.max_tokens_field)
     return params.max_tokens

@@ -1,1 +1,1 @@
-"""rate and budget limits in Redis. Imports core, sql, billing (cost, dollars)."""
+"""Rate and budget limits, shared by all gateways through Redis."""

@@ -1,10 +1,10 @@
-"""Limits that gateways share through Redis: requests per minute of a key, and a tenant's budget.
+"""Limits that gateways share through Redis: a key's requests per minute, and a tenant's budget.
 
-Both are optional: a key or tenant without a limit costs no round trip, one with limits costs one. Redis holds only what
-can be rebuilt: token buckets, the reservations of running requests (each with a lease, for gateways that die), and what
-the tenant has spent, copied from SQL for at most a minute. Without Redis requests are *allowed*, and that is logged
-once: hot state that is away must not stop a paying tenant. A budget is therefore kept to within what was admitted
-meanwhile, and to within the requests that settled while the copy from SQL was being made.
+A key or tenant without limits costs no round trip, one with limits costs one. Redis holds only state that can be
+rebuilt: token buckets, the reservations of running requests (each with a lease, in case their gateway dies), and the
+tenant's spending, copied from SQL for at most a minute. Without Redis requests are *allowed*, which is logged once:
+lost hot state must not stop a paying tenant. A budget may therefore be exceeded by what was admitted meanwhile, and by
+requests that settled while the spending was copied from SQL.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _SPENT_TTL_S = 60
 
 
 class Limiter:
-    """Admits requests against their key's rate and their tenant's budget."""
+    """Checks requests against their key's rate and their tenant's budget."""
 
     def __init__(
         self, redis_url: str, database: Database, lease_s: float, clock: Callable[[], float] = time.time
     ) -> None:
-        """``redis_url`` may be empty: then nothing is limited. ``lease_s``: longest life of a reservation.
+        """``redis_url``: empty for no limits. ``lease_s``: the longest life of a reservation.
 
-        ``clock`` is the wall clock: gateways share buckets and leases.
+        ``clock`` is the wall clock, since gateways share buckets and leases.
         """
         self._clock = clock
         self._redis_url = redis_url
@@ -53,33 +53,34 @@ class Limiter:
     async def admit(
         self, principal: Principal, model: PublishedModel, num_prompt_tokens: int, max_output_tokens: int
     ) -> Reservation:
-        """Takes one request from the key's bucket, and the largest possible cost from the tenant's budget.
+        """Takes one request from the key's bucket and reserves the largest possible cost from the tenant's budget.
 
-        ``max_output_tokens`` is of all choices together. Raises ``RateLimited`` or ``QuotaExceeded``.
+        ``max_output_tokens`` is the sum over all choices. Raises ``RateLimited`` or ``QuotaExceeded``.
         """
         if principal.requests_per_minute is None and principal.budget_nano is None:
             return Reservation("", principal.tenant_id, 0)
         cost = cost_nano(model.price, num_prompt_tokens, 0, max_output_tokens)
         reserved = cost if principal.budget_nano is not None else 0
         reservation = Reservation(new_id("rsv"), principal.tenant_id, reserved)
-        answer = await self._ask(principal, reservation, spent_nano=-1)
+        answer = await self._try_admit(principal, reservation, spent_nano=-1)
         if answer[0] == b"spent?":
-            answer = await self._ask(principal, reservation, await self._spent(principal.tenant_id))
+            answer = await self._try_admit(principal, reservation, await self._spent(principal.tenant_id))
         if answer[0] == b"rate":
             raise RateLimited(
-                f"this key may make {principal.requests_per_minute} requests a minute", retry_after_s=float(answer[1])
+                f"rate limit exceeded: this key allows {principal.requests_per_minute} requests per minute",
+                retry_after_s=float(answer[1]),
             )
         if answer[0] == b"budget":
             raise _over_budget(principal, reservation, *map(int, answer[1:]))
         return reservation
 
     async def release(self, reservation: Reservation, cost_nano: int) -> None:
-        """Ends the reservation; ``cost_nano`` is what the request was billed. Never raises for an absent Redis."""
+        """Ends the reservation; ``cost_nano`` is the billed cost. Does not raise when Redis is unreachable."""
         if reservation.reserved_nano > 0:
             keys = _budget_keys(reservation.tenant_id)
             await self._run(RELEASE, keys, [reservation.reservation_id, cost_nano])
 
-    async def _ask(self, principal: Principal, reservation: Reservation, spent_nano: int) -> list[bytes]:
+    async def _try_admit(self, principal: Principal, reservation: Reservation, spent_nano: int) -> list[bytes]:
         keys = [f"relay:{{{principal.tenant_id}}}:rate:{principal.key_id}", *_budget_keys(principal.tenant_id)]
         args: list[str | int | float] = [
             self._clock(),
@@ -94,11 +95,11 @@ class Limiter:
         return await self._run(ADMIT, keys, args)
 
     async def _run(self, script: str, keys: list[str], args: list[str | int | float]) -> list[bytes]:
-        """What the script answers; ``ok`` when there is nobody to ask."""
+        """The script's answer; ``ok`` without a Redis."""
         if not self._redis_url:
             return [b"ok"]
         if self._scripts is None:
-            # Loaded when the first limit is met: redis-py is 6 MB that an install without limits never needs.
+            # Imported with the first limit: redis-py takes 6 MB, which installations without limits never need.
             from torchrelay.gateway.limits.script_runner import RedisScriptRunner
 
             self._scripts = RedisScriptRunner(self._redis_url)
@@ -111,15 +112,15 @@ class Limiter:
         return spent_nano
 
 
-def _over_budget(principal: Principal, wanted: Reservation, spent_nano: int, reserved_nano: int) -> QuotaExceeded:
+def _over_budget(principal: Principal, requested: Reservation, spent_nano: int, reserved_nano: int) -> QuotaExceeded:
     tenant, budget = principal.tenant, dollars(principal.budget_nano or 0)
     return QuotaExceeded(
-        f"the budget of {tenant} is {budget}: {dollars(spent_nano)} is spent, {dollars(reserved_nano)} is reserved by "
-        f"running requests, and this one may cost {dollars(wanted.reserved_nano)}; ask for fewer (max_tokens), or "
-        f"have the admin raise it: torchrelay tenant set {tenant} --budget DOLLARS"
+        f"budget of {budget} of tenant {tenant} exceeded: {dollars(spent_nano)} spent, {dollars(reserved_nano)} "
+        f"reserved by running requests, and this one may cost {dollars(requested.reserved_nano)}; lower max_tokens, or "
+        f"ask the admin to raise the budget: torchrelay tenant set {tenant} --budget DOLLARS"
     )
 
 
 def _budget_keys(tenant_id: str) -> list[str]:
-    """All keys of a tenant share a hash tag, so that a script finds them on one node of a cluster."""
+    """All keys of a tenant share a hash tag, which puts them on one node of a Redis cluster."""
     return [f"relay:{{{tenant_id}}}:{part}" for part in ("spent", "reserved", "amounts", "leases")]

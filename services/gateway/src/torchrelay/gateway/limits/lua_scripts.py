@@ -1,7 +1,7 @@
-"""The Lua scripts of the limits: each is one atomic round trip.
+"""The limiter's Lua scripts; each is one atomic round trip.
 
-Keys: a key's bucket; of the tenant: what is spent, the sum reserved, the amount of each reservation, their lease ends.
-Amounts are integers below 2**53, exact in Lua's numbers: nine million dollars in nano-dollars.
+Keys: the API key's bucket; per tenant: amount spent, total reserved, amount per reservation, lease ends. Amounts are
+integers below 2**53 nano-dollars (nine million dollars), exact as Lua numbers.
 """
 
 ADMIT = """

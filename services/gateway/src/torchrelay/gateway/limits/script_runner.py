@@ -1,4 +1,4 @@
-"""Runs Lua scripts on Redis, and goes on without it when it is away."""
+"""Runs Lua scripts on Redis and carries on without it when it is unreachable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RedisScriptRunner:
         self._is_away = False
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[str | int | float]) -> list[bytes]:
-        """What ``script`` answers; ``[ok]`` when Redis is away, which is logged once."""
+        """The script's answer; ``[ok]`` if Redis is unreachable, which is logged once."""
         try:
             answer: list[bytes] = await self._redis.register_script(script)(keys=keys, args=args)
         except (RedisError, OSError) as error:

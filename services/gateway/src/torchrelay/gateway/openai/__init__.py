@@ -1,3 +1,1 @@
-"""OpenAI's letter: request bodies, replies and SSE, logprobs shape, errors, the raw ASGI app of /v1/chat/completions
-and /v1/completions. Imports core, inference. (openai.errors imports nothing of the gateway.)
-"""
+"""OpenAI's HTTP API: request bodies, replies and events, errors, and the ASGI app of the token path."""

@@ -1,5 +1,4 @@
-"""``/v1/chat/completions`` and ``/v1/completions`` as a bare ASGI application: nothing stands between a token and its
-socket but one ``send``."""
+"""``/v1/chat/completions`` and ``/v1/completions`` as a bare ASGI application, without framework code per token."""
 
 from __future__ import annotations
 
@@ -26,27 +25,22 @@ from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, StreamR
 log = get_logger(__name__)
 
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
-# A stream faster than this has the tokens of one gap written together, each still an event of its own: a write costs
-# several times what all the rest of a token does. Streams of up to a hundred tokens a second never wait, nor does the
-# last token of any.
+# Tokens arriving within one gap are written together, each still its own event: a write costs several times as much as
+# everything else per token. Streams of up to a hundred tokens per second never wait, nor does a stream's last token.
 WRITE_GAP_S = 0.010
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class BodyTooLarge(InvalidRequest):
-    """More bytes than a body may have: a 413."""
+    """A request body above the limit: HTTP 413."""
 
 
 class CompletionsApp:
     """The ASGI application."""
 
     def __init__(
-        self,
-        keys: Authenticator,
-        pipeline: RequestPipeline,
-        max_body_bytes: int,
-        write_gap_s: float = WRITE_GAP_S,
+        self, keys: Authenticator, pipeline: RequestPipeline, max_body_bytes: int, write_gap_s: float = WRITE_GAP_S
     ) -> None:
         self._keys = keys
         self._pipeline = pipeline
@@ -55,14 +49,14 @@ class CompletionsApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise RuntimeError(f"the token paths speak no {scope['type']}")
+            raise RuntimeError(f"unsupported ASGI scope {scope['type']}")
         exchange = HttpExchange(receive, send, new_id("req"), self._write_gap_s)
         is_chat = PATHS.get(scope["path"])
         if is_chat is None:
-            await exchange.refuse(404, errors.body(404, f"there is no {scope['path']}", code="not_found"))
+            await exchange.refuse(404, errors.body(404, f"{scope['path']} not found", code="not_found"))
         elif scope["method"] != "POST":
-            said = f"{scope['path']} does not take {scope['method']}: use POST"
-            body = errors.body(405, said, code="method_not_allowed")
+            message = f"method {scope['method']} is not allowed for {scope['path']}; use POST"
+            body = errors.body(405, message, code="method_not_allowed")
             await exchange.refuse(405, body, [(b"allow", b"POST")])
         else:
             await self._serve(exchange, is_chat, dict(scope["headers"]).get(b"authorization"))
@@ -74,18 +68,18 @@ class CompletionsApp:
                 None if authorization is None else authorization.decode("latin-1")
             )
             encoded = await exchange.read_body(self._max_body_bytes)
-            params, form, is_stream = _decode_request(encoded, is_chat)
+            params, reply_format, is_stream = _decode_request(encoded, is_chat)
             async with self._pipeline.session(principal, params, exchange.request_id, arrived_unix_us) as session:
-                await exchange.answer(session, form, is_stream)
+                await exchange.answer(session, reply_format, is_stream)
         except ClientDisconnected:
             return
         except BodyTooLarge as error:
             await exchange.refuse(413, errors.body(413, error.message, code="invalid_request"))
         except TorchrelayError as error:
             await exchange.fail(error)
-        except Exception:  # the border of the process: whoever asked gets an answer, the operator gets the traceback
+        except Exception:  # process boundary: the client gets an answer, the operator the traceback
             log.exception("request_crashed", request_id=exchange.request_id)
-            await exchange.fail(TorchrelayError("the gateway failed; the request id helps to find out why"))
+            await exchange.fail(TorchrelayError("internal error; include the request id when reporting it"))
 
 
 def _decode_request(encoded: bytes, is_chat: bool) -> tuple[GenerateParams, ReplyFormat, bool]:
@@ -100,7 +94,7 @@ def _decode_request(encoded: bytes, is_chat: bool) -> tuple[GenerateParams, Repl
 
 
 class HttpExchange:
-    """One HTTP request and its answer."""
+    """One HTTP request and its response."""
 
     def __init__(self, receive: Receive, send: Send, request_id: str, write_gap_s: float) -> None:
         self._receive = receive
@@ -110,7 +104,7 @@ class HttpExchange:
         self.request_id = request_id
 
     async def read_body(self, max_bytes: int) -> bytes:
-        """Raises ``BodyTooLarge`` for too much of it, ``ClientLeft`` when it does not come to its end."""
+        """Raises ``BodyTooLarge``, or ``ClientDisconnected`` before the end of the body."""
         parts: list[bytes] = []
         num_bytes, has_more = 0, True
         while has_more:
@@ -124,11 +118,11 @@ class HttpExchange:
             has_more = message.get("more_body", False)
         return b"".join(parts)
 
-    async def answer(self, session: RequestSession, form: ReplyFormat, is_stream: bool) -> None:
-        """Runs the request to its end, unless its client leaves before."""
+    async def answer(self, session: RequestSession, reply_format: ReplyFormat, is_stream: bool) -> None:
+        """Runs the request to its end, or until its client disconnects."""
         watcher = asyncio.ensure_future(self._watch(session))
         try:
-            await (self._stream(session, form) if is_stream else self._answer_at_once(session, form))
+            await (self._stream(session, reply_format) if is_stream else self._answer_at_once(session, reply_format))
         finally:
             watcher.cancel()
             await asyncio.gather(watcher, return_exceptions=True)
@@ -138,7 +132,7 @@ class HttpExchange:
         await self._send({"type": "http.response.body", "body": msgspec.json.encode(body)})
 
     async def fail(self, error: TorchrelayError) -> None:
-        """Says what went wrong: by status and body, or by a last event when the answer has begun."""
+        """Reports an error: by status and body, or as the last event if the response has begun."""
         body = errors.error_body(error)
         if self._has_begun:
             await self._send({"type": "http.response.body", "body": replies.error_event(body)})
@@ -156,38 +150,38 @@ class HttpExchange:
         listed = [*headers, (b"x-request-id", self.request_id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": listed})
 
-    async def _answer_at_once(self, session: RequestSession, form: ReplyFormat) -> None:
-        request, logprobs = session.request, _logprob_form(session, form)
+    async def _answer_at_once(self, session: RequestSession, reply_format: ReplyFormat) -> None:
+        request, logprobs = session.request, _logprob_formatter(session, reply_format)
         choices = [ChoiceBuffer() for _ in session.texts]
         while not request.is_finished:
-            for delivery in await request.next():
-                choice, text = choices[delivery.choice], session.texts[delivery.choice]
-                choice.token_ids += delivery.token_ids
+            for delta in await request.next():
+                choice, text = choices[delta.choice], session.texts[delta.choice]
+                choice.token_ids += delta.token_ids
                 if logprobs is None:
-                    choice.text += [text.step(token_id) for token_id in delivery.token_ids]
+                    choice.text += [text.step(token_id) for token_id in delta.token_ids]
                 else:
-                    for piece, told in _text_and_logprobs(text, delivery):
+                    for piece, entry in _text_and_logprobs(text, delta):
                         choice.text.append(piece)
-                        choice.told.append(told)
-                if delivery.finish is not None:
+                        choice.logprobs.append(entry)
+                if delta.finish is not None:
                     choice.text.append(text.flush())
-                    choice.finish = delivery.finish
+                    choice.finish = delta.finish
         await request.settled(SETTLE_TIMEOUT_S)
-        reply = replies.whole_reply(session.resolved, form, choices, request.usage, logprobs)
+        reply = replies.whole_reply(session.resolved, reply_format, choices, request.usage, logprobs)
         await self._begin(200, [_JSON, (b"content-length", str(len(reply)).encode())])
         await self._send({"type": "http.response.body", "body": reply})
 
-    async def _stream(self, session: RequestSession, form: ReplyFormat) -> None:
-        request, events = session.request, SseEncoder(session, form)
+    async def _stream(self, session: RequestSession, reply_format: ReplyFormat) -> None:
+        request, events = session.request, SseEncoder(session, reply_format)
         loop, written_at = asyncio.get_running_loop(), 0.0
         while not request.is_finished:
-            deliveries = await request.next()
+            deltas = await request.next()
             if not self._has_begun:
                 await self._begin(200, _EVENTS)
-            body = events.of(deliveries) if deliveries else replies.KEEP_ALIVE
+            body = events.of(deltas) if deltas else replies.KEEP_ALIVE
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
             last_at, written_at = written_at, loop.time()
-            is_fast = len(deliveries) > len(session.texts) or written_at - last_at < self._write_gap_s
+            is_fast = len(deltas) > len(session.texts) or written_at - last_at < self._write_gap_s
             if is_fast and not request.is_finished:
                 await request.pause(self._write_gap_s)
         await request.settled(SETTLE_TIMEOUT_S)
@@ -196,41 +190,41 @@ class HttpExchange:
 
 
 class SseEncoder:
-    """Deliveries as server-sent events."""
+    """Encodes token deltas as server-sent events."""
 
-    def __init__(self, session: RequestSession, form: ReplyFormat) -> None:
-        self.reply = StreamReply(session.resolved, form)
-        self._logprobs = _logprob_form(session, form)
+    def __init__(self, session: RequestSession, reply_format: ReplyFormat) -> None:
+        self.reply = StreamReply(session.resolved, reply_format)
+        self._logprobs = _logprob_formatter(session, reply_format)
         self._texts = session.texts
-        self._silent = set(range(len(session.texts)))  # choices that have not begun
+        self._unstarted = set(range(len(session.texts)))  # choices without a first event
 
-    def of(self, deliveries: Iterable[TokenDelta]) -> bytes:
-        """One event per token, with a role before the first of a choice and an end after the last."""
-        reply, silent = self.reply, self._silent
+    def of(self, deltas: Iterable[TokenDelta]) -> bytes:
+        """One event per token, preceded by a role and followed by a finish event for each choice."""
+        reply, unstarted = self.reply, self._unstarted
         events: list[bytes] = []
-        for delivery in deliveries:
-            choice = delivery.choice
+        for delta in deltas:
+            choice = delta.choice
             text = self._texts[choice]
-            if silent and choice in silent:
-                silent.discard(choice)
+            if unstarted and choice in unstarted:
+                unstarted.discard(choice)
                 events.append(reply.role(choice))
             if self._logprobs is None:
-                for token_id in delivery.token_ids:
+                for token_id in delta.token_ids:
                     events.append(reply.token(choice, text.step(token_id), token_id))
             else:
-                for piece, told in _text_and_logprobs(text, delivery):
-                    events.append(reply.told(choice, piece, told.token_id, self._logprobs.of([told])))
-            if delivery.finish is not None:
-                events.append(reply.finish(choice, text.flush(), delivery.finish))
+                for piece, entry in _text_and_logprobs(text, delta):
+                    events.append(reply.annotated_token(choice, piece, entry.token_id, self._logprobs.of([entry])))
+            if delta.finish is not None:
+                events.append(reply.finish(choice, text.flush(), delta.finish))
         return b"".join(events)
 
 
-def _logprob_form(session: RequestSession, form: ReplyFormat) -> LogprobFormatter | None:
-    return None if session.tokens is None else LogprobFormatter(session.tokens, form.is_chat)
+def _logprob_formatter(session: RequestSession, reply_format: ReplyFormat) -> LogprobFormatter | None:
+    return None if session.tokens is None else LogprobFormatter(session.tokens, reply_format.is_chat)
 
 
-def _text_and_logprobs(text: ChoiceDetokenizer, delivery: TokenDelta) -> Iterator[tuple[str, LogprobEntry]]:
-    """Each token's text and logarithms, of a request that asked for these."""
-    for token_id, logprobs in LogprobDelta.told(delivery):
+def _text_and_logprobs(text: ChoiceDetokenizer, delta: TokenDelta) -> Iterator[tuple[str, LogprobEntry]]:
+    """The text and logprobs of each token, of a request with logprobs."""
+    for token_id, logprobs in LogprobDelta.pairs(delta):
         piece, offset = text.step_placed(token_id)
         yield piece, LogprobEntry(token_id, logprobs, offset)

@@ -1,4 +1,4 @@
-"""JSON bodies into structs, with errors that name the field at fault."""
+"""Decodes JSON bodies into structs, with errors that name the faulty field."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ _EXPECTED = re.compile(r"Expected `([^`]+)`(?: ([<>]=?) (-?\d+))?")
 _GOT = re.compile(r"got `(\w+)`")
 _KINDS = {"int": INTEGER, "float": NUMBER, "str": STRING, "bool": BOOLEAN, "array": LIST, "object": OBJECT}
 _BOUNDS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
-_PRIVATE_FIELDS = {"messages", "prompt"}  # what is in them is nobody's but the tenant's
-_MAX_INSPECTED_BYTES = 1 << 16  # bytes: looking for a wrong number costs seconds in a body of megabytes
+_PRIVATE_FIELDS = {"messages", "prompt"}  # never quoted in errors
+_MAX_INSPECTED_BYTES = 1 << 16  # parsing megabytes again to find a faulty value would take seconds
 
 
 def decode(decoder: msgspec.json.Decoder[B], encoded: bytes) -> B:
     """Raises ``InvalidRequest``."""
     try:
         body = decoder.decode(encoded)
-        if slip := typo_hint(_NAMES.decode(encoded).keys(), type(body).__struct_fields__):
-            raise InvalidRequest(f"{slip[0]} is not known: is {slip[1]} meant?", field=slip[0])
+        if typo := typo_hint(_NAMES.decode(encoded).keys(), type(body).__struct_fields__):
+            raise InvalidRequest(f"unknown field {typo[0]}; did you mean {typo[1]}?", field=typo[0])
         return body
     except msgspec.ValidationError as error:
         message, name = _explain(str(error), encoded)
         raise InvalidRequest(message, field=name) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        if number := _not_a_number(encoded):
-            said = f"{number}: JSON has no NaN and no infinity; it must be a finite number"
-            raise InvalidRequest(said, field=number) from error
-        raise InvalidRequest(f"the body is not JSON: {error}") from error
+        if name := _not_a_number(encoded):
+            message = f"{name} must be a finite number: JSON has no NaN or Infinity"
+            raise InvalidRequest(message, field=name) from error
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 
 def _explain(fault: str, encoded: bytes) -> tuple[str, str | None]:
-    """What msgspec says in a sentence, and the field of the body that it is about."""
+    """msgspec's message as a sentence, and the field of the body it is about."""
     path, missing, expected = _PATH.search(fault), _FIELD.search(fault), _EXPECTED.match(fault)
     where = path[1] if path else ""
     if missing:
@@ -61,7 +61,7 @@ def _explain(fault: str, encoded: bytes) -> tuple[str, str | None]:
 
 
 def _given(field: str, encoded: bytes) -> str:
-    """What the body has there, in so few letters; empty where it is deeper in the body, or not to be told."""
+    """The field's value, abbreviated; empty for nested and private fields."""
     if len(encoded) > _MAX_INSPECTED_BYTES or field in _PRIVATE_FIELDS:
         return ""
     try:
@@ -71,7 +71,7 @@ def _given(field: str, encoded: bytes) -> str:
 
 
 def _not_a_number(encoded: bytes) -> str | None:
-    """The field in which a body, otherwise JSON, has NaN or an infinity as Python's own encoder writes them."""
+    """The field with a NaN or Infinity, as Python's encoder writes them, in otherwise valid JSON."""
     if len(encoded) > _MAX_INSPECTED_BYTES or (b"NaN" not in encoded and b"Infinity" not in encoded):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, for every road into the gateway: status, body and headers of a ``TorchrelayError``."""
+"""Errors in OpenAI's format, on every HTTP path: status, body and headers of a ``TorchrelayError``."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def error_body(error: TorchrelayError) -> ErrorBody:
 
 
 def body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorBody:
-    """The JSON body of an error that is no ``TorchrelayError`` (an unknown path, a wrong method)."""
+    """The JSON body of an error without a ``TorchrelayError`` (an unknown path, a wrong method)."""
     return {"error": {"message": message, "type": _TYPES.get(status, "api_error"), "param": param, "code": code}}
 
 
 def too_large(max_bytes: int) -> str:
-    """What a 413 says, on every path."""
-    return f"the body is larger than {max_bytes:,} bytes (the gateway's setting max_body_bytes); send less at once"
+    """The message of a 413, on every path."""
+    return f"the body is larger than {max_bytes:,} bytes (the gateway's max_body_bytes setting)"
 
 
 def error_headers(error: TorchrelayError) -> dict[str, str]:
-    """Headers that go with the status: when to try again, how to authenticate."""
+    """Headers of the error: Retry-After, WWW-Authenticate."""
     if isinstance(error, Overloaded):
         return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
     if isinstance(error, Unauthenticated):

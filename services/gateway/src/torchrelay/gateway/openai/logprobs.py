@@ -10,7 +10,7 @@ from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 
 class LogprobEntry(NamedTuple):
-    """One token of an answer with its logarithms; ``offset`` is where it begins in the choice's text, in characters."""
+    """One token of a reply with its logprobs; ``offset`` is its start in the choice's text, in characters."""
 
     token_id: int
     logprobs: TokenLogprobs
@@ -18,7 +18,7 @@ class LogprobEntry(NamedTuple):
 
 
 class LogprobFormatter:
-    """The ``logprobs`` of a choice or chunk, in the shape of its path."""
+    """The ``logprobs`` of a choice or chunk, in the format of its path."""
 
     def __init__(self, tokens: TokenBytes, is_chat: bool) -> None:
         self._tokens = tokens
@@ -29,32 +29,32 @@ class LogprobFormatter:
 
     def _chat(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
         content = [
-            self._entry(one.token_id, one.logprobs.chosen)
-            | {"top_logprobs": [self._entry(token, value) for token, value in one.logprobs.top]}
-            for one in entries
+            self._entry(entry.token_id, entry.logprobs.chosen)
+            | {"top_logprobs": [self._entry(token, value) for token, value in entry.logprobs.top]}
+            for entry in entries
         ]
         return {"content": content, "refusal": None}
 
     def _entry(self, token_id: int, value: float) -> dict[str, Any]:
-        spelt = self._tokens.of(token_id)
-        return {"token": _shown(spelt), "logprob": value, "bytes": list(spelt)}
+        token = self._tokens.of(token_id)
+        return {"token": _text(token), "logprob": value, "bytes": list(token)}
 
     def _completion(self, entries: Sequence[LogprobEntry]) -> dict[str, Any]:
         return {
-            "tokens": [_shown(self._tokens.of(one.token_id)) for one in entries],
-            "token_logprobs": [one.logprobs.chosen for one in entries],
-            "top_logprobs": [self._top(one) for one in entries],
-            "text_offset": [one.offset for one in entries],
+            "tokens": [_text(self._tokens.of(entry.token_id)) for entry in entries],
+            "token_logprobs": [entry.logprobs.chosen for entry in entries],
+            "top_logprobs": [self._top(entry) for entry in entries],
+            "text_offset": [entry.offset for entry in entries],
         }
 
-    def _top(self, one: LogprobEntry) -> dict[str, float]:
-        """The likeliest, and the chosen one if it is not among them. Of tokens with one text the likeliest counts."""
-        found: dict[str, float] = {}
-        for token_id, value in (*one.logprobs.top, (one.token_id, one.logprobs.chosen)):
-            found.setdefault(_shown(self._tokens.of(token_id)), value)
-        return found
+    def _top(self, entry: LogprobEntry) -> dict[str, float]:
+        """The most likely tokens, and the chosen one. Among tokens with equal text the most likely wins."""
+        top: dict[str, float] = {}
+        for token_id, value in (*entry.logprobs.top, (entry.token_id, entry.logprobs.chosen)):
+            top.setdefault(_text(self._tokens.of(token_id)), value)
+        return top
 
 
-def _shown(spelt: bytes) -> str:
-    """A token as text: bytes that are no whole character as ``\\xe2\\x82``, which is OpenAI's way."""
-    return spelt.decode(errors="backslashreplace")
+def _text(token: bytes) -> str:
+    """A token as text, with incomplete characters escaped as ``\\xe2\\x82``, like OpenAI."""
+    return token.decode(errors="backslashreplace")

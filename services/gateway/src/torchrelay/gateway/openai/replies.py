@@ -1,6 +1,6 @@
-"""Answers in OpenAI's shape. Streamed chunks are spliced from bytes made once per request: only the text is encoded.
+"""Replies in OpenAI's format. Streamed chunks are spliced from bytes built once per request; only text is encoded.
 
-Extensions: ``token_ids`` per choice and chunk, and ``prompt_token_ids`` once, for who asked with ``return_token_ids``.
+Extensions, with ``return_token_ids``: ``token_ids`` per choice and chunk, and ``prompt_token_ids`` once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _encode = msgspec.json.encode
 
 @dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """Which of the shapes a reply has."""
+    """The format of a reply."""
 
     is_chat: bool
     include_usage: bool = False
@@ -41,17 +41,17 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class ChoiceBuffer:
-    """One choice of a reply that is not streamed, as it grows."""
+    """One choice of a non-streamed reply, as it accumulates."""
 
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     finish: FinishCause | None = None
-    told: list[LogprobEntry] = field(default_factory=list)  # one per token, where asked for
+    logprobs: list[LogprobEntry] = field(default_factory=list)  # one per token, if requested
 
 
 def whole_reply(
     resolved: ResolvedRequest,
-    form: ReplyFormat,
+    reply_format: ReplyFormat,
     choices: Sequence[ChoiceBuffer],
     usage: Usage,
     logprobs: LogprobFormatter | None = None,
@@ -60,78 +60,79 @@ def whole_reply(
     listed: list[dict[str, Any]] = []
     for index, choice in enumerate(choices):
         text = "".join(choice.text)
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if form.is_chat else {"text": text}
-        told = None if logprobs is None else logprobs.of(choice.told)
-        entry = {"index": index, **said, "logprobs": told, "finish_reason": str(choice.finish)}
-        listed.append({**entry, "token_ids": choice.token_ids} if form.return_token_ids else entry)
+        message = {"role": "assistant", "content": text, "refusal": None}
+        content = {"message": message} if reply_format.is_chat else {"text": text}
+        shown = None if logprobs is None else logprobs.of(choice.logprobs)
+        entry = {"index": index, **content, "logprobs": shown, "finish_reason": str(choice.finish)}
+        listed.append({**entry, "token_ids": choice.token_ids} if reply_format.return_token_ids else entry)
     reply = {
         "id": resolved.request_id,
-        "object": "chat.completion" if form.is_chat else "text_completion",
+        "object": "chat.completion" if reply_format.is_chat else "text_completion",
         "created": int(time.time()),
         "model": resolved.model.name,
         "choices": listed,
         "usage": usage_object(usage),
     }
-    return _encode({**reply, "prompt_token_ids": resolved.prompt} if form.return_token_ids else reply)
+    return _encode({**reply, "prompt_token_ids": resolved.prompt} if reply_format.return_token_ids else reply)
 
 
 class StreamReply:
-    """The events of one streamed reply: one per token, one at the end of each choice, then usage if asked for."""
+    """The events of a streamed reply: one per token, one at the end of each choice, then usage if requested."""
 
-    def __init__(self, resolved: ResolvedRequest, form: ReplyFormat) -> None:
-        kind = b"chat.completion.chunk" if form.is_chat else b"text_completion"
-        self._form = form
+    def __init__(self, resolved: ResolvedRequest, reply_format: ReplyFormat) -> None:
+        kind = b"chat.completion.chunk" if reply_format.is_chat else b"text_completion"
+        self._format = reply_format
         self._head = b'data: {"id":%s,"object":"%s","created":%d,"model":%s' % (
             _encode(resolved.request_id),
             kind,
             int(time.time()),
             _encode(resolved.model.name),
         )
-        opening = b'"delta":{"content":' if form.is_chat else b'"text":'
+        opening = b'"delta":{"content":' if reply_format.is_chat else b'"text":'
         self._heads = [
             b'%s,"choices":[{"index":%d,%s' % (self._head, choice, opening) for choice in range(resolved.num_choices)
         ]
-        self._after_text = b"}" if form.is_chat else b""
-        self._usage_field = b',"usage":null' if form.include_usage else b""
+        self._after_text = b"}" if reply_format.is_chat else b""
+        self._usage_field = b',"usage":null' if reply_format.include_usage else b""
         self._token_tail = b'%s,"logprobs":null,"finish_reason":null}]%s}\n\n' % (self._after_text, self._usage_field)
-        self._prompt = resolved.prompt if form.return_token_ids else None
+        self._prompt = resolved.prompt if reply_format.return_token_ids else None
 
     def role(self, choice: int) -> bytes:
-        """The event that begins a choice of a chat; completions have none."""
-        if not self._form.is_chat:
+        """The first event of a chat choice; completions have none."""
+        if not self._format.is_chat:
             return b""
         head = b'%s,"choices":[{"index":%d,"delta":{"role":"assistant","content":""}' % (self._head, choice)
-        return head + b',"logprobs":null,"finish_reason":null}]' + self._usage_field + self._once() + b"}\n\n"
+        return head + b',"logprobs":null,"finish_reason":null}]' + self._usage_field + self._prompt_field() + b"}\n\n"
 
     def token(self, choice: int, text: str, token_id: int) -> bytes:
-        """The event of one token; ``text`` is empty while a character is unfinished or a stop string possible."""
-        if not self._form.return_token_ids:
+        """The event of one token; ``text`` is empty while a character is incomplete or a stop string possible."""
+        if not self._format.return_token_ids:
             return self._heads[choice] + _encode(text) + self._token_tail
-        return self.told(choice, text, token_id, None)
+        return self.annotated_token(choice, text, token_id, None)
 
-    def told(self, choice: int, text: str, token_id: int, logprobs: Any) -> bytes:
-        """The event of one token with all that may go with it."""
-        ids = b',"token_ids":[%d]' % token_id if self._form.return_token_ids else b""
+    def annotated_token(self, choice: int, text: str, token_id: int, logprobs: Any) -> bytes:
+        """The event of one token with its id and logprobs, where requested."""
+        ids = b',"token_ids":[%d]' % token_id if self._format.return_token_ids else b""
         tail = b'%s%s,"logprobs":%s,"finish_reason":null}]' % (self._after_text, ids, _encode(logprobs))
-        return self._heads[choice] + _encode(text) + tail + self._usage_field + self._once() + b"}\n\n"
+        return self._heads[choice] + _encode(text) + tail + self._usage_field + self._prompt_field() + b"}\n\n"
 
     def finish(self, choice: int, text: str, cause: FinishCause) -> bytes:
-        """The event that ends a choice, with the text that was held back."""
-        if self._form.is_chat and not text:
+        """The last event of a choice, with any text held back."""
+        if self._format.is_chat and not text:
             head = b'%s,"choices":[{"index":%d,"delta":{}' % (self._head, choice)
         else:
             head = self._heads[choice] + _encode(text) + self._after_text
-        ids = b',"token_ids":[]' if self._form.return_token_ids else b""
+        ids = b',"token_ids":[]' if self._format.return_token_ids else b""
         tail = b'%s,"logprobs":null,"finish_reason":"%s"}]' % (ids, cause.encode())
-        return head + tail + self._usage_field + self._once() + b"}\n\n"
+        return head + tail + self._usage_field + self._prompt_field() + b"}\n\n"
 
     def usage(self, usage: Usage) -> bytes:
-        """The event without choices that says what was used; empty unless asked for."""
-        if not self._form.include_usage:
+        """The usage event, which has no choices; empty unless requested."""
+        if not self._format.include_usage:
             return b""
         return b'%s,"choices":[],"usage":%s}\n\n' % (self._head, _encode(usage_object(usage)))
 
-    def _once(self) -> bytes:
+    def _prompt_field(self) -> bytes:
         if self._prompt is None:
             return b""
         prompt, self._prompt = self._prompt, None
@@ -139,5 +140,5 @@ class StreamReply:
 
 
 def error_event(body: Any) -> bytes:
-    """The last event of a stream that failed."""
+    """The last event of a failed stream."""
     return b"data: " + _encode(body) + b"\n\n"

@@ -1,7 +1,7 @@
-"""What OpenAI clients send: request bodies of ``/v1/chat/completions`` and ``/v1/completions``, decoded and checked.
+"""Request bodies of ``/v1/chat/completions`` and ``/v1/completions``, decoded and validated.
 
-Fields this version does not know are ignored, except those that would change the answer and those that look like a slip
-of the pen (``max_token``): they are refused by name rather than passed over.
+Unknown fields are ignored, except those that would change the answer and likely typos (``max_token``), which are
+rejected by name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.inference.core import ChatMessage, GenerateParams
 from torchrelay.gateway.inference.parameter_ranges import (
     MAX_COMPLETION_LOGPROBS,
+    RANGES,
     bias_tokens,
     check_biases,
     check_ranges,
@@ -64,7 +65,7 @@ class BaseBody(msgspec.Struct, kw_only=True):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     return_token_ids: bool | None = None
-    # Of other servers; refused unless they ask for nothing.
+    # Fields of other servers; rejected unless they have no effect.
     repetition_penalty: float | None = None
     min_tokens: int | None = None
 
@@ -97,7 +98,7 @@ _COMPLETION: msgspec.json.Decoder[CompletionBody] = msgspec.json.Decoder(Complet
 
 
 def decode_chat(encoded: bytes) -> ChatBody:
-    """Raises ``InvalidRequest`` naming the field that is wrong."""
+    """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_CHAT, encoded)
     response_format = body.response_format or {}
     _refuse(
@@ -113,7 +114,7 @@ def decode_chat(encoded: bytes) -> ChatBody:
 
 
 def decode_completion(encoded: bytes) -> CompletionBody:
-    """Raises ``InvalidRequest`` naming the field that is wrong."""
+    """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_COMPLETION, encoded)
     _refuse(
         _shared_refusals(body)
@@ -129,15 +130,15 @@ def decode_completion(encoded: bytes) -> CompletionBody:
 def params_of_chat(body: ChatBody) -> GenerateParams:
     """Raises ``InvalidRequest``."""
     if not body.messages:
-        raise InvalidRequest("there is no message", field="messages")
+        raise InvalidRequest("messages must not be empty", field="messages")
     max_tokens, field = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
         max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
     if body.top_logprobs and not body.logprobs:
-        raise InvalidRequest("top_logprobs needs logprobs to be true", field="logprobs")
+        raise InvalidRequest("top_logprobs requires logprobs to be true", field="logprobs")
     return _params(
         body,
-        messages=tuple(_message(message, place) for place, message in enumerate(body.messages)),
+        messages=tuple(_message(message, index) for index, message in enumerate(body.messages)),
         max_tokens=max_tokens,
         max_tokens_field=field,
         top_logprobs=check_top_logprobs(body.top_logprobs or 0) if body.logprobs else None,
@@ -155,25 +156,17 @@ def params_of_completion(body: CompletionBody) -> GenerateParams:
     if isinstance(prompt, str):
         return _params(body, text=prompt, **fields)
     if not set(map(type, prompt)) <= {int}:
-        raise InvalidRequest("one prompt per request: more are not supported yet", field="prompt")
+        raise InvalidRequest("several prompts per request are not supported yet", field="prompt")
     token_ids: tuple[Any, ...] = tuple(prompt)
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 1 << 32:
-        raise InvalidRequest("a token id is a number from 0", field="prompt")
+        raise InvalidRequest("token ids must be non-negative and below 2**32", field="prompt")
     return _params(body, token_ids=token_ids, **fields)
 
 
 def _params(body: BaseBody, **fields: Any) -> GenerateParams:
     if body.seed is not None and not -(1 << 63) <= body.seed < 1 << 64:
-        raise InvalidRequest("a seed has 64 bits", field="seed")
-    check_ranges(
-        {
-            "temperature": body.temperature,
-            "top_p": body.top_p,
-            "min_p": body.min_p,
-            "presence_penalty": body.presence_penalty,
-            "frequency_penalty": body.frequency_penalty,
-        }
-    )
+        raise InvalidRequest("seed must fit into 64 bits", field="seed")
+    check_ranges({name: getattr(body, name) for name in RANGES})
     return GenerateParams(
         model=body.model,
         temperature=1.0 if body.temperature is None else body.temperature,
@@ -192,11 +185,11 @@ def _params(body: BaseBody, **fields: Any) -> GenerateParams:
     )
 
 
-def _message(message: ChatMessageBody, place: int) -> ChatMessage:
-    check_role(message.role, place)
+def _message(message: ChatMessageBody, index: int) -> ChatMessage:
+    check_role(message.role, index)
     content = message.content
     if content in (None, []) and message.role != "assistant":
-        raise InvalidRequest(f"messages[{place}] of role {message.role} has no content", field="messages")
+        raise InvalidRequest(f"messages[{index}] of role {message.role} must have content", field="messages")
     if isinstance(content, list):
         for part in content:
             if part.type != "text" or part.text is None:
@@ -214,6 +207,6 @@ def _shared_refusals(body: BaseBody) -> dict[str, bool]:
 
 
 def _refuse(refusals: dict[str, bool]) -> None:
-    for name, is_asked in refusals.items():
-        if is_asked:
+    for name, is_requested in refusals.items():
+        if is_requested:
             raise InvalidRequest(f"{name} is not supported yet", field=name)

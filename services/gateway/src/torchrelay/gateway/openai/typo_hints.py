@@ -1,19 +1,20 @@
-"""Names that are one slip of the pen away from a known one. Pure."""
+"""Finds names one edit away from a known one. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from itertools import islice
 
-MIN_CHARS = 4  # of shorter names nearly everything is one edit away
-MAX_UNKNOWN = 32  # so many of a body's names are looked at
+MIN_CHARS = 4  # nearly everything is one edit away from shorter names
+MAX_UNKNOWN = 32  # names of a body that are examined
 
 
 def typo_hint(given: Collection[str], known: Collection[str]) -> tuple[str, str] | None:
-    """The first unknown name of ``given`` that is one edit away from a known one, and that one; None: there is none.
+    """The first unknown name of ``given`` that is one edit away from a known one, with that one, if any.
 
-    A known name that is given too was not meant: beside ``model``, ``models`` is somebody's extension.
+    Known names that are given too do not count: beside ``model``, ``models`` is somebody's extension.
     """
+    # Not difflib: a cutoff that accepts swaps in short names ("modle") rejects other servers' fields (min_tokens).
     unknown = list(islice((name for name in given if name not in known), MAX_UNKNOWN))
     if not unknown:
         return None
@@ -22,15 +23,15 @@ def typo_hint(given: Collection[str], known: Collection[str]) -> tuple[str, str]
 
 
 def _near(name: str, known: Iterable[str]) -> Iterable[str]:
-    return (one for one in known if is_one_edit_away(name, one))
+    return (other for other in known if is_one_edit_away(name, other))
 
 
 def is_one_edit_away(name: str, other: str) -> bool:
-    """Whether one letter more, less or other, or two neighbours swapped, makes ``other`` of ``name``."""
+    """Whether one insertion, deletion, substitution or swap of neighbours turns ``name`` into ``other``."""
     if abs(len(name) - len(other)) > 1 or name == other:
         return False
     differ = next((place for place, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), None)
-    if differ is None:  # one begins with the other, and has one letter more
+    if differ is None:  # one is the other plus one letter
         return True
     rest, other_rest = name[differ:], other[differ:]
     swapped = rest[:2] == other_rest[:2][::-1] and rest[2:] == other_rest[2:]

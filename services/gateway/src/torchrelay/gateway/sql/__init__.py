@@ -1,1 +1,1 @@
-"""The gateway's SQL: its tables, its one engine, its migrations."""
+"""The gateway's SQL: tables, engine, migrations, and caches validated by table versions."""

@@ -1,10 +1,10 @@
-"""The one SQL engine of the process: SQLite or PostgreSQL, read and write transactions, errors of the house.
+"""The SQL engine of the process: SQLite or PostgreSQL, read and write transactions, errors mapped to ours.
 
 SQLite runs in WAL mode with ``synchronous=FULL``: with NORMAL a power cut may lose the last commits, and a lost opened
-row is a request whose tokens were delivered and never billed. The ledger commits in groups, which pays for the fsync.
+row is a request delivered but never billed. The ledger's group commits amortize the fsync.
 
-SQLAlchemy's Core runs here over its asyncio drivers by ``greenlet_spawn``, as its own ``AsyncEngine`` does. That one is
-not used because importing it brings the ORM along: 8 MB of a process that is to stay small.
+SQLAlchemy Core runs over asyncio drivers by ``greenlet_spawn``, as its ``AsyncEngine`` does. ``AsyncEngine`` itself
+would import the ORM, which costs 8 MB.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_tim
 
 
 def driver_url(url: str) -> URL:
-    """``url`` with the asyncio driver for its database. Raises ``ValueError`` for any but SQLite and PostgreSQL."""
+    """``url`` with its database's asyncio driver. Raises ``ValueError`` unless it is SQLite or PostgreSQL."""
     parsed = make_url(url)
     backend = parsed.get_backend_name()
     if backend not in _DRIVERS:
-        raise ValueError(f"database_url names {backend!r}: only sqlite and postgresql are supported")
+        raise ValueError(f"database_url: unsupported database {backend!r}; use sqlite or postgresql")
     return parsed.set(drivername=_DRIVERS[backend])
 
 
@@ -54,27 +54,27 @@ class SqlConnection:
     async def execute(
         self, statement: Executable, parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     ) -> CursorResult[*tuple[Any, ...]]:
-        """The result, its rows already read. Several ``parameters``: the statement once for each."""
+        """The result, with its rows already fetched. Runs once per element if ``parameters`` is a sequence."""
         return await greenlet_spawn(self._connection.execute, statement, parameters)
 
     async def run_sync(self, call: Callable[[Connection], T]) -> T:
-        """What ``call`` makes of the plain SQLAlchemy connection (for inspection and comparison)."""
+        """Calls ``call`` with the plain SQLAlchemy connection (for inspection)."""
         return await greenlet_spawn(call, self._connection)
 
 
 class Database:
-    """Owns the connections. ``read()``, ``write()`` and ``transact()`` are one transaction each."""
+    """Owns the connection pools. ``read()``, ``write()`` and ``transact()`` are one transaction each."""
 
     def __init__(self, url: str) -> None:
         parsed = driver_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
         self._thread: ThreadPoolExecutor | None = None
         if self.is_sqlite:
-            self._engine = _sqlite_engine(parsed, 2)  # one writes, one reads: each is a thread and a page cache
+            self._engine = _sqlite_engine(parsed, 2)  # a writer and a reader, each with a thread and a page cache
             self._transact_engine = _sqlite_engine(parsed.set(drivername="sqlite"), 1)
             self._thread = batch_executor(1, "transact")
         else:
-            # Connections are checked before use: a database that was restarted costs no request.
+            # pool_pre_ping: a restarted database fails no request.
             self._engine = create_engine(
                 parsed, pool_size=5, max_overflow=5, pool_pre_ping=True, pool_timeout=5, hide_parameters=True
             )
@@ -83,8 +83,8 @@ class Database:
 
     @asynccontextmanager
     async def read(self) -> AsyncIterator[SqlConnection]:
-        """A connection in a transaction that only reads. Raises ``Unavailable`` when the database is away."""
-        with _house_errors():
+        """A connection in a read-only transaction. Raises ``Unavailable`` if the database is unreachable."""
+        with _mapped_errors():
             connection = await greenlet_spawn(self._engine.connect)
             try:
                 yield SqlConnection(connection)
@@ -93,11 +93,8 @@ class Database:
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[SqlConnection]:
-        """A transaction, committed at the end of the block and rolled back by an exception.
-
-        SQLite has one writer at a time: it takes the lock at its beginning, so that it cannot fail half-way for it.
-        """
-        with _house_errors():
+        """A connection in a transaction, committed at the end of the block and rolled back by an exception."""
+        with _mapped_errors():
             async with self._one_writer(), self._transaction() as connection:
                 yield connection
 
@@ -110,26 +107,26 @@ class Database:
             yield SqlConnection(connection)
             await greenlet_spawn(connection.commit)
         finally:
-            # Closing rolls back what is not committed. Shielded: a cancelled caller leaves no transaction behind.
+            # Closing rolls back an uncommitted transaction; shielded, so that it also happens for a cancelled caller.
             await asyncio.shield(greenlet_spawn(connection.close))
 
     async def transact(self, work: Callable[[Connection], T]) -> T:
-        """What ``work`` makes of a plain connection, in a transaction that is committed when it returns.
+        """Runs ``work`` with a plain connection, in a transaction that is committed unless it raises.
 
-        It is rolled back when ``work`` raises. With SQLite all of it runs on one thread: it costs two switches of
-        threads, where every statement of ``write()`` costs some six. For what is done often.
+        For frequent work: with SQLite it runs on one thread, which costs two thread switches in all, where each
+        statement of ``write()`` costs about six.
         """
-        with _house_errors():
+        with _mapped_errors():
             async with self._one_writer():
                 running = asyncio.ensure_future(self._transacted(work))
                 try:
                     return await asyncio.shield(running)
                 except asyncio.CancelledError:
-                    while not running.done():  # until then its caller is the one writer, however often it is cancelled
+                    while not running.done():  # holds the writer lock until it ends, even if cancelled again
                         with suppress(asyncio.CancelledError):
                             await asyncio.wait({running})
                     if not running.cancelled():
-                        running.exception()  # nobody is left to be told: it is rolled back
+                        running.exception()  # marks it as retrieved: the caller is gone, the work rolled back
                     raise
 
     async def _transacted(self, work: Callable[[Connection], T]) -> T:
@@ -142,10 +139,10 @@ class Database:
         return self._writing if self.is_sqlite else nullcontext()
 
     def insert(self, table: Table) -> sqlite.Insert | postgresql.Insert:
-        """An INSERT that knows ON CONFLICT, in this database's dialect."""
+        """An INSERT with ON CONFLICT support in this database's dialect."""
         if self.is_sqlite:
             return sqlite.insert(table)
-        from sqlalchemy.dialects import postgresql  # loaded by the engine already; with SQLite it would cost 3 MB
+        from sqlalchemy.dialects import postgresql  # already loaded by the engine; with SQLite it would cost 3 MB
 
         return postgresql.insert(table)
 
@@ -153,7 +150,7 @@ class Database:
         await greenlet_spawn(self._engine.dispose)
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._transact_engine.dispose)
-            self._thread.shutdown(wait=False)  # it has nothing to do any more
+            self._thread.shutdown(wait=False)
 
 
 def _sqlite_engine(url: URL, pool_size: int) -> Engine:
@@ -177,17 +174,17 @@ def _in_transaction(engine: Engine, work: Callable[[Connection], T]) -> T:
 
 
 @contextmanager
-def _house_errors() -> Iterator[None]:
-    """Turns "the database is away" into ``Unavailable``; faults of our own statements stay what they are."""
+def _mapped_errors() -> Iterator[None]:
+    """Maps connection failures to ``Unavailable``; errors of our own statements pass through."""
     try:
         yield
     except (OperationalError, InterfaceError, PoolTimeout, OSError) as error:
         log.warning("database_away", error=f"{type(error).__name__}: {error}"[:300])
-        raise Unavailable("the database is away; try again") from error
+        raise Unavailable("the database is unavailable; try again") from error
     except DBAPIError as error:
         if not error.connection_invalidated:
             raise
-        raise Unavailable("the database went away; try again") from error
+        raise Unavailable("the database connection was lost; try again") from error
 
 
 def _set_pragmas(connection: Any, _record: object) -> None:
@@ -198,6 +195,7 @@ def _set_pragmas(connection: Any, _record: object) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # The driver is in autocommit mode: it would begin late, after the first read.
+    # The driver is in autocommit mode and would begin only after the first read. A writer takes the lock at once, so
+    # that it cannot fail half-way for it.
     write = connection.get_execution_options().get("torchrelay_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")

@@ -1,7 +1,7 @@
-"""Many small writes, few commits: whatever waits when a transaction begins is committed with it.
+"""Group commit: all writes pending when a transaction begins share it.
 
-A write that comes alone is committed at once. Where they come in numbers, each transaction waits for more of them: the
-longer the more came last, for then waiting brings many, and a transaction costs as much as twenty writes in one.
+A single write is committed at once. Under load each transaction waits for more writes, the longer the larger the last
+batch was: a transaction costs as much as twenty writes within one.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from sqlalchemy import Connection
 from torchrelay.common.errors import TorchrelayError, Unavailable
 from torchrelay.gateway.sql.database import Database
 
-_MAX_QUEUED_WRITES = 10_000  # writes of all running requests together; beyond it a caller waits for room
+_MAX_QUEUED_WRITES = 10_000  # over all running requests; beyond it callers wait
 _MAX_BATCH_WRITES = 256
-_LINGER_S = 0.002  # for each write of the last transaction
+_LINGER_S = 0.002  # per write of the last batch
 _MAX_LINGER_S = 0.032
 
 W = TypeVar("W")
@@ -26,17 +26,17 @@ Apply: TypeAlias = Callable[[Connection, Sequence[W]], Mapping[int, Result]]
 
 
 def linger_s(num_last: int, idle_s: float) -> float:
-    """How long a transaction waits for more writes: the last had ``num_last``, and then none came for ``idle_s``."""
+    """How long to wait for more writes after a batch of ``num_last`` writes and ``idle_s`` without any."""
     if num_last <= 1 or idle_s > _MAX_LINGER_S:
         return 0.0
     return min(num_last * _LINGER_S, _MAX_LINGER_S)
 
 
 class GroupCommit(Generic[W]):
-    """Owns the one task that commits. Entered before use; leaving it commits what waits, then ends the task.
+    """Owns the committing task. An async context manager; on exit it commits pending writes.
 
-    ``apply`` does a batch of writes within one transaction and returns their results by index; a result that is an
-    error is raised to its caller alone.
+    ``apply`` performs a batch of writes within one transaction and returns their results by index; a result that is
+    an error is raised to its caller alone.
     """
 
     def __init__(self, database: Database, apply: Apply[W]) -> None:
@@ -56,9 +56,9 @@ class GroupCommit(Generic[W]):
             await task
 
     async def do(self, write: W) -> int:
-        """The result of ``write`` once it is committed. Raises its error, or ``Unavailable`` when SQL is away.
+        """The result of ``write`` once committed. Raises its error, or ``Unavailable`` without SQL.
 
-        A caller that is cancelled while it waits leaves its write in place: it may be committed all the same.
+        The write of a caller cancelled meanwhile may still be committed.
         """
         if self._task is None:
             raise Unavailable("the gateway is shutting down")
@@ -81,7 +81,7 @@ class GroupCommit(Generic[W]):
             await self._commit([entry for entry in batch if entry is not None])
 
     async def _commit(self, batch: list[tuple[W, asyncio.Future[int]]]) -> None:
-        """Commits the batch whole; when one write in it breaks it, each on its own, so that only that one fails."""
+        """Commits the batch. If it fails, commits each write on its own, so that only the faulty one fails."""
         if not batch:
             return
         writes = [write for write, _ in batch]
@@ -90,7 +90,7 @@ class GroupCommit(Generic[W]):
         except Unavailable as error:
             for _, done in batch:
                 _resolve(done, error)
-        except Exception as error:  # not swallowed: the callers get it
+        except Exception as error:  # raised to the callers
             if len(batch) == 1:
                 _resolve(batch[0][1], error)
                 return
@@ -102,7 +102,7 @@ class GroupCommit(Generic[W]):
 
 
 def _resolve(done: asyncio.Future[int], result: int | Exception) -> None:
-    if done.done():  # the caller left
+    if done.done():  # the caller was cancelled
         return
     if isinstance(result, Exception):
         done.set_exception(result)

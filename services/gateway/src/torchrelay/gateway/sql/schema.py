@@ -1,7 +1,7 @@
-"""Brings the schema to this version's head at start.
+"""Migrates the schema at start.
 
-Alembic costs megabytes and runs once, so it runs in a child process, and only when the schema is not there yet. Several
-gateways that start together on PostgreSQL take turns (an advisory lock); the later ones find nothing to do.
+Alembic takes megabytes and runs once, hence in a child process, and only if the schema is outdated. Gateways starting
+together on PostgreSQL are serialized by an advisory lock; the later ones find nothing to do.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.sql.database import Database, SqlConnection
 
 log = get_logger(__name__)
-HEAD = "0001"  # revisions are rising numbers, so that an older gateway knows a newer schema when it meets one
+HEAD = "0001"  # revisions increase, so that an older gateway recognizes a newer schema
 MIGRATIONS = Path(__file__).with_name("migrations")
 
 
 async def ensure_schema(database: Database, url: str) -> None:
-    """Returns once the schema is at ``HEAD`` or newer. Raises ``RuntimeError`` with Alembic's words when it fails."""
+    """Returns once the schema is at ``HEAD`` or newer. Raises ``RuntimeError`` with Alembic's output on failure."""
     async with database.read() as connection:
         revision = await _revision(connection)
     if revision >= HEAD:
@@ -34,13 +34,13 @@ async def ensure_schema(database: Database, url: str) -> None:
         stdin=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    _, said = await child.communicate(url.encode())  # by standard input: a URL holds a password
+    _, output = await child.communicate(url.encode())  # through stdin, because a URL may hold a password
     if child.returncode != 0:
-        raise RuntimeError(f"the database could not be brought to revision {HEAD}:\n{said.decode()[-2000:]}")
+        raise RuntimeError(f"cannot migrate the database to revision {HEAD}:\n{output.decode()[-2000:]}")
 
 
 async def _revision(connection: SqlConnection) -> str:
-    """The schema's revision; empty for a fresh database."""
+    """The schema's revision; empty for a new database."""
     tables = await connection.run_sync(lambda sync: inspect(sync).get_table_names())
     if "alembic_version" not in tables:
         return ""
@@ -48,7 +48,7 @@ async def _revision(connection: SqlConnection) -> str:
 
 
 def main() -> None:
-    """The child process: reads the database's URL from standard input and upgrades it."""
+    """The child process: upgrades the database whose URL it reads from stdin."""
     from alembic import command
     from alembic.config import Config
 

@@ -1,12 +1,11 @@
-"""How far caches of SQL may be trusted: for half a second after SQL confirmed the version of their table.
+"""Validates caches of SQL tables: each is trusted for half a second after SQL confirmed its table's version.
 
-Every change that must be seen at once (a revoked key, a published model, a new price) raises its table's version in
-the same transaction. A gateway that has not confirmed the versions within ``confirm_s`` asks SQL, with one small query
-for all tables, before it trusts its caches again; so a revocation holds everywhere within ``confirm_s`` and a query,
-whether or not the hint on NATS arrives. When SQL is away, nothing is confirmed and requests are refused with 503.
+Every change that must take effect at once (a revoked key, a published model, a new price) bumps its table's version in
+the same transaction. After ``confirm_s`` without confirmation a gateway queries all versions before it trusts its
+caches again. A revocation thus takes effect everywhere within ``confirm_s`` plus one query, whether or not the NATS
+hint arrives. Without SQL nothing is confirmed and requests fail with 503.
 
-Redis is no key cache here: a miss costs one primary-key read either way, and a second cache is a second thing to
-revoke.
+Redis does not cache keys: a miss costs one primary-key read either way, and a second cache would need revocation too.
 """
 
 from __future__ import annotations
@@ -25,45 +24,44 @@ TableName = Literal["keys", "catalog"]
 
 
 async def bump_version(connection: SqlConnection, name: TableName) -> None:
-    """Makes every gateway's cache of the table stale once the transaction commits."""
+    """Invalidates every gateway's cache of the table once the transaction commits."""
     row = table_versions.c
     await connection.execute(update(table_versions).where(row.name == name).values(version=row.version + 1))
 
 
 class TableVersions:
-    """The versions SQL confirmed last, and when it was asked."""
+    """The last confirmed versions, and when they were queried."""
 
     def __init__(self, database: Database, confirm_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._database = database
         self._confirm_s = confirm_s
         self._clock = clock
         self._versions: dict[str, int] = {}
-        self._asked_at = float("-inf")
+        self._queried_at = float("-inf")
         self._num_invalidations = 0
-        self._asking = asyncio.Lock()
+        self._querying = asyncio.Lock()
 
     def invalidate(self) -> None:
-        """Something changed (our own commit, or a hint): ask SQL before the next use."""
-        self._asked_at = float("-inf")
+        """Forces a query before the next use, after an own commit or a hint."""
+        self._queried_at = float("-inf")
         self._num_invalidations += 1
 
     async def confirmed(self, name: TableName) -> int:
-        """The table's version, at most ``confirm_s`` old. Raises ``Unavailable`` when SQL is away."""
+        """The table's version, at most ``confirm_s`` old. Raises ``Unavailable`` without SQL."""
         if not self._is_fresh():
-            async with self._asking:
+            async with self._querying:
                 if not self._is_fresh():
                     await self._query()
         return self._versions[name]
 
     def _is_fresh(self) -> bool:
-        return self._clock() - self._asked_at < self._confirm_s
+        return self._clock() - self._queried_at < self._confirm_s
 
     async def _query(self) -> None:
-        asked_at, num_invalidations = self._clock(), self._num_invalidations
+        queried_at, num_invalidations = self._clock(), self._num_invalidations
         async with self._database.read() as connection:
             rows = await connection.execute(select(table_versions.c.name, table_versions.c.version))
             self._versions = {row.name: row.version for row in rows}
-        if (
-            num_invalidations == self._num_invalidations
-        ):  # else the answer may be older than the doubt: use it once only
-            self._asked_at = asked_at
+        # Invalidated during the query: its result may be outdated, so the next use queries again.
+        if num_invalidations == self._num_invalidations:
+            self._queried_at = queried_at

@@ -1,4 +1,4 @@
-"""The tables. Times are unix microseconds, money is integer nano-units; rows of money are never updated, but for two:
+"""The tables. Times are Unix microseconds, money is integer nano-dollars. Accounting rows are never updated, except
 ``opened.settled_unix_us`` (set once) and ``balances.spent_nano`` (the sum of the tenant's ledger rows).
 """
 
@@ -30,7 +30,7 @@ metadata = MetaData(
 
 secrets = Table("secrets", metadata, Column("name", String, primary_key=True), Column("value", String, nullable=False))
 
-# A cache of rows of these tables is good for as long as the table's version is the one it was read at.
+# Cached rows of a table are valid as long as its version is the one they were read at.
 table_versions = Table(
     "table_versions",
     metadata,
@@ -60,7 +60,7 @@ api_keys = Table(
     Column("revoked_unix_us", BigInteger),
 )
 
-# What a version is made of, as the param-store described it: the same content has the same row, whoever uploaded it.
+# Versions as described by the param-store; content-addressed, so tenants with equal uploads share a row.
 versions = Table(
     "versions",
     metadata,
@@ -82,7 +82,7 @@ models = Table(
     Column("updated_unix_us", BigInteger, nullable=False),
 )
 
-# Versions no model named any more when the row was made: their bytes are freed after a while, unless named again.
+# Versions no longer used by any model; their bytes are freed after a while, unless used again.
 retired_versions = Table(
     "retired_versions",
     metadata,
@@ -90,7 +90,7 @@ retired_versions = Table(
     Column("retired_unix_us", BigInteger, nullable=False),
 )
 
-# A price is valid from its time until the next row of the same model begins.
+# A price is valid until the next row of the same model starts.
 prices = Table(
     "prices",
     metadata,
@@ -129,10 +129,10 @@ opened = Table(
     Column("opened_unix_us", BigInteger, nullable=False),
     Column("settled_unix_us", BigInteger),
 )
-# Partial on PostgreSQL too (see the migration); saying so here would load that dialect, 3 MB, where SQLite is used.
+# Partial on PostgreSQL too (see the migration); declaring it here would load that dialect, 3 MB, even with SQLite.
 Index("ix_opened_unsettled", opened.c.gateway_id, sqlite_where=text("settled_unix_us IS NULL"))
 
-# One row per choice. The prompt stands in the row of the request's first choice only, so that sums are right.
+# One row per choice. Only the first choice carries the prompt tokens, so that sums are right.
 ledger = Table(
     "ledger",
     metadata,
@@ -159,7 +159,7 @@ balances = Table(
     Column("spent_nano", BigInteger, nullable=False),
 )
 
-# Gateway processes that live: each counts its beat up; who stops counting is gone.
+# Live gateway processes: each increments its beat; one that stops is gone (billing/heartbeat.py).
 gateways = Table(
     "gateways",
     metadata,

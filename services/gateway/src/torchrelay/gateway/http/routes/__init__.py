@@ -1,1 +1,1 @@
-"""The tenants' REST door, all but the token path: tenants, keys, uploads, models, usage, bills, prices."""
+"""The REST API without the token path, a module per resource."""

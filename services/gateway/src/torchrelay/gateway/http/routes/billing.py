@@ -1,4 +1,4 @@
-"""/v1/usage, /v1/bill, /v1/prices, /v1/reconcile: what was used, what it costs, and whether the books are right."""
+"""/v1/usage, /v1/bill, /v1/prices, /v1/reconcile."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torchrelay.gateway.core import Price
 from torchrelay.gateway.http.dependencies import Admin, Caller, ServicesOf, tenant_of
 
 router = APIRouter(prefix="/v1")
-_MAX_NANO = 10**12  # a thousand dollars a token: a slip of the pen
+_MAX_NANO = 10**12  # a thousand dollars per token: certainly a mistake
 
 
 class NewPrice(BaseModel):
-    """Nano-dollars per token; without a model, the default of all."""
+    """Nano-dollars per token; without a model, the default price."""
 
     model_config = ConfigDict(extra="forbid")
     model: str = ""
@@ -44,86 +44,78 @@ async def usage(
     tenant: str | None = None,
     group_by: GroupBy | None = None,
 ) -> dict[str, Any]:
-    """Settled usage in [from, to), by the time of settlement."""
+    """Usage settled in [from, to)."""
     is_of_all = caller.is_admin and tenant is None
     tenant_id = None if is_of_all else (await tenant_of(services, caller, tenant)).tenant_id
     if model is not None and "/" not in model:
         if is_of_all:
-            raise InvalidRequest(
-                "models are named per tenant: write TENANT/NAME, or name the tenant too", field="model"
-            )
+            raise InvalidRequest("model must be TENANT/NAME unless tenant is given", field="model")
         model = f"{tenant or caller.tenant}/{model}"
-    wanted = UsageFilter(
+    filter_ = UsageFilter(
         tenant_id=tenant_id,
         key_id=key,
         model=model,
         from_unix_us=None if begin is None else instant_of(begin, "from"),
         to_unix_us=None if end is None else instant_of(end, "to"),
     )
-    sums = await usage_sums(services.database, wanted, group_by)
-    total = sums if group_by is None else await usage_sums(services.database, wanted, None)
-    return {"object": "list", "data": [_sum(one, group_by) for one in sums], "total": _sum(total[0], None)}
+    sums = await usage_sums(services.database, filter_, group_by)
+    total = sums if group_by is None else await usage_sums(services.database, filter_, None)
+    return {"object": "list", "data": [_sum(each, group_by) for each in sums], "total": _sum(total[0], None)}
 
 
 @router.get("/bill")
 async def bill(
     services: ServicesOf, caller: Caller, period: str | None = None, tenant: str | None = None
 ) -> dict[str, Any]:
-    """A month's bill of a tenant, by default this month's so far: a line per model and price."""
-    of = await tenant_of(services, caller, tenant)
+    """A tenant's monthly bill, by default of the current month so far: a line per model and price."""
+    billed = await tenant_of(services, caller, tenant)
     period = period or datetime.now(UTC).strftime("%Y-%m")
     begin, end = month_bounds(period)
-    wanted = UsageFilter(tenant_id=of.tenant_id, from_unix_us=begin, to_unix_us=end)
-    made = bill_of(period, await billed_sums(services.database, wanted))
+    filter_ = UsageFilter(tenant_id=billed.tenant_id, from_unix_us=begin, to_unix_us=end)
+    result = bill_of(period, await billed_sums(services.database, filter_))
     return {
         "object": "bill",
-        "tenant": of.name,
+        "tenant": billed.name,
         "period": period,
         "currency": CURRENCY,
-        "lines": [_bill_line(line) for line in made.lines],
-        "cost_nano": made.cost_nano,
-        "amount": str(made.amount),
+        "lines": [_bill_line(line) for line in result.lines],
+        "cost_nano": result.cost_nano,
+        "amount": str(result.amount),
     }
 
 
 @router.get("/prices")
 async def prices(services: ServicesOf, caller: Caller) -> dict[str, Any]:
-    """The price list by the time each row begins; for a tenant the rows that can apply to its models."""
+    """The price list by start of validity; for a tenant, the rows that can apply to its models."""
     rows = await services.prices.all()
-    seen = [price for price in rows if caller.is_admin or price.model.partition("/")[0] in ("", caller.tenant)]
+    visible = [price for price in rows if caller.is_admin or price.model.partition("/")[0] in ("", caller.tenant)]
     return {
         "object": "list",
         "currency": CURRENCY,
-        "data": [_price(price, valid_until(rows, price)) for price in seen],
+        "data": [_price(price, valid_until(rows, price)) for price in visible],
     }
 
 
 @router.put("/prices")
-async def add_price(services: ServicesOf, _admin: Admin, wanted: NewPrice) -> dict[str, Any]:
-    """Begins a new row of the price list; rows are never changed."""
-    if wanted.model and wanted.model.count("/") != 1:
-        raise InvalidRequest("name the model as tenant/model, or leave it out for the default", field="model")
-    begin = None if wanted.valid_from is None else instant_of(wanted.valid_from, "valid_from")
-    price = await services.prices.add(wanted.model, wanted.prompt_nano, wanted.cached_nano, wanted.output_nano, begin)
+async def add_price(services: ServicesOf, _admin: Admin, body: NewPrice) -> dict[str, Any]:
+    """Adds a row to the price list; rows are never changed."""
+    if body.model and body.model.count("/") != 1:
+        raise InvalidRequest("model must be tenant/model, or omitted for the default price", field="model")
+    begin = None if body.valid_from is None else instant_of(body.valid_from, "valid_from")
+    price = await services.prices.add(body.model, body.prompt_nano, body.cached_nano, body.output_nano, begin)
     return _price(price, None)
 
 
 @router.get("/reconcile")
 async def reconciliation(services: ServicesOf, _admin: Admin) -> dict[str, Any]:
-    found = await reconcile(services.database)
-    return {**asdict(found), "ok": not found.faults}
+    result = await reconcile(services.database)
+    return {**asdict(result), "ok": not result.faults}
 
 
-def _sum(one: UsageSum, group_by: GroupBy | None) -> dict[str, Any]:
-    named = {} if group_by is None else {group_by: one.group}
-    return named | {
-        "prompt_tokens": one.prompt_tokens,
-        "cached_tokens": one.cached_tokens,
-        "completion_tokens": one.completion_tokens,
-        "requests": one.requests,
-        "cost_nano": one.cost_nano,
-        "cost": exact_amount(one.cost_nano),
-    }
+def _sum(usage_sum: UsageSum, group_by: GroupBy | None) -> dict[str, Any]:
+    totals = asdict(usage_sum)
+    group = totals.pop("group")
+    return ({} if group_by is None else {group_by: group}) | totals | {"cost": exact_amount(usage_sum.cost_nano)}
 
 
 def _bill_line(line: BillLine) -> dict[str, Any]:

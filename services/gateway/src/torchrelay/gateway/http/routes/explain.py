@@ -1,4 +1,4 @@
-"""/v1/requests/{id}/explain: where the time of one request went, and why the platform did what it did."""
+"""/v1/requests/{id}/explain: a request's timeline and the platform's decisions about it."""
 
 from __future__ import annotations
 
@@ -13,35 +13,20 @@ from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf
 from torchrelay.gateway.sql.tables import opened
 
 router = APIRouter(prefix="/v1/requests")
+_PHASE = ("name", "begin_unix_us", "end_unix_us", "where", "detail")
+_DECISION = ("at_unix_us", "kind", "subject", "reason")
 
 
 @router.get("/{request_id}/explain")
 async def explain(services: ServicesOf, caller: Caller, request_id: str) -> dict[str, Any]:
-    """Phases in order of begin, decisions in order of time. A request is known from its first token on."""
+    """Phases by begin, decisions by time. A request is known once it is opened in the ledger."""
     await _check_is_own(services, caller, request_id)
-    said = await services.scheduler.explain(request_id)
+    explanation = await services.scheduler.explain(request_id)
     return {
         "id": request_id,
         "object": "explanation",
-        "phases": [
-            {
-                "name": phase.name,
-                "begin_unix_us": phase.begin_unix_us,
-                "end_unix_us": phase.end_unix_us,
-                "where": phase.where,
-                "detail": phase.detail,
-            }
-            for phase in said.phases
-        ],
-        "decisions": [
-            {
-                "at_unix_us": decision.at_unix_us,
-                "kind": decision.kind,
-                "subject": decision.subject,
-                "reason": decision.reason,
-            }
-            for decision in said.decisions
-        ],
+        "phases": [{name: getattr(phase, name) for name in _PHASE} for phase in explanation.phases],
+        "decisions": [{name: getattr(each, name) for name in _DECISION} for each in explanation.decisions],
     }
 
 
@@ -51,4 +36,4 @@ async def _check_is_own(services: Services, caller: Principal, request_id: str) 
         query = query.where(opened.c.tenant_id == caller.tenant_id)
     async with services.database.read() as connection:
         if (await connection.execute(query)).first() is None:
-            raise NotFound(f"there is no request {request_id!r}", field="request_id")
+            raise NotFound(f"request {request_id!r} not found", field="request_id")

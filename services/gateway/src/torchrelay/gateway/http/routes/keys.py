@@ -1,4 +1,4 @@
-"""/v1/keys: a tenant's keys, made, listed and revoked by any of them, or by the admin."""
+"""/v1/keys: a tenant's keys; managed with any of them, or with the admin key."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class NewKey(BaseModel):
 
 
 @router.post("", status_code=201)
-async def create(services: ServicesOf, caller: Caller, wanted: NewKey) -> dict[str, Any]:
-    tenant = await tenant_of(services, caller, wanted.tenant)
-    limit = wanted.requests_per_minute
-    if caller.requests_per_minute is not None:  # a limited key makes no key that may do more than itself
+async def create(services: ServicesOf, caller: Caller, body: NewKey) -> dict[str, Any]:
+    tenant = await tenant_of(services, caller, body.tenant)
+    limit = body.requests_per_minute
+    if caller.requests_per_minute is not None:  # a limited key cannot create one with a higher limit
         limit = min(limit or caller.requests_per_minute, caller.requests_per_minute)
-    info, token = await services.keys.create(tenant.name, tenant.tenant_id, wanted.name, limit)
+    info, token = await services.keys.create(tenant.name, tenant.tenant_id, body.name, limit)
     return {**_shown(info), "key": token}
 
 

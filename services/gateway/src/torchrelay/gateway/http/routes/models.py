@@ -1,4 +1,4 @@
-"""/v1/models: OpenAI's list, with what is ours."""
+"""/v1/models: OpenAI's model list, with extensions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ router = APIRouter(prefix="/v1/models")
 
 
 class ScalingSettingsBody(BaseModel):
-    """``None``: as it is; 0: the scheduler's default."""
+    """``None``: unchanged; 0: the scheduler's default."""
 
     model_config = ConfigDict(extra="forbid")
     idle_timeout_s: float | None = Field(default=None, ge=0, le=30 * 86400)
@@ -36,9 +36,9 @@ async def one_model(services: ServicesOf, caller: Caller, name: str) -> dict[str
 
 
 @router.patch("/{name:path}")
-async def change(services: ServicesOf, caller: Caller, name: str, wanted: ScalingSettingsBody) -> dict[str, Any]:
-    """Instances that run hear of it with the model's next request: settings travel to the scheduler with requests."""
-    await services.catalog.set_scaling(await services.catalog.resolve(caller, name), wanted.scaling())
+async def change(services: ServicesOf, caller: Caller, name: str, body: ScalingSettingsBody) -> dict[str, Any]:
+    """Takes effect with the model's next request, which carries the settings to the scheduler."""
+    await services.catalog.set_scaling(await services.catalog.resolve(caller, name), body.scaling())
     return shown(services, await services.catalog.resolve(caller, name))
 
 
@@ -51,7 +51,7 @@ async def delete(services: ServicesOf, caller: Caller, name: str) -> dict[str, A
 
 
 def shown(services: Services, model: PublishedModel) -> dict[str, Any]:
-    """A model as OpenAI lists it, and as much of its version as its tenant may care for."""
+    """A model in OpenAI's format, extended by its version and settings."""
     version, default = model.version, services.default_scaling
     return {
         "id": model.name,

@@ -1,4 +1,4 @@
-"""/v1/tenants: for the admin."""
+"""/v1/tenants: admin only."""
 
 from __future__ import annotations
 
@@ -13,24 +13,21 @@ from torchrelay.gateway.http.dependencies import Admin, ServicesOf
 router = APIRouter(prefix="/v1/tenants")
 
 
-class NewTenant(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-    name: str
-    storage_quota_bytes: int | None = Field(default=None, ge=0, lt=2**63)
-    budget_nano: int | None = Field(default=None, ge=0, lt=2**53)
-
-
 class TenantChange(BaseModel):
-    """What is left out stays as it is; ``null`` is no limit."""
+    """Omitted fields stay unchanged; ``null`` means no limit."""
 
     model_config = ConfigDict(extra="forbid")
     storage_quota_bytes: int | None = Field(default=None, ge=0, lt=2**63)
     budget_nano: int | None = Field(default=None, ge=0, lt=2**53)
+
+
+class NewTenant(TenantChange):
+    name: str
 
 
 @router.post("", status_code=201)
-async def create(services: ServicesOf, _admin: Admin, wanted: NewTenant) -> dict[str, Any]:
-    return _shown(await services.tenants.create(wanted.name, wanted.storage_quota_bytes, wanted.budget_nano))
+async def create(services: ServicesOf, _admin: Admin, body: NewTenant) -> dict[str, Any]:
+    return _shown(await services.tenants.create(body.name, body.storage_quota_bytes, body.budget_nano))
 
 
 @router.get("")
@@ -39,9 +36,9 @@ async def all_tenants(services: ServicesOf, _admin: Admin) -> dict[str, Any]:
 
 
 @router.patch("/{name}")
-async def change(services: ServicesOf, _admin: Admin, name: str, wanted: TenantChange) -> dict[str, Any]:
-    """A changed budget holds for the next request; a smaller quota keeps what is stored and refuses more."""
-    return _shown(await services.tenants.change(name, wanted.model_dump(exclude_unset=True)))
+async def change(services: ServicesOf, _admin: Admin, name: str, body: TenantChange) -> dict[str, Any]:
+    """A new budget applies to the next request; a smaller quota keeps stored models but rejects uploads."""
+    return _shown(await services.tenants.change(name, body.model_dump(exclude_unset=True)))
 
 
 def _shown(tenant: Tenant) -> dict[str, Any]:

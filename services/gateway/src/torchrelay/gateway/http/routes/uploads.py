@@ -1,4 +1,4 @@
-"""/v1/uploads: declare files, send each in one or more pieces, commit."""
+"""/v1/uploads: declare files, send each in one or more parts, commit."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class NewUpload(BaseModel):
 
 
 @router.post("", status_code=201)
-async def begin(services: ServicesOf, caller: Caller, wanted: NewUpload) -> dict[str, Any]:
-    named, slash, model = wanted.model.rpartition("/")
+async def begin(services: ServicesOf, caller: Caller, body: NewUpload) -> dict[str, Any]:
+    named, slash, model = body.model.rpartition("/")
     tenant = await tenant_of(services, caller, named if slash else None)
     check_name(model, "model")
-    files = [DeclaredFile(file.path, file.size, file.sha256.lower()) for file in wanted.files]
+    files = [DeclaredFile(file.path, file.size, file.sha256.lower()) for file in body.files]
     return _shown(*await services.uploads.begin(tenant, model, files))
 
 
@@ -79,13 +79,13 @@ async def commit(
     services: ServicesOf,
     caller: Caller,
     upload_id: str,
-    wanted: ScalingSettingsBody | None = None,
+    body: ScalingSettingsBody | None = None,
     accept: Annotated[str, Header()] = "",
 ) -> Response:
-    """Publishes. With ``Accept: application/x-ndjson`` each step is a line, and the last line is the outcome."""
+    """Publishes the model. With ``Accept: application/x-ndjson`` each step is a line, and the last line the result."""
     upload = await services.uploads.find(caller, upload_id)
     slot_bytes = await services.scheduler.largest_slot_bytes()
-    steps = services.uploads.commit(upload, (wanted or ScalingSettingsBody()).scaling(), slot_bytes)
+    steps = services.uploads.commit(upload, (body or ScalingSettingsBody()).scaling(), slot_bytes)
     if NDJSON in accept:
         return StreamingResponse(_lines(services, caller, upload, steps), media_type=NDJSON)
     async with aclosing(steps):
@@ -102,11 +102,11 @@ async def _lines(
             async for step in steps:
                 yield _line({"stage": step.stage, "done": step.num_bytes_done, "total": step.num_bytes_total})
         yield _line({"model": shown(services, await _published(services, caller, upload))})
-    except TorchrelayError as error:  # the status has gone out: the outcome is in the last line
+    except TorchrelayError as error:  # the status has been sent: the result is in the last line
         yield _line(error_body(error))
-    except Exception:  # the same border as the application's own, which is too late for a last line
+    except Exception:  # the app's own handler could no longer write the last line
         log.exception("commit_crashed", upload_id=upload.upload_id)
-        yield _line(error_body(TorchrelayError("the gateway failed at this commit")))
+        yield _line(error_body(TorchrelayError("internal error during the commit")))
 
 
 async def _published(services: Services, caller: Caller, upload: Upload) -> PublishedModel:
@@ -116,7 +116,7 @@ async def _published(services: Services, caller: Caller, upload: Upload) -> Publ
 
 
 async def _body_of(request: Request) -> AsyncIterator[bytes]:
-    """The body as it arrives. A client that leaves ends it early: what came is kept, and can be gone on from."""
+    """The body as it arrives; a disconnect ends it early, and the received part can be resumed."""
     try:
         async for piece in request.stream():
             yield piece
@@ -137,10 +137,10 @@ def _shown(upload: Upload, files: Files) -> dict[str, Any]:
     }
 
 
-def _file(said: param_store_pb2.FileState) -> dict[str, Any]:
+def _file(state: param_store_pb2.FileState) -> dict[str, Any]:
     return {
-        "path": said.path,
-        "size": said.num_bytes,
-        "received": said.num_bytes_received,
-        "complete": said.complete,
+        "path": state.path,
+        "size": state.num_bytes,
+        "received": state.num_bytes_received,
+        "complete": state.complete,
     }

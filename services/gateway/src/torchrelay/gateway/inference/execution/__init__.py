@@ -1,3 +1,1 @@
-"""one request from admission to settlement: admission stream, worker streams, attempt, generation, running request,
-notifier, ledger writer. Imports core, inference.core, inference.ports, clients.
-"""
+"""One request from admission to settlement, over streams to the scheduler and the workers."""

@@ -1,7 +1,7 @@
 """The gateway's one stream to the scheduler: admissions out, placements in.
 
-The stream reconnects by itself. Everything open is then admitted again, with the placement it already has, so a
-restarted scheduler learns what runs; admitting twice has the effect of once.
+The stream reconnects by itself and then admits everything open again, with its current placement, so that a restarted
+scheduler learns what is running. Admitting is idempotent.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ log = get_logger(__name__)
 Listener: TypeAlias = Callable[[RequestEvent], None]
 AttemptId: TypeAlias = tuple[str, int]
 
-MAX_UNSENT = 100_000  # releases kept while the scheduler is away; it forgets what is not admitted again anyhow
-STABLE_S = 1.0  # a stream that ends sooner served nobody: a scheduler that is not the active one refuses at once
+MAX_UNSENT = 100_000  # kept while the scheduler is away; it also drops whatever is not admitted again
+STABLE_S = 1.0  # a stream that ends sooner served no request: a standby scheduler closes it at once
 RETRY_S = (0.05, 0.1, 0.2, 0.5)
 
 
@@ -46,7 +46,7 @@ class _Admission:
 
 
 class AdmissionStream:
-    """All open admissions of this gateway. ``run()`` keeps the stream; the other methods never block."""
+    """All open admissions of this gateway. ``run()`` maintains the stream; ``admit`` and ``release`` never block."""
 
     def __init__(
         self, scheduler: SchedulerStub, gateway_id: str, address: str, unreachable_after_s: float = 10.0
@@ -67,12 +67,12 @@ class AdmissionStream:
         return len(self._open)
 
     def admit(self, request: pb.AdmitRequest, listener: Listener) -> None:
-        """Asks for a placement; ``listener`` hears of it, of waiting, and of failure."""
+        """Requests a placement; ``listener`` receives it, or waiting notices, or a failure."""
         self._open[attempt_id_of(request.key)] = _Admission(request, listener)
         self._send(pb.AdmitCommand(admit=request))
 
     def release(self, release: pb.Release) -> None:
-        """Ends an attempt: its resources are free again, or its client left while it waited."""
+        """Ends an attempt: frees its resources, or withdraws it while it waits."""
         admission = self._open.pop(attempt_id_of(release.key), None)
         if admission is None:
             return
@@ -82,26 +82,26 @@ class AdmissionStream:
             self._send(pb.AdmitCommand(withdraw=pb.Withdraw(key=release.key)))
 
     async def flush(self, timeout_s: float) -> None:
-        """Waits until the scheduler has been sent everything, but no longer than ``timeout_s``."""
+        """Waits up to ``timeout_s`` until everything has been sent to the scheduler."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._emptied.wait()
 
     async def run(self) -> None:
-        """Keeps the stream until cancelled; tells who waits when the scheduler stays away too long."""
+        """Maintains the stream until cancelled; fails waiting requests if the scheduler stays away too long."""
         clock = asyncio.get_running_loop().time
         last_served, num_failures = clock(), 0
         while True:
             self._connected_at = None
             try:
-                await self._converse()
+                await self._run_stream()
             except grpc.aio.AioRpcError as error:
                 if num_failures == 0:
                     log.warning("scheduler_lost", why=error_from_rpc(error).message)
             except asyncio.InvalidStateError:
                 pass  # the call ended between two writes
             except asyncio.CancelledError:
-                # NOTE: grpc also says so of a call that ended on this side; only ours ends the task.
+                # NOTE: grpc raises this too for a call ended on this side; only our own cancellation ends the task.
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
@@ -112,7 +112,7 @@ class AdmissionStream:
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
 
-    async def _converse(self) -> None:
+    async def _run_stream(self) -> None:
         call: Any = self._scheduler.Admit()  # type: ignore[call-arg]
         try:
             async with asyncio.timeout(self._unreachable_after_s):
@@ -128,15 +128,15 @@ class AdmissionStream:
                 writer.cancel()
                 await asyncio.gather(writer, return_exceptions=True)
         except TimeoutError:
-            pass  # still no connection: run() counts the time
+            pass  # no connection yet; run() keeps the time
         finally:
             call.cancel()
 
     def _admit_again(self) -> None:
-        kept = [command for command in self._unsent if not command.HasField("admit")]
+        others = [command for command in self._unsent if not command.HasField("admit")]
         self._unsent.clear()
-        self._unsent.extend(pb.AdmitCommand(admit=one.request) for one in self._open.values())
-        self._unsent.extend(kept)
+        self._unsent.extend(pb.AdmitCommand(admit=admission.request) for admission in self._open.values())
+        self._unsent.extend(others)
         self._filled.set()
 
     async def _write(self, call: Any) -> None:
@@ -149,7 +149,7 @@ class AdmissionStream:
                     self._unsent.popleft()
                 self._emptied.set()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            call.cancel()  # ends the reader too, and run() connects again
+            call.cancel()  # also ends the reader; run() reconnects
 
     def _send(self, command: pb.AdmitCommand) -> None:
         self._unsent.append(command)
@@ -169,7 +169,7 @@ class AdmissionStream:
 
     def _placed(self, placement: pb.Placement) -> None:
         admission = self._open.get(attempt_id_of(placement.key))
-        if admission is None:  # it crossed the withdrawal
+        if admission is None:  # the placement crossed our withdrawal
             self._send(pb.AdmitCommand(release=pb.Release(key=placement.key)))
             return
         admission.is_placed = True

@@ -17,7 +17,7 @@ from torchrelay.gateway.inference.execution.worker_streams import RunStream, Wor
 
 @dataclass(frozen=True, slots=True)
 class Upstreams:
-    """The ways out of the gateway that an attempt takes."""
+    """The streams an attempt uses: to the scheduler and to the workers."""
 
     admissions: AdmissionStream
     workers: WorkerStreams
@@ -25,7 +25,7 @@ class Upstreams:
 
 
 def model_version(resolved: ResolvedRequest) -> types_pb2.ModelVersion:
-    """What the scheduler must know about the version a call goes to."""
+    """The scheduler's description of the requested version."""
     model, version, shape = resolved.model, resolved.model.version, resolved.model.version.shape
     return types_pb2.ModelVersion(
         version_id=version.version_id,
@@ -50,7 +50,7 @@ def model_version(resolved: ResolvedRequest) -> types_pb2.ModelVersion:
 def admit_request(
     resolved: ResolvedRequest, plan: AttemptPlan, lost_workers: Sequence[str], traceparent: str
 ) -> scheduler_pb2.AdmitRequest:
-    """What the scheduler is asked; resumed attempts ask for the same prompt with tokens to force."""
+    """The admission of an attempt; a resumed one has the same prompt plus tokens to force."""
     has_routing_keys = resolved.model.version.routing_block_tokens == ROUTING_TOKENS
     return scheduler_pb2.AdmitRequest(
         key=types_pb2.AttemptKey(request_id=resolved.request_id, attempt=plan.attempt),
@@ -67,7 +67,7 @@ def admit_request(
 
 @dataclass(slots=True)
 class Attempt:
-    """``admit`` -> ``place`` -> ``end``; an attempt that fails is ended too, and another one takes over."""
+    """``admit`` -> ``place`` -> ``end``. A failed attempt ends too, and another one takes over."""
 
     resolved: ResolvedRequest
     plan: AttemptPlan
@@ -75,7 +75,7 @@ class Attempt:
     traceparent: str
     placement: scheduler_pb2.Placement | None = None
     has_left_prefill: bool = False
-    asked_unix_us: int = 0
+    admitted_unix_us: int = 0
     placed_unix_us: int = 0
     first_token_unix_us: int = 0
     ended_unix_us: int = 0
@@ -88,13 +88,13 @@ class Attempt:
         return self.resolved.request_id, self.plan.attempt
 
     def admit(self, lost_workers: Sequence[str], listener: Listener) -> None:
-        self.asked_unix_us = now_unix_us()
+        self.admitted_unix_us = now_unix_us()
         self.upstreams.admissions.admit(
             admit_request(self.resolved, self.plan, lost_workers, self.traceparent), listener
         )
 
     def place(self, placement: scheduler_pb2.Placement, listener: Listener) -> None:
-        """Starts the attempt at both its workers."""
+        """Starts the attempt on both its workers."""
         self.placement, self.placed_unix_us = placement, now_unix_us()
         for role, worker in (("decode", placement.decode), ("prefill", placement.prefill)):
             stream = self.upstreams.workers.stream("decode" if role == "decode" else "prefill", worker)
@@ -124,39 +124,40 @@ class Attempt:
         return start
 
     def note(self, output: pb.ChoiceOutput, num_tokens: int) -> None:
-        """Keeps what an accepted output says about time."""
+        """Records the timing of an accepted output."""
         self.num_output_tokens += num_tokens
         if not self.first_token_unix_us:
             self.first_token_unix_us = now_unix_us()
         if output.phases:
             where = self._worker_of(output)
             self.measured += [
-                types_pb2.Phase(
-                    name=one.name, begin_unix_us=one.begin_unix_us, end_unix_us=one.end_unix_us, where=where
-                )
-                for one in output.phases
+                types_pb2.Phase(name=p.name, begin_unix_us=p.begin_unix_us, end_unix_us=p.end_unix_us, where=where)
+                for p in output.phases
             ]
 
     def _worker_of(self, output: pb.ChoiceOutput) -> str:
-        """Who sent it: the prefill worker gives each choice its first new token, the decode worker the others."""
+        """The sender: the prefill worker sends each choice's first new token, the decode worker the others."""
         if self.placement is None:
             return ""
         is_first = output.first_position == len(self.plan.forced[output.choice])
         return (self.placement.prefill if is_first else self.placement.decode).worker_id
 
     def leave_prefill(self) -> None:
-        """The prefill worker has delivered all its tokens; it may still say that the hand-over failed."""
+        """The prefill worker has delivered all its tokens; it may still report a failed hand-over."""
         self.has_left_prefill = True
 
     def survives_loss_of(self, worker_id: str) -> bool:
-        """Whether the loss of this worker is no loss: the decode worker has the KV, or will miss it and say so."""
+        """Whether the attempt can continue without this worker.
+
+        True for the prefill worker once it has delivered: the decode worker has the KV, or will report it missing.
+        """
         placement = self.placement
         if placement is None or not self.has_left_prefill:
             return False
         return worker_id == placement.prefill.worker_id != placement.decode.worker_id
 
     def end(self, *, is_running: bool) -> None:
-        """Leaves the workers (``is_running``: they must be told to stop) and releases the placement."""
+        """Leaves the workers, cancelling the attempt there if ``is_running``, and releases the placement."""
         for stream in self._streams.values():
             if is_running:
                 stream.cancel(self.key)
@@ -167,24 +168,24 @@ class Attempt:
         self.upstreams.admissions.release(
             scheduler_pb2.Release(
                 key=types_pb2.AttemptKey(request_id=self.resolved.request_id, attempt=self.plan.attempt),
-                ttft_s=(began - self.asked_unix_us) / 1e6 if began else 0.0,
+                ttft_s=(began - self.admitted_unix_us) / 1e6 if began else 0.0,
                 num_output_tokens=self.num_output_tokens,
                 phases=self.phases(),
             )
         )
 
     def phases(self) -> list[types_pb2.Phase]:
-        """Where the time went, as far as the gateway knows.
+        """The attempt's timeline, as far as the gateway knows it.
 
-        ``prepare``: key, chat template, tokens and limits, before the scheduler was asked. ``decode``: from the first
-        token to the attempt's end.
+        ``prepare``: authentication, chat template, tokenization and limits, before admission. ``decode``: from the
+        first token to the attempt's end.
         """
         where = self.upstreams.gateway_id
         phases = []
         if self.plan.attempt == FIRST_ATTEMPT:
-            phases.append(("prepare", self.resolved.arrived_unix_us, self.asked_unix_us))
+            phases.append(("prepare", self.resolved.arrived_unix_us, self.admitted_unix_us))
         if self.placed_unix_us:
-            phases.append(("queue", self.asked_unix_us, self.placed_unix_us))
+            phases.append(("queue", self.admitted_unix_us, self.placed_unix_us))
         if self.first_token_unix_us:
             phases.append(("first_token", self.placed_unix_us, self.first_token_unix_us))
             phases.append(("decode", self.first_token_unix_us, self.ended_unix_us))

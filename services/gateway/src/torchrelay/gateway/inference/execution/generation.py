@@ -1,8 +1,8 @@
-"""How outputs of several attempts become the tokens of one request: pure, no clocks, no streams.
+"""Merges the outputs of several attempts into the tokens of one request. Pure: no clocks, no streams.
 
-Every token carries (attempt, position). A choice belongs to one attempt at a time and accepts exactly the position it
-expects next from exactly that attempt. Its first token comes from the prefill worker and the others from the decode
-worker, over different streams: what arrives too early is kept until the gap closes.
+Every token carries (attempt, position). A choice belongs to one attempt at a time and accepts only the next expected
+position from that attempt. Its first token comes from the prefill worker, the others from the decode worker over
+another stream; tokens that arrive early are held until the gap closes.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ _CAUSES = {pb.FINISH_REASON_STOP: FinishCause.STOP, pb.FINISH_REASON_LENGTH: Fin
 
 @dataclass(frozen=True, slots=True)
 class AttemptPlan:
-    """One attempt to be admitted: which choices it carries, and the tokens each brings along."""
+    """One attempt to be admitted: its choices, and the forced output tokens of each."""
 
     attempt: int
     forced: dict[int, tuple[int, ...]]
 
     @property
     def num_forced_tokens(self) -> int:
-        """The most tokens any choice brings along."""
+        """The largest number of forced tokens of any choice."""
         return max(map(len, self.forced.values()))
 
 
 @dataclass(slots=True)
 class ChoiceProgress:
-    """One choice: the tokens accepted so far, and the attempt that carries it now."""
+    """One choice: the tokens accepted so far, and its current attempt."""
 
     choice: int
     attempt: int
     num_attempts: int = 1
     tokens: list[int] = field(default_factory=list)
-    num_forced: int = 0  # tokens the current attempt began with
+    num_forced: int = 0  # tokens the current attempt started with
     finish: FinishCause | None = None
     early: dict[int, tuple[list[int], FinishCause | None]] = field(default_factory=dict)  # by position
 
@@ -63,11 +63,11 @@ class Generation:
         return sum(len(progress.tokens) for progress in self.choices)
 
     def first(self) -> AttemptPlan:
-        """The attempt every request begins with: all choices, nothing forced."""
+        """The initial attempt: all choices, nothing forced."""
         return AttemptPlan(FIRST_ATTEMPT, {progress.choice: () for progress in self.choices})
 
     def carries(self, attempt: int, choice: int) -> bool:
-        """Whether ``choice`` still waits for tokens of ``attempt``."""
+        """Whether ``choice`` still expects tokens from ``attempt``."""
         return self._carried(attempt, choice) is not None
 
     def _carried(self, attempt: int, choice: int) -> ChoiceProgress | None:
@@ -77,25 +77,25 @@ class Generation:
         return progress if progress.attempt == attempt and progress.finish is None else None
 
     def is_over(self, attempt: int) -> bool:
-        """Whether no choice waits for tokens of ``attempt`` any more."""
+        """Whether no choice expects tokens from ``attempt`` any more."""
         return not any(self.carries(attempt, progress.choice) for progress in self.choices)
 
     def has_prefilled(self, attempt: int) -> bool:
-        """Whether every choice of ``attempt`` has its first new token: nothing more comes from the prefill worker."""
-        return all(len(one.tokens) > one.num_forced for one in self.choices if self.carries(attempt, one.choice))
+        """Whether every choice of ``attempt`` has its first new token, the last one from the prefill worker."""
+        return all(len(c.tokens) > c.num_forced for c in self.choices if self.carries(attempt, c.choice))
 
     def accept(self, output: pb.ChoiceOutput) -> TokenDelta | None:
-        """The tokens that ``output`` adds, with those it makes room for; None when it adds nothing."""
+        """The tokens ``output`` adds, including early ones it connects; None if it adds nothing."""
         progress = self._carried(output.key.attempt, output.choice)
         if progress is None:
             return None
         tokens, position, num_before = output.token_ids[:], output.first_position, len(progress.tokens)
-        if self._num_cached is None and position == progress.num_forced:  # only prefill knows
+        if self._num_cached is None and position == progress.num_forced:  # only prefill reports it
             self._num_cached = output.num_cached_prompt_tokens
         reason = output.finish_reason
         cause = _CAUSES.get(reason) if reason else None
         if position == num_before and not progress.early and num_before + len(tokens) < self._max_tokens:
-            progress.tokens += tokens  # as nearly every token comes
+            progress.tokens += tokens  # the path of nearly every token
             progress.finish = cause
             return TokenDelta(progress.choice, tuple(tokens), cause) if tokens or cause else None
         if position > num_before:
@@ -119,10 +119,10 @@ class Generation:
             progress.finish = cause or FinishCause.LENGTH
 
     def resume(self, attempt: int) -> list[AttemptPlan]:
-        """The attempts that take over from ``attempt``, which failed.
+        """The attempts that take over from the failed ``attempt``.
 
-        Each choice with tokens gets an attempt of its own, for contexts now differ; those without share one. Finished
-        choices are left alone.
+        Choices with tokens each get their own attempt, because their contexts differ; those without share one. Finished
+        choices are not resumed.
         """
         plans: list[AttemptPlan] = []
         fresh: list[ChoiceProgress] = []
@@ -143,17 +143,17 @@ class Generation:
         self._last_attempt += 1
         for progress in choices:
             progress.attempt = self._last_attempt
-        return AttemptPlan(self._last_attempt, {one.choice: tuple(one.tokens) for one in choices})
+        return AttemptPlan(self._last_attempt, {progress.choice: tuple(progress.tokens) for progress in choices})
 
     def num_attempts(self, attempt: int) -> int:
-        """How often the choices of ``attempt`` have been placed, this attempt included."""
-        return max((one.num_attempts for one in self.choices if one.attempt == attempt), default=0)
+        """How often the choices of ``attempt`` have been placed, including this attempt."""
+        return max((c.num_attempts for c in self.choices if c.attempt == attempt), default=0)
 
     def usage(self, num_prompt_tokens: int) -> Usage:
         return Usage(num_prompt_tokens, self._num_cached or 0, self.num_output_tokens)
 
     def settlement(self, request_id: str, num_prompt_tokens: int, unfinished: FinishCause) -> list[ChoiceUsage]:
-        """What the ledger gets: the accepted tokens of each choice; ``unfinished`` is why the open ones end here."""
+        """The accepted usage per choice; ``unfinished`` is the cause for choices that have not finished."""
         return [
             ChoiceUsage(
                 request_id=request_id,
@@ -168,9 +168,9 @@ class Generation:
 
 
 class LogprobGeneration(Generation):
-    """The same for a request that asked for logprobs. They wait by position until their token is accepted.
+    """A generation with logprobs, which are held by position until their token is accepted.
 
-    A class of its own, so that who does not ask pays nothing for them at any token.
+    A separate class, so that requests without logprobs pay nothing per token.
     """
 
     def __init__(self, num_choices: int, max_tokens: int) -> None:
@@ -178,21 +178,21 @@ class LogprobGeneration(Generation):
         self._waiting: list[dict[int, TokenLogprobs]] = [{} for _ in range(num_choices)]
 
     def accept(self, output: pb.ChoiceOutput) -> LogprobDelta | None:
-        """Raises ``TorchrelayError`` when the output lacks them."""
+        """Raises ``TorchrelayError`` if the output lacks logprobs."""
         if not self.carries(output.key.attempt, output.choice):
             return None
         if len(output.logprobs) != len(output.token_ids):
-            raise TorchrelayError("the worker left out logprobs that were asked for")
+            raise TorchrelayError("the worker returned no logprobs although they were requested")
         tokens, waiting = self.choices[output.choice].tokens, self._waiting[output.choice]
-        for position, told in enumerate(output.logprobs, output.first_position):
+        for position, logprobs in enumerate(output.logprobs, output.first_position):
             if len(tokens) <= position < self._max_tokens:
-                waiting[position] = _logprobs(told)
+                waiting[position] = _logprobs(logprobs)
         num_before = len(tokens)
-        delivery = super().accept(output)
-        if delivery is None:
+        delta = super().accept(output)
+        if delta is None:
             return None
-        logprobs = tuple(waiting.pop(place) for place in range(num_before, len(tokens)))
-        return LogprobDelta(delivery.choice, delivery.token_ids, delivery.finish, logprobs)
+        accepted = tuple(waiting.pop(position) for position in range(num_before, len(tokens)))
+        return LogprobDelta(delta.choice, delta.token_ids, delta.finish, accepted)
 
     def resume(self, attempt: int) -> list[AttemptPlan]:
         for progress in self.choices:
@@ -201,8 +201,8 @@ class LogprobGeneration(Generation):
         return super().resume(attempt)
 
 
-def _logprobs(told: pb.TokenLogprobs) -> TokenLogprobs:
-    top = zip(told.top_token_ids, told.top_logprobs, strict=False)
+def _logprobs(message: pb.TokenLogprobs) -> TokenLogprobs:
+    top = zip(message.top_token_ids, message.top_logprobs, strict=False)
     return TokenLogprobs(
-        max(told.chosen, LEAST_LOGPROB), tuple((token, max(value, LEAST_LOGPROB)) for token, value in top)
+        max(message.chosen, LEAST_LOGPROB), tuple((token, max(value, LEAST_LOGPROB)) for token, value in top)
     )

@@ -1,4 +1,4 @@
-"""What a request's door waits for: something happened, or enough time passed to say that nothing did."""
+"""Wakes a request's consumer: on news, or after a keep-alive interval without any."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class Notifier:
-    """Rung by whoever has news; ticks while there are none. A tick costs one timer per request, none per token."""
+    """Coalesces notifications, and ticks while there are none. One timer per tick, none per token."""
 
     def __init__(self, first_tick_s: float, tick_s: float) -> None:
         self._tick_s = tick_s
@@ -23,7 +23,7 @@ class Notifier:
             self._wake()
 
     async def wait(self) -> bool:
-        """Waits for a ring since the last call (True) or a tick (False)."""
+        """Waits for a notification since the last call (True) or a tick (False)."""
         if not self._is_notified and not self._has_ticked:
             self._waiter = self._loop.create_future()
             try:
@@ -34,7 +34,7 @@ class Notifier:
         return is_notified
 
     async def pause(self, pause_s: float) -> None:
-        """Waits so long, whatever rings, or until ``end_rest``."""
+        """Sleeps, regardless of notifications, until ``end_pause``."""
         self._pausing = self._loop.create_future()
         timer = self._loop.call_later(pause_s, self.end_pause)
         try:
@@ -48,7 +48,7 @@ class Notifier:
             self._pausing.set_result(None)
 
     def close(self) -> None:
-        """Ends the ticks."""
+        """Stops ticking."""
         self._timer.cancel()
 
     def _tick(self) -> None:

@@ -1,8 +1,8 @@
-"""The life of one request: admitted, placed, running, perhaps placed again, over.
+"""The lifecycle of one request: admitted, placed, running, possibly placed again, finished.
 
-One task (the door's) calls ``next`` until ``is_finished`` and then, whatever happened, ``close``. Streams, timers and
-the ledger report by ``_hear``, which acts at once and never waits: a client that reads slowly holds back its own text,
-not its workers' release. Only accepted tokens lie here until they are read, at most ``max_tokens`` per choice.
+One task (the protocol's) calls ``next`` until ``is_finished`` and then, in any case, ``close``. Streams, timers and the
+ledger report to ``_on_event``, which acts at once and never waits: a slow reader delays its own text, not the release
+of its workers. Only accepted tokens are buffered here, at most ``max_tokens`` per choice.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ RETRIABLE_CODES = frozenset(
 )
 FAILED_REASONS = frozenset({pb.FINISH_REASON_ERROR, pb.FINISH_REASON_CANCELLED})
 SETTLE_TIMEOUT_S = 1.0  # how long a reply waits for its bill, so that usage read next includes it
-FIRST_KEEP_ALIVE_S = 0.3  # a client that waits longer gets its headers
+FIRST_KEEP_ALIVE_S = 0.3  # then a waiting client gets its headers
 
 
 def retry_delay_s(num_attempts: int) -> float:
-    """How long the next attempt waits: none the first time, then so that a cluster in motion can settle."""
+    """The delay of the next attempt: none at first, then growing, so that a changing cluster can settle."""
     return 0.0 if num_attempts <= 2 else min(0.1 * 4 ** (num_attempts - 3), 2.0)
 
 
 def refusal_error(refusal: scheduler_pb2.Refusal) -> TorchrelayError:
-    """What the user is told when the scheduler says no."""
+    """The user's error for a refusal by the scheduler."""
     message = refusal.message or "the request was refused"
     match refusal.reason:
         case scheduler_pb2.Refusal.REASON_QUEUE_FULL:
@@ -65,8 +65,8 @@ def refusal_error(refusal: scheduler_pb2.Refusal) -> TorchrelayError:
 
 
 def run_error(error: pb.RunError) -> TorchrelayError:
-    """What the user is told when a worker gives up for good."""
-    message = error.message or "the worker could not go on with the request"
+    """The user's error for a worker's final failure."""
+    message = error.message or "the worker failed to continue the request"
     if error.code == pb.RunError.CODE_INTERNAL:
         return TorchrelayError(message)
     if error.code == pb.RunError.CODE_DEADLINE:
@@ -75,7 +75,7 @@ def run_error(error: pb.RunError) -> TorchrelayError:
 
 
 class RunningRequest:
-    """See the module. ``start`` sends it; ``close`` frees and settles whatever it holds, once, without waiting."""
+    """See the module. ``start`` admits it; ``close`` frees and settles it, once, without waiting."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class RunningRequest:
         self._attempts: dict[int, Attempt] = {}
         self._lost_workers: list[str] = []
         self._timers: list[asyncio.TimerHandle] = []
-        self._accepted: list[TokenDelta] = []  # not returned by ``next`` yet
+        self._accepted: list[TokenDelta] = []  # not yet returned by ``next``
         self._opening: asyncio.Task[TorchrelayError | None] | None = None
         self._settling: asyncio.Task[None] | None = None
         self._is_opened = False
@@ -109,7 +109,7 @@ class RunningRequest:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every choice has ended and ``next`` has returned all of it."""
+        """Whether every choice has ended and ``next`` has returned everything."""
         return self._generation.is_finished and not self._accepted
 
     @property
@@ -117,7 +117,7 @@ class RunningRequest:
         return self._generation.usage(len(self.resolved.prompt))
 
     def start(self) -> None:
-        """Opens the ledger's row and asks for a placement, both at once."""
+        """Opens the ledger row and requests a placement, concurrently."""
         resolved = self.resolved
         self._opening = self._ledger_writer.open(
             OpenedRequest(
@@ -136,48 +136,48 @@ class RunningRequest:
         )
         self._opening.add_done_callback(self._opened)
         if resolved.deadline_unix_us:
-            left_s = (resolved.deadline_unix_us - now_unix_us()) / 1e6
-            late = DeadlineExceeded("the request's time was over before it was done")
-            self._timers.append(asyncio.get_running_loop().call_later(max(left_s, 0.0), self.stop, late))
+            remaining_s = (resolved.deadline_unix_us - now_unix_us()) / 1e6
+            error = DeadlineExceeded("the request exceeded its deadline")
+            self._timers.append(asyncio.get_running_loop().call_later(max(remaining_s, 0.0), self.stop, error))
         self._admit(self._generation.first())
 
     def _opened(self, opening: asyncio.Task[TorchrelayError | None]) -> None:
         self._on_event(LedgerOpened(Unavailable("the ledger was closed") if opening.cancelled() else opening.result()))
 
     def stop(self, error: TorchrelayError | None = None) -> None:
-        """Makes ``next`` raise ``error``, or ``ClientLeft`` when there is none. Any task of the loop may call it."""
+        """Makes ``next`` raise ``error``, or ``ClientDisconnected`` if None. Any task of the loop may call it."""
         self._on_event(RequestStopped(error))
 
     async def next(self) -> list[TokenDelta]:
-        """The tokens accepted since the last call; empty after every keep-alive interval without any.
+        """The tokens accepted since the last call; empty after a keep-alive interval without any.
 
-        Raises ``TorchrelayError`` when the request failed, ``ClientLeft`` when its client did. The opened row is
+        Raises ``TorchrelayError`` if the request failed, ``ClientDisconnected`` if its client left. The opened row is
         committed before the first tokens are returned.
         """
         while True:
             if self._accepted and self._is_opened:
-                deliveries, self._accepted = self._accepted, []
-                return deliveries
+                deltas, self._accepted = self._accepted, []
+                return deltas
             if self._failure is not None:
                 raise self._failure
             if not await self._notifier.wait():
                 return []
 
     async def pause(self, pause_s: float) -> None:
-        """Waits so long for tokens to come together; no longer than until the last is there, or the request failed."""
+        """Sleeps to let tokens accumulate, but not past the last token or a failure."""
         if self._failure is None and not self._generation.is_finished:
             await self._notifier.pause(pause_s)
 
     async def settled(self, timeout_s: float) -> None:
-        """Waits a little for the bill of a finished request, so that who asks for usage next finds it there."""
+        """Closes the request and waits up to ``timeout_s`` for its settlement."""
         self.close()
         if self._settling is not None:
             await asyncio.wait({self._settling}, timeout=timeout_s)
 
     def close(self, unfinished: FinishCause = FinishCause.ERROR) -> None:
-        """Stops and releases all that still runs, and settles what was accepted. Calling it again does nothing.
+        """Stops and releases everything still running and settles the accepted usage. Idempotent.
 
-        ``unfinished`` is why choices that have not ended by themselves end here.
+        ``unfinished`` is the cause for choices that have not finished.
         """
         if self._opening is None or self._settling is not None:
             return
@@ -193,7 +193,7 @@ class RunningRequest:
             attempt.end(is_running=True)
         self._attempts.clear()
 
-    # -- what can happen ---------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
     def _on_event(self, event: RequestEvent) -> None:
         if self._failure is not None or self._settling is not None:
@@ -204,10 +204,10 @@ class RunningRequest:
             else:
                 self._handle(event)
         except (TorchrelayError, ClientDisconnected) as failure:
-            self._failure = failure  # raised by ``next`` once what was accepted before it is delivered
+            self._failure = failure  # ``next`` raises it after delivering what was accepted before
             self._free()
             self._notifier.end_pause()
-        if self._is_opened or self._failure is not None:  # else ``next`` has nothing to say yet, whatever was accepted
+        if self._is_opened or self._failure is not None:  # before that ``next`` has nothing to return
             self._notifier.notify()
 
     def _handle(self, event: RequestEvent) -> None:
@@ -243,14 +243,14 @@ class RunningRequest:
         if reason and reason in FAILED_REASONS:
             self._failed(output)
             return
-        delivery = self._generation.accept(output)
-        if delivery is None:
+        delta = self._generation.accept(output)
+        if delta is None:
             return
         if self.ttft_s is None:
             self.ttft_s = time.monotonic() - self._started_at
-        attempt.note(output, len(delivery.token_ids))
-        self._accepted.append(delivery)
-        if delivery.finish is not None and self._generation.is_over(number):
+        attempt.note(output, len(delta.token_ids))
+        self._accepted.append(delta)
+        if delta.finish is not None and self._generation.is_over(number):
             del self._attempts[number]
             attempt.end(is_running=False)
             if self._generation.is_finished:
@@ -272,7 +272,7 @@ class RunningRequest:
             return
         if attempt.placement is None:
             raise refusal_error(refusal)
-        self._retry(refusal.key.attempt, refusal_error(refusal))  # the scheduler knows that its workers are gone
+        self._retry(refusal.key.attempt, refusal_error(refusal))  # the scheduler reports that its workers are gone
 
     def _retry(self, number: int, error: TorchrelayError, lost_worker: str = "") -> None:
         attempt = self._attempts.pop(number, None)

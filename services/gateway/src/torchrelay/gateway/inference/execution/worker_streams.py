@@ -1,8 +1,8 @@
 """Streams to workers: one per worker and role carries all requests of this gateway.
 
-A stream opens when an attempt is first sent to its worker, and closes when it has carried none for a while. When it
-breaks, every attempt on it is told; the next attempt opens a new one. Nothing here waits for a request: what a slow
-client has not read yet lies with its own request.
+A stream opens with the first attempt sent to its worker and closes after a while without any. When it breaks, every
+attempt on it is notified; the next attempt opens a new one. Nothing here waits for a request: tokens a slow client has
+not read yet are buffered in its own request.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Literal, Self, TypeAlias
 
 import grpc
@@ -32,7 +31,7 @@ CONNECT_TIMEOUT_S = 3.0
 
 
 class RunStream:
-    """One ``Run`` stream. ``run()`` serves it until it breaks, idles out or is cancelled."""
+    """One ``Run`` stream; ``run()`` serves it until it breaks, times out idle, or is cancelled."""
 
     def __init__(
         self,
@@ -54,19 +53,19 @@ class RunStream:
         self._filled = asyncio.Event()
 
     def start(self, start: pb.AttemptStart, listener: Listener) -> None:
-        """Sends an attempt; its outputs, or the loss of the worker, go to ``listener`` until ``forget``."""
+        """Sends an attempt; ``listener`` receives its outputs, or the loss of the worker, until ``forget``."""
         self._routes[attempt_id_of(start.key)] = listener
         self._send(pb.RunCommand(start=start))
 
     def cancel(self, key: AttemptId) -> None:
-        """Stops an attempt that may still be running at the worker."""
+        """Cancels an attempt that may still be running on the worker."""
         if self._routes.pop(key, None) is not None:
             self._send(
                 pb.RunCommand(cancel=pb.CancelAttempt(key=types_pb2.AttemptKey(request_id=key[0], attempt=key[1])))
             )
 
     def forget(self, key: AttemptId) -> None:
-        """Nothing more is wanted of an attempt that ended by itself."""
+        """Stops routing an attempt that has ended by itself."""
         self._routes.pop(key, None)
 
     async def run(self) -> None:
@@ -105,7 +104,7 @@ class RunStream:
                 while self._unsent:
                     await call.write(self._unsent.popleft())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass  # the reader sees the same end and says so
+            pass  # the reader sees the same failure and reports it
         finally:
             call.cancel()
 
@@ -117,7 +116,7 @@ class RunStream:
                     await self._filled.wait()
             except TimeoutError:
                 if not self._routes:
-                    self._on_end()  # before anything can be sent into a closing stream
+                    self._on_end()  # deregistered before anything can be sent into the closing stream
                     return False
         return True
 
@@ -133,7 +132,7 @@ class RunStream:
 
 
 class WorkerStreams:
-    """All ``Run`` streams of this gateway; an async context manager that owns their tasks."""
+    """All ``Run`` streams of this gateway. An async context manager that owns their tasks."""
 
     def __init__(self, gateway_id: str, idle_s: float = 60.0, tls: Tls | None = None) -> None:
         self._gateway_id = gateway_id
@@ -145,22 +144,20 @@ class WorkerStreams:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def stream(self, role: RoleName, worker: types_pb2.WorkerRef) -> RunStream:
-        """The stream to a worker in one of its roles; opened now if there is none."""
-        place = (role, worker.grpc_address)
-        stream = self._streams.get(place)
+        """The stream to a worker in one of its roles, opened if there is none."""
+        key = (role, worker.grpc_address)
+        stream = self._streams.get(key)
         if stream is None:
             stream = RunStream(
-                role, worker, self._gateway_id, self._idle_s, lambda: self._forget(place, stream), self._tls
+                role, worker, self._gateway_id, self._idle_s, lambda: self._forget(key, stream), self._tls
             )
-            self._streams[place] = stream
+            self._streams[key] = stream
             task = asyncio.get_running_loop().create_task(stream.run(), name=f"{role}@{worker.grpc_address}")
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -170,6 +167,6 @@ class WorkerStreams:
     def num_open(self) -> int:
         return len(self._streams)
 
-    def _forget(self, place: tuple[RoleName, str], stream: RunStream | None) -> None:
-        if self._streams.get(place) is stream:
-            del self._streams[place]
+    def _forget(self, key: tuple[RoleName, str], stream: RunStream | None) -> None:
+        if self._streams.get(key) is stream:
+            del self._streams[key]

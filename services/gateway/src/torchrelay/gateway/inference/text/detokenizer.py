@@ -1,4 +1,4 @@
-"""The text of one choice as its reader sees it."""
+"""Incremental detokenization of one choice."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class ChoiceDetokenizer:
         self._num_chars = 0
 
     def step(self, token_id: int) -> str:
-        """The text that may be shown once ``token_id`` is there."""
+        """The text that can be shown after ``token_id``."""
         piece = self._stream.step(token_id)
         return piece if self._stops is None else self._stops.push(piece)
 
     def step_placed(self, token_id: int) -> tuple[str, int]:
-        """The same, and at which character of the whole text the token begins; all steps must be of this kind."""
+        """``step``, and the character offset at which the token begins. Not to be mixed with ``step``."""
         offset, piece = self._num_chars, self._stream.step(token_id)
         self._num_chars += len(piece)
         return piece if self._stops is None else self._stops.push(piece), offset
 
     def flush(self) -> str:
-        """The rest, when the choice is over."""
+        """The remaining text, once the choice is over."""
         rest = self._stream.flush()
         return rest if self._stops is None else self._stops.push(rest) + self._stops.flush()

@@ -1,4 +1,4 @@
-"""From what was asked to the prompt's token ids."""
+"""Encodes messages or text as the prompt's token ids."""
 
 from __future__ import annotations
 
@@ -21,40 +21,40 @@ from torchrelay.gateway.inference.text.tokenizer_cache import TokenizerCache
 MAX_CONFIG_BYTES = 4 << 20
 MAX_TEMPLATE_CHARS = 1 << 20
 MAX_FORMATS = 64
-# Tokenizing takes memory by the character: no prompt that could fit a context has more of them per token.
+# Tokenizing takes memory per character; no prompt that fits a context has more characters per token.
 MAX_CHARS_PER_CONTEXT_TOKEN = 32
-NUM_ENCODER_THREADS = 2  # threads; the library releases the interpreter's lock
+NUM_ENCODER_THREADS = 2  # the library releases the GIL
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFormat:
-    """How a version turns messages into text; ``template`` is empty when it does not."""
+    """How a version turns messages into text; ``template`` is empty if it has none."""
 
     template: str = ""
     special_tokens: dict[str, str] = field(default_factory=dict)
 
 
 def chat_format(tokenizer_config: bytes | None, template_file: bytes | None) -> ChatFormat:
-    """The chat format of an uploaded folder; a ``chat_template.jinja`` counts before the configuration's own template.
+    """The chat format of an upload; ``chat_template.jinja`` takes precedence over the configuration's own template.
 
-    Raises ``DataCorrupted`` when the files are not what they should be.
+    Raises ``DataCorrupted`` for malformed files.
     """
     try:
         config = msgspec.json.decode(tokenizer_config or b"{}", type=dict[str, Any])
         template = template_file.decode() if template_file is not None else _template_of(config.get("chat_template"))
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise DataCorrupted(
-            f"the model's chat format cannot be read: {error}", field="tokenizer_config.json"
-        ) from error
+        raise DataCorrupted(f"cannot read the model's chat format: {error}", field="tokenizer_config.json") from error
     if len(template) > MAX_TEMPLATE_CHARS:
-        raise DataCorrupted("the model's chat template is too long", field="chat_template.jinja")
+        raise DataCorrupted(
+            f"the model's chat template is longer than {MAX_TEMPLATE_CHARS} characters", field="chat_template.jinja"
+        )
     tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
     return ChatFormat(template, tokens)
 
 
 def _template_of(value: Any) -> str:
-    if isinstance(value, list):  # several by name: [{"name": "default", "template": ...}, ...]
+    if isinstance(value, list):  # several named templates: [{"name": "default", "template": ...}, ...]
         named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
         value = named.get("default")
     return value if isinstance(value, str) else ""
@@ -66,7 +66,7 @@ def _content(token: Any) -> str:
 
 
 class PromptEncoder:
-    """Renders and tokenizes. Keeps the chat formats of recently used versions."""
+    """Renders and tokenizes prompts. Caches the chat formats of recently used versions."""
 
     def __init__(self, files: StoreFileReader, tokenizers: TokenizerCache, templates: TemplateRenderer) -> None:
         self._files = files
@@ -76,36 +76,37 @@ class PromptEncoder:
         self._encoders = batch_executor(NUM_ENCODER_THREADS, "encode")
 
     async def tokenizer(self, model: PublishedModel) -> Tokenizer:
-        """Raises ``TorchrelayError`` when it cannot be had."""
+        """The model's tokenizer. Raises ``TorchrelayError`` if it cannot be loaded."""
         digest = model.version.file_digests.get("tokenizer.json")
         if digest is None:
-            raise InvalidRequest(f"{model.name} was published without tokenizer.json", field="model")
+            raise InvalidRequest(f"{model.name} has no tokenizer.json", field="model")
         return await self._tokenizers.get(digest)
 
     async def token_ids(self, model: PublishedModel, params: GenerateParams) -> tuple[int, ...]:
-        """The prompt. Raises ``InvalidRequest`` for an empty one, an unknown id, or messages the template refuses."""
+        """The prompt. Raises ``InvalidRequest`` if it is empty, has an unknown id, or the template rejects it."""
         if params.token_ids is not None:
-            prompt = params.token_ids
-            if prompt and max(prompt) >= model.version.shape.vocab_size:
-                raise InvalidRequest(f"the model has no token {max(prompt)}", field="prompt")
+            prompt, vocab_size = params.token_ids, model.version.shape.vocab_size
+            if prompt and max(prompt) >= vocab_size:
+                message = f"token id {max(prompt)} is out of range; the model's token ids are 0 to {vocab_size - 1}"
+                raise InvalidRequest(message, field="prompt")
         elif params.messages is not None:
             text = await self._render(model, params)
             prompt = await self._encode(model, text, params.prompt_field, add_special_tokens=False)
         else:
             prompt = await self._encode(model, params.text or "", params.prompt_field, add_special_tokens=True)
         if not prompt:
-            raise InvalidRequest("the prompt is empty", field=params.prompt_field)
+            raise InvalidRequest("the prompt must not be empty", field=params.prompt_field)
         return prompt
 
     async def _render(self, model: PublishedModel, params: GenerateParams) -> str:
         format_ = await self._format(model)
         if not format_.template:
-            message = f"{model.name} has no chat template: use /v1/completions, or publish it with one"
+            message = f"{model.name} has no chat template; use /v1/completions, or publish the model with one"
             raise InvalidRequest(message, field="messages")
         variables = {
             **format_.special_tokens,
             "messages": params.messages,
-            "tools": None,  # templates ask whether it is none, not whether it is there
+            "tools": None,  # templates test for none, not for definedness
             "documents": None,
             "add_generation_prompt": True,
         }
@@ -115,11 +116,11 @@ class PromptEncoder:
         version_id, digests = model.version.version_id, model.version.file_digests
         format_ = self._formats.get(version_id)
         if format_ is None:
-            found: dict[str, bytes] = {}
+            contents: dict[str, bytes] = {}
             for name in ("tokenizer_config.json", "chat_template.jinja"):
                 if digest := digests.get(name):
-                    found[name] = await self._files.read(digest, name, MAX_CONFIG_BYTES)
-            format_ = chat_format(found.get("tokenizer_config.json"), found.get("chat_template.jinja"))
+                    contents[name] = await self._files.read(digest, name, MAX_CONFIG_BYTES)
+            format_ = chat_format(contents.get("tokenizer_config.json"), contents.get("chat_template.jinja"))
             self._formats[version_id] = format_
         return format_
 
@@ -128,29 +129,29 @@ class PromptEncoder:
     ) -> tuple[int, ...]:
         max_tokens = model.version.shape.max_context_tokens
         if len(text) > max_tokens * MAX_CHARS_PER_CONTEXT_TOKEN:
-            message = f"the prompt has {len(text)} characters, far more than the model's {max_tokens} tokens can hold"
+            message = f"the prompt has {len(text)} characters, too many for the context length of {max_tokens} tokens"
             raise ContextLengthExceeded(message, field=field_)
         tokenizer = await self.tokenizer(model)
 
         def encode() -> tuple[int, ...]:
             try:
-                # A batch of one: only batches come without offsets into the text: a fifth less work.
-                found = tuple(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+                # A batch of one, because only batches can skip text offsets, a fifth of the work.
+                token_ids = tuple(tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
             except (KeyboardInterrupt, SystemExit):
                 raise
-            except BaseException as error:  # NOTE: a panic of the library is no Exception
-                raise InvalidRequest(f"the tokenizer of {model.name} fails at this text", field=field_) from error
-            _check_vocabulary_range(tokenizer, found, model.version.shape.vocab_size, field_)
-            return found
+            except BaseException as error:  # NOTE: a panic of the library is not an Exception
+                raise InvalidRequest(f"the tokenizer of {model.name} cannot encode this text", field=field_) from error
+            _check_vocabulary_range(tokenizer, token_ids, model.version.shape.vocab_size, field_)
+            return token_ids
 
-        # Never on the event loop: a tenant's own patterns decide how long even a short text takes.
+        # Never on the event loop: a tenant's own patterns can make even a short text slow.
         return await asyncio.get_running_loop().run_in_executor(self._encoders, encode)
 
 
 def _check_vocabulary_range(tokenizer: Tokenizer, prompt: tuple[int, ...], vocab_size: int, field_: str) -> None:
-    """Gemma 3's tokenizer, for one, has a special token for images that its text models have no row for."""
+    """Some tokenizers know more tokens than the model: Gemma 3's has an image token its text models lack."""
     highest = max(prompt, default=0)
     if highest >= vocab_size:
-        spelt = tokenizer.id_to_token(highest)
-        said = f"the prompt has the token {spelt!r} ({highest}), and the model knows only 0 to {vocab_size - 1}"
-        raise InvalidRequest(said, field=field_)
+        token = tokenizer.id_to_token(highest)
+        message = f"the prompt contains token {token!r} ({highest}); the model's token ids are 0 to {vocab_size - 1}"
+        raise InvalidRequest(message, field=field_)

@@ -1,10 +1,9 @@
-"""The process that renders chat templates: it runs strangers' code, so it holds nothing and may do nothing.
+"""The process that renders chat templates, which are untrusted code.
 
-Started as a script by ``templates.TemplateRenderer``; imports Jinja2 and the standard library alone. Each line on
-standard input is a job, ``{"template", "variables"}``; each gets one line back, ``{"text"}`` or ``{"error"}``. Before
-the first job it gives up its rights to open files or sockets, to start processes, to write files and to grow; each job
-has a number of CPU seconds, after which the system kills the process. The environment is the one that transformers
-renders templates in, without the helpers for training.
+Run as a script by ``template_renderer.TemplateRenderer``; imports only Jinja2 and the standard library. Each line on
+stdin is a job, ``{"template", "variables"}``, answered by one line, ``{"text"}`` or ``{"error"}``. Before the first job
+it drops its rights to open files or sockets, start processes, write files and grow; a job that exceeds its CPU seconds
+gets the process killed. The Jinja2 environment is that of transformers, without the helpers for training.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MAX_TEMPLATES = 32
 
 
 def raise_exception(message: object) -> NoReturn:
-    """What templates call to refuse messages."""
+    """Called by templates to reject messages."""
     raise jinja2.TemplateError(str(message))
 
 
@@ -38,16 +37,16 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja2's own filter escapes HTML, which is no business of a prompt."""
+    """Replaces Jinja2's filter, which escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
-def strftime_now(form: str) -> str:
-    return datetime.now().strftime(form)
+def strftime_now(format_: str) -> str:
+    return datetime.now().strftime(format_)
 
 
 class GenerationBlock(jinja2.ext.Extension):
-    """``{% generation %}`` marks assistant text for training; here it shows what is inside."""
+    """``{% generation %}`` marks assistant text for training; rendered here as its content."""
 
     tags = {"generation"}  # noqa: RUF012 -- as Jinja2 declares it
 
@@ -57,7 +56,7 @@ class GenerationBlock(jinja2.ext.Extension):
 
 
 class PlainDict:
-    """``dict`` without its class."""
+    """``dict`` without access to the class itself."""
 
     def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
         return dict(*args, **fields)
@@ -67,7 +66,7 @@ class PlainDict:
 
 
 class PlainNamespace(jinja2.utils.Namespace):
-    """A namespace without underscored names, which lead to the internals of CPython."""
+    """A namespace without underscored names, which would give access to CPython internals."""
 
     def __init__(*args: Any, **fields: Any) -> None:  # no self: namespace(self=...) works, as in Jinja2
         attributes = dict(*args[1:], **fields)
@@ -82,7 +81,7 @@ class PlainNamespace(jinja2.utils.Namespace):
 
 def _check_name(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace holds no name with an underscore before it: {name!r}")
+        raise jinja2.exceptions.SecurityError(f"namespace attributes must not start with an underscore: {name!r}")
 
 
 def make_environment() -> ImmutableSandboxedEnvironment:
@@ -100,36 +99,36 @@ def make_environment() -> ImmutableSandboxedEnvironment:
 class Renderer:
     """Compiles templates once and renders them."""
 
-    def __init__(self, max_output_bytes: int) -> None:
-        self._max_output_bytes = max_output_bytes
+    def __init__(self, max_output_chars: int) -> None:
+        self._max_output_chars = max_output_chars
         self._compiled = lru_cache(MAX_TEMPLATES)(make_environment().from_string)
 
     def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The text. Raises whatever the template raises, ``ValueError`` for too long a text."""
+        """The text. Raises whatever the template raises, and ``ValueError`` for too long an output."""
         pieces: list[str] = []
         num_chars = 0
         for piece in self._compiled(template).generate(variables):
             pieces.append(piece)
             num_chars += len(piece)
-            if num_chars > self._max_output_bytes:
-                raise ValueError(f"the text is longer than {self._max_output_bytes} characters")
+            if num_chars > self._max_output_chars:
+                raise ValueError(f"the output is longer than {self._max_output_chars} characters")
         return "".join(pieces)
 
     def answer(self, line: str) -> dict[str, str]:
-        """The reply to one job: whatever goes wrong in a template is the template's fault."""
+        """The reply to one job; every failure is reported as the template's."""
         try:
             job = json.loads(line)
             return {"text": self.render(job["template"], job["variables"])}
         except MemoryError:
-            return {"error": "it needs too much memory"}
+            return {"error": "out of memory"}
         except RecursionError:
-            return {"error": "it nests too deeply"}
+            return {"error": "nested too deeply"}
         except Exception as error:  # a template can raise anything
             return {"error": (str(error) or type(error).__name__)[:500]}
 
 
 def drop_privileges(max_memory_bytes: int) -> None:
-    """Caps memory and takes away files, sockets, processes and core dumps, for good."""
+    """Irrevocably limits memory and forbids files, sockets, processes and core dumps."""
     for kind, limit in (
         (resource.RLIMIT_AS, max_memory_bytes),
         (resource.RLIMIT_NOFILE, 0),
@@ -142,7 +141,7 @@ def drop_privileges(max_memory_bytes: int) -> None:
 
 @contextmanager
 def cpu_limit(limit_s: int) -> Iterator[None]:
-    """The block may use this much CPU, else the process is killed: also when nobody waits for it any more."""
+    """Kills the process if the block uses more CPU, even if nobody waits for it any more."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + 1 + limit_s, hard))
@@ -153,9 +152,9 @@ def cpu_limit(limit_s: int) -> Iterator[None]:
 
 
 def main() -> None:
-    max_memory_bytes, limit_s, max_output_bytes = (int(word) for word in sys.argv[1:4])
-    renderer = Renderer(max_output_bytes)
-    # Whatever is imported late is imported now: how to fail, too.
+    max_memory_bytes, limit_s, max_output_chars = (int(word) for word in sys.argv[1:4])
+    renderer = Renderer(max_output_chars)
+    # Triggers all lazy imports while files can be opened, including those of the error paths.
     renderer.render("{{ strftime_now('%Y') }}{{ x | tojson }}", {"x": {}})
     renderer.answer('{"template": "{{ raise_exception(1) }}", "variables": {}}')
     renderer.answer('{"template": "{% for %}", "variables": {}}')

@@ -1,4 +1,4 @@
-"""Chat templates are code of strangers: they run in a child process that can be killed, with little time and memory."""
+"""Renders chat templates, which are untrusted code, in a child process with limited time and memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import msgspec
@@ -33,9 +32,9 @@ class _Reply(msgspec.Struct):
 
 
 class TemplateRenderer:
-    """Renders one template at a time in one child, which is started when first needed and again after a kill.
+    """Renders one template at a time in one child process, started on demand and again after a kill.
 
-    A template that had to be killed is refused for a minute: it shall not hold up the others again and again.
+    A template whose process had to be killed is rejected for a minute, so that it cannot keep delaying the others.
     """
 
     def __init__(self, timeout_s: float) -> None:
@@ -47,58 +46,56 @@ class TemplateRenderer:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         async with self._lock:
             await self._kill()
 
     async def render(self, template: str, variables: Mapping[str, Any]) -> str:
-        """The prompt's text. Raises ``InvalidRequest`` about ``messages`` for whatever the template does wrong."""
+        """The prompt's text. Raises ``InvalidRequest`` about ``messages`` if the template fails."""
         name = blake2b(template.encode(), digest_size=16).digest()
         if name in self._banned:
-            raise self._too_long()
+            raise self._timed_out()
         job = msgspec.json.encode({"template": template, "variables": variables}) + b"\n"
         async with self._lock:
             try:
-                child = await self._living()
+                child = await self._ensure_child()
                 async with asyncio.timeout(self._timeout_s):
-                    line = await self._ask(child, job)
+                    line = await self._exchange(child, job)
             except TimeoutError:
                 await self._kill()
                 self._ban(name)
-                raise self._too_long() from None
+                raise self._timed_out() from None
             except asyncio.CancelledError:
-                await self._kill()  # its answer would be taken for the next job's
+                await self._kill()  # its answer would be read as the next job's
                 raise
             if not line.endswith(b"\n"):
                 await self._kill()
                 self._ban(name)
-                raise InvalidRequest("the model's chat template failed: it needs too much", field="messages")
+                raise _failed("it exceeded its CPU, memory or output limit")
         try:
             reply = msgspec.json.decode(line, type=_Reply)
-        except msgspec.DecodeError as error:  # halves of characters: no text at all
-            raise InvalidRequest("the model's chat template failed: it makes no text", field="messages") from error
+        except msgspec.DecodeError as error:  # e.g. lone surrogates
+            raise _failed("its output is not valid text") from error
         if reply.text is None:
-            raise InvalidRequest(f"the model's chat template failed: {reply.error}", field="messages")
+            raise _failed(reply.error)
         return reply.text
 
-    async def _ask(self, child: asyncio.subprocess.Process, job: bytes) -> bytes:
+    async def _exchange(self, child: asyncio.subprocess.Process, job: bytes) -> bytes:
         assert child.stdin is not None and child.stdout is not None
         try:
             child.stdin.write(job)
             await child.stdin.drain()
             return await child.stdout.readline()
-        except (ConnectionError, ValueError):  # it died before it read the job, or its line has no end
+        except (ConnectionError, ValueError):  # it died before reading the job, or its line exceeds the limit
             return b""
 
-    async def _living(self) -> asyncio.subprocess.Process:
+    async def _ensure_child(self) -> asyncio.subprocess.Process:
         if self._child is None or self._child.returncode is not None:
             self._child = await self._start()
-            # Its start is not the template's time: wait until it has imported all it needs.
-            if await self._ask(self._child, b'{"template": "", "variables": {}}\n') == b"":
+            # Its startup must not count towards the template's time limit.
+            if await self._exchange(self._child, b'{"template": "", "variables": {}}\n') == b"":
                 await self._kill()
-                raise Unavailable("chat templates cannot be rendered now")
+                raise Unavailable("chat templates cannot be rendered at the moment")
         return self._child
 
     @property
@@ -119,7 +116,7 @@ class TemplateRenderer:
                 limit=MAX_OUTPUT_CHARS * 12 + 1024,  # each character as \\uXXXX\\uXXXX at worst
             )
         except OSError as error:
-            raise Unavailable(f"chat templates cannot be rendered now: {error}") from error
+            raise Unavailable(f"cannot start the chat template process: {error}") from error
 
     async def _kill(self) -> None:
         child, self._child = self._child, None
@@ -131,7 +128,9 @@ class TemplateRenderer:
         log.warning("template_killed", template=name.hex())
         self._banned[name] = True
 
-    def _too_long(self) -> InvalidRequest:
-        return InvalidRequest(
-            f"the model's chat template failed: it takes longer than {self._timeout_s:g} s", field="messages"
-        )
+    def _timed_out(self) -> InvalidRequest:
+        return _failed(f"it took longer than {self._timeout_s:g} s")
+
+
+def _failed(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"the model's chat template failed: {reason}", field="messages")

@@ -12,7 +12,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others for letters from U+0100 on."""
+    """GPT-2's byte alphabet: printable bytes map to themselves, the others to characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -22,9 +22,9 @@ _ALPHABET: Final = _byte_alphabet()
 
 
 class TokenBytes:
-    """What each token of a vocabulary stands for, in bytes: one token may be a part of a character.
+    """The bytes of each token of a vocabulary; a token may be part of a character.
 
-    The tokenizers library decodes texts, not tokens; so this reads from its decoder how tokens are spelt.
+    The tokenizers library decodes texts, not single tokens; this derives the spelling of tokens from its decoder.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -37,24 +37,24 @@ class TokenBytes:
         self._replaced = [spelling for decoder in decoders for spelling in _spellings(decoder)]
 
     def of(self, token_id: int) -> bytes:
-        """Empty for an id that the tokenizer does not know: models may have more."""
+        """The token's bytes; empty for an id unknown to the tokenizer, since models may have more."""
         added = self._added.get(token_id)
         if added is not None:
             return added.encode()
-        spelt: str | None = self._tokenizer.id_to_token(token_id)
-        if spelt is None:
+        token: str | None = self._tokenizer.id_to_token(token_id)
+        if token is None:
             return b""
-        if self._has_byte_tokens and (found := _BYTE_TOKEN.fullmatch(spelt)):
-            return bytes.fromhex(found[1])
-        if self._is_byte_level and all(letter in _ALPHABET for letter in spelt):
-            return bytes(_ALPHABET[letter] for letter in spelt)
-        for spelling, meant in self._replaced:
-            spelt = spelt.replace(spelling, meant)
-        return spelt.encode(errors="replace")
+        if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(byte[1])
+        if self._is_byte_level and all(letter in _ALPHABET for letter in token):
+            return bytes(_ALPHABET[letter] for letter in token)
+        for spelling, text in self._replaced:
+            token = token.replace(spelling, text)
+        return token.encode(errors="replace")
 
 
 def _decoders(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The tokenizer's decoder as the list of steps that it is."""
+    """The steps of the tokenizer's decoder."""
     if tokenizer.decoder is None:
         return []
     decoder: dict[str, Any] = msgspec.json.decode(tokenizer.decoder.__getstate__())
@@ -63,7 +63,7 @@ def _decoders(tokenizer: Tokenizer) -> list[dict[str, Any]]:
 
 
 def _spellings(decoder: dict[str, Any]) -> list[tuple[str, str]]:
-    """What stands for what in the tokens: for a space, mostly."""
+    """(spelling in tokens, text) pairs of a decoder step, mostly for spaces."""
     match decoder:
         case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
             return [(pattern, content)]

@@ -1,4 +1,4 @@
-"""Tokenizers of recently used versions, within a number of bytes."""
+"""An LRU cache of tokenizers, bounded in bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrelay.gateway.clients.file_reader import StoreFileReader
 
 MAX_FILE_BYTES = 64 << 20
 LOAD_TIMEOUT_S = 60.0
-BYTES_PER_FILE_BYTE = 5.5  # what a loaded BPE takes of memory, per byte of its JSON without white space
+BYTES_PER_FILE_BYTE = 5.5  # memory of a loaded BPE per byte of its compact JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,10 +27,12 @@ class _Entry:
 
 
 class TokenizerCache:
-    """Least recently used out first; the one asked for last always stays. Loads one at a time, each digest once.
+    """Evicts the least recently used, never the last one used. Loads one at a time, each digest once.
 
-    A request keeps its tokenizer by holding it: eviction only ends the cache's own hold.
+    Requests hold references to their tokenizers, so eviction does not affect them.
     """
+
+    # Not cachetools.LRUCache: that refuses an entry larger than the cache, and evicts only after loading.
 
     def __init__(self, files: StoreFileReader, max_bytes: int) -> None:
         self._files = files
@@ -41,18 +43,18 @@ class TokenizerCache:
 
     @property
     def num_bytes(self) -> int:
-        """What the cached tokenizers take, estimated."""
+        """The estimated memory of the cached tokenizers."""
         return sum(entry.num_bytes for entry in self._entries.values())
 
     async def get(self, digest: str) -> Tokenizer:
-        """The tokenizer of this BLAKE3 digest. Raises ``TorchrelayError`` when it cannot be had."""
+        """The tokenizer with this BLAKE3 digest. Raises ``TorchrelayError`` if it cannot be loaded."""
         entry = self._entries.get(digest)
         if entry is None:
             try:
                 async with asyncio.timeout(LOAD_TIMEOUT_S), self._loading:
                     entry = self._entries.get(digest) or await self._load(digest)
             except TimeoutError:
-                raise Unavailable(f"the model's tokenizer was not there within {LOAD_TIMEOUT_S:g} s") from None
+                raise Unavailable(f"the model's tokenizer could not be loaded within {LOAD_TIMEOUT_S:g} s") from None
         self._entries[digest] = entry
         self._entries.move_to_end(digest)
         self._evict()
@@ -79,5 +81,5 @@ class TokenizerCache:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def check_integrity(self) -> None:
-        """Raises ``AssertionError`` when the cache holds more than it may."""
-        assert len(self._entries) <= 1 or self.num_bytes <= self._max_bytes, "tokenizers take more than their bytes"
+        """Raises ``AssertionError`` if the cache exceeds its limit."""
+        assert len(self._entries) <= 1 or self.num_bytes <= self._max_bytes, "tokenizers exceed the byte limit"

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs the migrations over the gateway's asyncio drivers."""
+"""Alembic's environment: runs the migrations over the gateway's asyncio drivers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sqlalchemy.pool import NullPool
 from torchrelay.gateway.sql.database import driver_url
 from torchrelay.gateway.sql.tables import metadata
 
-_LOCK = 0x7052_656C_6179  # any number that only Torchrelay's migrations use
+_LOCK = 0x7052_656C_6179  # an arbitrary id for the advisory lock
 
 
 def _migrate(connection: Connection) -> None:

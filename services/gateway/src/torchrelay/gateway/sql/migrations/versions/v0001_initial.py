@@ -1,4 +1,4 @@
-"""First light: identity, catalog, money."""
+"""Initial schema: identity, catalog, money."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def upgrade() -> None:
     _requests()
     _ledger()
     op.execute("INSERT INTO table_versions (name, version) VALUES ('keys', 1), ('catalog', 1)")
-    # Nano-dollars per token: 0.10, 0.025 and 0.40 dollars per million. PUT /v1/prices begins another default.
+    # Nano-dollars per token: 0.10, 0.025 and 0.40 dollars per million. PUT /v1/prices sets another default.
     op.execute(
         "INSERT INTO prices (price_id, model, prompt_nano, cached_nano, output_nano, valid_from_unix_us)"
         " VALUES ('price-default', '', 100, 25, 400, 0)"
@@ -174,5 +174,5 @@ def _tenant(table: str) -> sa.ForeignKeyConstraint:
 
 
 def downgrade() -> None:
-    """There is nothing before the first revision: drop the database instead."""
+    """Unsupported for the first revision; drop the database instead."""
     raise RuntimeError("revision 0001 is the first: there is nothing to go back to")
