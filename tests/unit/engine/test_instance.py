@@ -231,7 +231,7 @@ def test_imports_queue_behind_waiting_groups(model_of: ModelOf) -> None:
     instance.prefill(group_of(PROMPT, "b/0"))
     instance.step()
     small_group = GroupSpec("c/0", (), 4, replace(GREEDY, max_tokens=4), (ChoiceSpec(0),))
-    with pytest.raises(KvPoolFull, match="1 groups wait"):
+    with pytest.raises(KvPoolFull, match="1 groups are waiting"):
         instance.import_kv(small_group, instance.kv_layout(small_group))
     run(instance)
     instance.import_kv(small_group, instance.kv_layout(small_group)).drop()

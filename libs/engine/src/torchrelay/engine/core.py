@@ -41,9 +41,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted from the logit of every token in the output so far
     frequency_penalty: float = 0.0  # the same, per occurrence
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
-    top_logprobs: int | None = (
-        None  # how many of the most likely tokens to report beside the chosen one; None: no logprobs
-    )
+    top_logprobs: int | None = None  # how many top tokens to report with the chosen one; None: no logprobs
     seed: int = 0
     max_tokens: int = 16  # per choice, forced output included
     stop_token_ids: frozenset[int] = frozenset()

@@ -47,7 +47,7 @@ def test_a_start_or_a_rest_notifies_the_others(tmp_path: Path) -> None:
     assert seen == [False, True, False, True, False], "what one does oneself is known, and only changes count"
 
 
-def test_what_is_said_at_the_same_moment_is_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_simultaneous_notifications_are_not_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One is interrupted while it tells that it begins: another begins, is counted, and rests meanwhile."""
     mine, theirs, slow = (ActiveProcesses(tmp_path / "cores") for _ in range(3))
     number = ctypes.c_int64.from_address(mine.change_address)
@@ -71,7 +71,7 @@ def test_what_is_said_at_the_same_moment_is_not_lost(tmp_path: Path, monkeypatch
     assert number.value != mine.change_seen, "mine is to count anew: theirs rests"
 
 
-def test_who_says_nothing_is_forgotten(tmp_path: Path) -> None:
+def test_a_silent_process_expires(tmp_path: Path) -> None:
     clock = Clock()
     first, second = (ActiveProcesses(tmp_path / "cores", clock) for _ in range(2))
     first.count_computing()
@@ -81,7 +81,7 @@ def test_who_says_nothing_is_forgotten(tmp_path: Path) -> None:
     assert second.count_computing() == 1
 
 
-def test_who_computed_before_the_host_was_started_anew_counts_no_more(tmp_path: Path) -> None:
+def test_an_entry_of_an_earlier_boot_does_not_count(tmp_path: Path) -> None:
     """The file outlives it, the clock begins again, and a pid may be somebody else's."""
     clock = Clock()
     before = ActiveProcesses(tmp_path / "cores", clock)
@@ -100,7 +100,7 @@ def test_another_process_is_seen_and_leaves_its_place(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == "2\n"
         assert mine.count_computing() == 2
-        with pytest.raises(OSError, match="no place left: 2 processes"):
+        with pytest.raises(OSError, match="is full: 2 processes"):
             ActiveProcesses(path, max_processes=2)
         other.kill()
     ActiveProcesses(path, max_processes=2)

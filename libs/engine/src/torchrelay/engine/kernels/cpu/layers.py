@@ -22,17 +22,10 @@ from torchrelay.engine.kernels.layer import LayerView, LayerWeights
 from torchrelay.engine.kernels.workspace import Workspace
 from torchrelay.modelspec.config import ModelConfig
 
+# In the order of struct layer in kernels.c.
 _WEIGHTS: Final = (
-    "input_norm",
-    "qkv",
-    "qkv_bias",
-    "qk_norm",
-    "o",
-    "attention_out_norm",
-    "post_norm",
-    "gate_up",
-    "down",
-    "mlp_out_norm",
+    *("input_norm", "qkv", "qkv_bias", "qk_norm", "o", "attention_out_norm"),
+    *("post_norm", "gate_up", "down", "mlp_out_norm"),
 )
 # Weights of one call: groups are cancelled between calls. Many rows, bound by arithmetic, get proportionally fewer.
 MAX_CALL_BYTES: Final = 1 << 30

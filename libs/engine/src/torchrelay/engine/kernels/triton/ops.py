@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+import triton
 from torch import Tensor
 
 from torchrelay.engine.kernels.fused_ops import FusedOps
+from torchrelay.engine.kernels.triton import op_kernels
 
 _GATE_BLOCK: Final = 1024
 
@@ -33,10 +35,6 @@ class TritonOps(FusedOps):
         kv: Tensor,
         slots: Tensor,
     ) -> Tensor:
-        import triton
-
-        from torchrelay.engine.kernels.triton import op_kernels
-
         num_rows, num_all, head_dim = heads.shape
         num_kv_heads, half = kv.shape[2], head_dim // 2
         num_heads = num_all - 2 * num_kv_heads
@@ -63,10 +61,6 @@ class TritonOps(FusedOps):
         return queries
 
     def gate(self, gate_up: Tensor, activation: str) -> Tensor:
-        import triton
-
-        from torchrelay.engine.kernels.triton import op_kernels
-
         num_rows, size = len(gate_up), gate_up.shape[1] // 2
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty(num_rows, size)
@@ -78,10 +72,6 @@ class TritonOps(FusedOps):
 
 
 def _norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
-    import triton
-
-    from torchrelay.engine.kernels.triton import op_kernels
-
     x = x.contiguous()
     size = x.shape[-1]
     out = torch.empty_like(x)
