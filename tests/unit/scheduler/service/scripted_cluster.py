@@ -15,7 +15,7 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from torchrelay.scheduler.main import serving
+from torchrelay.scheduler.main import TICK_S, serving
 from torchrelay.scheduler.settings import SchedulerSettings
 
 WAIT_S = 20.0  # for what merely must happen, on a machine however busy
@@ -110,9 +110,9 @@ class House:
         return SchedulerSettings(**(fields | changes))
 
     @asynccontextmanager
-    async def scheduler(self, num_workers: int = 0, **changes: Any) -> AsyncIterator[str]:
+    async def scheduler(self, num_workers: int = 0, tick_s: float = TICK_S, **changes: Any) -> AsyncIterator[str]:
         """A running scheduler's address, once it has heard of ``num_workers`` workers."""
-        async with serving(self.settings(**changes)) as addresses:
+        async with serving(self.settings(**changes), tick_s) as addresses:
             await cluster(addresses["grpc"], lambda view: len(view.workers) >= num_workers)
             yield addresses["grpc"]
 

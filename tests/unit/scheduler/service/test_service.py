@@ -22,7 +22,6 @@ from tests.unit.scheduler.service.scripted_cluster import (
 from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
 from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
-from torchrelay.scheduler import main
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.transfer.protocol.tickets import derive_node_key, verify_ticket
 
@@ -30,13 +29,11 @@ KEY = bytes.fromhex(CLUSTER_KEY)
 PACK = a_version().pack_id
 
 
-async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(main, "_TICK_S", 3600.0)  # nothing in it waits for a timer
+async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(nats_url: str) -> None:
     async with house(nats_url) as it:
         store, first, second = await it.host(1)
-        async with it.scheduler(2) as address, Door(address) as door:
+        # Nothing in it waits for a timer.
+        async with it.scheduler(2, tick_s=3600.0) as address, Door(address) as door:
             await cluster(address, lambda view: view.largest_slot_bytes > 0)
             await asyncio.sleep(PolicyConfig().settle_s)  # the settling time of a start, in which nothing is woken
             await door.admit("r1")

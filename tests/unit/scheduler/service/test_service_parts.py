@@ -44,7 +44,7 @@ def test_two_reports_of_what_stays_the_same_come_while_a_new_scheduler_settles()
 async def test_a_slow_gateway_loses_its_stream_and_nothing_else_grows() -> None:
     streams = AdmitStreams(max_queued=3)
     stream = streams.open()
-    streams.arrived(stream, "g")
+    streams.connected(stream, "g")
     for _ in range(4):
         streams.send("g", AdmitEvent())
     with pytest.raises(Overloaded):
@@ -55,14 +55,14 @@ async def test_a_slow_gateway_loses_its_stream_and_nothing_else_grows() -> None:
 async def test_a_newer_stream_of_a_gateway_replaces_the_older() -> None:
     streams = AdmitStreams(max_queued=3)
     older, newer = streams.open(), streams.open()
-    streams.arrived(older, "g")
-    streams.arrived(newer, "g")
+    streams.connected(older, "g")
+    streams.connected(newer, "g")
     assert [event async for event in older.events()] == []
-    assert not streams.left(older)  # the gateway is still here
+    assert not streams.disconnected(older)  # the gateway is still here
     streams.send("g", AdmitEvent())
     streams.close()
     assert [event async for event in newer.events()] == [AdmitEvent()]
-    assert streams.left(newer)
+    assert streams.disconnected(newer)
 
 
 async def test_history_drops_the_oldest_while_the_stream_is_away_and_keeps_order(nats_url: str) -> None:
@@ -99,7 +99,7 @@ async def test_a_port_nobody_listens_on_is_refused() -> None:
     assert await is_refused(f"127.0.0.1:{port}")
 
 
-def test_settings_become_rules_and_a_bad_key_is_refused() -> None:
+def test_settings_become_the_config_and_a_bad_key_is_refused() -> None:
     settings = SchedulerSettings(cluster_key="ab" * 16, idle_timeout_s=5, requests_per_instance=3)
     assert settings.config.idle_timeout_s == 5 and settings.config.requests_per_instance == 3
     for key in ("abcd", "not hex at all, is it"):

@@ -18,7 +18,7 @@ BIRCH = replace(ACME, name="birch/words")
 def explained(events: list[SchedulerEvent]) -> ExplainLog:
     explain = ExplainLog()
     for happening in events:
-        explain.happened(happening)
+        explain.note(happening)
     return explain
 
 

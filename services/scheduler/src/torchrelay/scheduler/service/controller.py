@@ -10,6 +10,7 @@ import time
 from typing import Protocol
 
 from cachetools import FIFOCache
+from opentelemetry import metrics
 
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
@@ -79,9 +80,10 @@ class Controller:
         self._versions: FIFOCache[str, types_pb2.ModelVersion] = FIFOCache(_MAX_VERSIONS)
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
-        self._metrics = AdmissionMetrics(lambda: len(policy.state.queues), lambda: event_publisher.num_dropped)
-        self._copy_metrics = ReplicationMetrics(lambda: policy.state.replication_state)
-        self._relay_metrics = RelayMetrics(lambda: policy.state.transfers.num_running)
+        meter = metrics.get_meter("torchrelay.scheduler")
+        self._metrics = AdmissionMetrics(meter, lambda: len(policy.state.queues), lambda: event_publisher.num_dropped)
+        self._copy_metrics = ReplicationMetrics(meter, lambda: policy.state.replication_state)
+        self._relay_metrics = RelayMetrics(meter, lambda: policy.state.transfers.num_running)
 
     def apply(self, input_: Input) -> None:
         self._apply(input_, self.clock.now())
@@ -168,15 +170,15 @@ class Controller:
             self.actuator.start(command)
         for answer in effects.answers:
             self._send(answer)
-        for opened in effects.opened:
-            self._record_placement(opened)
-        for happening in effects.events:
-            if not happening.topic.startswith(transfer_events.EVENT_PREFIX):  # those are the operator's
-                self.explain.happened(happening)
-            self._event_publisher.note(happening)
-            self._copy_metrics.happened(happening)
-            self._relay_metrics.happened(happening)
-            log.info(happening.kind, model=happening.model, subject=happening.subject, reason=happening.reason)
+        for placed in effects.opened:
+            self._record_placement(placed)
+        for event in effects.events:
+            if not event.topic.startswith(transfer_events.EVENT_PREFIX):  # those are for operators only
+                self.explain.note(event)
+            self._event_publisher.note(event)
+            self._copy_metrics.note(event)
+            self._relay_metrics.note(event)
+            log.info(event.kind, model=event.model, subject=event.subject, reason=event.reason)
         self._notify_watchers()
 
     def _send(self, answer: Answer) -> None:
@@ -200,13 +202,13 @@ class Controller:
         self._metrics.answered(kind)
         self.streams.send(answer.gateway_id, event)
 
-    def _record_placement(self, opened: AttemptPlaced) -> None:
-        self.explain.opened(opened)
-        self._metrics.placed(opened.placed_at - opened.admitted_at, opened.placement.cold)
-        begin_ns, end_ns = int(opened.admitted_at * 1e9), int(opened.placed_at * 1e9)
-        if opened.traceparent:
-            request_id = opened.key.request_id
-            record_span("scheduler.queue", opened.traceparent, begin_ns, end_ns, request_id=request_id)
+    def _record_placement(self, placed: AttemptPlaced) -> None:
+        self.explain.placed(placed)
+        self._metrics.placed(placed.placed_at - placed.admitted_at, placed.placement.cold)
+        begin_ns, end_ns = int(placed.admitted_at * 1e9), int(placed.placed_at * 1e9)
+        if placed.traceparent:
+            request_id = placed.key.request_id
+            record_span("scheduler.queue", placed.traceparent, begin_ns, end_ns, request_id=request_id)
 
     # Watchers of the cluster
 

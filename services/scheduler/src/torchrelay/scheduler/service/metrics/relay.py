@@ -1,11 +1,10 @@
-"""The metrics of relays, whoever ordered them."""
+"""Metrics of relays, whoever ordered them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from torchrelay.common.process.telemetry import seconds_histogram
 from torchrelay.scheduler.policy.effects import SchedulerEvent
@@ -15,28 +14,27 @@ from torchrelay.scheduler.policy.relay.transfer_events import EVENT_PREFIX
 class RelayMetrics:
     """``num_running`` is called when metrics are collected."""
 
-    def __init__(self, num_running: Callable[[], int]) -> None:
-        meter = metrics.get_meter("torchrelay.scheduler")
-        self._turns = meter.create_counter(
+    def __init__(self, meter: Meter, num_running: Callable[[], int]) -> None:
+        self._events = meter.create_counter(
             "torchrelay_scheduler_relay_events",
             description="Relays begun, repaired, slow, finished and failed, by event.",
         )
-        self._took = seconds_histogram(
-            meter, "torchrelay_scheduler_relay_duration", "From the first chunk asked for to the end, by event."
+        self._duration = seconds_histogram(
+            meter, "torchrelay_scheduler_relay_duration", "From the first chunk requested to the end, by event."
         )
 
-        def under_way(_: CallbackOptions) -> Iterable[Observation]:
+        def running(_: CallbackOptions) -> Iterable[Observation]:
             return [Observation(num_running())]
 
         meter.create_observable_gauge(
-            "torchrelay_scheduler_relays_running", [under_way], description="Relays planned or running."
+            "torchrelay_scheduler_relays_running", [running], description="Relays planned or running."
         )
 
-    def happened(self, happening: SchedulerEvent) -> None:
-        """Counts what concerns relays."""
-        if not happening.topic.startswith(EVENT_PREFIX):
+    def note(self, event: SchedulerEvent) -> None:
+        """Counts a relay's event; ignores others."""
+        if not event.topic.startswith(EVENT_PREFIX):
             return
-        event = {"event": happening.topic.removeprefix(EVENT_PREFIX)}
-        self._turns.add(1, event)
-        if "took_s" in happening.fields:
-            self._took.record(float(happening.fields["took_s"]), event)
+        labels = {"event": event.topic.removeprefix(EVENT_PREFIX)}
+        self._events.add(1, labels)
+        if "took_s" in event.fields:
+            self._duration.record(float(event.fields["took_s"]), labels)

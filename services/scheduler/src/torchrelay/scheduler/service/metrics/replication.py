@@ -1,11 +1,10 @@
-"""The replicator's metrics."""
+"""Metrics of the replicator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from torchrelay.common.process.telemetry import seconds_histogram
 from torchrelay.scheduler.policy.effects import SchedulerEvent
@@ -16,10 +15,9 @@ _CAUSES = frozenset(cause.value for cause in CopyCause)
 
 
 class ReplicationMetrics:
-    """``book`` is read when metrics are collected."""
+    """``replication_state`` is read when metrics are collected."""
 
-    def __init__(self, replication_state: Callable[[], ReplicationState]) -> None:
-        meter = metrics.get_meter("torchrelay.scheduler")
+    def __init__(self, meter: Meter, replication_state: Callable[[], ReplicationState]) -> None:
         self._begun = meter.create_counter(
             "torchrelay_scheduler_copies_started", description="Copies ordered, by cause."
         )
@@ -36,15 +34,15 @@ class ReplicationMetrics:
         meter.create_observable_gauge(
             "torchrelay_scheduler_packs_under_replicated",
             [short],
-            description="Packs used of late that lack copies in RAM.",
+            description="Recently used packs that lack copies in RAM.",
         )
         meter.create_observable_gauge(
-            "torchrelay_scheduler_copies_running", [under_way], description="Copies ordered and not there yet."
+            "torchrelay_scheduler_copies_running", [under_way], description="Copies ordered and not complete."
         )
 
-    def happened(self, happening: SchedulerEvent) -> None:
-        """Counts what concerns copies."""
-        if happening.kind in _CAUSES:
-            self._begun.add(1, {"cause": happening.kind})
-        elif happening.kind in ("copied", "copy_failed"):
-            self._took.record(float(happening.fields["took_s"]), {"failed": happening.kind == "copy_failed"})
+    def note(self, event: SchedulerEvent) -> None:
+        """Counts a copy's event; ignores others."""
+        if event.kind in _CAUSES:
+            self._begun.add(1, {"cause": event.kind})
+        elif event.kind in ("copied", "copy_failed"):
+            self._took.record(float(event.fields["took_s"]), {"failed": event.kind == "copy_failed"})
