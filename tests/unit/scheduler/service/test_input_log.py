@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import BinaryIO
+from typing import BinaryIO, get_args
 
 import pytest
 
@@ -20,10 +20,10 @@ from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, S
 from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
-    INPUT_TYPES,
     CopyFailed,
     GatewayConnected,
     GatewayDisconnected,
+    Input,
     Release,
     RetainFailed,
     RolesFailed,
@@ -219,7 +219,7 @@ def test_the_recorded_life_has_everything_in_it(life: tuple[Path, Scene]) -> Non
     ):
         assert kind in scene.kinds(), kind
     recorded = path.read_text()
-    assert [kind for kind in INPUT_TYPES if f'"kind":"{kind}"' not in recorded] == []
+    assert [kind for kind in get_args(Input) if f'"kind":"{kind.__name__}"' not in recorded] == []
 
 
 def test_a_replay_gives_the_effects_that_were_seen(life: tuple[Path, Scene]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -69,25 +70,6 @@ class SchedulerSettings(ServiceSettings):
 
     @property
     def config(self) -> PolicyConfig:
-        """The numbers that decisions follow."""
-        return PolicyConfig(
-            idle_timeout_s=self.idle_timeout_s,
-            max_instances=self.max_instances,
-            queue_limit=self.queue_limit,
-            queue_limit_total=self.queue_limit_total,
-            requests_per_instance=self.requests_per_instance,
-            max_open_per_instance=self.max_open_per_instance,
-            queue_target_s=self.queue_target_s,
-            tbt_target_s=self.tbt_target_s,
-            drain_s=self.drain_s,
-            load_tries=self.load_tries,
-            gateway_grace_s=self.gateway_grace_s,
-            link_cap_bytes_per_s=self.link_cap_bytes_per_s,
-            replicate=self.replicate,
-            recent_s=self.recent_s,
-            recent_copies=self.recent_copies,
-            max_replications=self.max_replications,
-            max_replications_per_store=self.max_replications_per_store,
-            cache_share=self.cache_share,
-            retention_s=self.retention_s,
-        )
+        """Every setting that has the name of one of its fields."""
+        names = {field.name for field in fields(PolicyConfig)} & type(self).model_fields.keys()
+        return PolicyConfig(**{name: getattr(self, name) for name in names})

@@ -15,6 +15,7 @@ from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
+from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.effects import (
     Command,
     CopyCommand,
@@ -25,16 +26,6 @@ from torchrelay.scheduler.policy.effects import (
     SetRolesCommand,
     UnloadCommand,
     WakeCommand,
-)
-from torchrelay.scheduler.policy.inputs import (
-    CopyAccepted,
-    CopyFailed,
-    LoadAccepted,
-    LoadFailed,
-    RetainFailed,
-    RolesFailed,
-    RolesSet,
-    UnloadFailed,
 )
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
@@ -91,7 +82,7 @@ class Actuator:
                 except TorchrelayError as error:
                     cause = f"the relay to {hop.store_id} could not be started: {error.message}"
                     for order in hop.loads:
-                        self._controller.apply(LoadFailed(order.instance_id, cause, hop.store_id))
+                        self._controller.apply(inputs.LoadFailed(order.instance_id, cause, hop.store_id))
                     continue
                 for order in hop.loads:
                     loads.create_task(self._load(command, order))
@@ -134,9 +125,9 @@ class Actuator:
             await self._relay(command, command.hop)
         except TorchrelayError as error:
             cause = f"the relay could not be started: {error.message}"
-            self._controller.apply(CopyFailed(pack_id, store_id, cause, isinstance(error, NotFound)))
+            self._controller.apply(inputs.CopyFailed(pack_id, store_id, cause, isinstance(error, NotFound)))
             return
-        self._controller.apply(CopyAccepted(pack_id, store_id))
+        self._controller.apply(inputs.CopyAccepted(pack_id, store_id))
 
     async def _retain(self, command: RetainCommand) -> None:
         request = param_store_pb2.RetainRequest(
@@ -147,7 +138,7 @@ class Actuator:
             await self._call(lambda: stub.Retain(request, timeout=_TIMEOUT_S))
         except TorchrelayError as error:
             log.info("retain_failed", store_id=command.store_id, error=error.message)
-            self._controller.apply(RetainFailed(command.store_id))
+            self._controller.apply(inputs.RetainFailed(command.store_id))
 
     def _store(self, store_id: str) -> ParamStoreAsyncStub:
         store = self._controller.policy.state.membership.stores.get(store_id)
@@ -168,9 +159,9 @@ class Actuator:
             await self._call(lambda: stub.Load(request, timeout=_TIMEOUT_S))
         except TorchrelayError as error:
             cause = f"worker {order.worker_id} did not accept the load: {error.message}"
-            self._controller.apply(LoadFailed(order.instance_id, cause))
+            self._controller.apply(inputs.LoadFailed(order.instance_id, cause))
             return
-        self._controller.apply(LoadAccepted(order.instance_id))
+        self._controller.apply(inputs.LoadAccepted(order.instance_id))
 
     async def _set_roles(self, command: SetRolesCommand) -> None:
         request = worker_pb2.SetRolesRequest(
@@ -182,9 +173,9 @@ class Actuator:
             stub = self._worker(command.worker_id)
             await self._call(lambda: stub.SetRoles(request, timeout=_TIMEOUT_S))
         except TorchrelayError as error:
-            self._controller.apply(RolesFailed(command.instance_id, error.message))
+            self._controller.apply(inputs.RolesFailed(command.instance_id, error.message))
             return
-        self._controller.apply(RolesSet(command.instance_id))
+        self._controller.apply(inputs.RolesSet(command.instance_id))
 
     async def _unload(self, command: UnloadCommand) -> None:
         request = worker_pb2.UnloadRequest(
@@ -194,7 +185,7 @@ class Actuator:
             stub = self._worker(command.worker_id)
             await self._call(lambda: stub.Unload(request, timeout=command.drain_s + _TIMEOUT_S))
         except TorchrelayError as error:
-            self._controller.apply(UnloadFailed(command.instance_id, error.message))
+            self._controller.apply(inputs.UnloadFailed(command.instance_id, error.message))
 
     def _worker(self, worker_id: str) -> WorkerAsyncStub:
         worker = self._controller.policy.state.membership.workers.get(worker_id)

@@ -216,11 +216,7 @@ def phases_from_proto(phases: Iterable[types_pb2.Phase]) -> list[TimedPhase]:
 
 def phase_to_proto(phase: TimedPhase) -> types_pb2.Phase:
     return types_pb2.Phase(
-        name=phase.name,
-        begin_unix_us=phase.begin_us,
-        end_unix_us=phase.end_us,
-        where=phase.where,
-        detail=phase.detail,
+        name=phase.name, begin_unix_us=phase.begin_us, end_unix_us=phase.end_us, where=phase.where, detail=phase.detail
     )
 
 
