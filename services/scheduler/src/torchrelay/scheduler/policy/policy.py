@@ -20,8 +20,8 @@ from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.steps import admissions, relays, replication, scaling
 
-_GONE = Reason("worker_gone", "its worker's process is gone, without a word")
-_STOPPED = Reason("worker_stopped", "its worker was told to stop")
+_GONE = Reason("worker_gone", "its worker's process is gone")
+_STOPPED = Reason("worker_stopped", "its worker shut down")
 
 
 class Policy:
@@ -206,7 +206,7 @@ class Policy:
             self._record_transition(change, now)
 
     def _record_transition(self, change: InstanceTransition, now: float) -> None:
-        """An instance came, moved on, or went."""
+        """Records that an instance appeared, changed its phase, or is gone."""
         state, instance = self.state, change.instance
         if change.gone:
             state.prefix_index.forget(instance.instance_id)
@@ -218,7 +218,7 @@ class Policy:
                 reason = instance.reason
                 if instance.phase is InstancePhase.READY:
                     state.load_failures.forget(instance.version_id)
-                    reason = _ready(instance, now - change.before.since)
+                    reason = _ready_reason(instance, now - change.before.since)
                 phase = instance.phase.value
                 state.happened(now, phase, instance, reason, f"instance.{phase}", fields)
             case TransitionKind.ADOPTED:
@@ -233,9 +233,9 @@ class Policy:
                 self._count_failure(instance, change.reason.text, instance.created_at, now)
 
     def _count_failure(self, instance: Instance, cause: str, decided_at: float, now: float) -> None:
-        """Notes the try; after the last one those who wait are told, unless other instances serve them."""
+        """After the last try, refuses the waiting requests unless other instances serve them."""
         state = self.state
-        if not state.load_failures.add(instance.version_id, instance.worker_id, cause, decided_at, now):
+        if not state.load_failures.add(instance.version_id, instance.worker_id, decided_at, now):
             return
         others = [other for other in state.instances.of_version(instance.version_id) if other.placeable]
         if cover_both_roles(others):
@@ -246,6 +246,6 @@ class Policy:
             admissions.refuse(state, admission, RefusalReason.LOAD_FAILED, message, now, retry_s)
 
 
-def _ready(instance: Instance, took_s: float) -> Reason:
+def _ready_reason(instance: Instance, took_s: float) -> Reason:
     layers = f"all {instance.num_layers} layers" if instance.num_layers > 1 else "all"
     return Reason("loaded", f"{layers} loaded in {format_duration(took_s)}", {"num_layers": instance.num_layers})
