@@ -14,6 +14,7 @@ from opentelemetry import metrics
 
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Answer, AttemptPlaced, Command, Effects, Placed
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import Admit, Input, Release, StoreReported, Tick, WorkerReported
@@ -182,23 +183,13 @@ class Controller:
         self._notify_watchers()
 
     def _send(self, answer: Answer) -> None:
-        event = scheduler_pb2.AdmitEvent()
         if isinstance(answer, Placed):
-            kind = "placed"
             ticket = self.cluster_tickets.kv(answer.placement)
-            event.placement.CopyFrom(converters.placement_to_proto(answer.placement, ticket))
+            kind, event = "placed", AdmitEvent(placement=converters.placement_to_proto(answer.placement, ticket))
         elif isinstance(answer, AdmissionRefused):
-            kind = "refused"
-            event.refusal.key.CopyFrom(converters.key_to_proto(answer.key))
-            event.refusal.reason = converters.REFUSAL_REASONS[answer.reason]
-            event.refusal.message = answer.message
-            event.refusal.retry_after_s = answer.retry_after_s
+            kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
         else:
-            kind = "waiting"
-            event.waiting.key.CopyFrom(converters.key_to_proto(answer.key))
-            event.waiting.queue_position = answer.queue_position
-            event.waiting.state = answer.state
-            event.waiting.predicted_wait_s = answer.predicted_wait_s
+            kind, event = "waiting", AdmitEvent(waiting=converters.waiting_to_proto(answer))
         self._metrics.answered(kind)
         self.streams.send(answer.gateway_id, event)
 
@@ -213,7 +204,7 @@ class Controller:
     # Watchers of the cluster
 
     def watch(self) -> asyncio.Event:
-        """An event set at every change, for ``unwatch`` to give back."""
+        """An event that is set at every change, until it is passed to ``unwatch``."""
         event = asyncio.Event()
         self._watchers.add(event)
         return event

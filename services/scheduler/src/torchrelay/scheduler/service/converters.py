@@ -23,7 +23,7 @@ from torchrelay.scheduler.policy.core import (
     WorkerRef,
     WorkerStatus,
 )
-from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
+from torchrelay.scheduler.policy.effects import AdmissionRefused, SchedulerEvent, Waiting
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
@@ -211,7 +211,9 @@ def _worker_ref_to_proto(worker_ref: WorkerRef) -> types_pb2.WorkerRef:
 
 
 def phases_from_proto(phases: Iterable[types_pb2.Phase]) -> list[TimedPhase]:
-    return [TimedPhase(one.name, one.begin_unix_us, one.end_unix_us, one.where, one.detail) for one in phases]
+    return [
+        TimedPhase(phase.name, phase.begin_unix_us, phase.end_unix_us, phase.where, phase.detail) for phase in phases
+    ]
 
 
 def phase_to_proto(phase: TimedPhase) -> types_pb2.Phase:
@@ -226,9 +228,19 @@ def decision_to_proto(event: SchedulerEvent) -> scheduler_pb2.Decision:
     )
 
 
-REFUSAL_REASONS = {
-    RefusalReason.QUEUE_FULL: scheduler_pb2.Refusal.REASON_QUEUE_FULL,
-    RefusalReason.NO_CAPACITY: scheduler_pb2.Refusal.REASON_NO_CAPACITY,
-    RefusalReason.LOAD_FAILED: scheduler_pb2.Refusal.REASON_LOAD_FAILED,
-    RefusalReason.WITHDRAWN: scheduler_pb2.Refusal.REASON_WITHDRAWN,
-}
+def refusal_to_proto(refused: AdmissionRefused) -> scheduler_pb2.Refusal:
+    return scheduler_pb2.Refusal(
+        key=key_to_proto(refused.key),
+        reason=scheduler_pb2.Refusal.Reason.Value(f"REASON_{refused.reason.name}"),
+        message=refused.message,
+        retry_after_s=refused.retry_after_s,
+    )
+
+
+def waiting_to_proto(waiting: Waiting) -> scheduler_pb2.Waiting:
+    return scheduler_pb2.Waiting(
+        key=key_to_proto(waiting.key),
+        queue_position=waiting.queue_position,
+        state=waiting.state,
+        predicted_wait_s=waiting.predicted_wait_s,
+    )
