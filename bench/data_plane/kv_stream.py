@@ -27,6 +27,7 @@ from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.transfer.fetch.follow import Receiver, SourceAddress, follow
 from torchrelay.transfer.protocol.tickets import TicketIssuer, derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
+from torchrelay.transfer.transport.tcp import TcpTransport
 
 _CHUNK_BYTES = 256 << 10
 _HOLDER, _FOLLOWER = "kv-holder", "kv-follower"
@@ -85,7 +86,8 @@ def hold(cluster_key: bytes, host: str, port: int) -> None:
             buffers[buffer_id].publish(index)
 
     data = secrets.token_bytes(_CHUNK_BYTES)
-    server = HolderServer(_HOLDER, derive_node_key(cluster_key, _HOLDER), buffers.get, host, port)
+    listener = TcpTransport().listen(host, port)
+    server = HolderServer(_HOLDER, derive_node_key(cluster_key, _HOLDER), buffers.get, listener)
     server.start()
     for line in sys.stdin:
         agenda, diary = _Agenda.of(line), sched.scheduler(time.monotonic, time.sleep)

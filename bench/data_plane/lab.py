@@ -18,7 +18,7 @@ from tests.lab import Host, Lab, LabError
 from tests.lab.raw_pack import RawPack, publish
 from tests.lab.stores import Stores
 from torchrelay.control.v1.reports_pb2 import PackCopy
-from torchrelay.transfer.arena.slab import MappedSlab
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
 
 SOURCE = "source"
 TARGETS = tuple(f"h{index}" for index in range(1, 8))

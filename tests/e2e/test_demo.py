@@ -1,8 +1,9 @@
-"""`make demo` interrupted by Ctrl-C: one word, status 130, and nothing left."""
+"""`make demo`: what it answers and bills; interrupted by Ctrl-C it says one word, ends with 130, and leaves nothing."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,43 @@ from pathlib import Path
 
 import pytest
 
+from examples.glossary.terms import load_glossary
+
 DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
+ASKED = {
+    "What is a cold start?": "cold start",
+    "Explain the relay.": "relay",
+    "What does the param-store do?": "param-store",
+    "What is a pack?  (gRPC)": "pack",
+    "What is scale to zero?": "scale to zero",
+}
+
+
+def test_the_demo_answers_from_the_glossary_and_bills_what_it_said(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(DEMO)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "200"},
+    )
+    said = done.stdout
+    assert done.returncode == 0, said + done.stderr
+    lines = said.splitlines()
+    glossary = load_glossary()
+    answers = {question: lines[lines.index(question) + 1].strip() for question in ASKED}
+    assert answers == {question: glossary.explanation_of(term) for question, term in ASKED.items()}
+    from_remote, from_memory = said.split("Cold start with the parameters still in host memory")
+    assert "from remote" in from_remote and "host copy present" not in from_remote
+    assert "host copy present" in from_memory and "from remote" not in from_memory
+    (bill,) = (line for line in lines if "acme/glossary │" in line)
+    _, _, num_prompt_tokens, num_output_tokens, num_requests, cost, _ = map(str.strip, bill.split("│"))
+    over_rest = [int(count) for count in re.findall(r"first token after \d+ ms, (\d+) tokens", said)]
+    assert int(num_requests) == len(ASKED) and len(over_rest) == len(ASKED) - 1
+    assert int(num_output_tokens) > sum(over_rest) > int(num_prompt_tokens) > 0
+    assert float(cost.removesuffix(" USD")) > 0
+    assert lines[-1] == "stopped; nothing is left running"
+    assert list(tmp_path.glob("torchrelay-demo-*")) == []
 
 
 @pytest.mark.parametrize("step", ["1. Start the platform", "3. Upload"])

@@ -73,7 +73,7 @@ async def test_a_relays_events_appear_at_the_command_line(
             shown = await said("top", "--once", "--scheduler", address)
             assert "store-a -> store-c" in shown and "done in" in shown
             as_json = json.loads(await said("top", "--json", "--scheduler", address))
-            assert as_json["relays"][-1]["feeds"][0]["holder_id"] == "store-a"
+            assert as_json["relays"][-1]["sources"][0]["holder_id"] == "store-a"
             assert not as_json["relays"][-1]["urgent"]
 
             begun, finished = (event for event in events if event["store_id"] == "store-c")

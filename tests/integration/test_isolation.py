@@ -20,6 +20,7 @@ SERVICES = ("gateway", "scheduler", "param_store", "prefill", "decode")
 FOLDERS = {
     "torchrelay-proto": "proto",
     "torchrelay-common": "libs/common",
+    "torchrelay-modelspec": "libs/modelspec",
     "torchrelay-transfer": "libs/transfer",
     "torchrelay-gateway": "services/gateway",
     "torchrelay-scheduler": "services/scheduler",

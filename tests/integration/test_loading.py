@@ -20,6 +20,7 @@ from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
+from torchrelay.transfer.transport.tcp import TcpTransport
 from torchrelay.worker.slot.slot import DRAINING, LOADING
 
 PROMPT = prompt_of(70)
@@ -41,7 +42,7 @@ class GatedPack(MemoryBuffer):
             self.publish(index, self._data[index * self._step : (index + 1) * self._step])
 
     def let_all(self) -> None:
-        self.let(*(index for index in range(self.num_chunks) if not self.is_published(index)))
+        self.let(*(index for index in range(self.num_chunks) if not self.ready_flags()[index]))
 
 
 @asynccontextmanager
@@ -49,7 +50,8 @@ async def loading(folder: Path, model: Model, nats_url: str) -> AsyncIterator[tu
     """One worker of both roles in the middle of a load, with one request waiting inside the engine for a layer."""
     pack = GatedPack(model)
     pack.let(0)
-    holder = HolderServer("peer", derive_node_key(CLUSTER_KEY, "peer"), {pack.buffer_id: pack}.get, "127.0.0.1")
+    listener = TcpTransport().listen("127.0.0.1", 0)
+    holder = HolderServer("peer", derive_node_key(CLUSTER_KEY, "peer"), {pack.buffer_id: pack}.get, listener)
     holder.start()
     try:
         async with running_store(folder) as store, running_test_worker(nats_url, store) as worker:

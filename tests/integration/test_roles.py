@@ -52,9 +52,9 @@ async def test_kv_goes_by_shared_memory_where_it_can_and_else_by_the_network(
     met: list[object] = []
     opened = ShmConnection.opened
 
-    def noted(meeting: socket.socket) -> ShmConnection:
+    def noted(meeting: socket.socket, send_timeout_s: float) -> ShmConnection:
         met.append(meeting)
-        return opened(meeting)
+        return opened(meeting, send_timeout_s)
 
     monkeypatch.setattr(ShmConnection, "opened", noted)
     async with scene_of(kv_by_shared_memory=True) as scene:

@@ -7,7 +7,7 @@ import mmap
 from blake3 import blake3
 
 from torchrelay.control.v1.param_store_pb2 import HoldReply
-from torchrelay.transfer.arena.slab import MappedSlab
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.transfer.arena.slab_format import read_format
 from torchrelay.transfer.manifest import decode_manifest
 

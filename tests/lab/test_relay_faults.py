@@ -15,7 +15,7 @@ from tests.lab import Lab
 from tests.lab.corruption import corrupt_chunk, corrupt_chunks
 from tests.lab.raw_pack import RawPack, publish
 from tests.lab.stores import Stores
-from torchrelay.transfer.arena.slab import MappedSlab
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder, WrongReceiver
 from torchrelay.transfer.fetch.follow import Receiver, SourceAddress, fetch_head
 from torchrelay.transfer.manifest import pack_id_of

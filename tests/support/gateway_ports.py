@@ -51,7 +51,7 @@ class InMemoryPorts:
     """All four at once."""
 
     def __init__(self, models: Sequence[PublishedModel]) -> None:
-        self._models = {model.name: model for model in models}
+        self.published = {model.name: model for model in models}
         self.opened: list[OpenedRequest] = []
         self.settled: dict[str, list[ChoiceUsage]] = {}
         self.reserved: set[str] = set()
@@ -72,13 +72,13 @@ class InMemoryPorts:
         return PRINCIPAL
 
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
-        model = self._models.get(name if "/" in name else f"{principal.tenant}/{name}")
+        model = self.published.get(name if "/" in name else f"{principal.tenant}/{name}")
         if model is None:
             raise NotFound(f"there is no model {name!r}", field="model")
         return model
 
     async def models(self, principal: Principal) -> list[PublishedModel]:
-        return list(self._models.values())
+        return list(self.published.values())
 
     async def open(self, opened: OpenedRequest) -> None:
         await self.may_open.wait()

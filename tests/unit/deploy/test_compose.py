@@ -4,21 +4,78 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.support.dockerfiles import Stage, read_stages
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.scheduler.settings import SchedulerSettings
 from torchrelay.worker.settings import WorkerSettings
 
-DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+REPO = Path(__file__).resolve().parents[3]
+DEPLOY = REPO / "deploy"
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A package of ours, as its pyproject.toml tells."""
+
+    name: str
+    version: str
+    requires: tuple[str, ...]
+    programs: Mapping[str, str]
+
+
+def projects() -> list[Path]:
+    return [path.parent for path in REPO.glob("*/pyproject.toml")] + [
+        path.parent for path in REPO.glob("*/*/pyproject.toml")
+    ]
+
+
+def distribution_in(folder: Path) -> Distribution:
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    return Distribution(project["name"], project["version"], tuple(project["dependencies"]), project.get("scripts", {}))
+
+
+def needed(name: str) -> dict[str, set[str]]:
+    """The distributions of ours that one needs, itself among them, each with the extras it is needed with."""
+    found: dict[str, set[str]] = {}
+    left = [name]
+    while left:
+        distribution, _, extras = left.pop().removesuffix("]").partition("[")
+        known = distribution in found
+        found.setdefault(distribution, set()).update({extras} - {""})
+        if not known:
+            left += [each for each in DISTRIBUTIONS[distribution].requires if each.startswith("torchrelay-")]
+    return found
+
+
+def recipe_of(name: str) -> Path:
+    """The recipe that compose builds the service's image with."""
+    build = SERVICES[name]["build"]
+    context = (DEPLOY / build["context"]).resolve()
+    assert context == REPO
+    path: Path = context / build["dockerfile"]
+    return path
+
+
+def installs(build: Stage, ours: bool = True) -> list[list[str]]:
+    """The commands by which pip installs packages of this repository, or those of others."""
+    found = [command for command in build.commands if "install" in command and command[0].endswith("/pip")]
+    return [command for command in found if any(word.startswith("./") for word in command) is ours]
+
+
 SETTINGS: dict[str, type[ServiceSettings]] = {
     "gateway": GatewaySettings,
     "scheduler": SchedulerSettings,
@@ -26,13 +83,7 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "prefill": WorkerSettings,
     "decode": WorkerSettings,
 }
-PROGRAMS = {
-    "gateway": "torchrelay-gateway",
-    "scheduler": "torchrelay-scheduler",
-    "param-store": "torchrelay-param-store",
-    "prefill": "torchrelay-worker",
-    "decode": "torchrelay-worker",
-}
+DISTRIBUTIONS = {each.name: each for each in map(distribution_in, projects())}
 REFERENCE = re.compile(r"\$\{(\w+):\?[^}]*\}")
 
 
@@ -66,33 +117,91 @@ def test_every_variable_is_a_setting_and_the_settings_are_valid(
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_health_check_and_image_speak_of_the_same_port(name: str) -> None:
+def test_the_health_check_asks_the_services_port(name: str) -> None:
     environment = SERVICES[name]["environment"]
     variable = "TORCHRELAY_GRPC_PORT" if name == "gateway" else "TORCHRELAY_PORT"
-    address = f"127.0.0.1:{environment[variable]}"
-    assert SERVICES[name]["healthcheck"]["test"] == ["CMD", "torchrelay-health", address]
-    recipe = (DEPLOY / "images" / f"{name}.Dockerfile").read_text()
-    assert f'HEALTHCHECK --interval=5s --timeout=3s --start-period=60s CMD ["torchrelay-health", "{address}"]' in recipe
-    assert f"{variable}={environment[variable]}" in recipe
+    command = ["torchrelay-health", f"127.0.0.1:{environment[variable]}"]
+    check = SERVICES[name]["healthcheck"]
+    assert check["test"] == ["CMD", *command]
+    image = read_stages(recipe_of(name))[-1]
+    assert image.health_check_options == {key: check[key] for key in ("interval", "timeout", "start_period")}
+    assert image.health_check == command
+    assert image.env[variable] == environment[variable]
+
+
+def test_every_service_that_is_built_has_a_recipe_and_every_recipe_a_service() -> None:
+    built = {name for name, service in SERVICES.items() if "build" in service}
+    assert built == set(SETTINGS)
+    assert {recipe_of(name) for name in built} == set((DEPLOY / "images").iterdir())
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_images_are_pinned_without_rights_and_run_the_service(name: str) -> None:
-    recipe = (DEPLOY / "images" / f"{name}.Dockerfile").read_text()
-    assert f'ENTRYPOINT ["{PROGRAMS[name]}"]' in recipe
-    assert re.search(r"^USER torchrelay$", recipe, re.MULTILINE)
-    assert all(
-        re.fullmatch(r"FROM [\w.-]+:[\w.-]*\d[\w.-]*( AS build)?", line)
-        for line in recipe.splitlines()
-        if "FROM" in line[:4]
-    )
-    assert f"./services/{name}" in recipe
-    copied = set(re.findall(r"^COPY ((?:proto|libs|services)\S*)", recipe, re.MULTILINE))
-    installed = {
-        path.partition("[")[0]
-        for path in re.findall(r"\./((?:proto|libs|services)[\w/\[\]-]*)", recipe.split("--no-build-isolation")[1])
-    }
-    assert copied == installed
+def test_the_image_is_tagged_with_the_version_of_its_service(name: str) -> None:
+    version = DISTRIBUTIONS[f"torchrelay-{name}"].version
+    assert SERVICES[name]["image"] == f"torchrelay/{name}:{version}"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_image_has_what_its_service_needs_and_nothing_else_of_ours(name: str) -> None:
+    build = read_stages(recipe_of(name))[0]
+    (folders,) = ([word for word in command if word.startswith("./")] for command in installs(build))
+    installed = {}
+    for folder in folders:
+        path, _, extra = folder.removesuffix("]").partition("[")
+        assert build.copied[path] == path.removeprefix("./"), f"{folder} is installed, and not copied"
+        distribution = distribution_in(REPO / path)
+        installed[distribution.name] = {extra} - {""}
+    assert {target for target in build.copied if target != "./"} == {folder.partition("[")[0] for folder in folders}
+    assert installed == needed(f"torchrelay-{name}")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_pins_of_a_recipe_are_those_of_the_repository(name: str) -> None:
+    build, image = read_stages(recipe_of(name))
+    assert build.base == image.base and re.fullmatch(r"python:3\.11\.\d+-[\w-]+", build.base)
+    pins = dict(line.split("==") for line in (REPO / "constraints.txt").read_text().split() if "==" in line)
+    assert build.copied["./"] == "constraints.txt"
+    for command in installs(build, ours=False):
+        named = [word for word in command[command.index("install") + 1 :] if re.match(r"[a-z]", word)]
+        constrained = "-c" in command and command[command.index("-c") + 1] == "constraints.txt"
+        for requirement in set(named) - {"constraints.txt"}:
+            distribution, _, version = requirement.partition("==")
+            assert distribution in pins and (constrained or version == pins[distribution]), requirement
+    for command in installs(build):
+        assert command[command.index("-c") + 1] == "constraints.txt"
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_an_image_runs_its_services_program_without_rights(name: str) -> None:
+    build, image = read_stages(recipe_of(name))
+    programs: dict[str, str] = {}
+    for distribution in needed(f"torchrelay-{name}"):
+        programs |= DISTRIBUTIONS[distribution].programs
+    (program,) = image.entrypoint
+    for command in (program, image.health_check[0]):
+        module, _, function = programs[command].partition(":")
+        assert callable(getattr(import_module(module), function)), command
+    own = DISTRIBUTIONS[f"torchrelay-{name}"].programs
+    assert not own or program in own, "another service's program"
+    assert own or programs[program] == "torchrelay.worker.main:main"
+    (venv,) = (command[-1] for command in build.commands if command[1:3] == ["-m", "venv"])
+    assert image.copied_from == {venv: (build.name, venv)}
+    assert image.env["PATH"].split(":")[0] == f"{venv}/bin"
+    user = image.only("USER").value
+    assert image.instructions.index(image.only("USER")) < image.instructions.index(image.only("ENTRYPOINT"))
+    assert any(command[0] == "useradd" and command[-1] == user != "root" for command in image.commands)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_what_an_image_sets_and_exposes_is_what_the_service_has(name: str) -> None:
+    image = read_stages(recipe_of(name))[-1]
+    ours = {variable: value for variable, value in image.env.items() if variable.startswith("TORCHRELAY_")}
+    fields = SETTINGS[name].model_fields
+    assert set(ours) <= {f"TORCHRELAY_{field.upper()}" for field in fields}
+    environment = SERVICES[name]["environment"]
+    assert {variable: environment[variable] for variable in ours} == ours
+    servers = {field for field in ("port", "grpc_port", "http_port") if field in fields}
+    assert image.ports == {environment[f"TORCHRELAY_{field.upper()}"] for field in servers}
 
 
 def test_no_image_floats() -> None:
@@ -134,13 +243,14 @@ def test_every_path_lies_on_a_volume_and_every_volume_is_declared() -> None:
 def test_volumes_of_ours_belong_to_the_images_user() -> None:
     # Docker makes a named volume root's, unless the image has the folder: the service could not write into it.
     for name in SETTINGS:
-        recipe = (DEPLOY / "images" / f"{name}.Dockerfile").read_text()
+        commands = read_stages(recipe_of(name))[-1].commands
         for mount in SERVICES[name].get("volumes", []):
             volume, folder, *_ = mount.split(":")
             options = (COMPOSE["volumes"][volume] or {}).get("driver_opts", {})
             if "uid=10001" not in options.get("o", ""):
-                assert "--uid 10001" in recipe
-                assert f"install -d -o torchrelay {folder}\n" in recipe, f"{name} {folder}"
+                (user,) = (command for command in commands if command[0] == "useradd")
+                assert user[user.index("--uid") + 1] == "10001"
+                assert ["install", "-d", "-o", user[-1], folder] in commands, f"{name} {folder}"
 
 
 def test_workers_share_the_arena_read_only_and_it_is_large_enough() -> None:

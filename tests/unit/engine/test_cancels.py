@@ -5,6 +5,7 @@ adopted, passed on or set back. No page leaks, and nothing is left behind.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -26,13 +27,14 @@ from torchrelay.engine.kv.prefill_layout import PrefillExport
 ModelOf = Callable[..., Model]
 NUM_CANCELS = 10_000
 CONTEXT = 48
+LONGEST = 9  # output tokens of a group
 TENANTS = ("a", "b", "c")
 
 
 def random_group(chance: random.Random, number: int) -> GroupSpec:
     """From a prompt of one token to one that fills the context; prompts of a kind begin alike."""
     length = chance.choice([1, 4, 17, 32, CONTEXT - 3, CONTEXT - 1])
-    num_tokens = chance.randint(1, min(9, CONTEXT - length))
+    num_tokens = chance.randint(1, min(LONGEST, CONTEXT - length))
     sampling = SamplingParams(temperature=0, max_tokens=num_tokens)
     forced = [(7,) * chance.randrange(min(3, num_tokens)) for _ in range(chance.choice([1, 1, 2, 4]))]
     group = group_of(prompt_of(length, chance.randrange(2)), f"{number}/0", sampling, forced)
@@ -119,6 +121,91 @@ def test_ten_thousand_cancels_of_the_scheduler(seed: int) -> None:
         mill.scheduler.cancel(group.spec.group_id)
     mill.scheduler.check_integrity()
     assert mill.pages.allocator.num_free == mill.pages.allocator.num_pages
+
+
+class Run:
+    """One instance of a tiny model; every token that comes is compared with transformers' as it comes."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        self.model, self.chance = model, random.Random(seed)
+        pool_bytes = 120 * 4 * model.instance().kv_shape.bytes_per_token
+        self.instance = model.instance(pool_bytes=pool_bytes, page_tokens=4, token_budget=24, kv_block_tokens=6)
+        self.specs: dict[str, GroupSpec] = {}
+        self.open: dict[str, dict[int, int]] = {}  # group -> choice -> its tokens so far
+        self.handed_over: set[str] = set()  # groups that end with their prefill
+        self.num_made = self.num_compared = self.num_finished = 0
+        self.cancelled: Counter[str] = Counter()
+
+    def add(self) -> None:
+        self.num_made += 1
+        spec = random_group(self.chance, self.num_made)
+        self.specs[spec.group_id] = spec
+        self.open[spec.group_id] = {each.choice: len(each.forced_output) for each in spec.choices}
+        on_kv: Callable[[KvBlock], None] | None = None
+        if self.chance.random() < 0.2:
+            on_kv = lambda block: None  # noqa: E731
+            self.handed_over.add(spec.group_id)
+        self.instance.prefill(spec, on_kv)
+
+    def step(self) -> None:
+        result = self.instance.step()
+        for token in result.tokens:
+            self.compare(token)
+        for group_id in set(result.prefilled) & self.handed_over:
+            self.open.pop(group_id, None)
+
+    def compare(self, token: NewToken) -> None:
+        spec, choices = self.specs[token.group_id], self.open[token.group_id]  # no KeyError: none is cancelled
+        forced = next(each.forced_output for each in spec.choices if each.choice == token.choice)
+        assert token.position == choices[token.choice]
+        expected = self.model.expected((*spec.prompt, *forced), LONGEST)
+        assert token.token_id == expected[token.position - len(forced)]
+        choices[token.choice] += 1
+        self.num_compared += 1
+        if token.finish:
+            self.num_finished += 1
+            self.close(token.group_id, token.choice)
+
+    def cancel(self) -> None:
+        group_id = self.chance.choice(list(self.open))
+        spec, choices = self.specs[group_id], self.open[group_id]
+        choice = self.chance.choice([None, *choices])
+        begun = any(choices[each.choice] > len(each.forced_output) for each in spec.choices if each.choice in choices)
+        self.cancelled["decoding" if begun else "before its first token"] += 1
+        if self.chance.random() < 0.2:
+            self.instance.cancel_soon(group_id, choice)
+        else:
+            self.instance.cancel(group_id, choice)
+        self.close(group_id, choice)
+
+    def close(self, group_id: str, choice: int | None) -> None:
+        choices = self.open[group_id]
+        for each in [choice] if choice is not None else list(choices):
+            del choices[each]
+        if not choices:
+            del self.open[group_id]
+
+
+def test_ten_thousand_cancels_of_a_model(model_of: ModelOf) -> None:
+    run = Run(model_of("qwen2"), seed=5)
+    while sum(run.cancelled.values()) < NUM_CANCELS:
+        while len(run.open) < 6:
+            run.add()
+        if run.chance.random() < 0.6:
+            run.step()
+        if run.chance.random() < 0.05:
+            with suppress(Conflict):
+                run.instance.preempt(run.chance.choice(list(run.open)))
+        if run.open:
+            run.cancel()
+        run.instance.check_integrity()
+    assert min(run.cancelled.values()) > NUM_CANCELS // 10, run.cancelled
+    assert run.num_compared > NUM_CANCELS // 10 and run.num_finished > NUM_CANCELS // 100
+    while run.instance.has_work():
+        run.step()
+        run.instance.check_integrity()
+    assert not run.open
+    assert_idle(run.instance)
 
 
 class Storm:

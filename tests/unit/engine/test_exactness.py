@@ -6,6 +6,7 @@ from collections.abc import Callable
 from statistics import median
 
 import pytest
+import torch
 
 from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.harness import (
@@ -22,6 +23,11 @@ from tests.unit.engine.harness import (
 from torchrelay.engine.core import GroupSpec, SamplingParams
 
 ModelOf = Callable[..., Model]
+# On the way to a logit: embedding, final norm, and in each of 3 layers two norms, q, k, v and what turns or norms them,
+# scores, shares, values and their projection, gate, up, their product, down and two sums. Each moves the logits by at
+# most half of the dtype's eps of their size; all of them in one direction is the worst.
+NUM_ROUNDINGS = 2 + 3 * 16
+OTHER_EXPERT = 0.1  # of the logits' size: by so much another expert for some tokens moves them
 LENGTHS = (1, 15, 16, 17, 70)
 
 
@@ -147,14 +153,17 @@ def test_fp32_logits_are_those_of_transformers(model_of: ModelOf, family: str) -
 def test_rounded_logits_are_as_true_as_those_of_transformers(
     model_of: ModelOf, family: str, dtype: str, tolerance: float
 ) -> None:
-    """Half of the prompts give logits within the tolerance of transformers', and ours are as near to what fp32 gives.
+    """The logits of each prompt are as near to what fp32 gives as their roundings let them be, those of half of the
+    prompts within the tolerance of transformers', and ours no further off than theirs.
 
     Both round, at other places. A mixture of experts magnifies what they round: in a near tie another expert is chosen.
     """
     model = model_of(family, dtype=dtype)
     instance = model.instance()
-    if dtype == "bfloat16" and instance.config.experts is not None:
-        tolerance *= 2
+    most_off = NUM_ROUNDINGS * torch.finfo(getattr(torch, dtype)).eps / 2
+    if instance.config.experts is not None:
+        most_off += OTHER_EXPERT
+        tolerance *= 2 if dtype == "bfloat16" else 1
     apart, errors, their_errors = [], [], []
     for salt in range(15):
         prompt = prompt_of(40, salt)
@@ -162,5 +171,6 @@ def test_rounded_logits_are_as_true_as_those_of_transformers(
         apart.append(float((found - theirs).abs().max()))
         errors.append(float((found - true).square().mean().sqrt()))
         their_errors.append(float((theirs - true).square().mean().sqrt()))
+        assert errors[-1] < most_off * float(true.square().mean().sqrt()), f"prompt {salt}"
     assert median(apart) < tolerance
     assert median(errors) < 1.25 * median(their_errors)  # medians of so few prompts vary by a tenth

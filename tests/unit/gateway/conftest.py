@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog
 from torchrelay.gateway.core import OpenedRequest
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.schema import ensure_schema
 from torchrelay.gateway.sql.table_versions import TableVersions
 
@@ -69,9 +70,28 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return server.replace("/postgres", f"/{name}")
 
 
+class InterruptibleDatabase(Database):
+    """A database whose reads fail once it is ``away``, as those of a lost server do."""
+
+    away: Database | None = None
+
+    def interrupt(self) -> None:
+        self.away = Database("sqlite:////nonexistent/folder/ledger.db")
+
+    @asynccontextmanager
+    async def read(self) -> AsyncIterator[SqlConnection]:
+        async with self.away.read() if self.away is not None else super().read() as connection:
+            yield connection
+
+    async def close(self) -> None:
+        await super().close()
+        if self.away is not None:
+            await self.away.close()
+
+
 @pytest.fixture
-async def database(database_url: str) -> AsyncIterator[Database]:
-    opened = Database(database_url)
+async def database(database_url: str) -> AsyncIterator[InterruptibleDatabase]:
+    opened = InterruptibleDatabase(database_url)
     yield opened
     await opened.close()
 
@@ -80,7 +100,7 @@ async def database(database_url: str) -> AsyncIterator[Database]:
 class AccountingRig:
     """A gateway's money side on a fresh database, with one tenant."""
 
-    database: Database
+    database: InterruptibleDatabase
     table_versions: TableVersions
     keys: ApiKeys
     prices: Prices
@@ -107,7 +127,7 @@ class AccountingRig:
 
 
 @pytest.fixture
-async def parts(database: Database) -> AsyncIterator[AccountingRig]:
+async def parts(database: InterruptibleDatabase) -> AsyncIterator[AccountingRig]:
     table_versions = TableVersions(database, confirm_s=0.5)
     prices = Prices(database, table_versions)
     tenants = Tenants(database, table_versions)

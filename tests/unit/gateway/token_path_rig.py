@@ -13,6 +13,7 @@ import openai
 import pytest
 import uvicorn
 from blake3 import blake3
+from opentelemetry.metrics import Meter
 from tokenizers import Tokenizer
 
 from tests.support.echo_services import EchoScheduler, EchoStore
@@ -20,6 +21,7 @@ from tests.support.echo_worker import EchoModel, EchoWorker
 from tests.support.gateway_ports import KEY, InMemoryPorts, published_model
 from tests.support.sample_tokenizers import EOS, tiny_tokenizer
 from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.token_path import TokenPath
 from torchrelay.inference.v1 import inference_pb2_grpc
@@ -47,11 +49,16 @@ class TokenPathRig:
     grpc_address: str
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
+    settings: GatewaySettings
     stack: AsyncExitStack = field(repr=False)
 
     def echoed(self, prompt: list[int], num_tokens: int, choice: int = 0) -> list[int]:
         """The tokens an echo worker answers ``prompt`` with."""
         return [prompt[(position + choice) % len(prompt)] for position in range(num_tokens)]
+
+    def num_accepted(self) -> list[int]:
+        """The output tokens accepted so far, of each running request."""
+        return [request.usage.num_output_tokens for request in self.token_path.pipeline.requests]
 
     def text(self, token_ids: list[int]) -> str:
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -94,8 +101,10 @@ MakeRig = Callable[..., Awaitable[TokenPathRig]]
 async def make_rig(tokenizer_json: bytes) -> AsyncIterator[MakeRig]:
     async with AsyncExitStack() as stack:
 
-        async def make(**settings: object) -> TokenPathRig:
-            return await _make(stack, tokenizer_json, settings)
+        async def make(
+            write_gap_s: float = WRITE_GAP_S, meter: Meter | None = None, **settings: object
+        ) -> TokenPathRig:
+            return await _make(stack, tokenizer_json, write_gap_s, meter, settings)
 
         yield make
 
@@ -105,7 +114,9 @@ async def rig(make_rig: MakeRig) -> TokenPathRig:
     return await make_rig()
 
 
-async def _make(stack: AsyncExitStack, tokenizer_json: bytes, settings: dict[str, object]) -> TokenPathRig:
+async def _make(
+    stack: AsyncExitStack, tokenizer_json: bytes, write_gap_s: float, meter: Meter | None, settings: dict[str, object]
+) -> TokenPathRig:
     config = json.dumps({"eos_token": EOS, "chat_template": TEMPLATE}).encode()
     files = {"tokenizer.json": tokenizer_json, "tokenizer_config.json": config}
     digests = {name: blake3(data).hexdigest() for name, data in files.items()}
@@ -140,6 +151,8 @@ async def _make(stack: AsyncExitStack, tokenizer_json: bytes, settings: dict[str
             limits=ports,
             scheduler=channels[0],
             store=channels[1],
+            write_gap_s=write_gap_s,
+            meter=meter,
         )
     )
     grpc_server = RpcServer("127.0.0.1")
@@ -163,5 +176,6 @@ async def _make(stack: AsyncExitStack, tokenizer_json: bytes, settings: dict[str
         grpc_address=f"127.0.0.1:{grpc_server.port}",
         http=http,
         client=client,
+        settings=gateway_settings,
         stack=stack,
     )

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from tests.unit.param_store.running_store import CLUSTER_KEY, RunningStore
 from torchrelay.control.v1 import param_store_pb2 as pb
-from torchrelay.transfer.arena.slab import MappedSlab
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.transfer.manifest import decode_manifest
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
+from torchrelay.transfer.transport.tcp import TcpTransport
 
 
 @asynccontextmanager
@@ -52,7 +53,8 @@ class SlowHolder:
         self.buffer = MemoryBuffer(pack.name, [span.end - span.begin for span in spans])
         self.buffer.head = encoded
         key = derive_node_key(CLUSTER_KEY, "slow")
-        self.server = HolderServer("slow", key, {pack.name: self.buffer}.get, "127.0.0.1")
+        listener = TcpTransport().listen("127.0.0.1", 0)
+        self.server = HolderServer("slow", key, {pack.name: self.buffer}.get, listener)
 
     def show(self, index: int) -> None:
         span = self.manifest.chunk_range(index)

@@ -37,7 +37,7 @@ async def test_the_trailer_is_published_with_the_last_first_token() -> None:
     for index in range(layout.num_kv_chunks):
         one.publish(KvBlock("req-1/1", index, memoryview(bytes(layout.chunk_bytes(index)))))
     one.add_first_token(NewToken("req-1/1", 1, 0, 9, Finish.STOP))
-    assert not one.complete.is_set() and not one.buffer.is_published(layout.trailer_index)
+    assert not one.complete.is_set() and not one.buffer.ready_flags()[layout.trailer_index]
     one.add_first_token(NewToken("req-1/1", 0, 0, 7))
     assert one.complete.is_set()
     tokens = layout.unpack_trailer("req-1/1", one.buffer.chunk(layout.trailer_index))
@@ -62,7 +62,7 @@ async def test_who_waits_for_a_chunk_of_a_given_up_hand_over_is_told() -> None:
     one = handover()
     one.abandon()
     with pytest.raises(BufferLost, match="the attempt ended"):
-        one.buffer.wait(0, 1.0)
+        one.buffer.wait_any([0], 1.0)
     assert one.complete.is_set()
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the data plane are made of: small packs, holders on loopback, and doors that misbehave."""
+"""Shared by the tests of the data plane: small packs, holders on loopback, and peers that misbehave."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from torchrelay.transfer.buffers import Buffer, MemoryBuffer
 from torchrelay.transfer.fetch.sources import Receiver, SourceAddress
 from torchrelay.transfer.manifest import Manifest, Segment
 from torchrelay.transfer.protocol.tickets import TicketIssuer, derive_node_key
-from torchrelay.transfer.serve.holder import HolderServer
+from torchrelay.transfer.serve.holder import HolderLimits, HolderServer
+from torchrelay.transfer.transport.interface import Transport
+from torchrelay.transfer.transport.tcp import TcpTransport
 
 CLUSTER_KEY = b"the cluster's own master key, 32"
-OFFICE = TicketIssuer(CLUSTER_KEY)
+ISSUER = TicketIssuer(CLUSTER_KEY)
 FAR = 1 << 50  # an expiry that no test reaches
 
 
@@ -52,7 +54,7 @@ class FixedBuffer(MemoryBuffer):
 
 
 class PackSink(FixedBuffer):
-    """An empty pack to follow into, which can be served meanwhile; notes what it accepted."""
+    """An empty pack to follow into, which can be served meanwhile; records what it accepted."""
 
     def __init__(self, buffer_id: str, data: bytes, manifest: Manifest) -> None:
         super().__init__(buffer_id, data, manifest, published=0)
@@ -72,7 +74,7 @@ class PackSink(FixedBuffer):
 
 
 class BlindSink:
-    """A sink that believes each frame's own digest, as the receiver of KV does."""
+    """A sink that trusts each frame's own digest, as the receiver of KV does."""
 
     def __init__(self, num_chunks: int, chunk_bytes: int) -> None:
         self.chunks = [bytearray(chunk_bytes) for _ in range(num_chunks)]
@@ -84,11 +86,11 @@ class BlindSink:
         return None
 
     def accept(self, index: int) -> None:
-        """Nothing to mark."""
+        """Nothing to record."""
 
 
 class Interrupted(list[int]):
-    """Wanted chunks of which all are published while somebody has looked at the first."""
+    """Wanted chunks that are all published while the first is being examined."""
 
     def __init__(self, indices: Iterable[int], publish: Callable[[int], None]) -> None:
         super().__init__(indices)
@@ -109,12 +111,20 @@ def receiver(receiver_id: str = "host-r") -> Receiver:
 
 @contextmanager
 def serving(
-    *buffers: Buffer, holder_id: str = "host-h", find: Callable[[str], Buffer | None] | None = None
+    *buffers: Buffer,
+    holder_id: str = "host-h",
+    find: Callable[[str], Buffer | None] | None = None,
+    transport: Transport | None = None,
+    host: str = "127.0.0.1",
+    limits: HolderLimits | None = None,
+    unix_ms: Callable[[], int] = lambda: time.time_ns() // 1_000_000,
 ) -> Iterator[HolderServer]:
     """A holder on loopback that serves these buffers."""
     held = {buffer.buffer_id: buffer for buffer in buffers}
+    listener = (transport or TcpTransport()).listen(host, 0)
+    key = derive_node_key(CLUSTER_KEY, holder_id)
     server = HolderServer(
-        holder_id, derive_node_key(CLUSTER_KEY, holder_id), find or held.get, "127.0.0.1", find_timeout_s=0.2
+        holder_id, key, find or held.get, listener, limits or HolderLimits(find_timeout_s=0.2), unix_ms
     )
     server.start()
     try:
@@ -126,36 +136,36 @@ def serving(
 def source_at(
     address: str, buffer_id: str, holder_id: str = "host-h", receiver_id: str = "host-r", expires: int = FAR
 ) -> SourceAddress:
-    return SourceAddress(holder_id, address, OFFICE.issue(buffer_id, holder_id, receiver_id, expires))
+    return SourceAddress(holder_id, address, ISSUER.issue(buffer_id, holder_id, receiver_id, expires))
 
 
 @contextmanager
 def silent_listener() -> Iterator[str]:
-    """Takes connections and never says a word; gives its address."""
+    """Accepts connections and never sends a byte; yields its address."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
 @contextmanager
-def tampering_proxy(behind: str, meddle: Callable[[bytes, int], bytes | None]) -> Iterator[str]:
-    """A relay in front of a holder. ``meddle(data, offset)`` changes what the holder sends; None cuts it off."""
+def tampering_proxy(target: str, tamper: Callable[[bytes, int], bytes | None]) -> Iterator[str]:
+    """A proxy in front of a holder. ``tamper(data, offset)`` changes what the holder sends; None: disconnects."""
     listener = socket.create_server(("127.0.0.1", 0))
     threads: list[threading.Thread] = []
 
     def forward(connected: socket.socket) -> None:
-        host, port = behind.rsplit(":", 1)
+        host, port = target.rsplit(":", 1)
         with connected, socket.create_connection((host, int(port))) as holder:
             upward = threading.Thread(target=_pump, args=(connected, holder), daemon=True)
             upward.start()
             offset = 0
             while data := holder.recv(1 << 16):
-                changed = meddle(data, offset)
+                changed = tamper(data, offset)
                 if changed is None:
                     break
                 offset += len(data)
                 try:
                     connected.sendall(changed)
-                except OSError:  # the follower has had enough
+                except OSError:  # the follower has closed
                     break
             for end in (connected, holder):
                 _shut(end)
@@ -184,7 +194,7 @@ def tampering_proxy(behind: str, meddle: Callable[[bytes, int], bytes | None]) -
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 5.0) -> bool:
-    """Whether the condition comes true in time."""
+    """Whether the condition becomes true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
@@ -198,7 +208,7 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
         while data := source.recv(1 << 16):
             target.sendall(data)
         target.shutdown(socket.SHUT_WR)
-    except OSError:  # one of the two is gone, and so is the stream
+    except OSError:  # one end is gone
         return
 
 

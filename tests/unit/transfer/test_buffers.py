@@ -15,13 +15,12 @@ from torchrelay.transfer.buffers import BufferLost, LeasedBuffer, MemoryBuffer
 def test_chunks_are_ready_once_published() -> None:
     buffer = MemoryBuffer("kv-1", [3, 0, 5])
     assert (buffer.num_chunks, buffer.num_bytes, buffer.head) == (3, 8, b"")
-    assert not buffer.wait(0, 0.0)
+    assert buffer.wait_any([0], 0.0) == []
     buffer.publish(0, b"abc")
     buffer.chunk(2)[:] = b"hello"
     buffer.publish(2)
-    assert buffer.wait(0, 0.0)
-    assert buffer.wait(2, 0.0)
-    assert not buffer.wait(1, 0.0)
+    assert buffer.wait_any(range(3), 0.0) == [0, 2]
+    assert buffer.ready_flags() == b"\1\0\1"
     assert bytes(buffer.chunk(2)) == b"hello"
     assert buffer.digest(2) == blake3(b"hello").digest()
     assert not isinstance(buffer, LeasedBuffer)
@@ -37,7 +36,7 @@ def test_a_waiting_thread_wakes_at_once() -> None:
     woken: list[float] = []
 
     def wait() -> None:
-        if buffer.wait(0, 10.0):
+        if buffer.wait_any([0], 10.0):
             woken.append(time.monotonic())
 
     waiting = threading.Thread(target=wait)
@@ -57,6 +56,6 @@ def test_a_failed_buffer_keeps_what_it_has() -> None:
     buffer = MemoryBuffer("kv-1", [1, 1])
     buffer.publish(0, b"a")
     buffer.fail("the prefill worker is gone")
-    assert buffer.wait(0, 0.0)
+    assert buffer.wait_any([0], 0.0) == [0]
     with pytest.raises(BufferLost, match="the prefill worker is gone"):
-        buffer.wait(1, 10.0)
+        buffer.wait_any([1], 10.0)

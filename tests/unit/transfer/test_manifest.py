@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.transfer.loopback_holders import make_pack
+from torchrelay.transfer.errors import ProtocolViolation
 from torchrelay.transfer.manifest import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     PAGE_BYTES,
     Manifest,
     Segment,
+    checked_manifest,
     chunk_bytes_for,
     decode_manifest,
     pack_id_of,
@@ -71,3 +75,19 @@ def test_encoding_goes_both_ways(num_bytes: int, seed: int) -> None:
     assert decode_manifest(manifest.encode()) == manifest
     assert decode_manifest(manifest.encode()).encode() == manifest.encode()
     assert isinstance(decode_manifest(manifest.encode()), Manifest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"chunk_bytes": 0}, "chunk_bytes must be positive"),
+        ({"num_bytes": -1}, "num_bytes non-negative"),
+        ({"num_bytes": 9000}, "2 digests for 9000 bytes"),
+        ({"chunk_digests": (b"short", b"short")}, "32 bytes each"),
+    ],
+)
+def test_a_peer_s_manifest_whose_numbers_do_not_agree_is_refused(changes: dict[str, Any], reason: str) -> None:
+    _, manifest = make_pack(8000)
+    assert checked_manifest(manifest.encode()) == manifest
+    with pytest.raises(ProtocolViolation, match=reason):
+        checked_manifest(replace(manifest, **changes).encode())

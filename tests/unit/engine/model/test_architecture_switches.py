@@ -1,4 +1,4 @@
-"""Each switch of an architecture matters: turned off, the same model no longer gives transformers' logits.
+"""Each switch of an architecture matters: turned off, the same model no longer gives transformers' logits and tokens.
 
 So the tests of exactness see every one of them.
 """
@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.engine.harness import last_logits, prompt_of
+from tests.unit.engine.harness import Model, group_of, last_logits, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.execution import resident_model as resident_module
 from torchrelay.modelspec.config import ExpertConfig, ModelConfig, RopeConfig, read_config
 
+PROMPTS = [prompt_of(70, salt) for salt in range(5)]
 Change = Callable[[ModelConfig], ModelConfig]
 
 
@@ -44,6 +45,9 @@ def experts_with(**numbers: Any) -> Change:
     return change
 
 
+UNCAPPED_LOGITS = with_numbers(logit_cap=None)  # a cap keeps their order, and so the greedy tokens
+
+
 @pytest.mark.parametrize(
     ("family", "change"),
     [
@@ -57,7 +61,7 @@ def experts_with(**numbers: Any) -> Change:
         ("gemma2", switched(scaled_embeddings=False)),
         ("gemma2", switched(sandwich_norms=False)),
         ("gemma2", with_numbers(score_cap=None)),
-        ("gemma2", with_numbers(logit_cap=None)),
+        ("gemma2", UNCAPPED_LOGITS),
         ("gemma2", with_numbers(query_scale=24**-0.5)),
         ("gemma2", with_numbers(activation="silu")),
         ("gemma3", no_window),
@@ -74,5 +78,17 @@ def test_it_matters(model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, family: 
     model, prompt = model_of(family), prompt_of(70)
     expected = model.logits(prompt)
     assert float((last_logits(model.instance(), prompt) - expected).abs().max()) < 1e-4
+    expected_tokens = [model.expected(prompt) for prompt in PROMPTS]
+    assert tokens(model) == expected_tokens
     monkeypatch.setattr(resident_module, "read_config", lambda config: change(read_config(config)))
     assert float((last_logits(model.instance(), prompt) - expected).abs().max()) > 1e-2
+    assert (tokens(model) == expected_tokens) is (change is UNCAPPED_LOGITS)
+
+
+def tokens(model: Model) -> list[list[int]]:
+    """Greedy continuations of the prompts, all in one batch."""
+    instance = model.instance()
+    for number, prompt in enumerate(PROMPTS):
+        instance.prefill(group_of(prompt, f"{number}/0"))
+    found = outputs(run(instance))
+    return [found[f"{number}/0", 0] for number in range(len(PROMPTS))]

@@ -97,17 +97,15 @@ async def test_a_hint_makes_it_instant(parts: AccountingRig) -> None:
 
 async def test_a_cached_key_costs_no_sql_and_nothing_is_trusted_while_sql_is_away(parts: AccountingRig) -> None:
     clock = Clock()
-    away = Database("sqlite:////nonexistent/folder/ledger.db")
     table_versions = TableVersions(parts.database, 0.5, clock)
     keys = ApiKeys(parts.database, table_versions, PEPPER)
     _, token = await keys.create("acme", parts.acme.tenant_id)
     await keys.authenticate(f"Bearer {token}")
-    table_versions._database = keys._database = away
+    parts.database.interrupt()
     await keys.authenticate(f"Bearer {token}")
     clock.now += 0.5
     with pytest.raises(Unavailable):
         await keys.authenticate(f"Bearer {token}")
-    await away.close()
 
 
 async def test_the_pepper_is_made_once_and_shared(database: Database) -> None:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from functools import reduce
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.gateway.billing.usage_register import (
     EMPTY_REGISTER,
     UsageRegister,
-    merge_all,
     merge_registers,
     usages_from_registers,
 )
@@ -43,7 +44,7 @@ def test_merging_is_monotone(one: UsageRegister, other: UsageRegister) -> None:
 def test_duplicates_and_reordering_change_nothing(reports: list[UsageRegister], random: object) -> None:
     shuffled = [*reports, *reports[: len(reports) // 2]]
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert merge_all(shuffled) == merge_all(reports)
+    assert reduce(merge_registers, shuffled, EMPTY_REGISTER) == reduce(merge_registers, reports, EMPTY_REGISTER)
 
 
 def _opened(num_choices: int) -> OpenedRequest:

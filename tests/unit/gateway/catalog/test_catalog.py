@@ -138,17 +138,15 @@ async def test_another_gateway_sees_a_change_once_its_confirmation_is_old(
     assert (seen.version.version_id, seen.price) == ("v2", price)
 
 
-async def test_a_price_that_begins_later_holds_without_any_change(
-    parts: AccountingRig, caller: Principal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import time
-
+async def test_a_price_that_begins_later_holds_without_any_change(parts: AccountingRig, caller: Principal) -> None:
+    now = 1_000
+    prices = Prices(parts.database, parts.table_versions, clock=lambda: now)
+    catalog = Catalog(parts.database, parts.table_versions, prices)
     await publish(parts, "glossary", version())
-    begin_ns = time.time_ns() + 10**12
-    later = await parts.prices.add("", 7, 8, 9, begin_ns // 1000)
-    assert (await parts.catalog.resolve(caller, "glossary")).price_id == "price-default"
-    monkeypatch.setattr("torchrelay.gateway.billing.prices.time.time_ns", lambda: begin_ns + 1000)
-    assert (await parts.catalog.resolve(caller, "glossary")).price == later
+    later = await prices.add("", 7, 8, 9, now + 10**9)
+    assert (await catalog.resolve(caller, "glossary")).price_id == "price-default"
+    now += 10**9 + 1
+    assert (await catalog.resolve(caller, "glossary")).price == later
 
 
 async def test_keys_and_catalog_have_versions_of_their_own(parts: AccountingRig, caller: Principal) -> None:

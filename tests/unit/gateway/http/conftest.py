@@ -9,6 +9,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from tests.unit.gateway.conftest import AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedStore, serving_scheduler, serving_store
@@ -19,7 +20,7 @@ from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.rest_app import make_app
-from torchrelay.gateway.http.router import AsgiRouter, Receive, Scope, Send
+from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.http.server import http_server
 
 

@@ -6,7 +6,6 @@ import httpx
 import pytest
 
 from tests.unit.gateway.http.conftest import RestRig
-from torchrelay.gateway.sql.database import Database
 
 
 def fault(reply: httpx.Response) -> dict[str, Any]:
@@ -91,8 +90,7 @@ async def test_a_body_too_large_is_refused_declared_or_not(rig: RestRig) -> None
 
 
 async def test_the_database_away_is_503(rig: RestRig) -> None:
-    away = Database("sqlite:////nonexistent/folder/ledger.db")
-    rig.parts.table_versions._database = away
+    rig.parts.database.interrupt()
+    rig.parts.table_versions.invalidate()
     reply = await rig.acme.get("/v1/models")
     assert (reply.status_code, fault(reply)["code"]) == (503, "unavailable")
-    await away.close()

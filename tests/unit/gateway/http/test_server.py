@@ -8,12 +8,12 @@ import time
 
 import httpx
 import pytest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from torchrelay.gateway.http.router import App, Receive, Scope, Send
 from torchrelay.gateway.http.server import http_server
 
 
-def slow_app(started: asyncio.Event, go_on: asyncio.Event) -> App:
+def slow_app(started: asyncio.Event, go_on: asyncio.Event) -> ASGIApp:
     async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"first ", "more_body": True})

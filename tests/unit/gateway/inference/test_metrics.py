@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -11,10 +9,9 @@ from tests.unit.gateway.token_path_rig import MakeRig, until
 from torchrelay.control.v1 import scheduler_pb2
 
 
-async def test_outcomes_tokens_and_times_are_counted(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outcomes_tokens_and_times_are_counted(make_rig: MakeRig) -> None:
     reader = InMemoryMetricReader()
-    monkeypatch.setattr(metrics, "get_meter", MeterProvider(metric_readers=[reader]).get_meter)
-    rig = await make_rig()
+    rig = await make_rig(meter=MeterProvider(metric_readers=[reader]).get_meter("test"))
     body = {"model": "echo", "prompt": [5, 6, 7], "max_tokens": 4}
     assert (await rig.http.post("/v1/completions", json=body)).status_code == 200
     rig.scheduler.refusals.append(scheduler_pb2.Refusal(reason=scheduler_pb2.Refusal.REASON_QUEUE_FULL))
@@ -37,7 +34,7 @@ async def test_outcomes_tokens_and_times_are_counted(make_rig: MakeRig, monkeypa
         ("tokens", "cached"): 0,
         ("tokens", "output"): 4,
         ("ttft",): None,
-        ("running",): 0,
-        ("unsettled",): 0,
+        ("requests_running",): 0,
+        ("ledger_writes_pending",): 0,
     }
     assert getattr(points["ttft",], "count", None) == 1

@@ -27,9 +27,21 @@ def principal(parts: AccountingRig) -> Principal:
     return Principal(parts.acme.tenant_id, "acme", f"key-{secrets.token_hex(4)}")
 
 
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 @pytest.fixture
-async def limits(parts: AccountingRig, redis_url: str) -> AsyncIterator[Limiter]:
-    made = Limiter(redis_url, parts.database, lease_s=60)
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def limits(parts: AccountingRig, redis_url: str, clock: Clock) -> AsyncIterator[Limiter]:
+    made = Limiter(redis_url, parts.database, lease_s=60, clock=clock)
     yield made
     await made.close()
 
@@ -40,16 +52,18 @@ async def set_spent(parts: AccountingRig, spent_nano: int) -> None:
 
 
 async def test_without_limits_nothing_is_asked(parts: AccountingRig, principal: Principal) -> None:
-    limits = Limiter("redis://127.0.0.1:1/0", parts.database, lease_s=60)
-    reservation = await limits.admit(principal, MODEL, 10, 100)
-    assert reservation.reserved_nano == 0
-    await limits.release(reservation, 5)
-    assert limits._scripts is None
+    connections: list[object] = []
+    redis = await asyncio.start_server(lambda _reader, writer: connections.append(writer), "127.0.0.1", 0)
+    async with redis:
+        url = f"redis://127.0.0.1:{redis.sockets[0].getsockname()[1]}/0"
+        limits = Limiter(url, parts.database, lease_s=60)
+        reservation = await limits.admit(principal, MODEL, 10, 100)
+        assert reservation.reserved_nano == 0
+        await limits.release(reservation, 5)
+    assert not connections
 
 
-async def test_a_key_makes_so_many_requests_a_minute(limits: Limiter, principal: Principal) -> None:
-    now = 1000.0
-    limits._clock = lambda: now
+async def test_a_key_makes_so_many_requests_a_minute(limits: Limiter, clock: Clock, principal: Principal) -> None:
     limited = replace(principal, requests_per_minute=30)
     results: list[Any] = await asyncio.gather(
         *(limits.admit(limited, MODEL, 1, 1) for _ in range(40)), return_exceptions=True
@@ -57,7 +71,7 @@ async def test_a_key_makes_so_many_requests_a_minute(limits: Limiter, principal:
     refused = [result for result in results if isinstance(result, RateLimited)]
     assert len(refused) == 10
     assert all(0 < error.retry_after_s <= 2 for error in refused)
-    now += 2.0  # one token comes back every two seconds
+    clock.now += 2.0  # one token comes back every two seconds
     await limits.admit(limited, MODEL, 1, 1)
     with pytest.raises(RateLimited):
         await limits.admit(limited, MODEL, 1, 1)
@@ -96,16 +110,14 @@ async def test_releasing_twice_gives_back_once(parts: AccountingRig, limits: Lim
 
 
 async def test_a_reservation_nobody_released_ends_with_its_lease(
-    parts: AccountingRig, limits: Limiter, principal: Principal
+    parts: AccountingRig, limits: Limiter, clock: Clock, principal: Principal
 ) -> None:
-    now = 1000.0
-    limits._clock = lambda: now
     budgeted = replace(principal, budget_nano=1010)
     await limits.admit(budgeted, MODEL, 10, 100)
-    now += 59
+    clock.now += 59
     with pytest.raises(QuotaExceeded):
         await limits.admit(budgeted, MODEL, 10, 100)
-    now += 1
+    clock.now += 1
     await limits.admit(budgeted, MODEL, 10, 100)
 
 

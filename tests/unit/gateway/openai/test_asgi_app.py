@@ -9,14 +9,13 @@ from typing import Any
 
 import openai
 import pytest
+from starlette.types import Message
 
 from tests.support.gateway_ports import ADMIN_KEY, KEY
-from tests.unit.gateway.token_path_rig import PROMPT, TokenPathRig, until
+from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig, until
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import FinishCause, PublishedModel
-from torchrelay.gateway.openai import asgi_app
-from torchrelay.gateway.openai.asgi_app import Message
 
 
 def events_of(body: str) -> list[dict[str, Any]]:
@@ -84,8 +83,8 @@ async def test_tokens_of_a_fast_stream_are_written_together(rig: TokenPathRig) -
     assert len(writes) < 50
 
 
-async def test_the_end_of_a_fast_stream_waits_for_no_gap(rig: TokenPathRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asgi_app, "WRITE_GAP_S", 60.0)
+async def test_the_end_of_a_fast_stream_waits_for_no_gap(make_rig: MakeRig) -> None:
+    rig = await make_rig(write_gap_s=60.0)
     async with asyncio.timeout(20):
         writes = await written(rig, 100)
     assert len(events_of(b"".join(writes).decode())) == 100 + 1
@@ -134,7 +133,7 @@ async def test_a_stop_string_across_tokens_ends_and_cuts_the_text(rig: TokenPath
 
 
 async def test_the_end_of_sequence_ends_unless_ignored(rig: TokenPathRig) -> None:
-    eos = rig.ports._models["acme/echo"].version.eos_token_ids[0]
+    eos = rig.ports.published["acme/echo"].version.eos_token_ids[0]
     body = {"model": "echo", "prompt": [*PROMPT[:3], eos], "max_tokens": 9, "return_token_ids": True}
     choice = (await rig.http.post("/v1/completions", json=body)).json()["choices"][0]
     assert (choice["finish_reason"], choice["token_ids"]) == ("stop", [*PROMPT[:3], eos])
@@ -159,7 +158,7 @@ async def test_a_stop_string_never_found_ends_by_length_with_all_the_text(rig: T
 
 
 async def test_a_text_with_a_token_that_the_model_lacks_is_refused(rig: TokenPathRig) -> None:
-    rig.ports._models["acme/echo"] = replace_vocab_size(rig.ports._models["acme/echo"], 40)
+    rig.ports.published["acme/echo"] = replace_vocab_size(rig.ports.published["acme/echo"], 40)
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": "torch"})
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "prompt")
@@ -248,10 +247,10 @@ async def test_other_refusals_have_their_status(rig: TokenPathRig) -> None:
     got = await rig.http.get("/v1/completions")
     assert (got.status_code, got.json()["error"]["code"]) == (405, "method_not_allowed")
     assert (await post("/v1/nothing", json=good)).status_code == 404
-    large = await post("/v1/completions", content=b" " * (rig.token_path._settings.max_body_bytes + 1))
+    large = await post("/v1/completions", content=b" " * (rig.settings.max_body_bytes + 1))
     error = large.json()["error"]
     assert (large.status_code, error["type"], error["code"]) == (413, "invalid_request_error", "invalid_request")
-    assert large.headers["x-request-id"] and f"{rig.token_path._settings.max_body_bytes:,}" in error["message"]
+    assert large.headers["x-request-id"] and f"{rig.settings.max_body_bytes:,}" in error["message"]
     rig.ports.refusal = RateLimited("too many requests", retry_after_s=7)
     limited = await post("/v1/completions", json=good)
     assert (limited.status_code, limited.headers["retry-after"]) == (429, "7")

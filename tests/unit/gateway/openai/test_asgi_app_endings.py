@@ -44,7 +44,7 @@ async def test_a_drain_waits_for_who_ends_and_tells_who_does_not(rig: TokenPathR
     rig.workers[0].pause_at = 2
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 4, "stream": True}
     asking = asyncio.ensure_future(rig.http.post("/v1/completions", json=body))
-    await until(lambda: [one.usage.num_output_tokens for one in rig.token_path.pipeline._requests] == [2])
+    await until(lambda: rig.num_accepted() == [2])
     draining = asyncio.ensure_future(rig.token_path.pipeline.drain(5, 5))
     await asyncio.sleep(0)
     rig.workers[0].resume()
@@ -52,9 +52,9 @@ async def test_a_drain_waits_for_who_ends_and_tells_who_does_not(rig: TokenPathR
     assert (await asking).text.endswith("data: [DONE]\n\n")
     rig.scheduler.open_gate.clear()
     asking = asyncio.ensure_future(rig.http.post("/v1/completions", json=body))
-    await until(lambda: rig.token_path.pipeline.num_running == 1)
+    await until(lambda: len(rig.token_path.pipeline.requests) == 1)
     await rig.token_path.pipeline.drain(0.5, 5)
-    assert "shutting down" in (await asking).text and rig.token_path.pipeline.num_running == 0
+    assert "shutting down" in (await asking).text and len(rig.token_path.pipeline.requests) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -68,7 +68,7 @@ async def test_a_client_that_leaves_frees_workers_and_is_billed_for_what_was_acc
     await until(lambda: rig.workers[0].num_running == 1)
     await until(lambda: bool(rig.ports.opened))
     request_id = rig.ports.opened[0].request_id
-    await until(lambda: [one.usage.num_output_tokens for one in rig.token_path.pipeline._requests] == [5])
+    await until(lambda: rig.num_accepted() == [5])
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
     await until(lambda: rig.workers[0].num_running == 0)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.echo_worker import told
 from tests.support.gateway_ports import KEY
@@ -15,78 +13,11 @@ from tests.unit.gateway.openai.test_asgi_app import events_of
 from tests.unit.gateway.token_path_rig import PROMPT, TokenPathRig
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.common.tokens.text import TextStream
-from torchrelay.gateway.openai.logprobs import TokenBytes
+from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 from torchrelay.inference.v1 import inference_pb2 as pb
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 
 MESSAGES: Any = [{"role": "user", "content": "größer 🚀🚀"}]
-
-
-def byte_fallback_tokenizer(*, strips: bool) -> Tokenizer:
-    """As Llama 2's (which strips the first space), Mistral's and Gemma's: pieces with a mark for spaces, and bytes."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁hello", "hello", "wor", "ld", "▁▁", "é"]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], byte_fallback=True))
-    steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strips else steps)
-    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
-    tokenizer.add_tokens([AddedToken("▁raw", normalized=False)])
-    return tokenizer
-
-
-def metaspace_tokenizer() -> Tokenizer:
-    pieces = ["▁hello", "▁", "wor", "ld", "é", "🔥"]
-    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
-    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
-    return tokenizer
-
-
-def byte_level_tokenizer() -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("Ã", "©"), ("ð", "Ł"), ("Ġ", "a")]
-    vocab = {letter: i for i, letter in enumerate([*alphabet, *("".join(merge) for merge in merges)])}
-    tokenizer = Tokenizer(models.BPE(vocab, merges))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
-    return tokenizer
-
-
-@pytest.mark.parametrize(
-    "tokenizer",
-    [
-        byte_fallback_tokenizer(strips=False),
-        byte_fallback_tokenizer(strips=True),
-        metaspace_tokenizer(),
-        byte_level_tokenizer(),
-    ],
-    ids=["byte fallback", "stripped", "metaspace", "byte level"],
-)
-def test_the_bytes_of_tokens_are_the_bytes_of_their_text(tokenizer: Tokenizer) -> None:
-    """For random texts: what the library decodes of all tokens is what their bytes make together."""
-    special = {token for token, added in tokenizer.get_added_tokens_decoder().items()}
-    plain = [token for token in range(tokenizer.get_vocab_size()) if token not in special]
-    tokens, rng = TokenBytes(tokenizer), random.Random(7)
-    num_whole = 0
-    for _ in range(3000):
-        ids = rng.choices(plain, k=rng.randint(1, 4))
-        spelt = b"".join(map(tokens.of, ids))
-        try:
-            text = spelt.decode()
-        except UnicodeDecodeError:
-            continue
-        num_whole += 1
-        decoded = tokenizer.decode(ids)
-        assert decoded in (text, text.removeprefix(" ")), ids
-    assert num_whole > 300
-
-
-def test_added_tokens_are_spelt_as_they_are_and_unknown_ids_are_empty() -> None:
-    tokenizer = byte_fallback_tokenizer(strips=True)
-    tokens = TokenBytes(tokenizer)
-    for spelt, meant in (("<end>", b"<end>"), ("▁raw", "▁raw".encode()), ("<0xE2>", b"\xe2")):
-        token_id = tokenizer.token_to_id(spelt)
-        assert token_id is not None and tokens.of(token_id) == meant
-    assert tokens.of(1 << 20) == b""
-    assert TokenBytes(Tokenizer(models.BPE({"a": 0}, []))).of(0) == b"a"
 
 
 async def test_the_official_client_reads_a_chats_logprobs(rig: TokenPathRig) -> None:

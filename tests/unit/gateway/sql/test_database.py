@@ -83,7 +83,7 @@ async def test_a_caller_that_is_cancelled_is_the_writer_until_its_transaction_ha
     for _ in range(2):
         writing.cancel()
         await asyncio.sleep(0.05)
-    assert not writing.done() and database._writing.locked()
+    assert not writing.done() and not next_one.done()
     may_end.set()
     assert await next_one
     await asyncio.wait({writing})

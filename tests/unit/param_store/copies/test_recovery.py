@@ -17,7 +17,7 @@ from torchrelay.transfer.arena.slab import Slab
 
 MAPPER = """
 import sys
-from torchrelay.transfer.arena.slab import MappedSlab
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
 slab = MappedSlab(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 print("mapped", flush=True)
 sys.stdin.read()

@@ -48,7 +48,7 @@ class Expecting(MemoryBuffer):
         self.publish(index)
 
     def published(self) -> set[int]:
-        return {index for index in range(self.num_chunks) if self.is_published(index)}
+        return {index for index in range(self.num_chunks) if self.ready_flags()[index]}
 
 
 def fill(data: bytes, wanted: list[int], stop_after: int = 1000, again: bytes | None = None) -> Expecting:

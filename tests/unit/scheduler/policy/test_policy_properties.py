@@ -11,11 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Role
+from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, Role
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, WakeCommand
 from torchrelay.scheduler.policy.inputs import Admit, GatewayConnected, GatewayDisconnected, Tick, Withdraw
 
-MODELS = [a_model(f"acme/m{number}", max_instances=2, idle_timeout_s=3.0) for number in range(3)]
+MAX_INSTANCES = 2
+MODELS = [a_model(f"acme/m{number}", max_instances=MAX_INSTANCES, idle_timeout_s=3.0) for number in range(3)]
 QUEUE_LIMIT = 6
 POOL_BYTES = 4 * MB
 
@@ -43,12 +44,20 @@ class Policing(RuleBasedStateMachine):
         self.all_workers = dict(self.scene.workers)
 
     @rule(model=st.sampled_from(MODELS), tokens=st.integers(1, 2000), choices=st.integers(1, 2))
-    def admit(self, model: object, tokens: int, choices: int) -> None:
-        model = next(one for one in MODELS if one == model)
+    def one_comes(self, model: Model, tokens: int, choices: int) -> None:
+        self.admit(model, tokens, choices)
+
+    def admit(self, model: Model, tokens: int, choices: int = 1) -> None:
         self.num_admitted += 1
         request_id = f"r{self.num_admitted}"
         self.open.add(AttemptKey(request_id, 1))
         self.scene.admit(model, request_id, num_prompt_tokens=tokens, max_tokens=20, num_choices=choices)
+
+    @rule(model=st.sampled_from(MODELS), num_requests=st.integers(QUEUE_LIMIT, 3 * QUEUE_LIMIT))
+    def a_burst_comes(self, model: Model, num_requests: int) -> None:
+        """Enough for more instances than the model may have."""
+        for _ in range(num_requests):
+            self.admit(model, tokens=100)
 
     @rule(data=st.data())
     def admit_again(self, data: st.DataObject) -> None:
@@ -145,8 +154,7 @@ class Policing(RuleBasedStateMachine):
     def instances_keep_their_bounds(self) -> None:
         state = self.scene.policy.state
         staying = Counter((i.version_id, role) for i in state.instances if i.staying for role in i.target_roles)
-        # One more than the maximum at most: an instance that took both roles when its partner was lost.
-        assert all(number <= 3 for number in staying.values())
+        assert all(number <= MAX_INSTANCES for number in staying.values()), staying
         for command in self.scene.commands[self.num_commands_seen :]:
             if isinstance(command, WakeCommand):
                 assert len({hop.store_id for hop in command.hops}) == len(command.hops)

@@ -1,4 +1,4 @@
-"""Copies and retained_packs as stores are told of them, over gRPC; and as the history and Explain tell of them."""
+"""Copies and retention leases as stores get them over gRPC, and as the history and Explain show them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrelay.control.v1 import param_store_pb2, scheduler_pb2
 PACK = a_version().pack_id
 
 
-async def test_a_woken_model_is_copied_idly_to_another_host_and_guarded_on_both(nats_url: str) -> None:
+async def test_a_woken_model_is_copied_idly_to_another_host_and_retained_on_both(nats_url: str) -> None:
     async with house(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2)]
         stores = [store for store, _, _ in hosts]

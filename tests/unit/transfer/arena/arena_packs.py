@@ -13,7 +13,7 @@ CAPACITY = TABLE_BYTES + 64 * PAGE
 
 
 def pack(num_pages: int, seed: int = 0) -> tuple[bytes, Manifest]:
-    """A pack that takes ``num_pages`` in the arena, one of them for the slab's front."""
+    """A pack that takes ``num_pages`` in the arena, one of them for the slab's header and manifest."""
     return make_pack((num_pages - 1) * PAGE, seed=seed)
 
 
@@ -30,6 +30,6 @@ def reserve(arena: Arena, num_pages: int, seed: int, owner: str | None = None) -
 
 
 def release_recovered(arena: Arena) -> None:
-    """Nobody looks into what an earlier process left."""
+    """Releases what an earlier process left, as if nobody mapped it."""
     for slab in arena.slabs():
         arena.unpin(slab.pack_id, RECOVERED)

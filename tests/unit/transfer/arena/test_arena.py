@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from tests.unit.transfer.arena.arena_packs import CAPACITY, PAGE, fill, pack, re
 from tests.unit.transfer.loopback_holders import eventually, make_pack, receiver, serving, source_at
 from torchrelay.common.errors import InvalidRequest, NotFound
 from torchrelay.transfer.arena.arena import Arena
-from torchrelay.transfer.arena.slab_table import MAX_SLABS, TABLE_BYTES
+from torchrelay.transfer.arena.slab_table import MAX_SLABS, TABLE_BYTES, SlabTable
 from torchrelay.transfer.errors import ArenaCorrupted, ArenaFull, BufferLost, ProtocolViolation, UnknownBuffer
 from torchrelay.transfer.fetch.follow import follow
 
@@ -25,10 +26,10 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def arena(path: Path) -> Iterator[Arena]:
-    made = Arena.create(path, CAPACITY)
-    yield made
-    made.check_integrity()
-    made.close(unlink=True)
+    arena = Arena.create(path, CAPACITY)
+    yield arena
+    arena.check_integrity()
+    arena.close(unlink=True)
     assert not path.exists()
 
 
@@ -62,15 +63,15 @@ def test_data_begins_on_a_page_and_is_filled_in_place(arena: Arena, path: Path) 
     assert path.read_bytes()[begin : begin + len(data)] == data
 
 
-def test_the_longest_unused_is_evicted_and_its_place_used_again(arena: Arena) -> None:
+def test_the_least_recently_used_is_evicted_and_its_range_reused(arena: Arena) -> None:
     first, second = reserve(arena, 32, seed=1), reserve(arena, 32, seed=2)
-    assert arena.get(first.pack_id) is first  # used since: the other goes
+    assert arena.get(first.pack_id) is first  # used since: the other is evicted
     third = reserve(arena, 20, seed=3)
     assert third.offset == second.offset
     assert arena.get(second.pack_id) is None
     assert second.error
     with pytest.raises(BufferLost):
-        second.wait(0, 10.0)
+        second.wait_any([0], 10.0)
     with pytest.raises(BufferLost):
         second.accept(0)
 
@@ -92,7 +93,7 @@ def test_pins_keep_a_pack_whoever_has_them(arena: Arena) -> None:
 
 
 def test_a_pack_larger_than_the_arena_is_refused(arena: Arena) -> None:
-    with pytest.raises(ArenaFull, match="in one piece"):
+    with pytest.raises(ArenaFull, match="contiguous"):
         reserve(arena, 65, seed=1)
     assert reserve(arena, 64, seed=2).num_slab_bytes == 64 * PAGE
 
@@ -155,7 +156,7 @@ def test_when_the_system_has_no_more_memory_packs_make_room_for_each_other(path:
     file, arena._file = arena._file, os.open("/dev/full", os.O_RDWR)  # a file in which nothing can be allocated
     with pytest.raises(ArenaFull, match="cannot grow"):
         arena.grow(PAGE)
-    with pytest.raises(ArenaFull, match="in one piece"):
+    with pytest.raises(ArenaFull, match="contiguous"):
         reserve(arena, 11, seed=2)
     assert reserve(arena, 10, seed=3).offset == first.offset
     os.close(arena._file)
@@ -170,14 +171,14 @@ def test_manifests_that_cannot_be_read_are_refused(arena: Arena, manifest: bytes
         arena.reserve(manifest)
 
 
-def test_closing_wakes_who_waits_and_refuses_the_rest(path: Path) -> None:
+def test_closing_wakes_waiters_and_refuses_new_packs(path: Path) -> None:
     arena = Arena.create(path, CAPACITY)
     slab = reserve(arena, 5, seed=1)
     lost: list[str] = []
 
     def wait() -> None:
         try:
-            slab.wait(0, 10.0)
+            slab.wait_any([0], 10.0)
         except BufferLost as error:
             lost.append(error.message)
 
@@ -193,29 +194,31 @@ def test_closing_wakes_who_waits_and_refuses_the_rest(path: Path) -> None:
         reserve(arena, 5, seed=2)
 
 
-def test_growing_ends_after_a_slice_when_it_is_told_to(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = Arena.create(path, CAPACITY)
-    monkeypatch.setattr("torchrelay.transfer.arena.arena.GROW_SLICE_BYTES", PAGE)
+def test_growing_stops_after_a_slice(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arena = Arena.create(path, CAPACITY, grow_slice_bytes=PAGE)
     monkeypatch.setattr("torchrelay.transfer.arena.arena.prefault", lambda *_: arena.stop_growing())
-    with pytest.raises(ArenaFull, match="to be closed"):
+    with pytest.raises(ArenaFull, match="about to be closed"):
         arena.grow(CAPACITY)
     assert arena.faulted_bytes == TABLE_BYTES + PAGE
     arena.close(unlink=True)
 
 
-def test_integrity_notices_overlaps_and_foreign_hands(arena: Arena) -> None:
+def test_integrity_notices_overlaps_and_foreign_writes(arena: Arena) -> None:
     one, two = reserve(arena, 5, seed=1), reserve(arena, 5, seed=2)
-    entry = arena._entries[two.pack_id]
-    arena._table.remove(entry)
+    with arena.path.open("r+b") as file:
+        memory = memoryview(mmap.mmap(file.fileno(), 0))
+    table = SlabTable(memory)
+    (entry,) = (entry for entry in table.entries() if entry.pack_id == two.pack_id)
+    table.remove(entry)
     with pytest.raises(ArenaCorrupted, match="differs"):
         arena.check_integrity()
-    arena._entries[two.pack_id] = arena._table.add(two.pack_id, one.offset, entry.num_bytes, 9)
+    arena._entries[two.pack_id] = table.add(two.pack_id, one.offset, entry.num_bytes, 9)
     with pytest.raises(ArenaCorrupted, match="overlaps"):
         arena.check_integrity()
-    arena._table.remove(arena._entries[two.pack_id])
-    arena._entries[two.pack_id] = arena._table.add(two.pack_id, entry.begin, entry.num_bytes, 9)
+    table.remove(arena._entries[two.pack_id])
+    arena._entries[two.pack_id] = table.add(two.pack_id, entry.begin, entry.num_bytes, 9)
     arena.check_integrity()
-    arena._memory[two.offset] ^= 1
+    memory[two.offset] ^= 1
     with pytest.raises(ArenaCorrupted, match="does not describe"):
         arena.check_integrity()
-    arena._memory[two.offset] ^= 1
+    memory[two.offset] ^= 1

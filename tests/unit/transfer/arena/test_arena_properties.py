@@ -1,4 +1,4 @@
-"""Any life of an arena keeps its promises: nothing pinned is lost, nothing overlaps, restarts forget nothing."""
+"""In any sequence of operations nothing pinned is lost, nothing overlaps, and restarts forget nothing."""
 
 from __future__ import annotations
 

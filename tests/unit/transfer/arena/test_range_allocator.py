@@ -1,4 +1,4 @@
-"""Room is found by first fit, growing before evicting; eviction takes the longest unused, no more than it must."""
+"""First fit, growing before evicting; eviction takes the least recently used, and no more than needed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_growing_comes_before_evicting() -> None:
 def test_the_longest_unused_leaves_first_and_only_if_it_is_in_the_way() -> None:
     taken = [used(0, 5, last_used=1), used(5, 15, last_used=2), used(15, 20, last_used=3)]
     assert find_space(taken, 0, 20, 20, 5) == Allocation(0, ("pack-0",))
-    # pack-0 goes first, but leaves too little room; then pack-5 does, and its place with pack-0's is enough.
+    # pack-0 is evicted first but frees too little; then pack-5, and both ranges together suffice.
     assert find_space(taken, 0, 20, 20, 15) == Allocation(0, ("pack-0", "pack-5"))
     apart = [used(0, 5, last_used=1), used(5, 10, last_used=9, pinned=True), used(10, 20, last_used=2)]
     assert find_space(apart, 0, 20, 20, 8) == Allocation(10, ("pack-10",))
@@ -42,7 +42,7 @@ def test_pinned_packs_never_leave() -> None:
     num_bytes=st.integers(1, 40),
     faulted_end=st.integers(0, 64),
 )
-def test_room_overlaps_nothing_that_stays(
+def test_allocations_overlap_nothing_that_stays(
     sizes: list[tuple[int, int, int, bool]], num_bytes: int, faulted_end: int
 ) -> None:
     taken, end = [], 0

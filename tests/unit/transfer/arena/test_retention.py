@@ -1,4 +1,4 @@
-"""The guard over packs: who may evict what, in which order, for how long; and an arena in which nothing may go."""
+"""Retained packs: what is evicted, in which order, for how long; and an arena where nothing may be evicted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torchrelay.transfer.errors import ArenaFull
 
 @pytest.fixture
 def arena(tmp_path: Path) -> Iterator[Arena]:
-    made = Arena.create(tmp_path / "arena", CAPACITY)
-    yield made
-    made.check_integrity()
-    made.close(unlink=True)
+    arena = Arena.create(tmp_path / "arena", CAPACITY)
+    yield arena
+    arena.check_integrity()
+    arena.close(unlink=True)
 
 
 def three(arena: Arena) -> list[str]:
@@ -32,7 +32,7 @@ def one_more(arena: Arena, seed: int, num_pages: int = 20, keep_retained: bool =
 
 
 def left_after(arena: Arena, seed: int, keep_retained: bool = False) -> set[str]:
-    """Who of those before is still there when one more has come."""
+    """Which earlier packs are still there after one more."""
     come = one_more(arena, seed, keep_retained=keep_retained)
     return there(arena) - {come.pack_id}
 
@@ -41,15 +41,15 @@ def there(arena: Arena) -> set[str]:
     return {slab.pack_id for slab in arena.slabs()}
 
 
-def test_the_guarded_stay_while_anything_else_may_go(arena: Arena) -> None:
+def test_retained_packs_stay_while_others_can_be_evicted(arena: Arena) -> None:
     first, second, third = three(arena)
     arena.retention.renew([first, second], 60)
     fourth = one_more(arena, 4).pack_id
-    assert there(arena) == {first, second, fourth}  # the third was used last, and went
+    assert there(arena) == {first, second, fourth}  # the third, though used last, was evicted
     assert third not in there(arena)
 
 
-def test_at_the_end_the_guarded_go_in_their_own_order(arena: Arena) -> None:
+def test_retained_packs_are_evicted_last_in_their_own_order(arena: Arena) -> None:
     first, second, third = three(arena)
     arena.retention.renew([second, third, first], 60)
     fourth = one_more(arena, 4).pack_id
@@ -58,12 +58,12 @@ def test_at_the_end_the_guarded_go_in_their_own_order(arena: Arena) -> None:
     assert left_after(arena, 5) == {first, fourth}
 
 
-def test_who_must_keep_them_is_told_that_the_arena_is_full(arena: Arena) -> None:
+def test_a_relay_that_must_keep_them_finds_the_arena_full(arena: Arena) -> None:
     packs = three(arena)
     arena.retention.renew(packs, 60)
-    with pytest.raises(ArenaFull, match="pinned or retained") as told:
+    with pytest.raises(ArenaFull, match="pinned or retained") as refused:
         one_more(arena, 4, keep_retained=True)
-    assert isinstance(told.value, Overloaded) and told.value.retry_after_s > 0
+    assert isinstance(refused.value, Overloaded) and refused.value.retry_after_s > 0
     assert there(arena) == set(packs)
     assert one_more(arena, 4, num_pages=4, keep_retained=True).num_slab_bytes
 
@@ -83,7 +83,7 @@ def test_retention_ends_with_its_lease(arena: Arena) -> None:
     assert packs[0] not in there(arena)
 
 
-def test_what_is_named_before_it_comes_is_guarded_from_its_first_moment(arena: Arena) -> None:
+def test_a_pack_named_before_it_arrives_is_retained_from_the_start(arena: Arena) -> None:
     coming = reserve(arena, 20, 9).pack_id
     arena.retention.renew([coming], 60)
     assert arena.drop(coming), "the scheduler's own word goes before its guard"
@@ -92,7 +92,7 @@ def test_what_is_named_before_it_comes_is_guarded_from_its_first_moment(arena: A
     assert left_after(arena, 3) == {packs[0], packs[2]}
 
 
-def test_pinned_packs_never_go_guarded_or_not_and_the_answer_is_clear(arena: Arena) -> None:
+def test_pinned_packs_are_never_evicted_retained_or_not(arena: Arena) -> None:
     packs = three(arena)
     for pack_id in packs:
         arena.pin(pack_id, "worker")

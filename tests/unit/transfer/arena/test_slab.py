@@ -18,7 +18,8 @@ from tests.unit.transfer.loopback_holders import Interrupted, make_pack
 from torchrelay.common.errors import NotFound
 from torchrelay.engine.weights.pack_weights import as_tensor
 from torchrelay.transfer.arena.arena import Arena
-from torchrelay.transfer.arena.slab import MappedSlab, Slab
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
+from torchrelay.transfer.arena.slab import Slab
 from torchrelay.transfer.arena.slab_table import TABLE_BYTES
 from torchrelay.transfer.errors import ArenaCorrupted, BufferLost
 
@@ -26,7 +27,7 @@ DATA, MANIFEST = make_pack(30_000)
 
 _WORKER = """
 import hashlib, json, sys
-from torchrelay.transfer.arena.slab import MappedSlab
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
 slab = MappedSlab(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 for line in sys.stdin:
     print(json.dumps({
@@ -42,9 +43,14 @@ slab.close()
 
 
 @pytest.fixture
-def slab(tmp_path: Path) -> Iterator[Slab]:
-    arena = Arena.create(tmp_path / "arena", TABLE_BYTES + (1 << 20))
-    arena.reserve(make_pack(5_000, seed=9)[1].encode())  # so that ours does not lie at the front
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "arena"
+
+
+@pytest.fixture
+def slab(path: Path) -> Iterator[Slab]:
+    arena = Arena.create(path, TABLE_BYTES + (1 << 20))
+    arena.reserve(make_pack(5_000, seed=9)[1].encode())  # so that the slab is not the first
     yield arena.reserve(MANIFEST.encode())
     arena.check_integrity()
     arena.close(unlink=True)
@@ -56,58 +62,53 @@ def put(slab: Slab, index: int) -> None:
     slab.accept(index)
 
 
-def mapped(slab: Slab) -> MappedSlab:
-    arena_path = slab._pins.path  # type: ignore[attr-defined]
-    return MappedSlab(arena_path, slab.offset, slab.num_slab_bytes)
-
-
-def test_accepted_chunks_count_once_and_are_told(slab: Slab) -> None:
-    told: list[int] = []
-    end = slab.on_change(lambda: told.append(slab.num_verified))
+def test_accepted_chunks_count_once_and_notify(slab: Slab) -> None:
+    seen: list[int] = []
+    end = slab.on_change(lambda: seen.append(slab.num_verified))
     put(slab, 2)
     put(slab, 0)
     put(slab, 0)
     end()
     end()
     put(slab, 1)
-    assert told == [1, 2, 2]
+    assert seen == [1, 2, 2]
     assert slab.num_verified == 3
     assert not slab.complete
     assert slab.missing() == [3, 4, 5, 6, 7]
-    assert [slab.wait(index, 0.0) for index in range(4)] == [True, True, True, False]
+    assert slab.wait_any(range(4), 0.0) == [0, 1, 2]
 
 
-def test_who_waits_wakes_at_once(slab: Slab) -> None:
-    results: list[bool] = []
-    threads = [threading.Thread(target=lambda: results.append(slab.wait(5, 10.0))) for _ in range(3)]
+def test_waiters_wake_at_once(slab: Slab) -> None:
+    results: list[list[int]] = []
+    threads = [threading.Thread(target=lambda: results.append(slab.wait_any([5], 10.0))) for _ in range(3)]
     for thread in threads:
         thread.start()
     put(slab, 5)
     for thread in threads:
         thread.join()
-    assert results == [True, True, True]
+    assert results == [[5], [5], [5]]
 
 
 def test_no_chunk_overtakes_another_because_it_comes_while_we_look(slab: Slab) -> None:
     assert slab.wait_any(Interrupted(range(3), lambda index: put(slab, index)), 1.0) == [0, 1, 2]
 
 
-def test_a_failed_filling_can_begin_anew(slab: Slab) -> None:
+def test_a_failed_slab_can_be_filled_again(slab: Slab) -> None:
     put(slab, 0)
-    told: list[str] = []
-    slab.on_change(lambda: told.append(slab.error))
+    seen: list[str] = []
+    slab.on_change(lambda: seen.append(slab.error))
     slab.fail("every source is gone")
-    assert "every source is gone" in told[0]
-    assert slab.wait(0, 0.0), "what is verified stays good"
+    assert "every source is gone" in seen[0]
+    assert slab.wait_any([0], 0.0) == [0], "what is verified stays good"
     with pytest.raises(BufferLost, match="every source is gone"):
-        slab.wait(1, 10.0)
+        slab.wait_any([1], 10.0)
     slab.revive()
     assert slab.error == ""
-    assert not slab.wait(1, 0.0)
+    assert slab.wait_any([1], 0.0) == []
 
 
-def test_another_process_maps_it_read_only_and_sees_chunks_as_they_come(slab: Slab) -> None:
-    arguments = [str(slab._pins.path), str(slab.offset), str(slab.num_slab_bytes)]  # type: ignore[attr-defined]
+def test_another_process_maps_it_read_only_and_sees_chunks_as_they_come(slab: Slab, path: Path) -> None:
+    arguments = [str(path), str(slab.offset), str(slab.num_slab_bytes)]
     with subprocess.Popen(
         [sys.executable, "-c", _WORKER, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as worker:
@@ -136,10 +137,10 @@ def test_another_process_maps_it_read_only_and_sees_chunks_as_they_come(slab: Sl
         assert worker.wait(10) == 0
 
 
-def test_a_mapping_outlives_its_pack_and_its_tensors_outlive_its_close(slab: Slab) -> None:
+def test_a_mapping_outlives_its_pack_and_its_tensors_outlive_its_close(slab: Slab, path: Path) -> None:
     for index in range(slab.num_chunks):
         put(slab, index)
-    view = mapped(slab)
+    view = MappedSlab(path, slab.offset, slab.num_slab_bytes)
     assert view.data == DATA
     array, tensor = np.frombuffer(view.data, dtype=np.uint8), as_tensor(view.data)
     assert not array.flags.writeable
@@ -156,10 +157,9 @@ def test_a_mapping_outlives_its_pack_and_its_tensors_outlive_its_close(slab: Sla
     gc.collect()
 
 
-def test_what_is_no_slab_is_not_mapped(slab: Slab, tmp_path: Path) -> None:
-    path = tmp_path / "arena"
+def test_what_is_no_slab_is_not_mapped(slab: Slab, path: Path) -> None:
     with pytest.raises(NotFound):
-        MappedSlab(tmp_path / "nowhere", slab.offset, slab.num_slab_bytes)
+        MappedSlab(path.with_name("nowhere"), slab.offset, slab.num_slab_bytes)
     for offset, num_bytes in [(slab.offset + 1, 4096), (slab.offset, 0), (slab.offset, 1 << 30), (-4096, 4096)]:
         with pytest.raises(ArenaCorrupted):
             MappedSlab(path, offset, num_bytes)
@@ -169,12 +169,13 @@ def test_what_is_no_slab_is_not_mapped(slab: Slab, tmp_path: Path) -> None:
         MappedSlab(path, slab.offset, slab.num_slab_bytes - 4096)
 
 
-def test_integrity_notices_marks_that_were_never_earned(slab: Slab) -> None:
+def test_integrity_notices_marks_that_were_never_earned(slab: Slab, path: Path) -> None:
     put(slab, 0)
-    slab._shared[0] = 0
-    with pytest.raises(ArenaCorrupted, match="hides"):
-        slab.check_integrity()
-    slab._shared[0] = 7
-    with pytest.raises(ArenaCorrupted, match="neither"):
-        slab.check_integrity()
-    slab._shared[0] = 1
+    with path.open("r+b", buffering=0) as file:
+        for mark, reason in [(0, "hides"), (7, "neither")]:
+            file.seek(slab.offset + slab.format.verified.start)
+            file.write(bytes([mark]))
+            with pytest.raises(ArenaCorrupted, match=reason):
+                slab.check_integrity()
+        file.seek(slab.offset + slab.format.verified.start)
+        file.write(b"\x01")

@@ -33,7 +33,7 @@ from torchrelay.transfer.errors import (
     WrongHolder,
     WrongReceiver,
 )
-from torchrelay.transfer.fetch.follow import fetch_head, follow
+from torchrelay.transfer.fetch.follow import FollowOptions, TransferControl, fetch_head, follow
 from torchrelay.transfer.manifest import pack_id_of
 
 DATA, MANIFEST = make_pack(100_000)
@@ -125,9 +125,9 @@ def test_damaged_bytes_are_never_accepted_and_come_anew_from_the_next_source() -
     with (
         serving(full_pack(), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
-        tampering_proxy(host1.address, damage) as door,
+        tampering_proxy(host1.address, damage) as proxy,
     ):
-        sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
+        sources = [source_at(proxy, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         assert list(follow(PACK_ID, ALL, sources, sink, receiver())) == list(ALL)
         assert eventually(lambda: 0 < host2.bytes_sent < len(DATA))
     assert sink.accepted == list(ALL)
@@ -144,8 +144,8 @@ def test_the_only_source_gets_a_second_chance_after_damage() -> None:
         return data
 
     sink = empty_pack()
-    with serving(full_pack()) as holder, tampering_proxy(holder.address, damage_once) as door:
-        assert list(follow(PACK_ID, ALL, [source_at(door, PACK_ID)], sink, receiver())) == list(ALL)
+    with serving(full_pack()) as holder, tampering_proxy(holder.address, damage_once) as proxy:
+        assert list(follow(PACK_ID, ALL, [source_at(proxy, PACK_ID)], sink, receiver())) == list(ALL)
     assert damaged
     assert sink.bytes_held == DATA
 
@@ -172,10 +172,10 @@ def test_without_an_expected_digest_the_frame_s_own_counts() -> None:
 
 def test_a_silent_source_is_left_for_the_next() -> None:
     sink = empty_pack()
-    with silent_listener() as door, serving(full_pack()) as holder:
-        sources = [source_at(door, PACK_ID), source_at(holder.address, PACK_ID)]
+    with silent_listener() as silent, serving(full_pack()) as holder:
+        sources = [source_at(silent, PACK_ID), source_at(holder.address, PACK_ID)]
         begin = time.monotonic()
-        assert list(follow(PACK_ID, ALL, sources, sink, receiver(), stall_s=0.3)) == list(ALL)
+        assert list(follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(stall_s=0.3))) == list(ALL)
         assert 0.3 <= time.monotonic() - begin < 2.0
 
 
@@ -188,9 +188,9 @@ def test_a_source_that_falls_silent_midway_is_left_too() -> None:
         return data
 
     sink = empty_pack()
-    with serving(full_pack()) as holder, tampering_proxy(holder.address, hang) as door:
-        sources = [source_at(door, PACK_ID), source_at(holder.address, PACK_ID)]
-        # The chunk that had begun to come is left to the other, and may come after its neighbours.
+    with serving(full_pack()) as holder, tampering_proxy(holder.address, hang) as proxy:
+        sources = [source_at(proxy, PACK_ID), source_at(holder.address, PACK_ID)]
+        # The chunk that was arriving is left to the other source, and may be accepted after its neighbors.
         assert sorted(follow(PACK_ID, ALL, sources, sink, receiver())) == list(ALL)
         released.set()
     assert sink.bytes_held == DATA
@@ -199,7 +199,14 @@ def test_a_source_that_falls_silent_midway_is_left_too() -> None:
 def test_a_slow_holder_is_not_a_silent_one() -> None:
     slow = FixedBuffer(PACK_ID, DATA, MANIFEST, published=2)
     with serving(slow) as holder:
-        stream = follow(PACK_ID, range(3), [source_at(holder.address, PACK_ID)], empty_pack(), receiver(), stall_s=0.3)
+        stream = follow(
+            PACK_ID,
+            range(3),
+            [source_at(holder.address, PACK_ID)],
+            empty_pack(),
+            receiver(),
+            FollowOptions(stall_s=0.3),
+        )
         assert [next(stream), next(stream)] == [0, 1]
         later = threading.Timer(1.0, lambda: slow.publish(2, slow.pieces[2]))
         later.start()
@@ -228,14 +235,14 @@ def test_refusals_have_names() -> None:
 
 
 def test_exhausted_sources_are_named_with_their_causes() -> None:
-    with silent_listener() as door, serving(full_pack()) as holder:
+    with silent_listener() as silent, serving(full_pack()) as holder:
         sources = [
-            source_at(door, PACK_ID, "host-1"),
+            source_at(silent, PACK_ID, "host-1"),
             source_at("127.0.0.1:1", PACK_ID, "host-2"),
             source_at(holder.address, PACK_ID, expires=1),
         ]
         with pytest.raises(SourcesExhausted) as exhausted:
-            list(follow(PACK_ID, ALL, sources, empty_pack(), receiver(), stall_s=0.15))
+            list(follow(PACK_ID, ALL, sources, empty_pack(), receiver(), FollowOptions(stall_s=0.15)))
     causes = {holder_id: type(cause) for holder_id, cause in exhausted.value.failures}
     assert causes == {"host-1": SourceStalled, "host-2": ConnectionRefusedError, "host-h": TicketExpired}
     assert "host-2" in exhausted.value.message
@@ -265,11 +272,13 @@ def test_stop_ends_it_soon(published: int) -> None:
     with serving(waiting) as holder:
         (timer := threading.Timer(0.2, stop_it)).start()
         sources = [source_at(holder.address, PACK_ID)]
-        assert list(follow(PACK_ID, ALL, sources, empty_pack(), receiver(), stop)) == [*range(published)]
+        assert list(follow(PACK_ID, ALL, sources, empty_pack(), receiver(), control=TransferControl(stop))) == [
+            *range(published)
+        ]
         assert time.monotonic() - stopped[0] < 1.0
         timer.join()
-    with silent_listener() as door, pytest.raises(SourceClosed):
-        fetch_head(source_at(door, PACK_ID), receiver(), stop)
+    with silent_listener() as silent, pytest.raises(SourceClosed):
+        fetch_head(source_at(silent, PACK_ID), receiver(), stop=stop)
 
 
 def test_what_the_sink_raises_is_not_the_source_s_fault() -> None:
@@ -283,17 +292,19 @@ def test_what_the_sink_raises_is_not_the_source_s_fault() -> None:
 
 
 def test_a_holder_must_prove_itself() -> None:
-    # The ticket says host-h; what answers at the address is host-x, which knows no session key of that ticket.
+    # The ticket names host-h; host-x answers at the address, and cannot compute that ticket's session key.
     with serving(full_pack(), holder_id="host-x") as impostor, pytest.raises(TicketRefused):
         fetch_head(source_at(impostor.address, PACK_ID), receiver())
 
 
 def test_a_source_that_only_says_it_is_alive_is_left_for_the_next() -> None:
-    """Two copies that follow each other after a repair would wait in a circle, for ever."""
+    """Two copies that follow each other after a repair would otherwise wait in a circle forever."""
     waiting, whole = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1), FixedBuffer(PACK_ID, DATA, MANIFEST)
     sink = PackSink(PACK_ID, DATA, MANIFEST)
     with serving(waiting) as first, serving(whole, holder_id="host-i") as second:
         sources = [source_at(first.address, PACK_ID), source_at(second.address, PACK_ID, "host-i")]
         chunks = range(MANIFEST.num_chunks)
-        assert list(follow(PACK_ID, chunks, sources, sink, receiver(), stall_s=0.4, starve_s=0.3)) == [*chunks]
+        assert list(follow(PACK_ID, chunks, sources, sink, receiver(), FollowOptions(stall_s=0.4, starve_s=0.3))) == [
+            *chunks
+        ]
     assert sink.bytes_held == DATA

@@ -21,7 +21,7 @@ from tests.unit.transfer.loopback_holders import (
     tampering_proxy,
 )
 from torchrelay.transfer.errors import BufferLost, SourcesExhausted
-from torchrelay.transfer.fetch.follow import follow
+from torchrelay.transfer.fetch.follow import FollowOptions, TransferControl, follow
 from torchrelay.transfer.fetch.sources import SourceAddress, SourceUpdates
 from torchrelay.transfer.fetch.statistics import TransferStats
 from torchrelay.transfer.manifest import pack_id_of
@@ -42,13 +42,13 @@ def full_pack(published: int | None = None) -> FixedBuffer:
 
 
 def paced(bytes_per_s: Callable[[int], float]) -> Callable[[bytes, int], bytes]:
-    """For a door: lets so many bytes through, depending on how many have passed."""
+    """For a proxy: limits the rate, by how many bytes have passed."""
 
-    def meddle(data: bytes, offset: int) -> bytes:
+    def tamper(data: bytes, offset: int) -> bytes:
         time.sleep(len(data) / bytes_per_s(offset))
         return data
 
-    return meddle
+    return tamper
 
 
 def test_two_sources_bring_disjoint_parts_at_once() -> None:
@@ -56,11 +56,13 @@ def test_two_sources_bring_disjoint_parts_at_once() -> None:
     with (
         serving(full_pack(), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
-        tampering_proxy(host1.address, paced(lambda _: 8e6)) as door1,
-        tampering_proxy(host2.address, paced(lambda _: 8e6)) as door2,
+        tampering_proxy(host1.address, paced(lambda _: 8e6)) as proxy1,
+        tampering_proxy(host2.address, paced(lambda _: 8e6)) as proxy2,
     ):
-        sources = [source_at(door1, PACK_ID, "host-1"), source_at(door2, PACK_ID, "host-2")]
-        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), num_striped=2, stats=stats)) == list(ALL)
+        sources = [source_at(proxy1, PACK_ID, "host-1"), source_at(proxy2, PACK_ID, "host-2")]
+        assert sorted(
+            follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(num_striped=2), TransferControl(stats=stats))
+        ) == list(ALL)
     assert sink.bytes_held == DATA
     assert sorted(sink.accepted) == list(ALL)
     brought = {share.holder_id: share.num_bytes for share in stats.by_source()}
@@ -73,11 +75,13 @@ def test_a_source_that_turns_slow_is_helped_and_goes_on() -> None:
     with (
         serving(full_pack(), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
-        tampering_proxy(host1.address, paced(lambda passed: 5e6 if passed < 2 << 20 else 0.4e6)) as door,
+        tampering_proxy(host1.address, paced(lambda passed: 5e6 if passed < 2 << 20 else 0.4e6)) as proxy,
     ):
-        sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
+        sources = [source_at(proxy, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         begin = time.monotonic()
-        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), stats=stats)) == list(ALL)
+        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), control=TransferControl(stats=stats))) == list(
+            ALL
+        )
         assert time.monotonic() - begin < 4.0  # alone it would take 5.6 s
     assert sink.bytes_held == DATA
     assert sorted(sink.accepted) == list(ALL)
@@ -90,23 +94,26 @@ def test_a_source_that_turns_slow_is_helped_and_goes_on() -> None:
 
 def test_an_alternate_joins_long_before_a_silent_source_is_given_up() -> None:
     sink, stats = empty_pack(), TransferStats()
-    with silent_listener() as door, serving(full_pack(), holder_id="host-2") as host2:
-        sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
+    with silent_listener() as silent, serving(full_pack(), holder_id="host-2") as host2:
+        sources = [source_at(silent, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         begin = time.monotonic()
-        assert list(follow(PACK_ID, ALL, sources, sink, receiver(), stall_s=30.0, stats=stats)) == list(ALL)
+        assert list(
+            follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(stall_s=30.0), TransferControl(stats=stats))
+        ) == list(ALL)
         assert time.monotonic() - begin < 3.0
     assert stats.num_repairs == 1
     assert stats.largest == "host-2"
 
 
-def test_a_source_offered_meanwhile_is_an_alternate() -> None:
+def test_a_source_added_meanwhile_is_an_alternate() -> None:
     sink, stats, updates = empty_pack(), TransferStats(), SourceUpdates()
+    control = TransferControl(updates=updates, stats=stats)
     with (
         serving(full_pack(published=4), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
     ):
         sources = [source_at(host1.address, PACK_ID, "host-1")]
-        following = follow(PACK_ID, ALL, sources, sink, receiver(), stats=stats, updates=updates)
+        following = follow(PACK_ID, ALL, sources, sink, receiver(), control=control)
         assert [next(following) for _ in range(4)] == list(ALL[:4])
         updates.add([source_at(host2.address, PACK_ID, "host-2")])
         assert sorted(following) == list(ALL[4:])
@@ -114,16 +121,17 @@ def test_a_source_offered_meanwhile_is_an_alternate() -> None:
     assert {share.holder_id: share.num_bytes > 0 for share in stats.by_source()} == {"host-1": True, "host-2": True}
 
 
-def test_a_transfer_under_way_is_striped_once_it_is_told_to() -> None:
+def test_a_running_transfer_can_be_striped() -> None:
     sink, stats, updates = empty_pack(), TransferStats(), SourceUpdates()
+    control = TransferControl(updates=updates, stats=stats)
     with (
         serving(full_pack(), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
-        tampering_proxy(host1.address, paced(lambda _: 8e6)) as door1,
-        tampering_proxy(host2.address, paced(lambda _: 8e6)) as door2,
+        tampering_proxy(host1.address, paced(lambda _: 8e6)) as proxy1,
+        tampering_proxy(host2.address, paced(lambda _: 8e6)) as proxy2,
     ):
-        sources = [source_at(door1, PACK_ID, "host-1"), source_at(door2, PACK_ID, "host-2")]
-        following = follow(PACK_ID, ALL, sources[:1], sink, receiver(), stats=stats, updates=updates)
+        sources = [source_at(proxy1, PACK_ID, "host-1"), source_at(proxy2, PACK_ID, "host-2")]
+        following = follow(PACK_ID, ALL, sources[:1], sink, receiver(), control=control)
         assert next(following) == 0
         updates.add(sources[1:], num_striped=2)
         assert sorted(following) == list(ALL[1:])
@@ -139,12 +147,18 @@ def test_an_idle_transfer_becomes_urgent_once_somebody_waits(monkeypatch: pytest
     with (
         serving(full_pack(), holder_id="host-1") as host1,
         serving(full_pack(), holder_id="host-2") as host2,
-        tampering_proxy(host1.address, paced(lambda passed: 8e6 if passed < 2 << 20 else 0.4e6)) as door,
+        tampering_proxy(host1.address, paced(lambda passed: 8e6 if passed < 2 << 20 else 0.4e6)) as proxy,
     ):
-        sources = [source_at(door, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
+        sources = [source_at(proxy, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         idle = TransferClass.IDLE
         following = follow(
-            PACK_ID, ALL, sources, sink, receiver(), transfer_class=idle, stats=stats, updates=updates, num_striped=1
+            PACK_ID,
+            ALL,
+            sources,
+            sink,
+            receiver(),
+            FollowOptions(transfer_class=idle),
+            TransferControl(updates=updates, stats=stats),
         )
         assert next(following) == 0
         assert classes == [idle]
@@ -162,7 +176,9 @@ def test_a_holder_that_refused_gets_a_new_chance_with_a_new_ticket() -> None:
     with serving(full_pack(), holder_id="host-1") as host1, serving(full_pack(0), holder_id="host-2") as host2:
         expired = source_at(host1.address, PACK_ID, "host-1", expires=1)
         sources = [expired, source_at(host2.address, PACK_ID, "host-2")]
-        following = follow(PACK_ID, ALL, sources, sink, receiver(), num_striped=2, updates=updates)
+        following = follow(
+            PACK_ID, ALL, sources, sink, receiver(), FollowOptions(num_striped=2), TransferControl(updates=updates)
+        )
         offering = threading.Timer(0.3, lambda: updates.add([source_at(host1.address, PACK_ID, "host-1")]))
         offering.start()
         assert sorted(following) == list(ALL)
@@ -177,12 +193,12 @@ def test_a_chunk_that_one_source_lacks_comes_from_the_other() -> None:
         partial.publish(index, partial.pieces[index])
     with serving(partial, holder_id="host-1") as host1, serving(full_pack(), holder_id="host-2") as host2:
         sources = [source_at(host1.address, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
-        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), num_striped=2)) == list(ALL)
+        assert sorted(follow(PACK_ID, ALL, sources, sink, receiver(), FollowOptions(num_striped=2))) == list(ALL)
     assert sink.bytes_held == DATA
 
 
-def test_copies_in_a_circle_fill_each_other_once_a_third_has_the_rest() -> None:
-    """Each has what the other lacks but for one chunk, which only the alternate of one of them has."""
+def test_copies_in_a_circle_fill_each_other_when_a_third_has_the_rest() -> None:
+    """Each has what the other lacks, except one chunk that only the alternate of one of them has."""
     sinks = [empty_pack(), empty_pack()]
     missing = []
     for number, sink in enumerate(sinks):
@@ -231,7 +247,10 @@ def test_every_class_is_served() -> None:
         source = source_at(holder.address, PACK_ID)
         for transfer_class in TransferClass:
             chunk = [int(transfer_class)]
-            assert list(follow(PACK_ID, chunk, [source], sink, receiver(), transfer_class=transfer_class)) == chunk
+            assert (
+                list(follow(PACK_ID, chunk, [source], sink, receiver(), FollowOptions(transfer_class=transfer_class)))
+                == chunk
+            )
 
 
 def test_what_a_sink_raises_in_another_thread_ends_the_transfer() -> None:
@@ -244,5 +263,9 @@ def test_what_a_sink_raises_in_another_thread_ends_the_transfer() -> None:
     with serving(full_pack(), holder_id="host-1") as host1, serving(full_pack(), holder_id="host-2") as host2:
         sources = [source_at(host1.address, PACK_ID, "host-1"), source_at(host2.address, PACK_ID, "host-2")]
         with pytest.raises(BufferLost, match="dropped meanwhile"):
-            list(follow(PACK_ID, ALL, sources, FullSink(PACK_ID, DATA, MANIFEST), receiver(), num_striped=2))
+            list(
+                follow(
+                    PACK_ID, ALL, sources, FullSink(PACK_ID, DATA, MANIFEST), receiver(), FollowOptions(num_striped=2)
+                )
+            )
         assert eventually(lambda: host1.num_streams == host2.num_streams == 0)

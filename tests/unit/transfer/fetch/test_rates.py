@@ -1,4 +1,4 @@
-"""Rates by a clock that the test turns: what is shown, and when a source counts as slow."""
+"""Rates on a simulated clock: what is displayed, and when a source counts as slow."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ STEP_S = 0.005
 
 
 def run(monitor: RateMonitor, rate: float, seconds: float, *, busy: bool = True, sharing: bool = False) -> float:
-    """Feeds a steady rate until the gauge says slow, or for so long; returns how long it took."""
+    """Feeds a steady rate until the monitor reports slow, or for this long; returns how long it took."""
     for step in range(round(seconds / STEP_S)):
         monitor.record(int(rate * STEP_S), STEP_S, busy=busy, sharing=sharing)
         if monitor.slow:
@@ -29,14 +29,14 @@ def known(rate: float = 50e6) -> RateMonitor:
 @pytest.mark.parametrize(
     ("share", "earliest_s", "latest_s"), [(0.0, 0.1, 0.2), (0.25, 0.1, 0.2), (0.5, 0.2, 0.3), (0.6, 0.4, 0.6)]
 )
-def test_a_fall_is_found_the_sooner_the_deeper_it_is(share: float, earliest_s: float, latest_s: float) -> None:
+def test_a_deeper_drop_is_detected_sooner(share: float, earliest_s: float, latest_s: float) -> None:
     monitor = known()
     assert earliest_s <= run(monitor, share * 50e6, 2.0) <= latest_s
     assert monitor.slow
 
 
 @pytest.mark.parametrize("share", [0.75, 0.9, 2.0])
-def test_three_quarters_of_the_rate_are_no_fall(share: float) -> None:
+def test_three_quarters_of_the_rate_is_not_slow(share: float) -> None:
     monitor = known()
     run(monitor, share * 50e6, 5.0)
     assert not monitor.slow
@@ -57,8 +57,8 @@ def test_time_without_anything_to_send_does_not_count() -> None:
     assert monitor.baseline == pytest.approx(50e6, rel=0.01)
 
 
-def test_a_source_that_always_sends_what_it_gets_is_known_by_that() -> None:
-    """Links let short bursts through: a forwarder may never be busy for long, and turn slow all the same."""
+def test_a_forwarder_is_measured_by_what_it_receives() -> None:
+    """Links let short bursts through: a forwarder may never be busy for long and turn slow all the same."""
     monitor = RateMonitor()
     run(monitor, 50e6, 1.0, busy=False)
     assert monitor.baseline == pytest.approx(50e6, rel=0.05)
@@ -66,7 +66,7 @@ def test_a_source_that_always_sends_what_it_gets_is_known_by_that() -> None:
     assert monitor.slow
 
 
-def test_it_recovers_when_it_is_what_it_was() -> None:
+def test_it_recovers_at_its_former_rate() -> None:
     monitor = known()
     run(monitor, 10e6, 1.0)
     for _ in range(100):
@@ -77,7 +77,7 @@ def test_it_recovers_when_it_is_what_it_was() -> None:
     assert not monitor.slow
 
 
-def test_the_rate_shown_settles_soon_and_fades() -> None:
+def test_the_displayed_rate_settles_quickly_and_decays() -> None:
     rate = DecayingRate(begun_at=10.0)
     assert rate.bytes_per_s(10.0) == 0.0
     for step in range(1, 101):

@@ -1,53 +1,76 @@
-"""One source of a transfer: in which order it is told what it is to send."""
+"""One source of a transfer: the order in which requests are sent to it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from tests.unit.transfer.loopback_holders import PackSink, eventually, make_pack, receiver, source_at
+from tests.unit.transfer.loopback_holders import (
+    FixedBuffer,
+    PackSink,
+    eventually,
+    make_pack,
+    receiver,
+    serving,
+    source_at,
+)
 from torchrelay.transfer.fetch.chunk_assignment import ChunkRequests
 from torchrelay.transfer.fetch.multi_source import MultiSourceFetch
-from torchrelay.transfer.fetch.options import FollowOptions
-from torchrelay.transfer.fetch.source_policy import SourceRules
+from torchrelay.transfer.fetch.options import FollowOptions, TransferControl
 from torchrelay.transfer.fetch.source_stream import SourceStream
+from torchrelay.transfer.fetch.sources import SourceAddress
 from torchrelay.transfer.fetch.upstream import Upstream
 from torchrelay.transfer.manifest import pack_id_of
-from torchrelay.transfer.transport.interface import TransferClass
-from torchrelay.transfer.transport.tcp import TcpTransport
 
 
 class SlowUpstream(Upstream):
-    """Takes its time over the first thing it is told."""
+    """Blocks on the first request; sends none of them."""
 
-    def __init__(self) -> None:
-        self.begun, self.going_on = threading.Event(), threading.Event()
-        self.told: list[tuple[list[int], list[int]]] = []
+    def __init__(self, upstream: Upstream) -> None:
+        super().__init__(upstream.frames, upstream.head, upstream.transfer_class)
+        self.begun, self.resume = threading.Event(), threading.Event()
+        self.sent: list[tuple[list[int], list[int]]] = []
 
     def ask(self, wanted: Sequence[int], cancelled: Sequence[int] = ()) -> None:
         if not self.begun.is_set():
             self.begun.set()
-            self.going_on.wait(10)
-        self.told.append((list(wanted), list(cancelled)))
+            self.resume.wait(10)
+        self.sent.append((list(wanted), list(cancelled)))
 
 
-def test_what_is_taken_back_and_wanted_again_is_told_in_this_order() -> None:
-    data, manifest = make_pack(1 << 20)
+class QuietFetch(MultiSourceFetch):
+    """Opens a ``SlowUpstream``, and requests nothing by itself."""
+
+    upstream: SlowUpstream
+
+    def connect(self, source: SourceAddress, watch: Callable[[int], None]) -> Upstream:
+        self.upstream = SlowUpstream(super().connect(source, watch))
+        return self.upstream
+
+    def gained(self, stream: SourceStream, indices: Sequence[int]) -> None:
+        assert list(indices) == list(range(16))
+
+
+def test_a_cancellation_is_sent_before_a_later_request_for_the_same_chunk() -> None:
+    data, manifest = make_pack(16 * 4096)
     pack_id = pack_id_of(manifest.encode())
-    terms = FollowOptions(pack_id, receiver(), TcpTransport(), SourceRules(), TransferClass.KV, 5.0, 5.0)
-    source = source_at("127.0.0.1:1", pack_id, "host-1")
-    fetch = MultiSourceFetch(terms, [0], [source], PackSink(pack_id, data, manifest), None)
-    stream, upstream = SourceStream(fetch, 0, source), SlowUpstream()
-    stream._upstream = upstream
-    stream.ask(ChunkRequests([], [0]))
-    first = threading.Thread(target=stream.send_requests)
-    first.start()
-    assert upstream.begun.wait(10)
-    stream.ask(ChunkRequests([0], []))
-    second = threading.Thread(target=stream.send_requests)
-    second.start()
-    assert not eventually(lambda: bool(upstream.told), 0.2)
-    upstream.going_on.set()
-    first.join()
-    second.join()
-    assert upstream.told == [([], [0]), ([0], [])]
+    sink = PackSink(pack_id, data, manifest)
+    with serving(FixedBuffer(pack_id, data, manifest)) as holder:
+        source = source_at(holder.address, pack_id)
+        fetch = QuietFetch(pack_id, [0], [source], sink, receiver(), FollowOptions(), TransferControl())
+        stream = SourceStream(fetch, sink, 0, source)
+        stream.step()
+        upstream = fetch.upstream
+        stream.ask(ChunkRequests([], [0]))
+        first = threading.Thread(target=stream.send_requests)
+        first.start()
+        assert upstream.begun.wait(10)
+        stream.ask(ChunkRequests([0], []))
+        second = threading.Thread(target=stream.send_requests)
+        second.start()
+        assert not eventually(lambda: bool(upstream.sent), 0.2)
+        upstream.resume.set()
+        first.join()
+        second.join()
+        stream.close()
+    assert upstream.sent == [([], [0]), ([0], [])]

@@ -1,4 +1,4 @@
-"""Who follows keeps its key to itself."""
+"""A receiver keeps its key secret."""
 
 from __future__ import annotations
 

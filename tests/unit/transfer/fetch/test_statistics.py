@@ -1,11 +1,11 @@
-"""The tally of a transfer: who brought what, who is followed, what went wrong."""
+"""Statistics of a transfer: bytes per source, who is followed, what went wrong."""
 
 from __future__ import annotations
 
 from torchrelay.transfer.fetch.statistics import TransferStats
 
 
-def test_shares_tell_bytes_errors_and_who_is_followed() -> None:
+def test_statistics_report_bytes_errors_and_who_is_followed() -> None:
     stats = TransferStats()
     assert (stats.largest, stats.by_source(), stats.num_repairs) == ("", [], 0)
     stats.joined("host-a")

@@ -1,4 +1,4 @@
-"""Frames over a connection that others end and send on."""
+"""Frames over a connection that other threads send on and abort."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torchrelay.transfer.transport.interface import TransferClass
 
 
 class FullConnection:
-    """Its peer takes nothing: a send lasts until the connection is aborted."""
+    """Its peer accepts nothing: a send blocks until the connection is aborted."""
 
     def __init__(self) -> None:
         self.sending, self.aborted = threading.Event(), threading.Event()
-        self.told: list[str] = []
+        self.calls: list[str] = []
 
     def receive_into(self, view: memoryview) -> int:
         raise TimeoutError
@@ -23,7 +23,7 @@ class FullConnection:
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         self.sending.set()
         self.aborted.wait(10)
-        self.told.append("sent")
+        self.calls.append("sent")
 
     def set_class(self, transfer_class: TransferClass) -> None:
         return
@@ -32,11 +32,11 @@ class FullConnection:
         return False
 
     def abort(self) -> None:
-        self.told.append("aborted")
+        self.calls.append("aborted")
         self.aborted.set()
 
     def close(self) -> None:
-        self.told.append("closed")
+        self.calls.append("closed")
 
 
 def test_a_connection_is_closed_when_nobody_sends_on_it_and_not_touched_afterwards() -> None:
@@ -47,6 +47,6 @@ def test_a_connection_is_closed_when_nobody_sends_on_it_and_not_touched_afterwar
     assert connection.sending.wait(10)
     frames.close()
     sending.join()
-    assert connection.told == ["aborted", "sent", "closed"]
+    assert connection.calls == ["aborted", "sent", "closed"]
     frames.abort()
-    assert connection.told[-1] == "closed"
+    assert connection.calls[-1] == "closed"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.transfer.loopback_holders import CLUSTER_KEY, OFFICE
+from tests.unit.transfer.loopback_holders import CLUSTER_KEY, ISSUER
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
 from torchrelay.transfer.protocol.tickets import (
     Ticket,
@@ -22,7 +22,7 @@ RECEIVER_KEY = derive_node_key(CLUSTER_KEY, "host-r")
 
 
 def make_ticket() -> Ticket:
-    return OFFICE.issue("pack-1", "host-h", "host-r", expires_unix_ms=1_000, begin=10, end=20)
+    return ISSUER.issue("pack-1", "host-h", "host-r", expires_unix_ms=1_000, begin=10, end=20)
 
 
 def test_holder_and_receiver_come_to_the_same_session_key() -> None:
@@ -58,7 +58,7 @@ def test_it_expires() -> None:
         verify_ticket(make_ticket(), "host-h", HOLDER_KEY, now_unix_ms=1_000)
 
 
-def test_a_cluster_with_another_key_makes_no_tickets_for_us() -> None:
+def test_tickets_of_another_cluster_are_refused() -> None:
     foreign = TicketIssuer(b"x" * 32).issue("pack-1", "host-h", "host-r", 1_000)
     with pytest.raises(TicketRefused):
         verify_ticket(foreign, "host-h", HOLDER_KEY, now_unix_ms=0)

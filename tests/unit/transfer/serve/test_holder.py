@@ -1,4 +1,4 @@
-"""The holder's side: leases, late buffers, ranges, garbage at the door, and shutting down."""
+"""The holder's side: leases, late buffers, ranges, garbage from peers, and shutting down."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from contextlib import suppress
 import pytest
 
 from tests.unit.transfer.loopback_holders import (
-    CLUSTER_KEY,
     FAR,
-    OFFICE,
+    ISSUER,
     FixedBuffer,
     PackSink,
     eventually,
@@ -23,18 +22,17 @@ from tests.unit.transfer.loopback_holders import (
 )
 from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.transfer.errors import RangeRefused, SourceClosed, SourcesExhausted, SourceStalled, UnknownBuffer
-from torchrelay.transfer.fetch.follow import SourceAddress, fetch_head, follow
+from torchrelay.transfer.fetch.follow import FollowOptions, SourceAddress, fetch_head, follow
 from torchrelay.transfer.manifest import pack_id_of
-from torchrelay.transfer.protocol.tickets import derive_node_key
-from torchrelay.transfer.serve.holder import HolderServer
-from torchrelay.transfer.transport.tcp import split_address
+from torchrelay.transfer.serve.holder import HolderLimits, HolderServer
+from torchrelay.transfer.transport.tcp import TcpTransport, split_address
 
 DATA, MANIFEST = make_pack(40_000)
 PACK_ID = pack_id_of(MANIFEST.encode())
 
 
 class LeasedBuffer(FixedBuffer):
-    """Notes who reads it."""
+    """Records who reads it."""
 
     def __init__(self, gone: bool = False) -> None:
         super().__init__(PACK_ID, DATA, MANIFEST)
@@ -77,7 +75,7 @@ def test_a_buffer_may_appear_after_it_was_asked_for() -> None:
 def test_a_ticket_s_range_is_kept(begin: int, end: int, allowed: list[int]) -> None:
     sent = FixedBuffer(PACK_ID, DATA, MANIFEST)
     with serving(sent) as holder:
-        ticket = OFFICE.issue(PACK_ID, "host-h", "host-r", FAR, begin, end)
+        ticket = ISSUER.issue(PACK_ID, "host-h", "host-r", FAR, begin, end)
         source = SourceAddress("host-h", holder.address, ticket)
         for index in range(MANIFEST.num_chunks):
             sink = PackSink(PACK_ID, DATA, MANIFEST)
@@ -90,7 +88,7 @@ def test_a_ticket_s_range_is_kept(begin: int, end: int, allowed: list[int]) -> N
 
 
 @pytest.mark.parametrize("greeting", [b"", b"GET / HTTP/1.1\r\n\r\n" + b"x" * 100, b"TRF1" + b"\xff" * 60, bytes(48)])
-def test_garbage_at_the_door_costs_nothing(greeting: bytes) -> None:
+def test_garbage_from_a_peer_costs_nothing(greeting: bytes) -> None:
     with serving(FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
         host, port = holder.address.rsplit(":", 1)
         with socket.create_connection((host, int(port)), timeout=5.0) as caller:
@@ -107,16 +105,15 @@ def test_garbage_at_the_door_costs_nothing(greeting: bytes) -> None:
         assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
 
 
-def test_a_greeting_that_trickles_in_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrelay.transfer.serve.downstream.HANDSHAKE_S", 0.3)
-    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST)) as holder:
+def test_a_handshake_that_trickles_in_is_cut_off() -> None:
+    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST), limits=HolderLimits(handshake_s=0.3)) as holder:
         with socket.create_connection(split_address(holder.address)) as caller:
             caller.settimeout(0.05)
             begin = time.monotonic()
             ended = False
             while not ended and time.monotonic() - begin < 1.5:  # one header takes 2.4 s
                 try:
-                    caller.sendall(b"T")  # always a byte before the silence is too long
+                    caller.sendall(b"T")  # each byte arrives before the silence is too long
                     ended = caller.recv(1) is not None
                 except TimeoutError:
                     continue
@@ -126,7 +123,7 @@ def test_a_greeting_that_trickles_in_is_cut_off(monkeypatch: pytest.MonkeyPatch)
         assert eventually(lambda: holder.num_streams == 0)
 
 
-def test_the_door_stays_open_when_the_system_gives_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_listener_stays_open_when_the_system_is_out_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def refuse_once(thread: threading.Thread) -> None:
@@ -157,7 +154,7 @@ def test_closing_ends_streams_that_wait() -> None:
 
 
 def test_a_holder_that_never_started_closes() -> None:
-    server = HolderServer("host-h", b"k" * 32, lambda _: None, "127.0.0.1")
+    server = HolderServer("host-h", b"k" * 32, lambda _: None, TcpTransport().listen("127.0.0.1", 0))
     assert server.address.startswith("127.0.0.1:")
     server.close()
 
@@ -181,17 +178,14 @@ def test_many_followers_at_once() -> None:
 
 def test_streams_beyond_the_limit_wait_for_their_turn() -> None:
     sent = FixedBuffer(PACK_ID, DATA, MANIFEST, published=1)
-    key = derive_node_key(CLUSTER_KEY, "host-h")
-    server = HolderServer("host-h", key, {PACK_ID: sent}.get, "127.0.0.1", max_streams=1)
-    server.start()
-    source = source_at(server.address, PACK_ID)
-    first = follow(PACK_ID, range(2), [source], PackSink(PACK_ID, DATA, MANIFEST), receiver())
-    assert next(first) == 0
-    with pytest.raises(SourceStalled):
-        fetch_head(source, receiver(), stall_s=0.3)
-    first.close()
-    begin = time.monotonic()
-    assert fetch_head(source, receiver()) == MANIFEST.encode()
-    assert time.monotonic() - begin < 1.0
-    server.close()
+    with serving(sent, limits=HolderLimits(max_streams=1)) as server:
+        source = source_at(server.address, PACK_ID)
+        first = follow(PACK_ID, range(2), [source], PackSink(PACK_ID, DATA, MANIFEST), receiver())
+        assert next(first) == 0
+        with pytest.raises(SourceStalled):
+            fetch_head(source, receiver(), FollowOptions(stall_s=0.3))
+        first.close()
+        begin = time.monotonic()
+        assert fetch_head(source, receiver()) == MANIFEST.encode()
+        assert time.monotonic() - begin < 1.0
     assert server.num_streams == 0

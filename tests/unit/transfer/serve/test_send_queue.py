@@ -1,4 +1,4 @@
-"""What a follower wants: in order, once, until it is cancelled or sent."""
+"""Requested chunks: in order, once, until cancelled or sent."""
 
 from __future__ import annotations
 

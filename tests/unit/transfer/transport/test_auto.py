@@ -1,4 +1,4 @@
-"""An address of two ways: the near one where it can be reached, and else, without an error, the one that always can."""
+"""Address pairs: the local one where it can be reached, otherwise, without an error, the network."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import pytest
 
 from tests.unit.transfer.loopback_holders import CLUSTER_KEY, FixedBuffer, PackSink, make_pack, receiver, source_at
 from tests.unit.transfer.transport.transport_cases import receive
-from torchrelay.transfer.fetch.follow import follow
+from torchrelay.transfer.fetch.follow import FollowOptions, follow
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport import shm
-from torchrelay.transfer.transport.auto import AutoTransport, prefer_local
+from torchrelay.transfer.transport.auto import AutoTransport, open_local_listener, prefer_local
 from torchrelay.transfer.transport.interface import Listener
-from torchrelay.transfer.transport.local_listener import open_local_listener
-from torchrelay.transfer.transport.shm import ShmConnection
+from torchrelay.transfer.transport.shm import ShmConnection, ShmTransport
 from torchrelay.transfer.transport.tcp import TcpConnection, TcpTransport
 
 KEY = derive_node_key(CLUSTER_KEY, "host-h")
@@ -30,7 +29,7 @@ PACK_ID = pack_id_of(MANIFEST.encode())
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    with TemporaryDirectory() as path:  # a short one
+    with TemporaryDirectory() as path:  # socket paths must be short
         yield Path(path)
 
 
@@ -51,39 +50,39 @@ def test_without_a_local_address_there_is_one_way() -> None:
     assert prefer_local("", "10.0.0.1:7") == "10.0.0.1:7"
 
 
-def test_the_local_door_is_taken_where_it_can_be_reached(folder: Path, network: Listener) -> None:
-    door = open_local_listener(KEY, folder)
-    assert door is not None
-    assert connected(prefer_local(door.address, network.address)) is ShmConnection
-    door.close()
+def test_the_local_listener_is_taken_where_it_can_be_reached(folder: Path, network: Listener) -> None:
+    local = open_local_listener(KEY, folder)
+    assert local is not None
+    assert connected(prefer_local(local.address, network.address)) is ShmConnection
+    local.close()
 
 
-def test_a_door_that_is_not_there_or_whose_process_died_is_passed_by(folder: Path, network: Listener) -> None:
+def test_a_listener_that_is_not_there_or_whose_process_died_is_passed_by(folder: Path, network: Listener) -> None:
     assert connected(prefer_local(f"shm:{folder / 'nowhere'}", network.address)) is TcpConnection
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(folder / "dead"))
     assert connected(prefer_local(f"shm:{folder / 'dead'}", network.address)) is TcpConnection
 
 
-def test_a_door_of_another_user_is_passed_by(folder: Path, network: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    door = open_local_listener(KEY, folder)
-    assert door is not None
+def test_a_listener_of_another_user_is_passed_by(
+    folder: Path, network: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = open_local_listener(KEY, folder)
+    assert local is not None
     monkeypatch.setattr(shm, "peer_user", lambda _: -1)
-    assert connected(prefer_local(door.address, network.address)) is TcpConnection
-    door.close()
+    assert connected(prefer_local(local.address, network.address)) is TcpConnection
+    local.close()
 
 
-def test_who_is_stopped_does_not_try_the_other_way(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "_BACKLOG", 0)
-    door, stop = open_local_listener(KEY, folder), threading.Event()
-    assert door is not None
+def test_who_is_stopped_does_not_try_the_other_way(folder: Path) -> None:
+    local, stop = ShmTransport(backlog=0).listen(f"shm:{folder / 'full'}"), threading.Event()
     transport = AutoTransport(TcpTransport())
-    waiting = transport.connect(door.address, 1.0)  # fills the queue
+    waiting = transport.connect(local.address, 1.0)  # fills the queue
     stop.set()
     with pytest.raises(InterruptedError):
-        transport.connect(prefer_local(door.address, "127.0.0.1:1"), 1.0, stop)
+        transport.connect(prefer_local(local.address, "127.0.0.1:1"), 1.0, stop)
     waiting.close()
-    door.close()
+    local.close()
 
 
 def test_where_neither_can_be_reached_the_last_reason_is_told(folder: Path) -> None:
@@ -91,45 +90,49 @@ def test_where_neither_can_be_reached_the_last_reason_is_told(folder: Path) -> N
         connected(prefer_local(f"shm:{folder / 'nowhere'}", "127.0.0.1:1"))
 
 
-def test_a_node_replaces_its_own_dead_door_and_nobody_else_s(folder: Path) -> None:
+def test_a_node_replaces_its_own_dead_listener_and_no_other(folder: Path) -> None:
     first = open_local_listener(KEY, folder)
     assert first is not None
-    assert open_local_listener(KEY, folder) is None  # it lives
+    assert open_local_listener(KEY, folder) is None  # its owner is alive
     other = open_local_listener(derive_node_key(b"another install's master key....", "host-h"), folder)
     assert other is not None and other.address != first.address
-    for door in (first, other):
-        door.close()
+    for local in (first, other):
+        local.close()
     assert list(folder.iterdir()) == []
 
 
-def test_a_system_without_the_folder_has_no_door(folder: Path) -> None:
+def test_a_system_without_the_folder_has_no_listener(folder: Path) -> None:
     assert open_local_listener(KEY, folder / "missing") is None
 
 
-def test_a_holder_serves_at_both_doors_and_closes_both(folder: Path) -> None:
-    server = HolderServer("host-h", KEY, {PACK_ID: FixedBuffer(PACK_ID, DATA, MANIFEST)}.get, "127.0.0.1")
-    door = open_local_listener(KEY, folder)
-    assert door is not None
-    server.add_listener(door)
+def test_a_holder_serves_at_both_listeners_and_closes_both(folder: Path) -> None:
+    server = HolderServer(
+        "host-h", KEY, {PACK_ID: FixedBuffer(PACK_ID, DATA, MANIFEST)}.get, TcpTransport().listen("127.0.0.1", 0)
+    )
+    local = open_local_listener(KEY, folder)
+    assert local is not None
+    server.add_listener(local)
     server.start()
-    for address in (server.address, door.address, prefer_local(door.address, server.address)):
+    for address in (server.address, local.address, prefer_local(local.address, server.address)):
         sink = PackSink(PACK_ID, DATA, MANIFEST)
         source = source_at(address, PACK_ID)
         transport = AutoTransport(TcpTransport())
-        assert len(list(follow(PACK_ID, range(sink.num_chunks), [source], sink, receiver(), transport=transport))) > 0
+        assert (
+            len(list(follow(PACK_ID, range(sink.num_chunks), [source], sink, receiver(), FollowOptions(transport)))) > 0
+        )
         assert sink.bytes_held == DATA
     server.close()
     assert list(folder.iterdir()) == []
 
 
 def test_both_ways_end_at_the_same_connection_interface(folder: Path) -> None:
-    door = open_local_listener(KEY, folder)
-    assert door is not None
-    near = AutoTransport(TcpTransport()).connect(prefer_local(door.address, "127.0.0.1:1"), 1.0)
-    far = door.accept()
+    local = open_local_listener(KEY, folder)
+    assert local is not None
+    near = AutoTransport(TcpTransport()).connect(prefer_local(local.address, "127.0.0.1:1"), 1.0)
+    far = local.accept()
     assert far is not None
     near.send([b"hello"])
     assert receive(far, 5) == b"hello"
     for end in (near, far):
         end.close()
-    door.close()
+    local.close()

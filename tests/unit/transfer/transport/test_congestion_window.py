@@ -1,4 +1,4 @@
-"""The pace over simulated links: it fills an idle one, keeps its queue short, and gives way."""
+"""The congestion window over simulated links: it fills an idle one, keeps its queue short, and yields."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Stream:
 
 @dataclass
 class Link:
-    """One queue. Another stream, which yields to nobody, may hold bytes in it."""
+    """One queue; a stream that yields to nothing may also hold bytes in it."""
 
     bytes_per_s: float
     base_s: float
@@ -76,7 +76,7 @@ class Link:
     queues_s: list[float] = field(default_factory=list)
 
     def run(self, for_s: float, other_queue_bytes: float = 0.0) -> None:
-        """The other stream keeps so many bytes in the queue, however long that takes."""
+        """The other stream keeps this many bytes in the queue."""
         for step in range(round(for_s / STEP_S)):
             self.now_s += STEP_S
             queue_s = (self.queue_bytes + other_queue_bytes) / self.bytes_per_s
@@ -154,13 +154,13 @@ def test_a_sender_that_has_little_to_send_asks_for_no_more() -> None:
     assert stream.pace.window_bytes == INITIAL_WINDOW_BYTES
 
 
-def test_at_microseconds_it_keeps_its_hands_off() -> None:
+def test_queues_of_microseconds_are_ignored() -> None:
     stream = Stream.of(IDLE, 20e-6)
     Link(1e11, 20e-6, [stream]).run(0.05)
     assert stream.pace.window_bytes > 1 << 20
 
 
-def test_without_news_nothing_changes() -> None:
+def test_without_acknowledgements_nothing_changes() -> None:
     pace = CongestionWindow(URGENT, ConnectionCounters(0.0, MS, MS, 5, 0.0))
     assert pace.observe(ConnectionCounters(0.1, 9 * MS, MS, 5, 0.1)) == INITIAL_WINDOW_BYTES
 

@@ -1,4 +1,4 @@
-"""What every transport keeps to, by one suite over each: order, ends, waiting, giving up, many at once."""
+"""The contract of every transport: order, ends, waiting, giving up, many at once."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.unit.transfer.loopback_holders import eventually
-from tests.unit.transfer.transport.transport_cases import TRANSPORTS, TransportCase, make_wire, receive
-from torchrelay.transfer.transport import shm, tcp
+from tests.unit.transfer.transport.transport_cases import TRANSPORTS, TransportCase, make_case, receive
 from torchrelay.transfer.transport.interface import Connection, TransferClass
 
 
 @pytest.fixture(params=TRANSPORTS)
 def case(request: pytest.FixtureRequest) -> Iterator[TransportCase]:
     with TemporaryDirectory() as folder:
-        yield make_wire(request.param, Path(folder))
+        yield make_case(request.param, Path(folder))
 
 
 @pytest.mark.parametrize(
@@ -31,7 +30,7 @@ def test_parts_arrive_in_order_however_many_and_large(case: TransportCase, sizes
     with case.pair() as (near, far):
         for sender, receiver in ((near, far), (far, near)):
             if sender is far:
-                far.send([b"hello"])  # an end that was accepted speaks first
+                far.send([b"hello"])  # the accepted end sends first
                 assert receive(near, 5) == b"hello"
             sending = threading.Thread(target=sender.send, args=(parts,))
             sending.start()
@@ -101,10 +100,13 @@ def test_a_receive_lets_its_caller_look_around(case: TransportCase) -> None:
             assert 0.05 < time.monotonic() - begin < 1.0
 
 
-def test_a_peer_that_takes_nothing_is_given_up(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tcp, shm):
-        monkeypatch.setattr(module, "SEND_TIMEOUT_S", 0.1)
-    with case.pair() as (near, _), pytest.raises(TimeoutError, match="taken nothing"):
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_peer_that_takes_nothing_is_given_up(name: str) -> None:
+    with (
+        TemporaryDirectory() as folder,
+        make_case(name, Path(folder), send_timeout_s=0.1).pair() as (near, _),
+        pytest.raises(TimeoutError, match="accepted nothing"),
+    ):
         near.send([bytes(64 << 20)])
 
 

@@ -1,4 +1,4 @@
-"""Rows of bytes are cut where asked, and nothing is lost between."""
+"""Buffers are split where asked, and nothing is lost in between."""
 
 from __future__ import annotations
 

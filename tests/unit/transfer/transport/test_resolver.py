@@ -1,4 +1,4 @@
-"""Names are looked up within a limit, once for all who ask."""
+"""Names are looked up within a time limit, once for all who ask."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ look_up = socket.getaddrinfo
 
 
 class SlowServer:
-    """The system's resolver when its servers are away: it hangs until ``answer`` is set."""
+    """The system's resolver with its servers unreachable: it hangs until ``answer`` is set."""
 
     def __init__(self) -> None:
         self.answer = threading.Event()
@@ -57,7 +57,7 @@ def test_a_name_is_found() -> None:
     assert place[0] == ("::1" if family == socket.AF_INET6 else "127.0.0.1")
 
 
-def test_a_name_that_is_none_is_told() -> None:
+def test_an_unknown_name_is_an_error() -> None:
     with pytest.raises(OSError, match="has no address"):
         Resolver().resolve(f"{'x' * 70}.invalid", 7, soon(5.0))
 
@@ -74,7 +74,7 @@ def test_a_stop_ends_the_wait(away: SlowServer) -> None:
     threading.Timer(0.05, stop.set).start()
     begin = time.monotonic()
     with pytest.raises(InterruptedError):
-        TcpTransport().connect("other-host:7", 5.0, stop)  # the last test's name may be looked up still
+        TcpTransport().connect("other-host:7", 5.0, stop)  # the last test's lookup may still be running
     assert time.monotonic() - begin < 1.0
 
 
@@ -89,4 +89,4 @@ def test_many_tries_are_one_lookup_and_the_late_answer_is_used_by_the_next(away:
     assert away.num_asked == 1
     assert eventually(lambda: not any(thread.name == "resolve" for thread in threading.enumerate()))
     resolver.resolve("some-host", 7, soon(5.0))
-    assert away.num_asked == 2  # nothing is remembered: names move
+    assert away.num_asked == 2  # nothing is cached: names move

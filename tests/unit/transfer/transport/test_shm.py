@@ -1,4 +1,4 @@
-"""Shared memory apart from what every transport does: who may meet, what a peer may claim, and what is left behind."""
+"""What only shared memory does: who may connect, what a peer may claim, and what is left behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ threading.Event().wait()
 @pytest.fixture
 def case() -> Iterator[TransportCase]:
     with TemporaryDirectory() as folder:
-        yield TransportCase(ShmTransport(), f"shm:{folder}/door")
+        yield TransportCase(ShmTransport(), f"shm:{folder}/socket")
 
 
 def path_of(listener: Listener) -> Path:
@@ -66,9 +66,9 @@ def test_a_peer_that_is_killed_is_noticed_at_once(case: TransportCase) -> None:
 
 def test_another_user_is_refused_at_both_ends(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
     with case.listening() as listener:
-        mine = os.geteuid()
+        user = os.geteuid()
         with monkeypatch.context() as patched:
-            patched.setattr(os, "geteuid", lambda: mine + 1)
+            patched.setattr(os, "geteuid", lambda: user + 1)
             with pytest.raises(PermissionError, match="another user"):
                 case.transport.connect(listener.address, 1.0)
             accepted: list[Connection | None] = []
@@ -77,13 +77,13 @@ def test_another_user_is_refused_at_both_ends(case: TransportCase, monkeypatch: 
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as foreign:
                 foreign.settimeout(5.0)
                 foreign.connect(str(path_of(listener)))
-                assert foreign.recv(1) == b""  # sent away
+                assert foreign.recv(1) == b""  # refused
             listener.close()
             accepting.join()
             assert accepted == [None]
 
 
-def test_only_its_owner_may_open_the_door(case: TransportCase) -> None:
+def test_only_its_owner_may_connect(case: TransportCase) -> None:
     with case.listening() as listener:
         assert path_of(listener).stat().st_mode & 0o777 == 0o600
 
@@ -119,9 +119,8 @@ def test_nothing_is_left_open(case: TransportCase) -> None:
     assert num_descriptors() == before
 
 
-def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "SEND_TIMEOUT_S", 0.1)
-    with case.pair() as (near, far):
+def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase) -> None:
+    with TransportCase(ShmTransport(send_timeout_s=0.1), case.host).pair() as (near, far):
         near.send([bytes(RING_BYTES)])
         with pytest.raises(TimeoutError):
             near.send([b"x"])
@@ -130,9 +129,8 @@ def test_a_sender_is_no_more_than_a_ring_ahead(case: TransportCase, monkeypatch:
         assert receive(far, 1) == b"y"
 
 
-def test_a_full_queue_is_waited_for_and_not_for_ever(case: TransportCase, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shm, "_BACKLOG", 0)
-    with case.listening() as listener:
+def test_a_full_queue_is_waited_for_and_not_for_ever(case: TransportCase) -> None:
+    with TransportCase(ShmTransport(backlog=0), case.host).listening() as listener:
         waiting = case.transport.connect(listener.address, 1.0)
         with pytest.raises(TimeoutError):
             case.transport.connect(listener.address, 0.1)
@@ -168,20 +166,20 @@ def test_what_is_no_ring_is_not_used(case: TransportCase, rings: Sequence[object
     assert num_descriptors() == before
 
 
-def test_a_meeting_that_fails_late_closes_each_descriptor_once(
+def test_a_connection_that_fails_late_closes_each_descriptor_once(
     case: TransportCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> RingReader:
         raise OSError("no socket options left")
 
-    gc.collect()  # what earlier tests left
+    gc.collect()  # leftovers of earlier tests
     before = num_descriptors()
     with case.pair() as (near, far):
         near.send([b"hello"])
         monkeypatch.setattr(shm, "RingReader", fail)
         with pytest.raises(OSError, match="no socket options left") as failed:
             far.receive_into(memoryview(bytearray(1)))
-        # Their numbers are free, and given to files; the socket of the failed meeting must not close one of them.
+        # Their numbers are reused by files; the failed connection must not close one of them.
         opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(6)]
         del failed
         gc.collect()
@@ -216,7 +214,7 @@ def test_false_counts_end_the_connection(case: TransportCase, said: bytes) -> No
         accepted = listener.accept()
         assert accepted is not None
         peer.send(said)
-        with near, far, pytest.raises(ConnectionError, match="peer sends"):
+        with near, far, pytest.raises(ConnectionError, match="peer sent"):
             accepted.receive_into(memoryview(bytearray(8)))
         accepted.close()
         for ring in rings:

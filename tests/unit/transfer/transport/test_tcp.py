@@ -1,4 +1,4 @@
-"""TCP apart from what every transport does: addresses, connecting, and a shortage of descriptors."""
+"""What only TCP does: addresses, connecting, and a shortage of descriptors."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torchrelay.transfer.transport.tcp import TcpTransport, join_address, split_
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    made = TcpTransport().listen("127.0.0.1", 0)
-    yield made
-    made.close()
+    listener = TcpTransport(accept_retry_s=0.01).listen("127.0.0.1", 0)
+    yield listener
+    listener.close()
 
 
 def test_connecting_fails_with_a_reason() -> None:
@@ -31,7 +31,7 @@ def test_connecting_fails_with_a_reason() -> None:
             TcpTransport().connect(bad, timeout_s=5.0)
 
 
-def test_a_peer_that_died_without_a_word_is_noticed_by_both_ends(listener: Listener) -> None:
+def test_a_peer_that_died_silently_is_noticed_by_both_ends(listener: Listener) -> None:
     connecting = TcpTransport().connect(listener.address, timeout_s=5.0)
     accepted = listener.accept()
     for end in (connecting, accepted):
@@ -46,7 +46,7 @@ def test_connecting_stops_and_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         address = join_address(*full.getsockname())
         with socket.socket() as first, socket.socket() as second:
-            for waiting in (first, second):  # after these the queue is full, and no handshake ends
+            for waiting in (first, second):  # after these the queue is full, and no handshake completes
                 waiting.setblocking(False)
                 waiting.connect_ex(full.getsockname())
             with pytest.raises(TimeoutError):
@@ -62,8 +62,7 @@ def test_addresses_read_back(host: str, port: int) -> None:
     assert split_address(join_address(host, port)) == (host, port)
 
 
-def test_a_listener_outlives_a_shortage_of_descriptors(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "ACCEPT_RETRY_S", 0.01)
+def test_a_listener_outlives_a_shortage_of_descriptors(listener: Listener) -> None:
     accepted: list[Connection | None] = []
     waiting = threading.Thread(target=lambda: accepted.append(listener.accept()))
     near = socket.create_connection(split_address(listener.address))

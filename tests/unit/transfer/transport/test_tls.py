@@ -1,4 +1,4 @@
-"""The data plane within TLS: the same streams, the same limits, and only peers of the cluster."""
+"""The data plane over TLS: the same streams and limits, and only peers of the cluster."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
 from tests.support.certificates import Authority
+from tests.unit.transfer import loopback_holders
 from tests.unit.transfer.loopback_holders import (
-    CLUSTER_KEY,
     FixedBuffer,
     PackSink,
     eventually,
@@ -25,9 +25,8 @@ from tests.unit.transfer.loopback_holders import (
 from torchrelay.common.tls import Tls, TlsFiles
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.errors import SourcesExhausted
-from torchrelay.transfer.fetch.follow import fetch_head, follow
+from torchrelay.transfer.fetch.follow import FollowOptions, fetch_head, follow
 from torchrelay.transfer.manifest import pack_id_of
-from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.transfer.serve.holder import HolderServer
 from torchrelay.transfer.transport import tls as tls_module
 from torchrelay.transfer.transport.interface import Connection, TransferClass, Transport
@@ -47,13 +46,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def node(cluster: Authority) -> Transport:
-    """How a node of the cluster speaks."""
+    """The transport of a node of the cluster."""
     return transport_for(Tls(cluster.node("node")))
 
 
 @pytest.fixture(scope="module")
 def strangers(cluster: Authority, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Transport]:
-    """How those speak who are none of the cluster."""
+    """Transports of peers outside the cluster."""
     mine, theirs = cluster.node("mine"), Authority(tmp_path_factory.mktemp("stranger")).node("theirs")
     return {
         "plain": transport_for(None),
@@ -63,21 +62,13 @@ def strangers(cluster: Authority, tmp_path_factory: pytest.TempPathFactory) -> d
     }
 
 
-@contextmanager
-def serving(transport: Transport, *buffers: Buffer, holder_id: str = "host-h") -> Iterator[HolderServer]:
-    held = {buffer.buffer_id: buffer for buffer in buffers}
-    key = derive_node_key(CLUSTER_KEY, holder_id)
-    server = HolderServer(holder_id, key, held.get, "127.0.0.1", find_timeout_s=0.2, transport=transport)
-    server.start()
-    try:
-        yield server
-    finally:
-        server.close()
+def serving(transport: Transport, *buffers: Buffer, holder_id: str = "host-h") -> AbstractContextManager[HolderServer]:
+    return loopback_holders.serving(*buffers, holder_id=holder_id, transport=transport)
 
 
 @contextmanager
 def pair(transport: Transport) -> Iterator[tuple[Connection, Connection]]:
-    """Two ends that have shaken hands: the one that connected, and the one that accepted."""
+    """Two ends that have completed the handshake: the one that connected, and the one that accepted."""
     listener = transport.listen("127.0.0.1", 0)
     with ThreadPoolExecutor(1) as threads:
         connecting = threads.submit(lambda: transport.connect(listener.address, timeout_s=5.0))
@@ -101,7 +92,7 @@ def receive(connection: Connection, num_bytes: int) -> bytes:
 
 def follow_all(address: str, sink: PackSink, transport: Transport, stall_s: float = 5.0) -> list[int]:
     source = source_at(address, PACK_ID)
-    return list(follow(PACK_ID, ALL, [source], sink, receiver(), stall_s=stall_s, transport=transport))
+    return list(follow(PACK_ID, ALL, [source], sink, receiver(), FollowOptions(transport, stall_s)))
 
 
 def test_a_pack_arrives_whole_through_a_chain(node: Transport) -> None:
@@ -112,15 +103,18 @@ def test_a_pack_arrives_whole_through_a_chain(node: Transport) -> None:
     )
     with serving(node, first) as upper, serving(node, second) as lower, ThreadPoolExecutor(1) as threads:
         filling = threads.submit(follow_all, upper.address, second, node)
-        assert sorted(follow_all(lower.address, third, node)) == list(ALL)  # in order only from one that has them all
+        assert sorted(follow_all(lower.address, third, node)) == list(ALL)  # in order only from a source that has all
         assert filling.result() == list(ALL)
-        assert fetch_head(source_at(upper.address, PACK_ID), receiver(), transport=node) == MANIFEST.encode()
+        assert fetch_head(source_at(upper.address, PACK_ID), receiver(), FollowOptions(node)) == MANIFEST.encode()
     assert second.bytes_held == third.bytes_held == DATA
 
 
-def test_strangers_get_nothing_and_the_door_stays_open(node: Transport, strangers: dict[str, Transport]) -> None:
+def test_strangers_get_nothing_and_the_listener_stays_open(node: Transport, strangers: dict[str, Transport]) -> None:
     pack, sink = FixedBuffer(PACK_ID, DATA, MANIFEST), PackSink(PACK_ID, DATA, MANIFEST)
-    with serving(node, pack) as holder, socket.create_connection(split_address(holder.address)):  # and one is silent
+    with (
+        serving(node, pack) as holder,
+        socket.create_connection(split_address(holder.address)),
+    ):  # beside a silent connection
         for transport in strangers.values():
             with pytest.raises(SourcesExhausted):
                 follow_all(holder.address, sink, transport, stall_s=2.0)
@@ -146,7 +140,7 @@ def test_the_wire_carries_nothing_readable(node: Transport) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
 
     def tap(behind: str) -> None:
-        """Carries one connection on, both ways, and keeps what it sees."""
+        """Forwards one connection both ways and records the bytes."""
         connected, _ = listener.accept()
         with connected, socket.create_connection(split_address(behind)) as onward:
             ends = {connected: onward, onward: connected}
@@ -225,17 +219,17 @@ def test_damage_on_the_way_is_an_error(node: Transport, cluster: Authority) -> N
         with pytest.raises(TimeoutError):
             far.receive_into(memoryview(bytearray(1)))
         near = connecting.result()
-        raw.send([b"\x17\x03\x03\x00\x20" + bytes(32)])  # a record that nobody sealed
+        raw.send([b"\x17\x03\x03\x00\x20" + bytes(32)])  # a forged record
         with pytest.raises(OSError, match=r"(?i)mac"):
             receive(near, 1)
     for end in (near, far, listener):
         end.close()
 
 
-def test_a_holder_that_shakes_no_hands_is_left_in_time(node: Transport) -> None:
+def test_a_holder_without_a_handshake_is_left_in_time(node: Transport) -> None:
     with silent_listener() as address:
         begin = time.monotonic()
-        with pytest.raises(TimeoutError, match="has not shown its certificate"):
+        with pytest.raises(TimeoutError, match="has not presented its certificate"):
             node.connect(address, timeout_s=0.2)
         assert time.monotonic() - begin < 2.0
         stop = threading.Event()
@@ -244,9 +238,8 @@ def test_a_holder_that_shakes_no_hands_is_left_in_time(node: Transport) -> None:
             node.connect(address, timeout_s=5.0, stop=stop)
 
 
-def test_a_follower_that_shakes_no_hands_is_sent_away(node: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tls_module, "HANDSHAKE_S", 0.1)
-    listener = node.listen("127.0.0.1", 0)
+def test_a_follower_without_a_handshake_is_disconnected(cluster: Authority) -> None:
+    listener = TlsTransport(Tls(cluster.node("node")), TcpTransport(), handshake_s=0.1).listen("127.0.0.1", 0)
     with socket.create_connection(split_address(listener.address)) as silent:
         far = listener.accept()
         assert far is not None

@@ -1,4 +1,4 @@
-"""The transports that one suite runs over: how to make each, where it listens, and a door of each that says nothing."""
+"""The transports that the suites run over."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from torchrelay.transfer.transport.auto import AutoTransport
 from torchrelay.transfer.transport.interface import Connection, Listener, Transport
 from torchrelay.transfer.transport.shm import ShmTransport
-from torchrelay.transfer.transport.tcp import TcpTransport
+from torchrelay.transfer.transport.tcp import SEND_TIMEOUT_S, TcpTransport
 
 TRANSPORTS = ("tcp", "shm", "any")
 
@@ -45,8 +45,8 @@ class TransportCase:
                 far.close()
 
     @contextmanager
-    def silent_door(self) -> Iterator[str]:
-        """Takes connections and never says a word; gives its address."""
+    def silent_listener(self) -> Iterator[str]:
+        """Accepts connections and never sends a byte; yields its address."""
         accepted: list[Connection] = []
 
         def accept() -> None:
@@ -63,16 +63,16 @@ class TransportCase:
                 connection.close()
 
 
-def make_wire(name: str, folder: Path) -> TransportCase:
+def make_case(name: str, folder: Path, send_timeout_s: float = SEND_TIMEOUT_S) -> TransportCase:
     """``folder`` is for the sockets of shared memory; its path must be short."""
+    tcp, shm = TcpTransport(send_timeout_s), ShmTransport(send_timeout_s)
     if name == "tcp":
-        return TransportCase(TcpTransport(), "127.0.0.1")
-    address = f"shm:{folder / 'door'}"
-    return TransportCase(ShmTransport() if name == "shm" else AutoTransport(TcpTransport()), address)
+        return TransportCase(tcp, "127.0.0.1")
+    return TransportCase(shm if name == "shm" else AutoTransport(tcp, shm), f"shm:{folder / 'socket'}")
 
 
 def receive(connection: Connection, num_bytes: int) -> bytes:
-    """Exactly so many bytes, however they come."""
+    """Exactly this many bytes, however they arrive."""
     view, done = memoryview(bytearray(num_bytes)), 0
     while done < num_bytes:
         try:

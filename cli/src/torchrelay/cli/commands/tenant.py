@@ -116,7 +116,7 @@ def list_tenants(
 
 def _shown(one: dict[str, Any]) -> tuple[str, str]:
     """Storage quota and budget."""
-    from torchrelay.gateway.billing.bills import dollars  # imports gRPC: not for `torchrelay --help`
+    from torchrelay.gateway.billing.money import dollars  # imports gRPC: not for `torchrelay --help`
 
     quota, budget = one["storage_quota_bytes"], one["budget_nano"]
     return (

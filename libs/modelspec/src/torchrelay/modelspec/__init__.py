@@ -1,3 +1,1 @@
-"""Hugging Face configs -> checked ModelConfig, the supported architectures, and the order and shapes of a model's
-tensors. Standard library only; imports nothing of the platform.
-"""
+"""Hugging Face configs, checked; the supported architectures; the order and shapes of a model's tensors."""

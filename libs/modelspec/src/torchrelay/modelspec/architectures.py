@@ -1,52 +1,52 @@
-"""The decoder families that Torchrelay serves: what tells one from another, as switches and names of tensors.
+"""The decoder architectures that Torchrelay serves, described by switches and tensor names.
 
-A new family is an entry here, the switch it needs that is not there yet, and its row in the tests.
+A new one is an entry here, any switch it needs that does not exist yet, and its row in the tests.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Where a mixture of experts is found: keys of config.json, and tensors below a layer's prefix.
+    """A mixture of experts' keys in config.json, and its tensor names below a layer's prefix.
 
     ``gate``, ``up`` and ``down`` have a ``{}`` for the expert's number.
     """
 
-    count_keys: tuple[str, ...]  # whichever is there: transformers 5 calls them local where others do not
+    count_keys: tuple[str, ...]  # the first that is present: transformers 5 calls them "local"
     per_token: int  # default of num_experts_per_tok
     size_key: str  # each expert's intermediate size
     router: str
     gate: str
     up: str
     down: str
-    norm_topk_prob_key: str = ""  # whether the chosen experts' weights are scaled to sum to one; "": they are
+    norm_topk_prob_key: str = ""  # whether the top-k weights are normalized to sum to one; "": always
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One family. The defaults are Llama's."""
+    """One architecture. The defaults are Llama's."""
 
     name: str
     qkv_bias: bool = False
     qk_norm: bool = False
-    fused: bool = False  # the checkpoint has qkv_proj and gate_up_proj in one tensor each
-    # Gemma's: norms multiply by one plus their weight, in fp32; embeddings are multiplied by the root of their size.
+    fused: bool = False  # the checkpoint stores qkv_proj and gate_up_proj as one tensor each
+    # Gemma: norms multiply by one plus their weight, in fp32; embeddings are scaled by the root of their size.
     unit_offset_norms: bool = False
     scaled_embeddings: bool = False
-    sandwich_norms: bool = False  # what attention and MLP give is normed as well, before it is added
-    soft_caps: tuple[float | None, float | None] | None = None  # default of scores' and logits'; None: never capped
-    query_scalar: int | None = None  # default of query_pre_attn_scalar, whose root divides scores; None: head_dim
+    sandwich_norms: bool = False  # attention and MLP outputs are normalized too, before the residual add
+    soft_caps: tuple[float | None, float | None] | None = None  # defaults for scores and logits; None: never capped
+    query_scalar: int | None = None  # default of query_pre_attn_scalar; scores are divided by its root; None: head_dim
     experts: ExpertNames | None = None
     windows: Literal["never", "every_layer", "by_layer_type"] = "never"
-    window: int | None = None  # default of sliding_window, which is off where it is null
-    window_switch: str = ""  # the key of config.json that must be true for windows to count
-    full_every: int = 0  # by layer type, where config.json lists no types: each n-th layer has no window
-    local_rope: bool = False  # layers with a window have rotary frequencies of their own
-    norm_eps: float = 1e-6  # defaults of config.json, which may leave them out
+    window: int | None = None  # default of sliding_window; null in config.json turns it off
+    window_switch: str = ""  # the key of config.json that must be true for windows to apply
+    full_every: int = 0  # if config.json lists no layer types: every n-th layer has no window
+    local_rope: bool = False  # windowed layers have their own rotary frequencies
+    norm_eps: float = 1e-6  # from here on: defaults for keys missing in config.json
     rope_theta: float = 10_000.0
     head_dim: int | None = None
     tied_embeddings: bool = False
@@ -69,23 +69,14 @@ _GEMMA2 = Architecture(
     activation_key="hidden_activation",
     activation="gelu_pytorch_tanh",
 )
-_GEMMA3 = Architecture(
-    "Gemma3ForCausalLM",
+_GEMMA3 = replace(
+    _GEMMA2,
+    name="Gemma3ForCausalLM",
     qk_norm=True,
-    unit_offset_norms=True,
-    scaled_embeddings=True,
-    sandwich_norms=True,
     soft_caps=(None, None),
-    query_scalar=256,
-    windows="by_layer_type",
-    window=4096,
     full_every=6,
     local_rope=True,
     rope_theta=1_000_000.0,
-    head_dim=256,
-    tied_embeddings=True,
-    activation_key="hidden_activation",
-    activation="gelu_pytorch_tanh",
 )
 _MIXTRAL = Architecture(
     "MixtralForCausalLM",

@@ -1,4 +1,4 @@
-"""config.json, read exactly or refused by field."""
+"""config.json, parsed strictly: anything unsupported is refused by field."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from torchrelay.modelspec.architectures import ARCHITECTURES, Architecture
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-MAX_LAYERS, MAX_EXPERTS = 4096, 4096  # so that a config alone cannot make its reader's memory grow
-MAX_HEAD_DIM = 1024  # kernels keep a few heads on their stack
+MAX_LAYERS, MAX_EXPERTS = 4096, 4096  # bounds the memory that a config alone can make its reader use
+MAX_HEAD_DIM = 1024  # kernels keep a few heads on the stack
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _DEFAULT_MAX_WINDOW_LAYERS = 28  # transformers' default of max_window_layers
 
 
 class UnsupportedModel(ValueError):
-    """The config asks for something this version cannot run; ``field`` is the key of config.json."""
+    """The config requires something this version cannot run; ``field`` is the key in config.json."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class UnsupportedModel(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Llama 3's frequency-dependent interpolation."""
+    """Llama 3's frequency-dependent interpolation of rotary embeddings."""
 
     factor: float
     low_freq_factor: float
@@ -36,7 +36,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary frequencies: the base, and how they are stretched for longer contexts."""
+    """Rotary frequencies: the base, and their scaling for longer contexts."""
 
     theta: float
     scaling: RopeScaling | None = None
@@ -45,7 +45,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpertConfig:
-    """A mixture of experts in place of each layer's MLP."""
+    """A mixture of experts that replaces each layer's MLP."""
 
     count: int
     per_token: int
@@ -55,7 +55,7 @@ class ExpertConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """The numbers of config.json that shape the computation."""
+    """What config.json says about the computation."""
 
     architecture: Architecture
     hidden_size: int
@@ -69,9 +69,9 @@ class ModelConfig:
     norm_eps: float
     activation: str  # one of ACTIVATIONS
     rope: RopeConfig
-    local_rope: RopeConfig | None  # of layers with a window; None: the same
-    windows: tuple[int | None, ...]  # per layer: how many positions it sees, its own included; None: all
-    query_scale: float  # scores are multiplied by it
+    local_rope: RopeConfig | None  # of windowed layers; None: the same
+    windows: tuple[int | None, ...]  # per layer: positions it attends to, its own included; None: all
+    query_scale: float  # factor of the attention scores
     score_cap: float | None
     logit_cap: float | None
     experts: ExpertConfig | None
@@ -83,7 +83,7 @@ class ModelConfig:
 
 
 def read_config(config: Mapping[str, Any]) -> ModelConfig:
-    """Checks config.json and takes out what shapes the model. Raises ``UnsupportedModel``."""
+    """Validates config.json. Raises ``UnsupportedModel``."""
     architecture = _architecture(config)
     hidden, heads = _positive_int(config, "hidden_size"), _positive_int(config, "num_attention_heads")
     head_dim = _positive_int(config, "head_dim", architecture.head_dim or hidden // heads, at_most=MAX_HEAD_DIM)
@@ -126,17 +126,17 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
 
 def _refuse_unsupported(config: Mapping[str, Any], parsed: ModelConfig) -> None:
     if parsed.num_heads % parsed.num_kv_heads:
-        raise UnsupportedModel("num_attention_heads is not a multiple of num_key_value_heads", "num_key_value_heads")
+        raise UnsupportedModel("num_attention_heads must be a multiple of num_key_value_heads", "num_key_value_heads")
     if parsed.head_dim % 2:
         raise UnsupportedModel("head_dim must be even for rotary embeddings", "head_dim")
     if config.get("mlp_bias"):
-        raise UnsupportedModel("biases in the MLP are not supported", "mlp_bias")
+        raise UnsupportedModel("MLP biases are not supported", "mlp_bias")
     if config.get("attention_bias") and not parsed.architecture.qkv_bias:
         raise UnsupportedModel("attention biases are not supported for this architecture", "attention_bias")
     if config.get("use_bidirectional_attention"):
-        raise UnsupportedModel("attention that looks ahead is not supported", "use_bidirectional_attention")
+        raise UnsupportedModel("bidirectional attention is not supported", "use_bidirectional_attention")
     if config.get("quantization_config"):
-        raise UnsupportedModel("quantised weights are not supported", "quantization_config")
+        raise UnsupportedModel("quantized weights are not supported", "quantization_config")
 
 
 def _activation(config: Mapping[str, Any], architecture: Architecture) -> str:
@@ -166,7 +166,7 @@ def _query_scalar(config: Mapping[str, Any], architecture: Architecture, head_di
 
 
 def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
-    """Which layers see only the last positions, by the rules that each family has for it."""
+    """Which layers use sliding-window attention, by each architecture's rules."""
     full: tuple[int | None, ...] = (None,) * num_layers
     if architecture.windows == "never" or (architecture.window_switch and not config.get(architecture.window_switch)):
         return full
@@ -195,23 +195,23 @@ def _experts(config: Mapping[str, Any], architecture: Architecture) -> ExpertCon
     if names is None:
         return None
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise UnsupportedModel("layers without experts among layers with them are not supported", "mlp_only_layers")
+        raise UnsupportedModel("mixing layers with and without experts is not supported", "mlp_only_layers")
     count_key = next((key for key in names.count_keys if key in config), names.count_keys[0])
     count = _positive_int(config, count_key, at_most=MAX_EXPERTS)
     per_token = _positive_int(config, "num_experts_per_tok", names.per_token)
     if per_token > count:
-        raise UnsupportedModel(f"num_experts_per_tok is more than {count_key}", "num_experts_per_tok")
+        raise UnsupportedModel(f"num_experts_per_tok must not exceed {count_key}", "num_experts_per_tok")
     norm_topk_prob = bool(config.get(names.norm_topk_prob_key)) if names.norm_topk_prob_key else True
     return ExpertConfig(count, per_token, _positive_int(config, names.size_key), norm_topk_prob)
 
 
 def _rope(config: Mapping[str, Any], architecture: Architecture, layer_type: str) -> RopeConfig:
-    """transformers 5 writes rope_parameters, by layer type where they differ; earlier ones keys of their own."""
+    """transformers 5 writes rope_parameters, by layer type where they differ; earlier versions use separate keys."""
     found = config.get("rope_parameters") or {}
     if not isinstance(found, dict):
         raise UnsupportedModel("rope_parameters must be an object", "rope_parameters")
     if architecture.local_rope and found and layer_type not in found:
-        raise UnsupportedModel(f"rope_parameters must have those of {layer_type}", "rope_parameters")
+        raise UnsupportedModel(f"rope_parameters must contain {layer_type}", "rope_parameters")
     found = found.get(layer_type, found)
     if layer_type == _WINDOWED and not config.get("rope_parameters"):
         return RopeConfig(_positive_float(config, "rope_local_base_freq", 10_000.0))
@@ -220,7 +220,7 @@ def _rope(config: Mapping[str, Any], architecture: Architecture, layer_type: str
         raise UnsupportedModel("rope_scaling must be an object", "rope_scaling")
     default = _positive_float(config, "rope_theta", architecture.rope_theta if layer_type == _FULL else 10_000.0)
     if found.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1):
-        raise UnsupportedModel("rotary embeddings of a part of each head are not supported", "partial_rotary_factor")
+        raise UnsupportedModel("partial rotary embeddings are not supported", "partial_rotary_factor")
     return _scaled_rope(found, _positive_float(found, "rope_theta", default))
 
 

@@ -1,6 +1,6 @@
-"""The order in which a model's tensors lie in a pack.
+"""The order of a model's tensors in a pack.
 
-Read by the packer (to validate and lay out an upload) and by the engine (to find its weights); imports no torch.
+The packer uses it to validate and lay out an upload, the engine to find its weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor the architecture needs. The tensors of one ``group`` lie next to each other."""
+    """One tensor that the architecture needs. The tensors of one ``group`` are contiguous."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,7 +24,7 @@ class TensorSpec:
 
 
 def tensors_by_segment(config: ModelConfig) -> Iterator[tuple[TensorSpec, ...]]:
-    """The tensors of segment 0, 1, ... in the order they lie in the pack."""
+    """The tensors of segments 0, 1, ... in pack order."""
     yield (TensorSpec("model.embed_tokens.weight", (config.vocab_size, config.hidden_size), "embed"),)
     for layer in range(config.num_layers):
         prefix = f"model.layers.{layer}."
@@ -35,7 +35,7 @@ def tensors_by_segment(config: ModelConfig) -> Iterator[tuple[TensorSpec, ...]]:
 
 
 def _norms(config: ModelConfig, prefix: str) -> Iterator[TensorSpec]:
-    """``post_attention_layernorm`` is what its name says only where both sides are normed."""
+    """``post_attention_layernorm`` comes before the MLP, except with sandwich norms, where its name is true."""
     names = {"input_layernorm": "input_norm", "post_attention_layernorm": "post_norm"}
     if config.architecture.sandwich_norms:
         names = {

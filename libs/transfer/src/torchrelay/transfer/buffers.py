@@ -1,4 +1,4 @@
-"""What is served, and where it is put: the two ends of every transfer, as interfaces, and a buffer in plain memory."""
+"""The two ends of every transfer, ``Buffer`` and ``Sink``, as interfaces, and a buffer in plain memory."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from blake3 import blake3
 
 from torchrelay.transfer.errors import BufferLost
 
-MAX_READY_CHUNKS = 16  # chunks told at once: a sender asks again after each batch
+MAX_READY_CHUNKS = 16  # returned at once: a sender asks again after each batch
 
 __all__ = ["MAX_READY_CHUNKS", "Buffer", "BufferLost", "LeasedBuffer", "MemoryBuffer", "Sink"]
 
 
 class Buffer(Protocol):
-    """A row of chunks that a holder serves, possibly while they are still arriving. Used by many threads at once."""
+    """A sequence of chunks that a holder serves, possibly while they are still arriving. Thread-safe."""
 
     @property
     def buffer_id(self) -> str: ...
@@ -31,66 +31,53 @@ class Buffer(Protocol):
     @property
     def head(self) -> bytes:
         """Sent first on every stream: the encoded manifest of a pack, ``b""`` for KV."""
-        ...
 
     def chunk(self, index: int) -> memoryview:
-        """The chunk; its length is right from the start, its bytes once it is ready."""
-        ...
+        """The chunk; its length is valid from the start, its bytes once it is ready."""
 
     def digest(self, index: int) -> bytes:
         """BLAKE3 of a ready chunk, 32 bytes."""
-        ...
-
-    def wait(self, index: int, timeout_s: float) -> bool:
-        """True: ready (verified). False: not yet. Raises ``BufferLost`` when it will never come."""
-        ...
 
     def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
-        """The first few of these chunks that are ready, at most ``MOST_READY``; waits while there is none.
+        """The first of these chunks that are ready, at most ``MAX_READY_CHUNKS``; waits while none is.
 
-        Raises ``BufferLost`` when there never will be one.
+        Raises ``BufferLost`` when none ever will be.
         """
-        ...
 
     def ready_flags(self) -> bytes:
-        """One byte for each chunk: 1 if it is known to be ready. Does not block."""
-        ...
+        """One byte per chunk: 1 if it is known to be ready. Does not block."""
 
 
 @runtime_checkable
 class LeasedBuffer(Protocol):
-    """A buffer that must not go away while it is read; a holder takes a lease for each stream."""
+    """A buffer that must not be evicted while it is read; a holder takes a lease for each stream."""
 
     def acquire(self, owner: str) -> None:
-        """Raises ``UnknownBuffer`` when it is gone already."""
-        ...
+        """Raises ``UnknownBuffer`` when it is already gone."""
 
     def release(self, owner: str) -> None: ...
 
 
 class Sink(Protocol):
-    """Where a follower puts chunks."""
+    """Where a follower writes chunks."""
 
     def chunk(self, index: int) -> memoryview:
-        """Writable, exactly as long as the chunk. Received into directly; means nothing before ``accept``."""
-        ...
+        """Writable, exactly as long as the chunk. Received into directly; undefined before ``accept``."""
 
     def digest(self, index: int) -> bytes | None:
-        """The digest the chunk must have; None: the one that its frame carries is believed."""
-        ...
+        """The digest the chunk must have; None: the one in its frame is trusted."""
 
     def accept(self, index: int) -> None:
-        """The chunk is complete and verified. Called once for each, by the thread that received it: several, if
-        several sources are followed.
+        """The chunk is complete and verified. Called once per chunk, by the thread that received it; with several
+        sources there are several threads.
         """
-        ...
 
 
 class MemoryBuffer:
     """Chunks in this process's memory, published one by one: KV pages, activations.
 
-    Write into ``chunk(i)`` and ``publish(i)``, or hand the bytes to ``publish(i, data)``, which copies them. The memory
-    is freed when the last view of it is gone.
+    Write into ``chunk(i)`` and call ``publish(i)``, or pass the bytes to ``publish(i, data)``, which copies them. The
+    memory is freed with its last view.
     """
 
     head = b""
@@ -116,7 +103,7 @@ class MemoryBuffer:
         return self._view(index)
 
     def publish(self, index: int, data: bytes | bytearray | memoryview | None = None) -> None:
-        """Makes a chunk ready; its bytes must not change from now on. ``data``, of the chunk's length, is copied in."""
+        """Makes a chunk ready; its bytes must not change afterwards. ``data``, of the chunk's length, is copied in."""
         if data is not None:
             self._view(index)[:] = memoryview(data).cast("B")
         with self._changed:
@@ -124,32 +111,17 @@ class MemoryBuffer:
             self._changed.notify_all()
 
     def digest(self, index: int) -> bytes:
-        # Hashed by the first stream that sends it, not by the thread that computed it. Two streams at once do it twice.
+        # Hashed by the first stream that sends it, not by the thread that computed it; two streams may both do it.
         found = self._digests[index]
         if found is None:
             assert self._published[index], "only a ready chunk has a digest"
             found = self._digests[index] = blake3(self._view(index)).digest()
         return found
 
-    def is_published(self, index: int) -> bool:
-        return bool(self._published[index])
-
-    def wait(self, index: int, timeout_s: float) -> bool:
-        if self._published[index]:
-            return True
-        with self._changed:
-            self._changed.wait_for(lambda: self._published[index] or self._error is not None, timeout_s)
-            if self._published[index]:
-                return True
-            if self._error is not None:
-                raise BufferLost(self._error.message)
-            return False
-
     def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
         def ready() -> list[int]:
-            published = (
-                self.ready_flags()
-            )  # at one moment: else a chunk published while we look overtakes those before it
+            # A snapshot: otherwise a chunk published during the scan could overtake those before it.
+            published = self.ready_flags()
             return list(islice((index for index in indices if published[index]), MAX_READY_CHUNKS))
 
         if found := ready():
@@ -164,7 +136,7 @@ class MemoryBuffer:
         return bytes(self._published)
 
     def fail(self, error: Exception | str) -> None:
-        """The chunks not yet published will never come: everybody who waits gets ``BufferLost``."""
+        """The chunks not yet published never will be: whoever waits for them gets ``BufferLost``."""
         with self._changed:
             self._error = BufferLost(f"buffer {self.buffer_id} was given up: {error}")
             self._changed.notify_all()

@@ -1,16 +1,16 @@
-"""What can go wrong on the data plane; every class has its place in the platform's tree of errors.
+"""The errors of the data plane, and their place in the platform's error tree.
 
-Unavailable        BufferLost         the bytes will never come from this holder
+Unavailable        BufferLost         this holder will never have the bytes
                    SourceStalled      no frame for too long
                    SourceClosed       the connection ended early
-                   SourcesExhausted   every source of a follow has failed; says how
+                   SourcesExhausted   every source of a transfer failed
 DataCorrupted      ChunkDamaged       bytes did not match their digest
-                   ArenaCorrupted     the arena's table contradicts itself
-                   ProtocolViolation  a peer sent what no peer of this version sends
-PermissionDenied   TicketRefused      bad MAC, or any of:
+                   ArenaCorrupted     the arena's table is inconsistent
+                   ProtocolViolation  a peer broke the protocol
+PermissionDenied   TicketRefused      wrong MAC, or any of:
                    TicketExpired, WrongHolder, WrongReceiver, RangeRefused
 NotFound           UnknownBuffer      the holder has no such buffer
-Overloaded         ArenaFull          no room, and nothing that may be evicted
+Overloaded         ArenaFull          no space, and nothing that may be evicted
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torchrelay.common.errors import DataCorrupted, NotFound, Overloaded, Permis
 
 
 class BufferLost(Unavailable):
-    """The buffer was dropped, or its filling failed: its missing chunks will never come."""
+    """The buffer was dropped or failed: its missing chunks will never be ready."""
 
     code = "buffer_lost"
 
@@ -33,7 +33,7 @@ class SourceClosed(Unavailable):
 
 
 class SourcesExhausted(Unavailable):
-    """Every source has failed. ``failures`` names them in the order they failed: (holder id, cause)."""
+    """Every source failed. ``failures``: (holder id, cause), in the order of failure."""
 
     code = "sources_exhausted"
 

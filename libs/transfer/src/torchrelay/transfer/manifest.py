@@ -1,16 +1,18 @@
-"""What a pack holds and where: the manifest, whose BLAKE3 digest names the pack.
+"""The manifest: what a pack contains and where. Its BLAKE3 digest is the pack's id.
 
 A pack is one byte range in execution order. Segment 0 is the embeddings, segments 1..L the layers, segment L+1 the
-final norm and the head (absent tensors of tied weights are not stored twice). Segments begin on pages, so that each
-can be mapped and copied by itself; groups that a fused projection reads (q|k|v, gate|up) are contiguous.
+final norm and the head (tied weights are stored once). Segments begin on pages, so that each can be mapped and copied
+by itself; groups that a fused projection reads (q|k|v, gate|up) are contiguous.
 
-The nouns need no library, since the engine reads them where there is none but torch; the encoding does, and digests.
+Third-party libraries are imported where they are used: the engine reads manifests in environments that have only torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from torchrelay.transfer.errors import ProtocolViolation
 
 FORMAT_VERSION = 1
 PAGE_BYTES = 4096
@@ -52,7 +54,7 @@ class Manifest:
     chunk_digests: tuple[bytes, ...]  # BLAKE3, one per chunk
 
     def encode(self) -> bytes:
-        """Canonical JSON: sorted keys, no white space, digests in base 64."""
+        """Canonical JSON: sorted keys, no whitespace, digests in base64."""
         import msgspec
 
         return msgspec.json.encode(self, order="sorted")
@@ -67,7 +69,7 @@ class Manifest:
         return Segment(begin, min(begin + self.chunk_bytes, self.num_bytes))
 
     def chunks_of(self, segment: int) -> range:
-        """The chunks that overlap a segment: it may be computed with once all of them are verified."""
+        """The chunks that overlap a segment: it may be used once all of them are verified."""
         span = self.segments[segment]
         if span.begin == span.end:
             return range(0)
@@ -75,10 +77,30 @@ class Manifest:
 
 
 def decode_manifest(encoded: bytes) -> Manifest:
-    """Reads a manifest whose ``pack_id_of`` has been compared already. Raises ``msgspec.ValidationError``."""
+    """Decodes a manifest whose ``pack_id_of`` was compared before. Raises ``msgspec.ValidationError``."""
     import msgspec
 
     return msgspec.json.decode(encoded, type=Manifest)
+
+
+def checked_manifest(encoded: bytes) -> Manifest:
+    """Decodes a manifest that may come from a peer. Raises ``ProtocolViolation`` when its numbers do not agree."""
+    import msgspec
+
+    try:
+        manifest = decode_manifest(encoded)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolViolation(f"malformed manifest: {error}") from error
+    if manifest.chunk_bytes <= 0 or manifest.num_bytes < 0:
+        raise ProtocolViolation("the manifest's chunk_bytes must be positive and its num_bytes non-negative")
+    if manifest.num_chunks != -(-manifest.num_bytes // manifest.chunk_bytes):
+        raise ProtocolViolation(
+            f"the manifest has {manifest.num_chunks} digests for {manifest.num_bytes} bytes "
+            f"in chunks of {manifest.chunk_bytes}"
+        )
+    if any(len(digest) != DIGEST_BYTES for digest in manifest.chunk_digests):
+        raise ProtocolViolation(f"the manifest's digests must have {DIGEST_BYTES} bytes each")
+    return manifest
 
 
 def pack_id_of(encoded: bytes) -> str:

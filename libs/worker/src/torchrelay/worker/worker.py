@@ -21,8 +21,7 @@ from torchrelay.engine.kv.pool import KvPool
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.serve.holder import HolderServer
-from torchrelay.transfer.transport.auto import AutoTransport
-from torchrelay.transfer.transport.local_listener import open_local_listener
+from torchrelay.transfer.transport.auto import AutoTransport, open_local_listener
 from torchrelay.transfer.transport.tls import transport_for
 from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
@@ -73,14 +72,8 @@ class Worker:
         self.buffers: dict[str, Buffer] = {}
         node_key = bytes.fromhex(settings.node_key)
         self.receiver = Receiver(settings.worker_id, node_key)
-        self.holder = HolderServer(
-            settings.worker_id,
-            node_key,
-            self.buffers.get,
-            settings.host,
-            settings.data_port,
-            transport=self.transport,
-        )
+        listener = self.transport.listen(settings.host, settings.data_port)
+        self.holder = HolderServer(settings.worker_id, node_key, self.buffers.get, listener)
         self.local_address = ""  # of the same, for workers of this host
         self.engine = EngineThread(self._on_step, self._on_fault)
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)

@@ -9,7 +9,7 @@ from functools import partial
 from torchrelay.control.v1 import decode_pb2
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout
-from torchrelay.transfer.fetch.follow import Receiver, SourceAddress, follow
+from torchrelay.transfer.fetch.follow import FollowOptions, Receiver, SourceAddress, TransferControl, follow
 from torchrelay.transfer.transport.auto import prefer_local
 from torchrelay.transfer.transport.interface import Transport
 
@@ -50,9 +50,8 @@ class KvReceiver:
             [source],
             self,
             self._receiver,
-            stop=self._stop,
-            stall_s=stall_s,
-            transport=self._transport,
+            FollowOptions(self._transport, stall_s),
+            TransferControl(self._stop),
         ):
             data = self._staged.pop(index)
             self.num_bytes += len(data)

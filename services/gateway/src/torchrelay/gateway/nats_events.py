@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import Callable
 
+import stamina
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.billing.usage_register_reader import UsageRegisterReader
 from torchrelay.gateway.core import PublishedModel
 
 log = get_logger(__name__)
+PUBLISH_TIMEOUT_S = 1.0
 
 
 class NatsEvents:
@@ -41,13 +43,11 @@ class NatsEvents:
 
     async def run(self, retry_s: float = 1.0) -> None:
         """Connects, subscribes, makes sure of the streams; then waits to be cancelled, and closes."""
+        retries = stamina.AsyncRetryingCaller(
+            attempts=None, timeout=None, wait_initial=retry_s, wait_max=retry_s, wait_jitter=0
+        )
         try:
-            while not self._streams_made:
-                try:
-                    await self._set_up()
-                except (NatsError, OSError) as error:
-                    log.warning("nats_away", error=repr(error)[:200])
-                    await asyncio.sleep(retry_s)
+            await retries((NatsError, OSError), self._set_up)
             await asyncio.Event().wait()
         finally:
             if self._client is not None:
@@ -70,7 +70,7 @@ class NatsEvents:
 
     async def model_changed(self, kind: str, name: str, model: PublishedModel | None) -> None:
         """An event of the history: ``kind`` is published or deleted."""
-        event = {"at_unix_us": time.time_ns() // 1000, "model": name}
+        event = {"at_unix_us": now_unix_us(), "model": name}
         if model is not None:
             event |= {"version_id": model.version.version_id, "pack_id": model.version.pack_id}
             event |= {"pack_bytes": model.version.pack_bytes}
@@ -82,7 +82,7 @@ class NatsEvents:
             return
         try:
             if durable:
-                await client.jetstream().publish(subject, payload, timeout=1.0)
+                await client.jetstream().publish(subject, payload, timeout=PUBLISH_TIMEOUT_S)
             else:
                 await client.publish(subject, payload)
         except (NatsError, OSError) as error:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Self
 
 import grpc
+from opentelemetry.metrics import Meter
 
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
@@ -23,8 +24,10 @@ from torchrelay.gateway.inference.sampling import GenerationBounds
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.inference.text.template_renderer import TemplateRenderer
 from torchrelay.gateway.inference.text.tokenizer_cache import TokenizerCache
-from torchrelay.gateway.openai.asgi_app import CompletionsApp
+from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S, CompletionsApp
 from torchrelay.gateway.settings import GatewaySettings
+
+FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
 
 
 class TokenPath:
@@ -47,6 +50,8 @@ class TokenPath:
         limits: RequestLimiter,
         scheduler: grpc.aio.Channel,
         store: grpc.aio.Channel,
+        write_gap_s: float = WRITE_GAP_S,
+        meter: Meter | None = None,
     ) -> None:
         self._settings = settings
         self._gateway_id = gateway_id
@@ -56,6 +61,8 @@ class TokenPath:
         self._limits = limits
         self._scheduler = scheduler
         self._store = store
+        self._write_gap_s = write_gap_s
+        self._meter = meter
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -79,9 +86,10 @@ class TokenPath:
             max_attempts=settings.max_attempts,
             keep_alive_s=settings.keep_alive_s,
             request_timeout_s=settings.request_timeout_s,
+            meter=self._meter,
         )
         stack.push_async_callback(self.pipeline.stop_all, settings.drain_s)
-        self.asgi = CompletionsApp(self._keys, self.pipeline, settings.max_body_bytes)
+        self.asgi = CompletionsApp(self._keys, self.pipeline, settings.max_body_bytes, self._write_gap_s)
         self.servicer = GatewayServicer(self._keys, self._catalog, self.pipeline)
         return self
 
@@ -91,7 +99,7 @@ class TokenPath:
         await self._stack.aclose()
 
     async def _stop_admitting(self) -> None:
-        await self.admissions.flush(0.5)
+        await self.admissions.flush(FLUSH_TIMEOUT_S)
         self._admitting.cancel()
         with suppress(asyncio.CancelledError):
             await self._admitting

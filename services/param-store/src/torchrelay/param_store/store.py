@@ -47,9 +47,8 @@ class Store:
         node_key = bytes.fromhex(settings.node_key)
         # Before the arena: when the port is taken, no shared memory is left behind.
         transport = transport_for(settings.tls)
-        self.holder = HolderServer(
-            settings.store_id, node_key, self._find, settings.host, settings.data_port, transport=transport
-        )
+        listener = transport.listen(settings.host, settings.data_port)
+        self.holder = HolderServer(settings.store_id, node_key, self._find, listener)
         self.arena = Arena.create(settings.arena_file, settings.arena_capacity_bytes())
         self.arena_copies = ArenaCopies(
             self.arena,

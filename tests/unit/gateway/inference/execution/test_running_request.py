@@ -6,6 +6,7 @@ import asyncio
 import json
 
 import pytest
+from starlette.types import Message
 
 from tests.support.echo_services import EchoScheduler
 from tests.support.echo_worker import EchoWorker
@@ -16,7 +17,6 @@ from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.execution.running_request import refusal_error, retry_delay_s, run_error
-from torchrelay.gateway.openai.asgi_app import Message
 
 BEARER = f"Bearer {KEY}".encode()
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
@@ -34,7 +34,7 @@ async def test_the_same_tokens_come_when_the_worker_dies(rig: TokenPathRig) -> N
     first, second = rig.workers
     first.pause_at = 10
     asking = asyncio.ensure_future(ask(rig, 25))
-    await until(lambda: [one.usage.num_output_tokens for one in rig.token_path.pipeline._requests] == [10])
+    await until(lambda: rig.num_accepted() == [10])
     await first.kill()
     assert await asking == [rig.echoed(PROMPT, 25)]
     request_id = rig.ports.opened[0].request_id
@@ -53,11 +53,11 @@ async def test_the_same_tokens_come_when_the_worker_dies(rig: TokenPathRig) -> N
 async def test_each_choice_resumes_by_itself_and_finished_ones_are_left_alone(rig: TokenPathRig) -> None:
     first, second = rig.workers
     rig.model.answer = lambda prompt, seed, choice, position: 0 if (choice, position) == (1, 2) else 50 + position
-    eos = rig.ports._models["acme/echo"].version.eos_token_ids[0]
+    eos = rig.ports.published["acme/echo"].version.eos_token_ids[0]
     assert eos == 0
     first.pause_at = 6
     asking = asyncio.ensure_future(ask(rig, 12, n=3))
-    await until(lambda: [one.usage.num_output_tokens for one in rig.token_path.pipeline._requests] == [6 + 3 + 6])
+    await until(lambda: rig.num_accepted() == [6 + 3 + 6])
     await first.kill()
     whole = [50 + position for position in range(12)]
     assert await asking == [whole, [50, 51, 0], whole]
@@ -118,7 +118,7 @@ async def test_prefill_and_decode_on_two_workers_and_prefill_may_leave_after_its
     rig.scheduler.prefill_workers, rig.scheduler.decode_workers = [prefill], [decode]
     decode.pause_at = 4
     asking = asyncio.ensure_future(ask(rig, 9))
-    await until(lambda: [one.usage.num_output_tokens for one in rig.token_path.pipeline._requests] == [4])
+    await until(lambda: rig.num_accepted() == [4])
     await prefill.kill()
     decode.resume()
     assert await asking == [rig.echoed(PROMPT, 9)]
@@ -141,7 +141,7 @@ async def test_a_hand_over_that_fails_after_the_first_token_is_resumed(rig: Toke
 async def test_a_restarted_scheduler_is_told_what_runs_and_what_waits(rig: TokenPathRig) -> None:
     rig.workers[0].pause_at = 3
     running = asyncio.ensure_future(ask(rig, 6))
-    await until(lambda: [one.usage.num_output_tokens for one in rig.token_path.pipeline._requests] == [3])
+    await until(lambda: rig.num_accepted() == [3])
     rig.scheduler.open_gate.clear()
     waiting = asyncio.ensure_future(ask(rig, 2))
     await until(lambda: len(rig.scheduler.admits) == 2)

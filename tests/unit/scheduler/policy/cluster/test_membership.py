@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.scheduler.policy.paper_cluster import MB, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.cluster.instances import Instances, TransitionKind
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, SlotStatus, WorkerStatus
@@ -70,6 +70,13 @@ def test_the_largest_slot_is_the_largest_arena_with_a_worker() -> None:
     membership.accept_store(a_store("s2", "host-2", arena_bytes=900 * MB))
     membership.accept_worker(a_worker("w", "host-1"), streamed=False)
     assert membership.largest_slot_bytes == 100 * MB
+
+
+def test_whole_holders_are_those_with_every_chunk() -> None:
+    membership, model = Membership(fence_s=2.0), a_model()
+    for store in (a_store("s1", "h1", [a_copy(model)]), a_store("s2", "h2", [a_copy(model, 7)]), a_store("s3", "h3")):
+        membership.accept_store(store)
+    assert membership.whole_holders(model.pack_id) == ("s1",)
 
 
 def test_a_free_slot_means_nothing_before_the_load_was_answered_and_failure_after_it_showed() -> None:

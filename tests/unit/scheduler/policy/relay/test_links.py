@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, TransferEdge
+from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S
 from torchrelay.scheduler.policy.core import REMOTE, NicCounters, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.relay.links import Links, RateMeter
-from torchrelay.scheduler.policy.relay.running_relays import RunningRelay
+from torchrelay.scheduler.policy.relay.transfers import PlannedSource, Transfer
 
 MODEL = a_model()
 MB = 1e6
@@ -34,8 +34,8 @@ def test_a_meter_smooths_and_survives_a_restart_of_the_counter() -> None:
 
 def test_before_anything_is_measured_the_link_speed_counts_else_a_presumption() -> None:
     links = Links()
-    links.observe_store(replace(S1, nic=NicCounters(0, 0, 125 * MB)), 100.0)
-    links.observe_store(S2, 100.0)
+    links.observe_store(replace(S1, nic=NicCounters(0, 0, 125 * MB)), None, 100.0)
+    links.observe_store(S2, None, 100.0)
     nodes = links.nodes([S1, S2], [], 100.0)
     assert (nodes["s1"].residual_out, nodes["s1"].residual_in) == (125 * MB, 125 * MB)
     assert nodes["s2"].residual_out == nodes[REMOTE].residual_out == DEFAULT_BYTES_PER_S
@@ -45,8 +45,10 @@ def test_before_anything_is_measured_the_link_speed_counts_else_a_presumption() 
 def test_what_transfers_reach_becomes_the_capacity_of_all_links_like_it() -> None:
     links = Links()
     for store in (S1, S2, S3):
-        links.observe_store(store, 100.0)
-    links.observe_store(receiving(S2, SourceShare("s1", 0, 30 * MB, True), SourceShare("s3", 0, 10 * MB, True)), 100.5)
+        links.observe_store(store, None, 100.0)
+    links.observe_store(
+        receiving(S2, SourceShare("s1", 0, 30 * MB, True), SourceShare("s3", 0, 10 * MB, True)), None, 100.5
+    )
     nodes = links.nodes([S1, S2, S3], [], 100.5)
     assert nodes["s2"].residual_in == 40 * MB
     assert nodes["s1"].residual_out == nodes["s3"].residual_out == 40 * MB  # the target may have been what held it up
@@ -58,8 +60,8 @@ def test_what_comes_from_the_remote_store_says_nothing_of_links() -> None:
     copy = replace(
         a_copy(MODEL), source=REMOTE, relay_begin_us=99_000_000, relay_first_us=99_900_000, relay_end_us=100_000_000
     )
-    links.observe_store(receiving(S1, SourceShare(REMOTE, 0, 900 * MB, True)), 100.0)
-    links.observe_store(replace(S2, copies={MODEL.pack_id: copy}), 100.1)
+    links.observe_store(receiving(S1, SourceShare(REMOTE, 0, 900 * MB, True)), None, 100.0)
+    links.observe_store(replace(S2, copies={MODEL.pack_id: copy}), S2, 100.1)
     nodes = links.nodes([S1, S2], [], 100.1)
     assert nodes["s1"].residual_in == nodes["s2"].residual_in == nodes["s1"].residual_out == DEFAULT_BYTES_PER_S
     assert nodes[REMOTE].residual_out == pytest.approx(900 * MB, rel=1e-3)
@@ -68,28 +70,28 @@ def test_what_comes_from_the_remote_store_says_nothing_of_links() -> None:
 def test_what_a_link_reached_fades_while_others_are_measured_and_not_while_all_idle() -> None:
     links = Links()
     for store in (S1, S2, S3):
-        links.observe_store(store, 100.0)
-    links.observe_store(receiving(S2, SourceShare("s1", 0, 100 * MB, True)), 100.5)
-    links.observe_store(S2, 100.6)
+        links.observe_store(store, None, 100.0)
+    links.observe_store(receiving(S2, SourceShare("s1", 0, 100 * MB, True)), None, 100.5)
+    links.observe_store(S2, None, 100.6)
     night_later = 40_000.0
     for store in (S1, S2, S3):
-        links.observe_store(store, night_later)
+        links.observe_store(store, None, night_later)
     assert links.nodes([S1, S2, S3], [], night_later)["s2"].residual_in == 100 * MB
     for tick in range(3001):  # 300 s, the half-life
-        links.observe_store(receiving(S3, SourceShare("s1", 0, 20 * MB, True)), night_later + tick / 10)
+        links.observe_store(receiving(S3, SourceShare("s1", 0, 20 * MB, True)), None, night_later + tick / 10)
     assert links.nodes([S1, S2, S3], [], night_later + 300)["s2"].residual_in == pytest.approx(50 * MB, rel=0.01)
 
 
 def test_hosts_that_are_gone_are_forgotten() -> None:
     links = Links()
-    links.observe_store(S1, 100.0)
+    links.observe_store(S1, None, 100.0)
     for number in range(1000):
         links.observe_worker(replace(a_worker(f"w{number}"), host_id=f"pod-{number}"), 100.0 + number)
-    assert len(links._links) == 1001
+    assert len(links.hosts) == 1001
     for second in range(2000, 5000, 100):
-        links.observe_store(S1, float(second))
-    links.nodes([S1, S2], [RunningRelay("p", "gone", "as well", 0.0)], 5000.0)
-    assert set(links._links) == {"h1"}
+        links.observe_store(S1, None, float(second))
+    links.nodes([S1, S2], [Transfer("p", "gone", 1, 0.0, (PlannedSource("as well", 0.0),))], 5000.0)
+    assert links.hosts == {"h1"}
 
 
 def test_a_finished_relay_tells_its_mean_rate() -> None:
@@ -97,16 +99,34 @@ def test_a_finished_relay_tells_its_mean_rate() -> None:
     copy = replace(
         a_copy(MODEL), source="s1", relay_begin_us=99_000_000, relay_first_us=99_500_000, relay_end_us=100_000_000
     )
-    links.observe_store(S1, 100.0)
-    links.observe_store(replace(S2, copies={MODEL.pack_id: copy}), 100.1)
+    links.observe_store(S1, None, 100.0)
+    links.observe_store(replace(S2, copies={MODEL.pack_id: copy}), S2, 100.1)
     assert links.nodes([S1], [], 100.1)["s1"].residual_out == MODEL.pack_bytes / 0.5
+
+
+@pytest.mark.parametrize("clock_ahead_s", [-3600, 0, 3600])
+def test_the_end_of_a_relay_is_learned_from_once_whatever_the_clock_of_its_store(clock_ahead_s: int) -> None:
+    links = Links()
+    first_us = 1_000_000 * (100 + clock_ahead_s) + 3_600_000_000
+    ended = replace(a_copy(MODEL), source="s1", relay_begin_us=1, relay_first_us=first_us)
+    whole = replace(S2, copies={MODEL.pack_id: replace(ended, relay_end_us=first_us + 500_000)})
+    links.observe_store(S1, None, 3700.0)
+    links.observe_store(whole, None, 3700.0)  # it may have ended long ago
+    assert links.nodes([S1], [], 3700.0)["s1"].residual_out == DEFAULT_BYTES_PER_S
+    links.observe_store(whole, S2, 3700.5)
+    assert links.nodes([S1], [], 3700.5)["s1"].residual_out == MODEL.pack_bytes / 0.5
+    # Nothing is learned again from the same stamps: the peak fades by what is measured meanwhile.
+    for tick in range(3001):
+        links.observe_store(receiving(S3, SourceShare("s1", 0, MB, True)), None, 3701.0 + tick / 10)
+        links.observe_store(whole, whole, 3701.0 + tick / 10)
+    assert links.nodes([S1], [], 4001.0)["s1"].residual_out == pytest.approx(MODEL.pack_bytes / 0.5 / 2, rel=0.01)
 
 
 def test_kv_streams_are_background_of_their_direction_only() -> None:
     links = Links()
     for tick in range(100):
         now = 100 + tick / 10
-        links.observe_store(replace(S1, nic=NicCounters(0, 0, 100 * MB)), now)
+        links.observe_store(replace(S1, nic=NicCounters(0, 0, 100 * MB)), None, now)
         links.observe_worker(a_worker("w", "h1", kv_bytes_sent=int(tick * 3 * MB), kv_bytes_received=0), now)
     node = links.nodes([S1], [], now)["s1"]
     assert node.residual_out == pytest.approx(70 * MB, rel=1e-2) and node.busy_out
@@ -119,30 +139,30 @@ def test_traffic_of_others_is_what_the_interfaces_carry_beside_relays() -> None:
     for tick in range(100):
         now = 100 + tick / 10
         nic = NicCounters(bytes_sent=int(tick * 5 * MB), bytes_received=0, bytes_per_s=100 * MB)
-        links.observe_store(replace(S1, nic=nic, bytes_sent=int(tick * 3 * MB)), now)
+        links.observe_store(replace(S1, nic=nic, bytes_sent=int(tick * 3 * MB)), None, now)
     assert links.nodes([S1], [], now)["s1"].residual_out == pytest.approx(80 * MB, rel=1e-2)
 
 
 def test_running_relays_take_what_they_were_planned_to_and_are_shared_with_when_all_is_taken() -> None:
     links = Links()
     for store in (S1, S2):
-        links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), 100.0)
-    relay = RunningRelay.of("p", TransferEdge("s2", ("s1",), bytes_per_s=60 * MB), 100.0, True)
-    nodes = links.nodes([S1, S2], [relay], 100.0)
+        links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), None, 100.0)
+    transfer = Transfer("p", "s2", 1, 100.0, (PlannedSource("s1", 60 * MB),), 60 * MB)
+    nodes = links.nodes([S1, S2], [transfer], 100.0)
     assert nodes["s1"].residual_out == nodes["s2"].residual_in == 50 * MB
     assert nodes["s1"].busy_out and not nodes["s2"].busy_out
     assert nodes["s1"].residual_in == 100 * MB
-    small = replace(relay, feeds=(("s1", 20 * MB),), bytes_per_s=20 * MB)
+    small = replace(transfer, sources=(PlannedSource("s1", 20 * MB),), planned_bytes_per_s=20 * MB)
     assert links.nodes([S1, S2], [small], 100.0)["s1"].residual_out == 80 * MB
 
 
 def test_a_direction_that_fell_short_counts_as_slow_for_a_while() -> None:
     links = Links()
     for store in (S1, S2):
-        links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), 100.0)
-    links.observe_store(receiving(S2, SourceShare("s1", 0, 5 * MB, True)), 101.0)
+        links.observe_store(replace(store, nic=NicCounters(0, 0, 100 * MB)), None, 100.0)
+    links.observe_store(receiving(S2, SourceShare("s1", 0, 5 * MB, True)), None, 101.0)
     links.fell_short("s1", 101.0)
-    links.observe_store(receiving(S3, SourceShare("s2", 0, 50 * MB, True)), 101.0)
+    links.observe_store(receiving(S3, SourceShare("s2", 0, 50 * MB, True)), None, 101.0)
     assert links.nodes([S1, S2], [], 101.0)["s1"].residual_out == 5 * MB
     assert links.nodes([S1, S2], [], 101.0)["s2"].residual_in == 50 * MB
     links.took_less(S2, 101.0)
@@ -152,9 +172,9 @@ def test_a_direction_that_fell_short_counts_as_slow_for_a_while() -> None:
 
 def test_a_lost_store_is_forgotten() -> None:
     links = Links()
-    links.observe_store(S1, 100.0)
+    links.observe_store(S1, None, 100.0)
     links.observe_store(
-        receiving(S2, SourceShare("s1", 0, 5 * MB, True), SourceShare("unheard of", 0, 9 * MB, True)), 100.0
+        receiving(S2, SourceShare("s1", 0, 5 * MB, True), SourceShare("unheard of", 0, 9 * MB, True)), None, 100.0
     )
     assert links.nodes([S1], [], 100.0)["s1"].residual_in == 10 * MB
     links.forget_store(S2)

@@ -1,4 +1,4 @@
-"""What plans and reports tell of a relay, from its plan to its end."""
+"""A transfer from its plan to its end: by plans, by the outcome of commands, by reports."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, a_copy, a_model, a_store
-from torchrelay.scheduler.policy.core import PackCopy, SourceShare, StoreStatus
+from torchrelay.scheduler.planning import ReceiveProgress, TransferEdge
+from torchrelay.scheduler.policy.core import REMOTE, CopyCause, PackCopy, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.transfer_events import transfer_event
 from torchrelay.scheduler.policy.relay.transfers import (
     ENDED_SHOWN_S,
     START_TIMEOUT_S,
+    PlannedSource,
     TransferEvent,
     TransferEventKind,
     Transfers,
-    TransferStatus,
-    sources_dropped,
-    sources_joined,
+    TransferState,
 )
 
 MODEL = a_model()
@@ -26,18 +26,14 @@ PACK = MODEL.pack_id
 KEY = (PACK, "s2")
 
 
-def a_course(**changes: object) -> TransferStatus:
-    transfer = TransferStatus(
-        PACK,
-        "s2",
-        MODEL.pack_bytes,
-        100.0,
-        (("s1", 5e6),),
-        5e6,
-        True,
-        Reason("at_zero", "1 waiting", {"num_waiting": 1}),
-    )
-    return replace(transfer, **changes)  # type: ignore[arg-type]
+EDGE = TransferEdge("s2", ("s1", REMOTE), bytes_per_s=5e6)
+WHY = Reason("at_zero", "1 waiting", {"num_waiting": 1})
+
+
+def plan(transfers: Transfers, now: float = 100.0, earlier: PackCopy | None = None, **demand: object) -> None:
+    """Plans s1 -> s2. ``earlier``: what s2 holds of the pack."""
+    stores = {"s2": store(earlier) if earlier else store()}
+    transfers.plan(PACK, MODEL.pack_bytes, [EDGE], stores, now, **({"reason": WHY} | demand))  # type: ignore[arg-type]
 
 
 def copy_with(num_verified: int, *shares: SourceShare, **changes: object) -> PackCopy:
@@ -60,11 +56,11 @@ class Reporting:
         self.transfers, self.before, self.now = transfers, store(), 100.0
 
     def __call__(self, *copies: PackCopy) -> list[TransferEvent]:
-        now = store(*copies)
+        report = store(*copies)
         self.now += 0.1
-        told = self.transfers.observe(now, self.before, self.now)
-        self.before = now
-        return told
+        events = self.transfers.observe(report, self.before, self.now)
+        self.before = report
+        return events
 
 
 @pytest.fixture
@@ -77,12 +73,22 @@ def report(transfers: Transfers) -> Reporting:
     return Reporting(transfers)
 
 
-def words(told: list[TransferEvent]) -> list[str]:
-    return [transfer_event(one, MODEL, 0.0).reason for one in told]
+def words(events: list[TransferEvent]) -> list[str]:
+    return [transfer_event(event, MODEL, 0.0).reason for event in events]
+
+
+def kinds(events: list[TransferEvent]) -> list[TransferEventKind]:
+    return [event.kind for event in events]
+
+
+def state_of(transfers: Transfers) -> TransferState:
+    transfer = transfers.get(KEY)
+    assert transfer is not None
+    return transfer.state
 
 
 def test_a_relay_begins_and_ends(transfers: Transfers, report: Reporting) -> None:
-    transfers.drawn(a_course())
+    plan(transfers)
     assert report() == [] and report(copy_with(0, relay_begin_us=0)) == []  # its range is being reserved
     (begun,) = report(copy_with(1, SourceShare("s1", 1, 2.0, True)))
     assert begun.kind is TransferEventKind.BEGUN and words([begun]) == ["s1 -> s2, urgent, 33.6 MB: 1 waiting"]
@@ -99,25 +105,25 @@ def test_a_relay_begins_and_ends(transfers: Transfers, report: Reporting) -> Non
 
 
 def test_one_over_between_two_reports_has_begun_and_finished(transfers: Transfers, report: Reporting) -> None:
-    transfers.drawn(a_course(urgent=False, reason=Reason()))
-    told = report(whole(SourceShare("s1", 3_000_000, 0.0), SourceShare("remote", 1_000_000, 0.0), num_repairs=1))
-    assert [one.kind for one in told] == [
+    plan(transfers, urgent=False, reason=Reason())
+    events = report(whole(SourceShare("s1", 3_000_000, 0.0), SourceShare("remote", 1_000_000, 0.0), num_repairs=1))
+    assert kinds(events) == [
         TransferEventKind.BEGUN,
         TransferEventKind.REPAIRED,
         TransferEventKind.FINISHED,
     ]
-    assert words(told)[0] == "s1 -> s2, idle, 33.6 MB"
-    assert words(told)[-1] == "s1 75% + remote 25% -> s2: 4 MB in 2 s, 2 MB/s, 1 repair"
+    assert words(events)[0] == "s1 -> s2, idle, 33.6 MB"
+    assert words(events)[-1] == "s1 75% + remote 25% -> s2: 4 MB in 2 s, 2 MB/s, 1 repair"
 
 
-def test_how_long_a_short_one_took_is_told_in_milliseconds(transfers: Transfers, report: Reporting) -> None:
-    transfers.drawn(a_course())
+def test_how_long_a_short_one_took_is_events_in_milliseconds(transfers: Transfers, report: Reporting) -> None:
+    plan(transfers)
     (_, finished) = report(copy_with(NUM_CHUNKS, SourceShare("s1", 3_620_000, 0.0), relay_end_us=1_012_700))
     assert words([finished]) == ["s1 -> s2: 3.62 MB in 12.7 ms, 285 MB/s"]
 
 
-def test_a_repair_is_told_once_its_new_source_is_known(transfers: Transfers, report: Reporting) -> None:
-    transfers.drawn(a_course())
+def test_a_repair_is_events_once_its_new_source_is_known(transfers: Transfers, report: Reporting) -> None:
+    plan(transfers)
     report(copy_with(1, SourceShare("s1", 1, 5e6, True)))
     gone = SourceShare("s1", 1, 0.0, False, "reset by peer")
     assert report(copy_with(2, gone, num_repairs=1)) == []  # nobody is followed yet
@@ -129,42 +135,43 @@ def test_a_repair_is_told_once_its_new_source_is_known(transfers: Transfers, rep
 
 
 def test_a_source_joined_beside_one_in_doubt_names_it(transfers: Transfers, report: Reporting) -> None:
-    transfers.drawn(a_course())
+    plan(transfers)
     report(copy_with(1, SourceShare("s1", 1, 5e6, True)))
-    told = report(copy_with(2, SourceShare("s1", 1, 1e6, True), SourceShare("s3", 0, 0.0, True), num_repairs=1))
-    assert words(told) == ["s2 goes on from s3, beside s1, which brings 1 MB/s of 5 planned"]
+    events = report(copy_with(2, SourceShare("s1", 1, 1e6, True), SourceShare("s3", 0, 0.0, True), num_repairs=1))
+    assert words(events) == ["s2 goes on from s3, beside s1, which brings 1 MB/s of 5 planned"]
 
 
 def test_failures_name_their_cause(transfers: Transfers, report: Reporting) -> None:
-    transfers.drawn(a_course())
-    told = report(copy_with(3, error="no source has the missing chunks"))
-    assert words(told)[1] == "s2 ended with 3 of 8 chunks: no source has the missing chunks"
-    transfers.drawn(a_course(stale_begin_us=1_000_000, planned_at=report.now))
+    plan(transfers)
+    events = report(copy_with(3, error="no source has the missing chunks"))
+    assert words(events)[1] == "s2 ended with 3 of 8 chunks: no source has the missing chunks"
+    plan(transfers, report.now, earlier=copy_with(3, error="no source"))
     assert report(copy_with(3, error="no source")) == []  # what is left of the earlier run
     (begun,) = report(copy_with(3, relay_begin_us=2_000_000))
     assert begun.kind is TransferEventKind.BEGUN
     (failed,) = report()
     assert words([failed]) == ["s2 ended with 3 of 8 chunks: it was dropped"]
-    transfers.drawn(a_course())
+    plan(transfers)
     (refused,) = transfers.refused(KEY, "arena full", 101.0)
     assert words([refused]) == ["s2 ended: arena full"]
     assert transfers.refused(KEY, "arena full", 101.0) == []
 
 
 def test_a_store_that_is_lost_or_never_begins_ends_its_relays(transfers: Transfers, report: Reporting) -> None:
-    transfers.drawn(a_course())
+    plan(transfers)
     report(copy_with(2))
     assert transfers.refused(KEY, "another order", 101.0) == []  # it runs
     (lost,) = transfers.lost("s2", "the store's process is gone", 101.0)
     assert words([lost]) == ["s2 ended with 2 of 8 chunks: the store's process is gone"]
-    transfers.drawn(a_course(planned_at=report.now))
+    plan(transfers, report.now)
     report.now += START_TIMEOUT_S
     assert words(report()) == ["s2 ended: its store has not begun it"]
 
 
 def test_one_that_was_there_already_is_no_relay(transfers: Transfers, report: Reporting) -> None:
-    transfers.drawn(a_course(stale_begin_us=1_000_000))
-    assert report(whole()) == [] and transfers.shown(101.0) == []
+    plan(transfers, earlier=whole())
+    (finished,) = report(whole())
+    assert finished.kind is TransferEventKind.FINISHED and not finished.in_history and transfers.shown(101.0) == []
 
 
 def test_relays_that_others_ordered_are_known_by_reports(transfers: Transfers, report: Reporting) -> None:
@@ -172,48 +179,228 @@ def test_relays_that_others_ordered_are_known_by_reports(transfers: Transfers, r
     assert words([begun]) == ["s7 -> s2, urgent, 33.6 MB"]
     (finished,) = report(whole(SourceShare("s7", 1, 0.0)))
     assert finished.kind is TransferEventKind.FINISHED
-    told = report(copy_with(0, relay_begin_us=5_000_000))  # dropped and begun anew between two reports
-    assert [one.kind for one in told] == [TransferEventKind.BEGUN] and words(told) == ["? -> s2, urgent, 33.6 MB"]
-    told = report(copy_with(1, relay_begin_us=6_000_000))
-    assert [one.kind for one in told] == [TransferEventKind.FAILED, TransferEventKind.BEGUN]
+    events = report(copy_with(0, relay_begin_us=5_000_000))  # dropped and begun anew between two reports
+    assert kinds(events) == [TransferEventKind.BEGUN] and words(events) == ["? -> s2, urgent, 33.6 MB"]
+    events = report(copy_with(1, relay_begin_us=6_000_000))
+    assert kinds(events) == [TransferEventKind.FAILED, TransferEventKind.BEGUN]
 
 
 def test_a_new_scheduler_goes_on_with_what_runs_and_is_silent_on_what_was(transfers: Transfers) -> None:
     done = replace(whole(), pack_id="another pack")
     assert transfers.observe(store(copy_with(3, SourceShare("s1", 3, 1.0, True)), done), None, 100.0) == []
     assert [transfer.key for transfer in transfers.shown(100.0)] == [KEY]
-    told = transfers.observe(store(whole(), done), store(copy_with(3), done), 101.0)
-    assert [one.kind for one in told] == [TransferEventKind.FINISHED]
+    events = transfers.observe(store(whole(), done), store(copy_with(3), done), 101.0)
+    assert kinds(events) == [TransferEventKind.FINISHED]
 
 
 def test_what_has_ended_is_shown_for_a_while(transfers: Transfers, report: Reporting) -> None:
-    transfers.drawn(a_course())
+    plan(transfers)
     report(whole())
     (ended,) = transfers.shown(report.now)
     assert ended.running_s(report.now) == 2.0 and not ended.error
-    transfers.drawn(a_course(planned_at=102.0))
+    plan(transfers, 102.0)
     (again,) = transfers.shown(report.now)  # of one pack and target the last
     assert not again.ended_at
     transfers.refused(KEY, "no room", report.now)
     assert transfers.shown(report.now + ENDED_SHOWN_S) == []
 
 
-def test_new_sources_keep_the_relays_place(transfers: Transfers) -> None:
-    transfers.drawn(a_course())
-    transfers.redrawn(KEY, (("s3", 9e6),), 9e6)
-    transfers.redrawn(("unknown", "s2"), (), 0.0)
+def test_a_changed_transfer_keeps_its_place_and_an_ended_one_does_not_come_back(transfers: Transfers) -> None:
+    plan(transfers)
     transfer = transfers.get(KEY)
-    assert transfer is not None and transfer.feeds == (("s3", 9e6),) and transfer.num_replans == 1
-    assert transfer.planned_at == 100.0 and transfers.get(("unknown", "s2")) is None
+    assert transfer is not None
+    transfers.put(replace(transfer, sources=(PlannedSource("s3", 9e6),), num_replans=1))
+    changed = transfers.get(KEY)
+    assert changed is not None and changed.holder_ids == ("s3",) and changed.num_replans == 1
+    assert (changed.planned_at, changed.rank) == (100.0, transfer.rank)
+    transfers.refused(KEY, "no room", 101.0)
+    transfers.put(changed)
+    assert transfers.get(KEY) is None
 
 
-def test_who_joined_and_who_was_given_up() -> None:
-    before = copy_with(1, SourceShare("a", 1, 1.0, True), SourceShare("b", 1, 1.0, False, "slow"))
-    after = copy_with(
-        2,
-        SourceShare("a", 1, 0.0, False, "gone"),
-        SourceShare("b", 1, 1.0, True, "slow"),
-        SourceShare("c", 0, 0.0, True),
-    )
-    assert sources_joined(before, after) == ("b", "c") and sources_dropped(before, after) == {"a": "gone"}
-    assert sources_joined(None, before) == () and sources_dropped(None, before) == {"b": "slow"}
+# States
+
+
+def test_an_order_of_the_replicator_goes_through_all_states(transfers: Transfers, report: Reporting) -> None:
+    plan(transfers, cause=CopyCause.SPREAD)
+    assert state_of(transfers) is TransferState.PLANNED and transfers.ordered == (KEY,)
+    transfers.accepted(KEY, 100.0)
+    assert state_of(transfers) is TransferState.ACCEPTED
+    report(copy_with(1))
+    assert state_of(transfers) is TransferState.RUNNING and transfers.ordered == (KEY,)
+    (finished,) = report(whole())
+    assert finished.transfer.state is TransferState.FINISHED and finished.transfer.cause is CopyCause.SPREAD
+    assert not transfers.ordered
+    transfers.accepted(KEY, 101.0)  # the answer was overtaken by the reports
+    assert transfers.get(KEY) is None
+
+
+def test_a_wake_is_given_up_after_its_plan_an_order_after_its_acceptance(
+    transfers: Transfers, report: Reporting
+) -> None:
+    plan(transfers)
+    report.now += START_TIMEOUT_S
+    assert words(report()) == ["s2 ended: its store has not begun it"]
+    plan(transfers, report.now, cause=CopyCause.KEEP)
+    report.now += 6 * START_TIMEOUT_S  # its range may have to be faulted in: the command has a deadline of its own
+    assert report() == []
+    transfers.accepted(KEY, report.now)
+    assert report() == []
+    report.now += START_TIMEOUT_S
+    assert words(report()) == ["s2 ended: the store does not report it"]
+
+
+def test_a_copy_whose_range_is_being_reserved_is_not_given_up(transfers: Transfers, report: Reporting) -> None:
+    plan(transfers)
+    report.now += 6 * START_TIMEOUT_S
+    assert report(copy_with(0, relay_begin_us=0)) == []
+    assert kinds(report(copy_with(1))) == [TransferEventKind.BEGUN]
+
+
+def test_an_error_before_the_begin_counts_unless_an_earlier_run_left_it(
+    transfers: Transfers, report: Reporting
+) -> None:
+    plan(transfers)
+    (failed,) = report(copy_with(0, relay_begin_us=0, error="no manifest"))
+    assert failed.transfer.error == "no manifest"
+    for left in (copy_with(3, error="its source died"), copy_with(3, relay_begin_us=0, error="its source died")):
+        plan(transfers, report.now, left, cause=CopyCause.REPLICATE)
+        transfers.accepted(KEY, report.now)
+        report.now += 1.0
+        assert report(left) == [] and transfers.with_rates()  # it still counts, as a source and on its links
+        report.now += START_TIMEOUT_S
+        assert words(report(left)) == ["s2 ended: the store does not report it"]
+
+
+def test_an_order_for_a_copy_on_its_way_belongs_to_its_transfer(transfers: Transfers, report: Reporting) -> None:
+    plan(transfers, urgent=False)
+    there = TransferEdge("s2", ("s1", REMOTE), already_there=True)
+    transfers.plan(PACK, MODEL.pack_bytes, [there], {}, 103.0, cause=CopyCause.REPLICATE, reason=Reason("replicate"))
+    (transfer,) = transfers.with_rates()
+    assert transfers.ordered == (KEY,) and transfer.planned_at == 100.0 and transfer.reason == WHY and transfer.urgent
+    (begun, finished) = report(whole())
+    assert begun.kind is TransferEventKind.BEGUN and finished.transfer.cause is CopyCause.REPLICATE
+    transfers.plan(PACK, MODEL.pack_bytes, [there], {}, 104.0)
+    assert not transfers.num_running
+
+
+def test_a_run_that_was_begun_anew_does_not_end_its_order(transfers: Transfers, report: Reporting) -> None:
+    plan(transfers, cause=CopyCause.REBUILD)
+    report(copy_with(1))
+    (failed, begun) = report(copy_with(1, relay_begin_us=9_000_000))
+    assert failed.transfer.cause is None and begun.transfer.cause is CopyCause.REBUILD and transfers.ordered == (KEY,)
+
+
+def test_a_restarted_store_that_has_the_pack_in_its_arena_has_finished_it(
+    transfers: Transfers, report: Reporting
+) -> None:
+    plan(transfers)
+    report(copy_with(7))
+    (finished,) = report(copy_with(NUM_CHUNKS, relay_begin_us=0))
+    assert finished.kind is TransferEventKind.FINISHED and not transfers.num_running
+
+
+def test_a_refusal_does_not_stop_what_runs(transfers: Transfers, report: Reporting) -> None:
+    plan(transfers, cause=CopyCause.REPLICATE)
+    report(copy_with(1))
+    assert transfers.refused(KEY, "the answer did not come in time", 101.0) == [] and transfers.ordered == (KEY,)
+
+
+def test_a_report_from_before_the_begin_costs_a_transfer_neither_its_plan_nor_its_order(
+    transfers: Transfers, report: Reporting
+) -> None:
+    left = copy_with(3, relay_begin_us=500_000, error="its source died")
+    plan(transfers, earlier=left, cause=CopyCause.REPLICATE)
+    report(copy_with(1))
+    assert report(left) == [] and state_of(transfers) is TransferState.RUNNING
+    (dropped,) = report()
+    assert words([dropped]) == ["s2 ended with 1 of 8 chunks: it was dropped"] and dropped.transfer.cause is None
+    assert state_of(transfers) is TransferState.MISSING and transfers.ordered == (KEY,) and transfers.with_rates()
+    (shown,) = transfers.shown(report.now)
+    assert shown.state is TransferState.FAILED and not transfers.num_running
+    assert kinds(report(copy_with(2))) == [TransferEventKind.BEGUN] and state_of(transfers) is TransferState.RUNNING
+    report.now += START_TIMEOUT_S
+    (failed,) = report()
+    assert failed.transfer.cause is CopyCause.REPLICATE and transfers.get(KEY) is None
+
+
+def test_a_young_copy_that_stays_away_is_given_up_in_time_and_recorded_once(
+    transfers: Transfers, report: Reporting
+) -> None:
+    plan(transfers, cause=CopyCause.REPLICATE)
+    transfers.accepted(KEY, report.now)
+    report(copy_with(1))
+    assert kinds(report()) == [TransferEventKind.FAILED] and report() == []
+    report.now += START_TIMEOUT_S
+    (failed,) = report()
+    assert failed.transfer.cause is CopyCause.REPLICATE and not failed.in_history
+    assert failed.transfer.error == "the store does not report it" and transfers.get(KEY) is None
+
+
+# Planning
+
+
+def test_transfers_are_holders_until_they_end(transfers: Transfers) -> None:
+    edges = [TransferEdge("s1", (REMOTE,)), TransferEdge("s2", ("s1", REMOTE))]
+    transfers.plan(PACK, MODEL.pack_bytes, edges, {}, 100.0)
+    assert transfers.receiving(PACK, []) == ["s1", "s2"]
+    assert [transfer.holder_ids for transfer in transfers.with_rates()] == [(REMOTE,), ("s1",)]
+    transfers.observe(a_store("s1", "h1", [a_copy(MODEL, 3)]), None, 101.0)
+    assert transfers.num_running == 2
+    transfers.observe(a_store("s1", "h1", [a_copy(MODEL)]), None, 102.0)
+    assert transfers.receiving(PACK, []) == ["s2"]
+    transfers.observe(a_store("s2", "h2"), None, 200.0)  # it never began
+    assert not transfers.num_running
+
+
+def test_stores_of_one_plan_keep_its_order(transfers: Transfers) -> None:
+    edges = [TransferEdge("s9", (REMOTE,)), TransferEdge("s2", ("s9", REMOTE))]
+    transfers.plan(PACK, MODEL.pack_bytes, edges, {}, 100.0)
+    (first,) = transfers.into("s9")
+    transfers.put(replace(first, sources=(PlannedSource("s5", 0.0),), replan_checked_at=103.0))
+    assert transfers.receiving(PACK, []) == ["s9", "s2"]
+
+
+@pytest.mark.parametrize("clock_ahead_s", [-3600, 0, 3600])
+def test_the_clock_of_a_store_does_not_change_the_order_of_age(transfers: Transfers, clock_ahead_s: int) -> None:
+    def reported(name: str, begin_s: float) -> StoreStatus:
+        copy = copy_with(3, relay_begin_us=int((begin_s + clock_ahead_s) * 1e6))
+        return a_store(name, f"h{name}", [copy])
+
+    first, late = reported("s8", 9_999.0), reported("s1", 10_002.0)
+    reserving = a_store("s0", "h0", [copy_with(0, relay_begin_us=0)])
+    transfers.observe(first, None, 10_000.0)
+    transfers.plan(PACK, MODEL.pack_bytes, [EDGE], {}, 10_001.0)
+    transfers.observe(late, a_store("s1", "hs1"), 10_002.1)
+    assert transfers.receiving(PACK, [late, reserving, first]) == ["s8", "s2", "s1", "s0"]
+
+
+def test_every_striped_source_sends_its_share(transfers: Transfers) -> None:
+    edge = TransferEdge("s3", ("s1", "s2", REMOTE), num_striped=2, shares=(0.75, 0.25), bytes_per_s=100.0)
+    edges = [edge, TransferEdge("s4", ("s1",), already_there=True)]
+    transfers.plan(PACK, MODEL.pack_bytes, edges, {}, 1.0, urgent=False)
+    (transfer,) = transfers.with_rates()
+    assert transfer.sources == (("s1", 75.0), ("s2", 25.0)) and not transfer.urgent
+    transfers.lost("s3", "gone", 2.0)
+    assert not transfers.with_rates()
+
+
+def test_a_transfer_that_nobody_planned_takes_no_planned_rate(transfers: Transfers, report: Reporting) -> None:
+    report(copy_with(1, SourceShare("s7", 1, 40.0, True)))
+    assert transfers.num_running == 1 and not transfers.with_rates()
+    assert transfers.receiving(PACK, [report.before]) == ["s2"]
+    assert transfers.progress(PACK, [report.before]) == {"s2": ReceiveProgress(1 / NUM_CHUNKS, 40.0)}
+
+
+def test_how_far_copies_are(transfers: Transfers) -> None:
+    edges = [TransferEdge("s1", (REMOTE,), bytes_per_s=5.0), TransferEdge("s2", ("s1",), bytes_per_s=5.0)]
+    transfers.plan(PACK, MODEL.pack_bytes, edges, {}, 1.0)
+    shares = (SourceShare("s0", 10, 40.0, True), SourceShare("s9", 10, 2.0, True))
+    stores = [
+        a_store("s1", "h1", [replace(a_copy(MODEL, 2), shares=shares)]),
+        a_store("s2", "h2"),
+        a_store("s3", "h3", [a_copy(MODEL)]),
+    ]
+    found = transfers.progress(PACK, stores)
+    assert found == {"s1": ReceiveProgress(0.25, 42.0), "s2": ReceiveProgress(0.0, 5.0)}
+    assert found["s1"].serves_bytes_per_s == pytest.approx(56.0)  # it has a quarter's lead

@@ -1,18 +1,20 @@
-"""The replicator in a cluster on paper: demand, wakes, hosts that fail and return, and what became of the copies."""
+"""The replicator in a simulated cluster: demand, wakes, hosts that fail and return, and what becomes of the copies."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from itertools import combinations, count
 
 from tests.unit.scheduler.policy.replication.simulated_hosts import GB, Host, transfer
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import REMOTE, Model
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand
+from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, Input, StoreGone, StoreReported, Tick
+from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.steps import replication
 
 STEP_S = 0.5
 IDLE_S = 20.0  # an instance holds its copy so long after its last request
@@ -26,14 +28,18 @@ class Figures:
     num_returns_with_arena: int = 0
     num_rebuilds: int = 0
     num_copies_made: int = 0
-    unprotected_s: float = 0.0  # longest time in which some settled pack had fewer than its copies, after one loss
-    num_windows: int = 0  # moments at which a settled pack had no copy in RAM, under single losses
+    unprotected_s: float = 0.0  # longest time in which a pack with a copy had fewer than it should, after one loss
+    exposed_s: float = 0.0  # longest time from a used pack's first copy to its second, in another domain
+    num_exposed: int = 0  # packs that had one copy alone for a step at least
+    num_windows: int = 0  # moments at which a used pack that had two copies has none in RAM, under single losses
+    num_newcomers_lost: int = 0  # used packs that had one copy yet, on a host that was lost
     max_over_mean_bytes: list[float] = field(default_factory=list)  # of kept copies, over the hosts that are up
     max_kept_per_pack: int = 0
     mean_copies_per_pack: float = 0.0
     max_at_once: int = 0
     max_arriving: int = 0
     num_settled: int = 0
+    num_stale_relays: int = 0  # that count on their links, though nothing arrives by them
     double_loss_packs: float = 0.0  # recent packs that lose their last copy, mean over all pairs of hosts
     double_loss_any: float = 0.0  # part of all pairs whose loss costs at least one pack
     rack_lost: int = 0  # recent packs that lost their last copy with a whole rack
@@ -53,8 +59,14 @@ class Simulation:
         self.models = [self._model(number) for number in range(num_models)]
         self.weights = [1 / (rank + 1) for rank in range(num_models)]
         ids = count()
-        self.state = State.fresh(config, lambda: f"{next(ids)}", self.now - 100)
+        self.policy = Policy(config, lambda: f"{next(ids)}", self.now - 100)
+        self.protected: set[str] = set()  # used packs that have been in as many domains as they should be
+        self._single_since: dict[str, float] = {}  # used packs that have copies in one domain, and never had more
         self._returns: list[tuple[float, str, bool]] = []
+
+    @property
+    def state(self) -> State:
+        return self.policy.state
 
     def _model(self, number: int) -> Model:
         num_bytes = int(GB * 2 ** self.random.uniform(-1, 3))
@@ -70,37 +82,37 @@ class Simulation:
         self._bring_back()
         for host in self.hosts.values():
             if host.up:
-                self._reported(host)
-        replication.replicate(self.state, self.now)
-        effects = self.state.take_effects()
-        for command in effects.commands:
-            if isinstance(command, RetainCommand):
-                self.hosts[command.store_id].retained_packs = command.pack_ids
-            elif isinstance(command, CopyCommand):
-                self._copy(command)
-        kinds = Counter(happening.kind for happening in effects.events)
+                self._apply(StoreReported(replace(host.report(self.now), seen_at=self.now)))
+        self._apply(Tick())
+        self._watch_bounds()
+        self._watch_copies()
+
+    def _apply(self, input_: Input) -> None:
+        effects = self.policy.apply(input_, self.now)
+        kinds = Counter(event.kind for event in effects.events)
         self.figures.num_rebuilds += kinds["rebuild"]
         self.figures.num_copies_made += kinds["copied"]
-        self._watch_bounds()
-
-    def _reported(self, host: Host) -> None:
-        before, report = self.state.membership.stores.get(host.store_id), host.report(self.now)
-        if report is not before:
-            self.state.membership.accept_store(report)
-            self.state.relays.observe(report, self.now)
-            replication.store_seen(self.state, report, before, self.now)
+        for command in effects.commands:
+            match command:
+                case RetainCommand():
+                    self.hosts[command.store_id].retained_packs = command.pack_ids
+                    self.hosts[command.store_id].touch()
+                case CopyCommand():
+                    self._copy(command)
+                case _:
+                    raise AssertionError(f"nothing here asks for {command}")
 
     def _copy(self, command: CopyCommand) -> None:
         pack_id, name, sources = command.model.pack_id, command.hop.store_id, command.hop.sources
         host = self.hosts[name]
         if not host.up:
-            replication.copy_failed(self.state, pack_id, name, "nobody listens", self.now)
+            self._apply(CopyFailed(pack_id, name, "nobody listens"))
         elif pack_id in host.held or host.reserve(
             pack_id, command.model.pack_bytes, sources, self.now, command.keep_retained
         ):
-            replication.copy_begun(self.state, pack_id, name, self.now)
+            self._apply(CopyAccepted(pack_id, name))
         else:
-            replication.copy_failed(self.state, pack_id, name, "the arena is full", self.now)
+            self._apply(CopyFailed(pack_id, name, "the arena is full"))
 
     def _request(self, model: Model) -> None:
         """A request keeps an instance alive, or wakes the model: where a copy is, else on the emptiest host."""
@@ -127,10 +139,7 @@ class Simulation:
         host.retained_packs = ()
         host.touch()
         self._returns.append((self.now + back_s, name, keeps_arena))
-        store = self.state.membership.drop_store(name, self.now)
-        if store is not None:
-            self.state.relays.lose(name)
-            replication.store_left(self.state, store, self.now)
+        self._apply(StoreGone(name))
         self.figures.num_failures += not keeps_arena
         self.figures.num_returns_with_arena += keeps_arena
 
@@ -141,19 +150,31 @@ class Simulation:
 
     # What is asked of the cluster
 
-    def whole_on(self, pack_id: str) -> list[Host]:
-        return [host for host in self.hosts.values() if host.up and pack_id in host.held and host.held[pack_id].whole]
+    def whole(self) -> dict[str, list[Host]]:
+        """The hosts with a whole copy, by pack that was used of late."""
+        since = self.now - self.config.recent_s
+        found: dict[str, list[Host]] = {
+            use.model.pack_id: [] for use in self.state.replication_state.recent_packs if use.last_used >= since
+        }
+        for host in self.hosts.values():
+            for pack_id, held in host.held.items():
+                if host.up and held.whole and pack_id in found:
+                    found[pack_id].append(host)
+        return found
 
-    def short(self) -> list[str]:
-        """Settled packs with fewer copies than they should have, or all of them in one rack."""
+    def short(self, pack_ids: Iterable[str]) -> list[str]:
+        """Those of the packs, used of late, that are in fewer failure domains than they should be."""
+        whole = self.whole()
         return [
             pack_id
-            for pack_id in self.state.replication_state.settled
-            if len({host.domain for host in self.whole_on(pack_id)}) < self.config.recent_copies
+            for pack_id in pack_ids
+            if pack_id in whole and len({host.domain for host in whole[pack_id]}) < self.config.recent_copies
         ]
 
     def without_copy(self) -> list[str]:
-        return [pack_id for pack_id in self.state.replication_state.settled if not self.whole_on(pack_id)]
+        """Packs used of late that had all their copies once, and have none now."""
+        whole = self.whole()
+        return [pack_id for pack_id in self.protected if pack_id in whole and not whole[pack_id]]
 
     def kept_bytes(self) -> Counter[str]:
         """By host, the copies of settled packs that are retained."""
@@ -165,13 +186,34 @@ class Simulation:
         return kept
 
     def _watch_bounds(self) -> None:
-        figures, under_way = self.figures, self.state.replication_state.under_way
+        figures, under_way = self.figures, self.state.transfers.ordered
         figures.max_at_once = max(figures.max_at_once, len(under_way))
         arriving = Counter(name for _, name in under_way)
         figures.max_arriving = max([figures.max_arriving, *arriving.values()])
 
+    def _watch_copies(self) -> None:
+        whole = self.whole()
+        domains = {pack_id: {host.domain for host in hosts} for pack_id, hosts in whole.items()}
+        self.protected &= whole.keys()
+        self.protected |= {pack_id for pack_id, found in domains.items() if len(found) >= self.config.recent_copies}
+        single = {pack_id for pack_id, found in domains.items() if found} - self.protected
+        self.figures.num_exposed += len(single - self._single_since.keys())
+        gone = {pack_id for pack_id in self._single_since if pack_id in domains and not domains[pack_id]}
+        self.figures.num_newcomers_lost += len(gone)
+        self._single_since = {pack_id: self._single_since.get(pack_id, self.now) for pack_id in single}
+        longest = max((self.now - since for since in self._single_since.values()), default=0.0)
+        self.figures.exposed_s = max(self.figures.exposed_s, longest)
+
     def measure(self) -> None:
         """Takes the figures of a moment in which nothing is being rebuilt."""
+        transfers = {transfer.key for transfer in self.state.transfers.with_rates()}
+        arriving = {
+            (pack_id, name)
+            for name, host in self.hosts.items()
+            for pack_id, held in host.held.items()
+            if not held.whole
+        }
+        self.figures.num_stale_relays += len(transfers - arriving)
         figures, settled = self.figures, self.state.replication_state.settled
         kept = self.kept_bytes()
         figures.max_over_mean_bytes.append(max(kept.values()) / (sum(kept.values()) / len(kept)))
@@ -181,8 +223,8 @@ class Simulation:
         figures.mean_copies_per_pack = sum(copies.values()) / len(copies)
         figures.num_settled = len(settled)
         pairs: Counter[tuple[str, ...]] = Counter()
-        for pack_id in settled:
-            places = tuple(sorted(host.store_id for host in self.whole_on(pack_id)))
+        for hosts in self.whole().values():
+            places = tuple(sorted(host.store_id for host in hosts))
             if len(places) == 2:
                 pairs[places] += 1
         num_pairs = sum(1 for _ in combinations(kept, 2))

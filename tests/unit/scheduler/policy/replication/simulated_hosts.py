@@ -1,4 +1,4 @@
-"""Hosts on paper for the replicator: arenas that evict as the real ones do, transfers at the speed of their links."""
+"""Simulated hosts for the replicator: arenas that evict as real ones do, transfers at the speed of their links."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Host:
 
 
 def transfer(hosts: Mapping[str, Host], step_s: float) -> None:
-    """Bytes flow for ``step_s``: links are shared evenly. Who lost its source goes on with the next one."""
+    """Bytes flow for ``step_s``: links are shared evenly. A copy that lost its source goes on with the next one."""
     flows: list[tuple[Host, Held, str]] = []
     for host in hosts.values():
         for pack_id, held in host.held.items():

@@ -1,4 +1,4 @@
-"""Which copies are kept, made and released: every rule, on small clusters."""
+"""Which copies are kept, made and retained: every rule, on small clusters."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import PackCopy, StoreStatus
+from torchrelay.scheduler.policy.core import CopyCause, PackCopy, StoreStatus
 from torchrelay.scheduler.policy.replication.repair import (
-    CopyCause,
     PackDemand,
     ReplicationInput,
     ReplicationPlan,
@@ -37,7 +36,7 @@ def used(
 
 
 def decide(
-    stores: Iterable[StoreStatus], *packs: PackDemand, config: PolicyConfig = RULES, **known: frozenset[object]
+    stores: Iterable[StoreStatus], *packs: PackDemand, config: PolicyConfig = RULES, **known: object
 ) -> ReplicationPlan:
     by_id = {store.store_id: store for store in stores}
     return repair(ReplicationInput(NOW, by_id, packs, **known), config)  # type: ignore[arg-type]
@@ -75,7 +74,8 @@ def test_a_working_copy_counts_as_one_and_so_does_what_arrives() -> None:
 
 
 def test_what_was_ordered_is_not_ordered_again() -> None:
-    assert not decide(three(a_copy("p")), used("p"), under_way=frozenset({("p", "c")})).orders
+    assert decide(three(a_copy("p")), used("p")).orders
+    assert not decide(three(a_copy("p")), used("p"), under_way=(("p", "c"),)).orders
 
 
 def test_where_it_failed_lately_it_does_not_go_again() -> None:
@@ -113,7 +113,7 @@ def test_a_lost_copy_is_rebuilt_urgently_and_before_anything_else() -> None:
     packs = [used("new", 1.0), used("old", 100.0, settled=True), used("older", 200.0, settled=True)]
     stores[0] = a_store("a", a_copy("new"), a_copy("old"), a_copy("older"), domain="r1")
     assert orders(decide(stores, *packs, config=few)) == [("old", "c", CopyCause.REBUILD)]
-    assert not decide(stores, *packs, config=few, under_way=frozenset({("old", "c")})).orders
+    assert not decide(stores, *packs, config=few, under_way=(("old", "c"),)).orders
 
 
 def test_rebuilds_are_bounded_in_all_and_per_store() -> None:
@@ -159,7 +159,7 @@ def test_a_pack_without_demand_has_one_copy_while_nobody_needs_the_room() -> Non
     assert not decide(full, old).orders  # within the budget of 8 GB there is no room
     stores = [a_store("a", a_copy("old")), a_store("b", a_copy("old"))]
     decided = decide(stores, replace(old, lost=False))
-    assert decided.released == {("old", "b")} and decided.retained_packs == {"a": (), "b": ()}
+    assert not decided.orders and decided.retained_packs == {"a": (), "b": ()}
 
 
 def test_copies_beyond_two_may_go_the_pinned_and_the_far_apart_stay() -> None:
@@ -170,7 +170,7 @@ def test_copies_beyond_two_may_go_the_pinned_and_the_far_apart_stay() -> None:
         a_store("d", a_copy("p"), a_copy("x"), domain="r2"),
     ]
     decided = decide(stores, used("p"))
-    assert decided.released == {("p", "a"), ("p", "d")} and not decided.orders
+    assert not decided.orders
     assert {store for store, packs in decided.retained_packs.items() if packs} == {"b", "c"}
 
 
@@ -191,13 +191,20 @@ def test_retained_packs_name_the_spare_ones_first_then_the_last_ones_of_each_the
     }
 
 
-def test_the_last_ones_are_spread_over_the_stores_and_what_arrives_is_guarded_too() -> None:
+def test_the_last_ones_are_spread_over_the_stores_and_incoming_copies_are_retained_too() -> None:
     stores = [a_store("a", a_copy("p"), a_copy("q")), a_store("b", a_copy("p"), a_copy("q"))]
     retained_packs = decide(stores, used("p", 1), used("q", 2)).retained_packs
     assert retained_packs["a"][0] != retained_packs["b"][0] and set(retained_packs["a"]) == set(
         retained_packs["b"]
     ) == {"p", "q"}
     assert decide([a_store("a", a_copy("p")), a_store("b")], used("p")).retained_packs == {"a": ("p",), "b": ("p",)}
+
+
+def test_of_copies_on_their_way_the_one_ordered_first_is_retained() -> None:
+    stores = [a_store("a", a_copy("p")), a_store("b"), a_store("c")]
+    for first, second in (("b", "c"), ("c", "b")):
+        retained_packs = decide(stores, used("p"), under_way=(("p", first), ("p", second))).retained_packs
+        assert retained_packs == {"a": ("p",), first: ("p",), second: ()}
 
 
 def test_copies_that_would_fail_together_are_spread_when_there_is_a_place() -> None:
@@ -207,7 +214,7 @@ def test_copies_that_would_fail_together_are_spread_when_there_is_a_place() -> N
     assert orders(decide(stores, used("p", settled=True))) == [("p", "c", CopyCause.SPREAD)]
     stores[2] = a_store("c", a_copy("p"), domain="r2")
     decided = decide(stores, used("p", settled=True))
-    assert not decided.orders and len(decided.released) == 1
+    assert not decided.orders and sum(bool(packs) for packs in decided.retained_packs.values()) == 2
 
 
 def test_new_copies_go_where_the_arena_is_least_full_by_bytes() -> None:
@@ -225,9 +232,9 @@ def test_new_copies_go_where_the_arena_is_least_full_by_bytes() -> None:
     assert "" not in placed.values() and len(set(placed.values())) == 4
 
 
-def test_room_is_made_by_what_may_go_and_never_by_guarded_or_pinned_packs() -> None:
+def test_room_is_made_by_what_may_go_and_never_by_retained_or_pinned_packs() -> None:
     recent = used("p", settled=True)
-    surplus = a_store("b", a_copy("stale", 9 * GB))
+    surplus = a_store("b", a_copy("stale", 10 * GB))
     assert orders(decide([a_store("a", a_copy("p")), surplus], recent)) == [("p", "b", CopyCause.REBUILD)]
     pinned = a_store("b", a_copy("busy", 9 * GB + 1, pins=1))
     assert not decide([a_store("a", a_copy("p")), pinned], recent).orders
@@ -256,10 +263,10 @@ def test_a_much_fuller_host_gives_copies_away_and_it_ends() -> None:
     num_moves = 0
     for _ in range(100):
         decided = decide([a_store(name, *copies.values()) for name, copies in held.items()], *packs)
-        for pack_id, store_id in decided.released:
-            del held[store_id][pack_id]
+        before = held
+        held = {name: {pack_id: before[name][pack_id] for pack_id in decided.retained_packs[name]} for name in before}
         if not decided.orders:
-            if not decided.released:
+            if held == before:
                 break
             continue
         (order,) = decided.orders
@@ -272,4 +279,8 @@ def test_a_much_fuller_host_gives_copies_away_and_it_ends() -> None:
 
 def test_packs_nobody_knows_only_take_room() -> None:
     decided = decide([a_store("a", a_copy("stranger")), a_store("b")])
-    assert not decided.orders and not decided.released and decided.retained_packs == {"a": (), "b": ()}
+    assert not decided.orders and decided.retained_packs == {"a": (), "b": ()}
+    lost, strangers = used("p", ago_s=9_000, lost=True), [a_copy("stranger", 3 * GB), a_copy("other", 4 * GB)]
+    assert orders(decide([a_store("a", *strangers)], lost)) == [("p", "a", CopyCause.KEEP)]
+    strangers.append(a_copy("third", GB + 1))  # with "p" beyond the 8 GB that such copies may fill
+    assert not decide([a_store("a", *strangers)], lost).orders

@@ -48,30 +48,38 @@ def _up(simulation: Simulation) -> list[str]:
 def _lose_one(simulation: Simulation, restart: bool) -> None:
     """A host fails, or its store's process alone, and everything it had is whole again in a bounded time."""
     figures, random = simulation.figures, simulation.random
+    had_copies = [pack_id for pack_id, hosts in simulation.whole().items() if hosts]
     simulation.fail(random.choice(_up(simulation)), 1.0 if restart else random.uniform(10, 60), keeps_arena=restart)
     begin, num_rebuilds = simulation.now, figures.num_rebuilds
+    assert restart or simulation.short(had_copies), "nothing was lost"
     figures.num_windows += len(simulation.without_copy())
-    while simulation.short():
-        assert simulation.now - begin < 60, f"{len(simulation.short())} packs are still short"
+    while short := simulation.short(had_copies):
+        assert simulation.now - begin < 60, f"{len(short)} packs are still short"
         simulation.step(REQUESTS_PER_S)
         figures.num_windows += len(simulation.without_copy())
     figures.unprotected_s = max(figures.unprotected_s, simulation.now - begin)
-    assert not restart or figures.num_rebuilds == num_rebuilds, "a store that comes back at once costs no transfer"
+    if restart:
+        assert figures.num_rebuilds == num_rebuilds, "a store that comes back at once costs no transfer"
+    else:
+        assert figures.num_rebuilds > num_rebuilds
 
 
 def _lose_two(simulation: Simulation) -> None:
-    """Two hosts at the same moment; what had both its copies there comes back from the remote store."""
+    """Two hosts of one pack at the same moment; what had both its copies there comes back from the remote store."""
     figures = simulation.figures
-    for name in simulation.random.sample(_up(simulation), 2):
-        simulation.fail(name, 30.0)
+    had_copies = [pack_id for pack_id, hosts in simulation.whole().items() if hosts]
+    pairs = [hosts for hosts in simulation.whole().values() if len(hosts) == 2]
+    for host in simulation.random.choice(pairs):
+        simulation.fail(host.store_id, 30.0)
     lost = simulation.without_copy()
+    assert lost
     figures.doubles_simulated += 1
     figures.doubles_lost += len(lost)
     begin = simulation.now
-    while any(not simulation.whole_on(pack_id) for pack_id in lost) or simulation.short():
+    while simulation.short(had_copies):
         assert simulation.now - begin < 90
         simulation.step(REQUESTS_PER_S)
-        if lost and all(simulation.whole_on(pack_id) for pack_id in lost):
+        if lost and not set(lost) & set(simulation.without_copy()):
             figures.doubles_back_s, lost = max(figures.doubles_back_s, simulation.now - begin), []
 
 
@@ -83,15 +91,16 @@ def test_no_window_without_a_copy_under_any_single_loss() -> None:
         f"(mean of all pairs of hosts; {figures.double_loss_any:.1%} of the pairs cost any); simulated "
         f"{figures.doubles_simulated}: {figures.doubles_lost} lost, back within {figures.doubles_back_s:.1f} s"
     )
-    assert figures.num_failures >= NUM_SINGLE * 3 // 4 and figures.num_returns_with_arena
     assert figures.num_settled > 200
     assert figures.num_windows == 0
+    assert figures.num_exposed > figures.num_settled and figures.exposed_s < 5
     assert figures.unprotected_s < 30
     assert max(figures.max_over_mean_bytes) < 1.5
     assert figures.max_kept_per_pack == RULES.recent_copies
     assert figures.mean_copies_per_pack < 2.5
     assert figures.max_at_once <= RULES.max_replications
     assert figures.max_arriving <= RULES.max_replications_per_store
+    assert figures.num_stale_relays == 0
     assert figures.rack_lost == 0, "ten hosts at once, but of one failure domain"
     assert figures.double_loss_packs < 0.5
 

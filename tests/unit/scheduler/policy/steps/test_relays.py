@@ -1,4 +1,4 @@
-"""From reports to arrows, and to other sources for a relay that turned slow."""
+"""From reports to edges, and to other sources for a transfer that turned slow."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, Scene, a_copy, a_model, a_store, a_worker, hosts
 from torchrelay.control.v1.scheduler_pb2 import RelayView
+from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import REMOTE, NicCounters, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.effects import RerouteCommand
@@ -32,7 +33,7 @@ def reroutes(scene: Scene) -> list[RerouteCommand]:
     return [command for command in scene.commands if isinstance(command, RerouteCommand)]
 
 
-def test_arrows_go_by_what_the_links_have_left() -> None:
+def test_edges_follow_what_the_links_have_left() -> None:
     speeds = {1: 1000 * MB, 2: 100 * MB, 3: 1000 * MB, 4: 500 * MB}
     scene = a_cluster(
         *(
@@ -47,10 +48,14 @@ def test_arrows_go_by_what_the_links_have_left() -> None:
         ("store-4", "store-3"),
         ("store-2", "store-4"),
     ]
-    assert [relay.bytes_per_s for relay in state.relays.running()] == [1000 * MB, 500 * MB, 100 * MB]
+    assert [transfer.planned_bytes_per_s for transfer in state.transfers.with_rates()] == [
+        1000 * MB,
+        500 * MB,
+        100 * MB,
+    ]
 
 
-def test_a_host_with_running_requests_is_fed_last() -> None:
+def test_a_host_with_running_requests_is_filled_last() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(2), a_host(3))
     scene.settle(a_worker("w", "host-2", num_running=3))
     edges = relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-2", "store-3"], scene.now)
@@ -65,6 +70,28 @@ def test_a_copy_on_its_way_is_told_the_sources_it_has() -> None:
     assert again[0].already_there and again[0].striped == first[1].striped
     assert again[0].sources[-1] == REMOTE and again[0].sources.count(first[1].upstream) == 1
     assert str(again[0]) == "store-3 by a relay under way already"
+
+
+def test_the_clocks_of_stores_decide_nothing() -> None:
+    def decide(ahead_s: float) -> tuple[list[RerouteCommand], tuple[TransferEdge, ...]]:
+        """By a store with a transfer of its own, one that has ended, and one that is slow."""
+        nic = NicCounters(0, 0, 1000 * MB)
+        scene = a_cluster(a_host(1, NUM_CHUNKS, nic), a_host(2, nic=nic), a_host(3, nic=nic), a_host(4, nic=nic))
+        relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
+        begin_us = int((scene.now + ahead_s) * 1e6)
+        slow, stamps = SourceShare("store-1", 1, 5 * MB, True), {"relay_begin_us": begin_us}
+        scene.stores["store-2"] = a_host(2, 4, nic, shares=(replace(slow, bytes_per_s=90 * MB),), **stamps)
+        scene.stores["store-3"] = a_host(3, 2, nic, shares=(slow,), **stamps)
+        scene.pass_time(3.0)
+        ended = {"source": "store-1", "relay_first_us": begin_us, "relay_end_us": begin_us + 3_000_000}
+        scene.stores["store-4"] = a_host(4, NUM_CHUNKS, nic, **stamps, **ended)
+        scene.pass_time(0.1)
+        scene.stores["store-5"] = a_host(5, nic=nic)
+        scene.pass_time(0.1)
+        state = scene.policy.state
+        return reroutes(scene), relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-5"], scene.now)
+
+    assert decide(3600.0) == decide(0.0) == decide(-3600.0)
 
 
 def slow_relay() -> Scene:
@@ -92,17 +119,17 @@ def test_a_relay_that_gets_less_than_half_of_its_plan_gets_another_source() -> N
     assert command.model.pack_id == MODEL.pack_id and command.urgent
     assert command.hop.store_id == "store-3" and command.hop.sources[0] == "store-2"
     assert set(command.hop.sources) == {"store-1", "store-2", REMOTE}
-    (happening,) = [one for one in scene.events if one.kind == "reroute"]
-    assert happening.topic == "relay.slow" and "20 MB/s instead of the 100 planned" in happening.reason
-    (relay,) = scene.policy.state.relays.running()
-    assert relay.upstream == "store-2"
+    (event,) = [event for event in scene.events if event.kind == "reroute"]
+    assert event.topic == "relay.slow" and "20 MB/s instead of the 100 planned" in event.reason
+    (transfer,) = scene.policy.state.transfers.with_rates()
+    assert transfer.holder_ids[0] == "store-2"
 
 
-def test_that_nothing_better_is_known_is_told_once() -> None:
+def test_that_nothing_better_is_known_is_recorded_once() -> None:
     scene = a_cluster(a_host(1, NUM_CHUNKS), a_host(3))
     relays.plan_relay(scene.policy.state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
     report(scene, 20.0, SourceShare("store-1", 1, 1 * MB, True))
-    (slow,) = [one for one in scene.events if one.topic == "relay.slow"]
+    (slow,) = [event for event in scene.events if event.topic == "relay.slow"]
     assert slow.reason == "store-3 gets 1 MB/s instead of the 500 planned from store-1; no better source is known"
     assert slow.kind == "relay_slow" and slow.fields["new_sources"] == ""
 
@@ -132,7 +159,7 @@ def test_relays_are_seen_from_plan_to_end() -> None:
     assert finished.bytes_per_s == MODEL.pack_bytes / 4 and not finished.left_s
     scene.pass_time(10)
     assert relay_views(state, scene.now) == []
-    events = [one.topic for one in scene.events if one.topic.startswith("relay.")]
+    events = [event.topic for event in scene.events if event.topic.startswith("relay.")]
     assert events == ["relay.begun", "relay.slow", "relay.finished"]
 
 
@@ -141,7 +168,7 @@ def test_an_idle_relay_becomes_urgent_once_somebody_waits() -> None:
     state = scene.policy.state
     relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now, urgent=False)
     relays.plan_relay(state, MODEL.pack_id, MODEL.pack_bytes, ["store-3"], scene.now)
-    (running,), (view,) = state.relays.running(), relay_views(state, scene.now)
+    (running,), (view,) = state.transfers.with_rates(), relay_views(state, scene.now)
     assert running.urgent and view.urgent
 
 
@@ -152,7 +179,7 @@ def test_a_relay_that_its_store_refuses_has_failed() -> None:
     instance = next(iter(scene.policy.state.instances))
     store = next(iter(scene.stores))
     scene.apply(LoadFailed(instance.instance_id, "the arena is full", store))
-    (failed,) = [one for one in scene.events if one.topic == "relay.failed"]
+    (failed,) = [event for event in scene.events if event.topic == "relay.failed"]
     assert failed.reason.endswith("ended: the arena is full") and failed.fields["error"] == "the arena is full"
 
 
@@ -166,10 +193,10 @@ def test_it_is_left_alone_for_a_while_and_when_nothing_better_is_known() -> None
     assert not reroutes(scene)
 
 
-def test_the_plan_of_a_wake_tells_its_predictions() -> None:
+def test_the_plan_of_a_wake_names_its_predictions() -> None:
     scene = hosts(2, replicate=False)
     scene.admit(MODEL, "r1")
-    (plan,) = [one for one in scene.events if one.kind == "plan"]
+    (plan,) = [event for event in scene.events if event.kind == "plan"]
     assert "from remote at 500 MB/s, ready in 67.4 ms" in plan.reason
 
 
@@ -178,13 +205,13 @@ def test_a_wake_on_a_host_that_has_the_pack_names_no_relay() -> None:
     scene.hold("store-1", MODEL)
     scene.report_all()
     scene.admit(MODEL, "r1")
-    (plan,) = [one for one in scene.events if one.kind == "plan"]
-    (scaled,) = [one for one in scene.events if one.topic == "scale.up"]
+    (plan,) = [event for event in scene.events if event.kind == "plan"]
+    (scaled,) = [event for event in scene.events if event.topic == "scale.up"]
     assert plan.reason == scaled.fields["relay"] == "store-1 from its host copy"
-    assert not [one for one in scene.events if one.topic.startswith("relay.")]
+    assert not [event for event in scene.events if event.topic.startswith("relay.")]
 
 
 def test_a_store_that_is_lost_takes_its_relays_along() -> None:
     scene = slow_relay()
     scene.apply(StoreGone("store-3"))
-    assert not scene.policy.state.relays.running()
+    assert not scene.policy.state.transfers.num_running

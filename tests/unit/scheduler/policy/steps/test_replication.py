@@ -1,4 +1,4 @@
-"""The replicator inside the policy: what it orders, what it remembers, what it tells stores, and why."""
+"""The replicator inside the policy: what it orders and why, what it remembers, and what stores retain."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import Model, StoreStatus
+from torchrelay.scheduler.policy.core import CopyCause, Model, StoreStatus
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
 from torchrelay.scheduler.policy.inputs import CopyAccepted, CopyFailed, RetainFailed, StoreGone
 
@@ -35,10 +35,10 @@ def retained_packs(scene: Scene) -> list[RetainCommand]:
 
 
 def of_kind(scene: Scene, kind: str) -> list[SchedulerEvent]:
-    return [happening for happening in scene.events if happening.kind == kind]
+    return [event for event in scene.events if event.kind == kind]
 
 
-def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_guarded() -> None:
+def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_retained() -> None:
     scene = racks()
     scene.pass_time(2.0)
     (command,) = copies(scene)
@@ -49,8 +49,7 @@ def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_guarded() 
     assert why.model == MODEL.name and "only on store-1" in why.reason and why.topic == "scale.replicate"
     assert why.fields["store_id"] == "store-3" and why.fields["source"] == "store-1"
     assert len(of_kind(scene, "copied")) == 1
-    assert not scene.policy.state.replication_state.under_way and scene.policy.state.replication_state.num_short == 0
-    assert not len(scene.policy.state.relays)
+    assert not scene.policy.state.transfers.num_running and scene.policy.state.replication_state.num_short == 0
 
 
 def test_a_model_nobody_asked_for_is_left_alone() -> None:
@@ -83,7 +82,7 @@ def test_a_lost_copy_is_rebuilt_urgently_after_a_moment_in_which_the_store_might
     assert "a copy was lost" in of_kind(scene, "rebuild")[0].reason
 
 
-def test_a_store_that_returns_with_its_arena_costs_nothing_and_is_told_its_retained_packs_again() -> None:
+def test_a_store_that_returns_with_its_arena_costs_nothing_and_gets_its_lease_again() -> None:
     scene = racks()
     scene.pass_time(2.0)
     back = replace(scene.stores.pop("store-3"), incarnation="store-3 again")
@@ -132,7 +131,7 @@ def test_a_copy_that_fails_is_tried_elsewhere_and_there_again_later() -> None:
     assert len(copies(scene)) == 1
     scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
     assert "the arena is full" in of_kind(scene, "copy_failed")[0].reason
-    assert not len(scene.policy.state.relays)
+    assert not scene.policy.state.transfers.num_running
     scene.pass_time(0.9)
     assert [command.hop.store_id for command in copies(scene)] == ["store-3", "store-2"]
     scene.apply(CopyAccepted(MODEL.pack_id, "store-2"))
@@ -182,7 +181,32 @@ def test_what_a_store_never_reports_is_given_up() -> None:
     assert "does not report it" in of_kind(scene, "copy_failed")[0].reason
 
 
-def test_retained_packs_are_renewed_in_time_and_told_again_when_a_store_did_not_take_them() -> None:
+def test_an_order_whose_store_is_lost_ends_without_a_failed_copy() -> None:
+    scene = racks(obedient=False)
+    scene.pass_time(1.0)
+    scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
+    scene.pass_time(scene.config.copy_backoff_s)
+    ordered = [command.hop.store_id for command in copies(scene)]
+    scene.apply(StoreGone(ordered[-1]))
+    assert len(of_kind(scene, "copy_failed")) == 1 and not scene.policy.state.transfers.num_running
+    assert "the store's process is gone" in of_kind(scene, "relay_failed")[-1].reason
+
+
+def test_an_order_for_a_copy_that_a_wake_has_begun_is_done_when_that_is() -> None:
+    scene = Scene(obedient=False).settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w", "host-2"))
+    scene.admit(MODEL, "r1")
+    scene.pass_time(1.0)
+    (wake,), (copy,) = scene.wakes(), copies(scene)
+    assert wake.hops[0].store_id == copy.hop.store_id == "store-2"
+    (transfer,) = scene.policy.state.transfers.into("store-2")
+    assert transfer.urgent and transfer.reason.cause == "at_zero" and transfer.cause is CopyCause.REPLICATE
+    scene.hold("store-2", MODEL, relay_begin_us=1, relay_end_us=2)
+    scene.report_all()  # the report itself ends the order
+    assert [event.kind for event in scene.events[-3:]] == ["relay_begun", "relay_finished", "copied"]
+    assert not scene.policy.state.transfers.num_running
+
+
+def test_leases_are_renewed_in_time_and_sent_again_to_a_store_that_did_not_take_them() -> None:
     scene = racks(retention_s=9.0)
     scene.pass_time(2.0)
     begin = len(retained_packs(scene))
@@ -217,7 +241,7 @@ def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
     assert scene.retained_packs["store-1"] == (MODEL.pack_id,)
 
 
-def test_a_new_scheduler_takes_over_what_the_one_before_guarded() -> None:
+def test_a_new_scheduler_takes_over_what_the_one_before_retained() -> None:
     scene = Scene()
     retained = replace(a_copy(MODEL), retained=True)
     first = replace(in_rack(1, "r1"), copies={MODEL.pack_id: retained})
@@ -236,7 +260,7 @@ def test_switched_off_it_does_nothing() -> None:
     assert not scene.commands
 
 
-def test_a_recent_pack_that_no_store_can_take_is_said_to_be_short() -> None:
+def test_a_recent_pack_that_no_store_can_take_counts_as_short() -> None:
     scene = Scene()
     small = a_store("store-2", "host-2", arena_bytes=16 * MB)
     scene.settle(in_rack(1, "r1", MODEL), small)

@@ -1,4 +1,4 @@
-"""Relays, counted."""
+"""Transfers, counted and timed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def test_relays_are_counted_and_timed() -> None:
     assert data is not None
     for metric in data.resource_metrics[0].scope_metrics[0].metrics:
         found[metric.name] = list(metric.data.data_points)
-    turns = {point.attributes["event"]: point.value for point in found["torchrelay_scheduler_relay_events"]}
-    assert turns == {"begun": 1, "finished": 1}
+    events = {point.attributes["event"]: point.value for point in found["torchrelay_scheduler_relay_events"]}
+    assert events == {"begun": 1, "finished": 1}
     (took,) = found["torchrelay_scheduler_relay_duration"]
     assert took.sum == 1.5 and took.attributes == {"event": "finished"}
     assert [point.value for point in found["torchrelay_scheduler_relays_running"]] == [3]

@@ -1,1 +1,1 @@
-"""Host memory that holds packs: the arena file, slabs and their verified bits, retention, range allocation."""
+"""Host memory that holds packs: the arena file, its slabs and their verified bytes, allocation, retention."""

@@ -1,11 +1,10 @@
-"""The host arena: one pre-faulted shared-memory file per host, in which all packs lie.
+"""The host arena: one prefaulted shared-memory file per host that holds all packs.
 
     reserve -> filling (pinned by its filler) -> complete -> unpinned -> evicted by a later reserve, or dropped
 
-One process, the store, owns the arena; workers map single slabs read-only. Released ranges are used again, and never
-go back to the system. The table lies in the file, so a new process finds complete and partial slabs again; until the
-workers that may map them have spoken up, these are pinned by ``RECOVERED``, and their chunks are hashed again at
-first use.
+One process, the store, owns the arena; workers map single slabs read-only. Released ranges are reused, never returned
+to the system. The table is in the file, so a new process finds complete and partial slabs again. These are pinned by
+``RECOVERED`` until the workers that may map them have reported, and their chunks are hashed again at first use.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from torchrelay.transfer.arena.prefault import prefault
 from torchrelay.transfer.arena.range_allocator import Allocation, UsedRange, find_space
 from torchrelay.transfer.arena.retention import RetentionLease
 from torchrelay.transfer.arena.slab import Slab
-from torchrelay.transfer.arena.slab_format import ALIGN_BYTES, SlabFormat, checked_manifest, page_aligned
+from torchrelay.transfer.arena.slab_format import ALIGN_BYTES, SlabFormat, page_aligned
 from torchrelay.transfer.arena.slab_table import MAX_SLABS, TABLE_BYTES, SlabTable, TableEntry, check_ranges
 from torchrelay.transfer.errors import ArenaCorrupted, ArenaFull, ProtocolViolation, UnknownBuffer
-from torchrelay.transfer.manifest import pack_id_of
+from torchrelay.transfer.manifest import checked_manifest, pack_id_of
 
 __all__ = ["RECOVERED", "Arena", "ArenaFull"]
 
-RECOVERED = "recovered"  # the owner that pins what an earlier process left, until nobody looks into it
-GROW_SLICE_BYTES = 64 << 20
+RECOVERED = "recovered"  # pins what an earlier process left, until nobody maps it any more
+GROW_SLICE_BYTES = 64 << 20  # prefaulted at once: a growth can stop after each slice
 log = get_logger(__name__)
 
 
 class Arena:
-    """Make one with ``create``. All methods may be called from any thread."""
+    """Made by ``create``. Thread-safe."""
 
-    def __init__(self, path: Path, file: int, mapping: mmap.mmap) -> None:
+    def __init__(self, path: Path, file: int, mapping: mmap.mmap, grow_slice_bytes: int) -> None:
         self.path = path
-        self._file = file
+        self._file, self._grow_slice_bytes = file, grow_slice_bytes
         self._mapping = mapping
         self._memory = memoryview(mapping)
         self._table = SlabTable(self._memory)
@@ -48,37 +47,36 @@ class Arena:
         self._slabs: dict[str, Slab] = {}
         self._pins: dict[str, set[str]] = {}
         self.retention = RetentionLease()
-        self._tick, self._drop_when_unpinned = 0, set[str]()  # those that leave are dropped with their last pin
+        self._tick, self._drop_when_unpinned = 0, set[str]()  # packs to drop with their last pin
         self._closed = self._growth_ended = False
         self._lock = threading.RLock()
         self._growing = threading.Lock()
 
     @classmethod
-    def create(cls, path: str | Path, capacity_bytes: int) -> Arena:
-        """Opens the arena at ``path`` (normally under /dev/shm), or makes it: sparse, nothing faulted in but its table.
+    def create(cls, path: str | Path, capacity_bytes: int, grow_slice_bytes: int = GROW_SLICE_BYTES) -> Arena:
+        """Opens the arena at ``path`` (normally under /dev/shm), or creates it: sparse, only its table prefaulted.
 
         A file of another size or version is replaced; workers keep the old one for as long as they map it. Raises
-        ``Conflict`` when another process owns the arena, ``ArenaFull`` when the file system has no room for the
-        table.
+        ``Conflict`` when another process owns the arena, ``ArenaFull`` when the file system has no space for the table.
         """
         path, capacity_bytes = Path(path), capacity_bytes // ALIGN_BYTES * ALIGN_BYTES
         if capacity_bytes <= TABLE_BYTES:
-            raise InvalidRequest(f"an arena needs more than {TABLE_BYTES} bytes", field="arena_bytes")
+            raise InvalidRequest(f"an arena must have more than {TABLE_BYTES} bytes", field="arena_bytes")
         file = open_locked(path, capacity_bytes)
         try:
             os.ftruncate(file, capacity_bytes)
             os.posix_fallocate(file, 0, TABLE_BYTES)
-            arena = cls(path, file, mmap.mmap(file, capacity_bytes))
+            arena = cls(path, file, mmap.mmap(file, capacity_bytes), grow_slice_bytes)
         except OSError as error:
             os.close(file)
-            raise ArenaFull(f"the arena {path} cannot be made: {error.strerror}") from error
+            raise ArenaFull(f"the arena {path} cannot be created: {error.strerror}") from error
         if arena._table.faulted_bytes:
             try:
                 arena._recover()
-            except ArenaCorrupted as error:  # a store that cannot start would be worse than one that begins anew
+            except ArenaCorrupted as error:  # better to start with an empty arena than not at all
                 log.warning("arena_not_recovered", reason=error.message)
                 arena.close(unlink=True)
-                return cls.create(path, capacity_bytes)
+                return cls.create(path, capacity_bytes, grow_slice_bytes)
         else:
             arena._table.format(arena.capacity_bytes)
             arena._table.faulted_bytes = TABLE_BYTES
@@ -86,31 +84,31 @@ class Arena:
 
     @property
     def capacity_bytes(self) -> int:
-        """What it may grow to, the table included."""
+        """The maximum size, including the table."""
         return len(self._memory)
 
     @property
     def faulted_bytes(self) -> int:
-        """What is faulted in so far, the table included."""
+        """The prefaulted size, including the table."""
         return self._table.faulted_bytes
 
     @property
     def free_bytes(self) -> int:
-        """What no slab takes, faulted in or not; packs that may be evicted count as taken."""
+        """What no slab occupies, prefaulted or not; evictable packs count as occupied."""
         with self._lock:
             return self.capacity_bytes - TABLE_BYTES - sum(entry.num_bytes for entry in self._entries.values())
 
     def grow(self, num_bytes: int) -> int:
-        """Faults in the next ``num_bytes``, as far as the capacity goes; returns ``faulted_bytes``.
+        """Prefaults the next ``num_bytes``, up to the capacity; returns ``faulted_bytes``.
 
-        Takes seconds per GB and blocks nobody else. Raises ``ArenaFull`` when the system has no memory left.
+        Takes seconds per GB without blocking other calls. Raises ``ArenaFull`` when the system is out of memory.
         """
         with self._growing:
             target = min(self.faulted_bytes + page_aligned(num_bytes), self.capacity_bytes)
             while (begin := self.faulted_bytes) < target:
                 if self._growth_ended:
-                    raise ArenaFull(f"the arena stays at {begin} bytes: it is to be closed")
-                step = min(GROW_SLICE_BYTES, target - begin)
+                    raise ArenaFull(f"the arena stays at {begin} bytes: it is about to be closed")
+                step = min(self._grow_slice_bytes, target - begin)
                 try:
                     prefault(self._file, self._mapping, begin, step)
                 except OSError as error:
@@ -119,15 +117,15 @@ class Arena:
             return self.faulted_bytes
 
     def stop_growing(self) -> None:
-        """A growth under way ends after its slice, later ones raise ``ArenaFull``: so ``close`` comes in time."""
+        """A running ``grow`` ends after its slice, later ones raise ``ArenaFull``; so ``close`` is quick."""
         self._growth_ended = True
 
     def reserve(self, encoded_manifest: bytes, owner: str | None = None, keep_retained: bool = False) -> Slab:
-        """The place of this pack: the one it has already, or a new, empty one; pinned by ``owner`` if one is named.
+        """The pack's slab, existing or new and empty; pinned by ``owner`` if given.
 
-        Grows when the faulted range has no room but the capacity has; where that is not enough, evicts the least
-        recently used unpinned packs; those under guard last, and not at all if ``keep_retained``. A slab whose filling
-        failed may be filled again. Raises ``ArenaFull``, and ``ProtocolViolation`` for a bad manifest.
+        Grows when the prefaulted range has no space but the capacity has; otherwise evicts the least recently used
+        unpinned packs: retained ones last, and not at all if ``keep_retained``. A slab that failed may be filled again.
+        Raises ``ArenaFull``, and ``ProtocolViolation`` for a bad manifest.
         """
         pack_id = pack_id_of(encoded_manifest)
         form = SlabFormat.of(checked_manifest(encoded_manifest), len(encoded_manifest))
@@ -148,12 +146,12 @@ class Arena:
                         self.lease(slab, owner)
                     return slab
             try:
-                self.grow(num_missing_bytes)  # without the lock: others go on meanwhile
+                self.grow(num_missing_bytes)  # without the lock: other calls continue meanwhile
             except ArenaFull:
-                end_bytes = self.faulted_bytes  # the system has no more: there is room by eviction, or none
+                end_bytes = self.faulted_bytes  # no more memory: only eviction can make space
 
     def get(self, pack_id: str) -> Slab | None:
-        """The slab, complete or not; counts as a use of it."""
+        """The slab, complete or not; counts as a use."""
         with self._lock:
             slab = self._slabs.get(pack_id)
             if slab is not None:
@@ -161,7 +159,7 @@ class Arena:
             return slab
 
     def slabs(self) -> list[Slab]:
-        """All slabs, in the order they lie."""
+        """All slabs, by offset."""
         with self._lock:
             return sorted(self._slabs.values(), key=lambda slab: slab.offset)
 
@@ -173,14 +171,14 @@ class Arena:
             self._pins.setdefault(pack_id, set()).add(owner)
 
     def lease(self, slab: Slab, owner: str) -> None:
-        """``pin``, for a reader of this very slab. Raises ``UnknownBuffer`` once it was dropped."""
+        """``pin`` for a reader of this very slab. Raises ``UnknownBuffer`` once it was dropped."""
         with self._lock:
             if self._slabs.get(slab.pack_id) is not slab:
                 raise UnknownBuffer(f"pack {slab.pack_id} is no longer in the arena")
             self.pin(slab.pack_id, owner)
 
     def unpin(self, pack_id: str, owner: str) -> None:
-        """Ends this owner's pin, if there is one."""
+        """Removes this owner's pin, if there is one."""
         with self._lock:
             owners = self._pins.get(pack_id, set())
             owners.discard(owner)
@@ -188,7 +186,7 @@ class Arena:
                 self._pins.pop(pack_id, None)
                 if pack_id in self._drop_when_unpinned and not self._closed:
                     self._remove(pack_id)
-            if owner != RECOVERED:  # a crash is no use: the order of eviction stays
+            if owner != RECOVERED:  # releasing recovered packs is not a use: the order of eviction stays
                 self.get(pack_id)
 
     def owners(self, pack_id: str) -> frozenset[str]:
@@ -197,7 +195,7 @@ class Arena:
             return frozenset(self._pins.get(pack_id, ()))
 
     def drop(self, pack_id: str, when_unpinned: bool = False) -> bool:
-        """Takes an unpinned pack's place back; False: not there, or pinned, and to go ``when_unpinned`` if so asked."""
+        """Frees an unpinned pack's range. False: absent, or pinned; ``when_unpinned``: its last unpin drops it."""
         with self._lock:
             if pack_id in self._slabs and pack_id not in self._pins:
                 self._remove(pack_id)
@@ -207,26 +205,26 @@ class Arena:
             return False
 
     def check_integrity(self) -> None:
-        """Raises ``ArenaCorrupted`` when slabs overlap or lie out of range, or the table contradicts them."""
+        """Raises ``ArenaCorrupted`` when slabs overlap or are out of range, or the table disagrees with them."""
         with self._lock:
             if sorted(self._table.entries(), key=lambda entry: entry.pack_id) != sorted(
                 self._entries.values(), key=lambda entry: entry.pack_id
             ):
                 raise ArenaCorrupted("the arena's table differs from what this process wrote")
-            named = self._pins.keys() | self._drop_when_unpinned
-            if self._entries.keys() != self._slabs.keys() or not named <= self._slabs.keys():
+            pinned = self._pins.keys() | self._drop_when_unpinned
+            if self._entries.keys() != self._slabs.keys() or not pinned <= self._slabs.keys():
                 raise ArenaCorrupted("slabs, table and pins name different packs")
             check_ranges(list(self._entries.values()), self.faulted_bytes, self.capacity_bytes)
             for slab in self._slabs.values():
                 entry = self._entries[slab.pack_id]
                 if (slab.offset, slab.num_slab_bytes) != (entry.begin, entry.num_bytes):
-                    raise ArenaCorrupted(f"pack {slab.pack_id} does not lie where the table says")
+                    raise ArenaCorrupted(f"pack {slab.pack_id} is not where the table says")
                 slab.check_integrity()
 
     def close(self, unlink: bool = False) -> None:
-        """Ends every wait with ``BufferLost`` and lets go of the file; ``unlink`` removes it.
+        """Ends every wait with ``BufferLost`` and closes the file; ``unlink`` removes it.
 
-        Memory that somebody still looks into stays mapped until the last view of it is collected.
+        Memory that is still referred to stays mapped until its last view is collected.
         """
         with self._lock:
             if self._closed:
@@ -235,7 +233,7 @@ class Arena:
             for slab in self._slabs.values():
                 slab.mark_dropped()
             self._slabs.clear()
-        with self._growing:  # a slice that is being faulted in is finished first
+        with self._growing:  # after the slice that is being prefaulted
             if unlink and is_at(self.path, self._file):
                 self.path.unlink()
             fcntl.flock(self._file, fcntl.LOCK_UN)
@@ -258,7 +256,7 @@ class Arena:
         if allocation is None:
             pinned = sum(taken.end - taken.begin for taken in used if taken.pinned)
             raise ArenaFull(
-                f"pack {pack_id} needs {num_bytes} bytes in one piece; "
+                f"pack {pack_id} needs {num_bytes} contiguous bytes; "
                 f"of the arena's {end_bytes} bytes {pinned} are pinned{' or retained' if keep_retained else ''}",
                 field="arena_bytes",
             )
@@ -288,7 +286,7 @@ class Arena:
                 check_ranges([*self._entries.values(), entry], self.faulted_bytes, self.capacity_bytes)
                 slab = Slab(self, self._memory[entry.begin : entry.end], entry.begin, entry.pack_id)
                 if slab.num_slab_bytes != entry.num_bytes or pack_id_of(slab.head) != entry.pack_id:
-                    raise ArenaCorrupted(f"pack {entry.pack_id} is not what lies in its place")
+                    raise ArenaCorrupted(f"the slab of pack {entry.pack_id} holds something else")
             except (ArenaCorrupted, ProtocolViolation) as error:
                 log.warning("slab_not_recovered", pack_id=entry.pack_id, reason=error.message)
                 self._table.remove(entry)

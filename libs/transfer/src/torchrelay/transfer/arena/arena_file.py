@@ -1,4 +1,4 @@
-"""The arena's file: opened by one process at a time, replaced when it is another kind of arena."""
+"""The arena's file: owned by one process at a time, replaced if it is not an arena of the wanted kind."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from torchrelay.transfer.arena.slab_table import is_table_of
 
 
 def open_locked(path: Path, capacity_bytes: int) -> int:
-    """A descriptor of the file at ``path``, locked: new and empty, or an arena of this size and version.
+    """A locked descriptor of the file at ``path``: new and empty, or an arena of this size and version.
 
-    Raises ``Conflict`` when another process has it, ``NotFound`` when its folder does not exist.
+    Raises ``Conflict`` when another process holds it, ``NotFound`` when its folder does not exist.
     """
     while True:
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except FileNotFoundError as error:
-            raise NotFound(f"there is no folder {path.parent} for the arena", field="arena_path") from error
+            raise NotFound(f"the arena's folder {path.parent} does not exist", field="arena_path") from error
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(file)
-            raise Conflict(f"the arena {path} belongs to another process that runs", field="arena_path") from error
+            raise Conflict(f"the arena {path} belongs to another running process", field="arena_path") from error
         if is_at(path, file):
             num_bytes = os.fstat(file).st_size
             if num_bytes == 0 or (num_bytes == capacity_bytes and is_table_of(os.pread(file, 64, 0), capacity_bytes)):
                 return file
-            path.unlink()  # those that map the old one keep it until they let go
+            path.unlink()  # whoever maps the old file keeps it
         os.close(file)
 
 
 def capacity_left_at(path: Path) -> int | None:
-    """The capacity of the arena that an earlier process left there; None: there is none that can be re-opened."""
+    """The capacity of the arena that an earlier process left; None: there is none to reopen."""
     try:
         with path.open("rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
@@ -44,7 +44,7 @@ def capacity_left_at(path: Path) -> int | None:
 
 
 def is_at(path: Path, file: int) -> bool:
-    """Whether this open file is still the one that the path names."""
+    """Whether the path still names this open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(file))
     except FileNotFoundError:

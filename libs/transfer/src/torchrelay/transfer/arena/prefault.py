@@ -1,7 +1,6 @@
 """Faulting memory in ahead of time, without holding the interpreter's lock.
 
-On a virtual machine the first touch of a page costs about 2 s per GB; memory that was touched once is quick for ever
-after.
+On a virtual machine the first touch of pages costs about 2 s per GB; afterwards they are fast.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prefault(file: int, mapping: mmap.mmap, begin: int, num_bytes: int) -> None:
-    """Gives the range of a shared file its pages, zeroed, and enters them into this process's page table.
+    """Allocates zeroed pages for a range of a shared file and maps them into this process.
 
-    The range must never have been written. Raises ``OSError`` (ENOSPC) when the file system has no room: without
-    that, the first touch would kill the process by SIGBUS.
+    The range must never have been written. Raises ``OSError`` (ENOSPC) when the file system is full; without the
+    allocation, the first touch would kill the process by SIGBUS.
     """
     os.posix_fallocate(file, begin, num_bytes)
     anchor = (ctypes.c_char * num_bytes).from_buffer(mapping, begin)
     address = ctypes.c_void_p(ctypes.addressof(anchor))
-    if _libc.madvise(address, ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) != 0:  # an older kernel: touch each
+    if _libc.madvise(address, ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) != 0:
+        # An older kernel: touch each page.
         memoryview(anchor).cast("B")[::PAGE_BYTES] = bytes(-(-num_bytes // PAGE_BYTES))

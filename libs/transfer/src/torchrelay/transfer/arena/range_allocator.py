@@ -1,4 +1,4 @@
-"""Where a new slab goes: first fit, growing before evicting, the least recently used out first. Pure decisions."""
+"""Where a new slab goes: first fit; growing before evicting; least recently used first. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class UsedRange:
-    """The range [begin, end) of the arena that one pack takes."""
+    """The range [begin, end) of the arena that one pack occupies."""
 
     pack_id: str
     begin: int
@@ -19,14 +19,14 @@ class UsedRange:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Where a slab can go, and which packs must leave first."""
+    """Where a slab can go, and which packs must be evicted first."""
 
     begin: int
     evicted: tuple[str, ...]
 
 
 def first_fit(used: Iterable[UsedRange], begin: int, end: int, num_bytes: int) -> int | None:
-    """The lowest place in [begin, end) with ``num_bytes`` free, or None."""
+    """The lowest offset in [begin, end) with ``num_bytes`` free, or None."""
     for taken in sorted(used, key=lambda taken: taken.begin):
         if taken.begin - begin >= num_bytes:
             break
@@ -35,10 +35,8 @@ def first_fit(used: Iterable[UsedRange], begin: int, end: int, num_bytes: int) -
 
 
 def find_space(used: Sequence[UsedRange], begin: int, faulted_end: int, end: int, num_bytes: int) -> Allocation | None:
-    """First inside what is faulted in, then beyond it, only then in the place of the longest unused, unpinned packs.
-
-    Growing comes before evicting: it costs seconds once, where an evicted copy may have to cross the network again.
-    """
+    """First within the prefaulted range, then beyond it, and only then in place of unpinned packs."""
+    # Growing before evicting: it costs seconds once, while an evicted copy may have to cross the network again.
     for limit in (faulted_end, end):
         found = first_fit(used, begin, limit, num_bytes)
         if found is not None:
@@ -48,7 +46,7 @@ def find_space(used: Sequence[UsedRange], begin: int, faulted_end: int, end: int
         gone = {taken.pack_id for taken in leaving[:count]}
         found = first_fit((taken for taken in used if taken.pack_id not in gone), begin, end, num_bytes)
         if found is not None:
-            # Those that left without being in the way may stay.
+            # Packs that are not in the way may stay.
             overlapping = (t for t in leaving[:count] if t.begin < found + num_bytes and found < t.end)
             return Allocation(found, tuple(taken.pack_id for taken in overlapping))
     return None

@@ -1,28 +1,23 @@
-"""A pack in the arena: ``Slab`` for the store that fills and serves it, ``MappedSlab`` for the workers that use it."""
+"""A pack in the arena, as the store fills and serves it."""
 
 from __future__ import annotations
 
-import mmap
-import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Protocol
 
 from blake3 import blake3
 
-from torchrelay.common.errors import NotFound
-from torchrelay.transfer.arena.slab_format import ALIGN_BYTES, SlabFormat, checked_manifest, read_format
+from torchrelay.transfer.arena.slab_format import SlabFormat, read_format
 from torchrelay.transfer.buffers import MAX_READY_CHUNKS
 from torchrelay.transfer.errors import ArenaCorrupted, BufferLost
-from torchrelay.transfer.manifest import Manifest, decode_manifest
+from torchrelay.transfer.manifest import Manifest, checked_manifest
 
 
 class Pins(Protocol):
-    """Who keeps a slab from being evicted; the arena."""
+    """Keeps a slab from being evicted: the arena."""
 
     def lease(self, slab: Slab, owner: str) -> None: ...
 
@@ -30,11 +25,11 @@ class Pins(Protocol):
 
 
 class Slab:
-    """One pack's place in the arena: a ``Buffer`` to serve from, a ``Sink`` to fill, a lease while it is read.
+    """One pack's range of the arena: a ``Buffer`` to serve, a ``Sink`` to fill, a lease while it is read.
 
-    Chunks found verified in a re-opened arena are not believed: each is hashed again when it is first asked about,
-    and counts from then on (``recheck`` does all at once). After the slab is dropped its waiters get ``BufferLost``,
-    and its views must not be used any more: a pin prevents that.
+    Chunks found verified in a reopened arena are not trusted: each is hashed again when it is first asked for, and
+    counts from then on (``recheck`` does all at once). When the slab is dropped, its waiters get ``BufferLost`` and its
+    views must not be used any more; a pin prevents that.
     """
 
     def __init__(self, pins: Pins, memory: memoryview, offset: int, pack_id: str) -> None:
@@ -44,12 +39,12 @@ class Slab:
         self.head = bytes(memory[self.format.manifest])
         self.manifest: Manifest = checked_manifest(self.head)
         if SlabFormat.of(self.manifest, len(self.head)) != self.format:
-            raise ArenaCorrupted(f"the slab of pack {pack_id} has sizes other than its manifest's")
+            raise ArenaCorrupted(f"the slab of pack {pack_id} does not have its manifest's sizes")
         self.num_slab_bytes = self.format.num_slab_bytes
         self._memory = memory
         self.data = memory[self.format.data]
         self._shared = memory[self.format.verified]  # what the workers see
-        self._verified = bytearray(self.num_chunks)  # what this process has seen with its own eyes
+        self._verified = bytearray(self.num_chunks)  # what this process has verified itself
         self._num_verified = 0
         self._num_segments_ready = 0
         self._pins = pins
@@ -72,7 +67,7 @@ class Slab:
 
     @property
     def num_segments_ready(self) -> int:
-        """So many of the first segments, in execution order, have all their chunks verified."""
+        """How many leading segments, in execution order, have all their chunks verified."""
         return self._num_segments_ready
 
     @property
@@ -81,7 +76,7 @@ class Slab:
 
     @property
     def error(self) -> str:
-        """Why the missing chunks will not come; empty while they may."""
+        """Why the missing chunks will not arrive; empty while they may."""
         return self._error
 
     def chunk(self, index: int) -> memoryview:
@@ -92,19 +87,19 @@ class Slab:
         return self.manifest.chunk_digests[index]
 
     def is_verified(self, index: int) -> bool:
-        """True: the bytes matched their digest. Takes a chunk's hashing time once after an arena was re-opened."""
+        """Whether the bytes matched their digest. Hashes the chunk once after the arena was reopened."""
         if self._verified[index]:
             return True
         return bool(self._shared[index]) and self._recheck_chunk(index)
 
     def missing(self) -> list[int]:
-        """The chunks to ask for, in execution order."""
+        """The chunks to request, in execution order."""
         return [index for index in range(self.num_chunks) if not self.is_verified(index)]
 
     def accept(self, index: int) -> None:
-        """The chunk's digest has matched: counts it, shows it to the workers, wakes whoever waits.
+        """The chunk's digest has matched: counts it, shows it to the workers, wakes waiters.
 
-        Raises ``BufferLost`` when the slab was dropped meanwhile: its place may be another's.
+        Raises ``BufferLost`` when the slab was dropped meanwhile: its range may belong to another.
         """
         with self._changed:
             if self._dropped:
@@ -113,20 +108,12 @@ class Slab:
             self._count(index)
         self._notify()
 
-    def wait(self, index: int, timeout_s: float) -> bool:
-        if self.is_verified(index):
-            return True
-        with self._changed:
-            self._changed.wait_for(lambda: self._verified[index] or self._error, timeout_s)
-            if self._error and not self._verified[index]:
-                raise BufferLost(self._error)
-            return bool(self._verified[index])
-
     def wait_any(self, indices: Sequence[int], timeout_s: float) -> list[int]:
-        """The first few of these that are verified; waits while there is none. See ``buffers.Buffer``."""
-        shared = bytes(self._shared)  # at one moment: else a chunk that comes while we look overtakes those before it
-        here = (index for index in indices if shared[index] and self.is_verified(index))
-        if found := list(islice(here, MAX_READY_CHUNKS)):
+        """The first of these chunks that are verified; waits while none is. See ``buffers.Buffer``."""
+        # A snapshot: otherwise a chunk accepted during the scan could overtake those before it.
+        shared = bytes(self._shared)
+        verified = (index for index in indices if shared[index] and self.is_verified(index))
+        if found := list(islice(verified, MAX_READY_CHUNKS)):
             return found
         with self._changed:
             self._changed.wait_for(lambda: self._error or any(self._verified[index] for index in indices), timeout_s)
@@ -136,24 +123,24 @@ class Slab:
             return found
 
     def ready_flags(self) -> bytes:
-        """One byte for each chunk, 1: verified by this process."""
+        """One byte per chunk: 1 if verified by this process."""
         return bytes(self._verified)
 
     def fail(self, error: Exception | str) -> None:
-        """The missing chunks will not come (every source has failed). Verified ones stay good; see ``revive``."""
+        """The missing chunks will not arrive (every source failed). Verified ones stay valid; see ``revive``."""
         with self._changed:
-            self._error = self._error or f"pack {self.pack_id} will not be completed here: {error}"
+            self._error = self._error or f"pack {self.pack_id} cannot be completed here: {error}"
             self._changed.notify_all()
         self._notify()
 
     def revive(self) -> None:
-        """A new filling begins after ``fail``."""
+        """Starts over after ``fail``."""
         with self._changed:
             if not self._dropped:
                 self._error = ""
 
     def mark_dropped(self) -> None:
-        """The arena has taken the place back."""
+        """The arena has reclaimed the range."""
         with self._changed:
             self._dropped = True
             self._verified = bytearray(self.num_chunks)
@@ -161,15 +148,15 @@ class Slab:
         self.fail("it was dropped from the arena")
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Calls back, without arguments, after each accepted chunk and failure, in the thread that caused it: be quick.
+        """Calls back after each accepted chunk and failure, in the thread that caused it: be quick.
 
-        Returns what ends it.
+        Returns a function that removes the callback.
         """
         with self._changed:
             self._callbacks.append(callback)
 
         def remove() -> None:
-            with self._changed, suppress(ValueError):  # ended twice
+            with self._changed, suppress(ValueError):  # removed twice
                 self._callbacks.remove(callback)
 
         return remove
@@ -182,13 +169,13 @@ class Slab:
         self._pins.unpin(self.pack_id, owner)
 
     def recheck(self) -> int:
-        """Hashes every chunk that a previous process left as verified; returns how many chunks are now."""
+        """Hashes every chunk that a previous process left as verified; returns how many are verified now."""
         for index in range(self.num_chunks):
             self.is_verified(index)
         return self._num_verified
 
     def check_integrity(self) -> None:
-        """Raises ``ArenaCorrupted`` when what this process counts and what the workers see differ."""
+        """Raises ``ArenaCorrupted`` when this process's counts and what the workers see differ."""
         with self._changed:
             if self._dropped:
                 return
@@ -196,11 +183,11 @@ class Slab:
                 raise ArenaCorrupted(f"the header of pack {self.pack_id} has changed")
             shared = bytes(self._shared)
             if shared.count(0) + shared.count(1) != self.num_chunks:
-                raise ArenaCorrupted(f"pack {self.pack_id} has verified marks that are neither 0 nor 1")
-            if any(mine and not seen for mine, seen in zip(self._verified, shared, strict=True)):
-                raise ArenaCorrupted(f"pack {self.pack_id} hides chunks that were verified")
+                raise ArenaCorrupted(f"pack {self.pack_id} has verified bytes that are neither 0 nor 1")
+            if any(own and not seen for own, seen in zip(self._verified, shared, strict=True)):
+                raise ArenaCorrupted(f"pack {self.pack_id} hides verified chunks from the workers")
             if self._verified.count(1) != self._num_verified:
-                raise ArenaCorrupted(f"pack {self.pack_id} counts {self._num_verified} verified chunks wrongly")
+                raise ArenaCorrupted(f"pack {self.pack_id} has a wrong count of verified chunks: {self._num_verified}")
 
     def _recheck_chunk(self, index: int) -> bool:
         good = blake3(self.chunk(index)).digest() == self.digest(index)
@@ -227,61 +214,3 @@ class Slab:
     def _notify(self) -> None:
         for callback in tuple(self._callbacks):
             callback()
-
-
-class MappedSlab:
-    """A worker's read-only view of one slab; valid for as long as it is mapped, whatever becomes of the store.
-
-    Raises ``NotFound`` when there is no such arena, ``ArenaCorrupted`` when no slab lies there.
-    """
-
-    def __init__(self, arena_path: str | Path, slab_offset: int, slab_bytes: int) -> None:
-        self._mapping = _map_read_only(Path(arena_path), slab_offset, slab_bytes)
-        whole = memoryview(self._mapping)
-        self._format = read_format(whole)
-        self._verified = whole[self._format.verified]
-        self._encoded = bytes(whole[self._format.manifest])
-        self.data = whole[self._format.data]  # read-only; begins on a page
-
-    @cached_property
-    def manifest(self) -> Manifest:
-        return decode_manifest(self._encoded)
-
-    @property
-    def num_chunks(self) -> int:
-        return self._format.num_chunks
-
-    @property
-    def num_verified(self) -> int:
-        return bytes(self._verified).count(1)
-
-    @property
-    def complete(self) -> bool:
-        return self.num_verified == self.num_chunks
-
-    def is_verified(self, index: int) -> bool:
-        return self._verified[index] == 1
-
-    def close(self) -> None:
-        """Gives the mapping back. While tensors still look into it, it stays until the last of them is collected."""
-        with suppress(BufferError):
-            self.data.release()
-        with suppress(BufferError):
-            self._verified.release()
-        with suppress(BufferError):
-            self._mapping.close()
-
-
-def _map_read_only(path: Path, offset: int, num_bytes: int) -> mmap.mmap:
-    if offset < 0 or offset % ALIGN_BYTES or num_bytes <= 0:
-        raise ArenaCorrupted(f"a slab cannot lie at {offset} with {num_bytes} bytes")
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError as error:
-        raise NotFound(f"there is no arena at {path}", field="arena_path") from error
-    try:
-        if offset + num_bytes > os.fstat(file).st_size:
-            raise ArenaCorrupted(f"a slab at {offset} with {num_bytes} bytes is beyond the arena's end")
-        return mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
-    finally:
-        os.close(file)

@@ -1,10 +1,9 @@
-"""How one slab lies in the arena, so that a mapping of it alone tells everything.
+"""The layout of one slab in the arena; a mapping of it alone is self-describing.
 
-    [header 64 B][verified: one byte per chunk][encoded manifest][padding to a page][the pack's bytes][padding to a
-    page]
+    [header 64 B][verified: one byte per chunk][encoded manifest][padding][the pack's bytes][padding]
 
-A verified byte turns 1 after its chunk's digest matched, never before. One process writes (the store), others only
-read.
+The pack's bytes begin and end on pages. A verified byte becomes 1 after its chunk's digest matched, never before. One
+process writes (the store), others only read.
 """
 
 from __future__ import annotations
@@ -13,15 +12,13 @@ import mmap
 import struct
 from dataclasses import dataclass
 
-import msgspec
-
-from torchrelay.transfer.errors import ArenaCorrupted, ProtocolViolation
-from torchrelay.transfer.manifest import DIGEST_BYTES, PAGE_BYTES, Manifest, decode_manifest
+from torchrelay.transfer.errors import ArenaCorrupted
+from torchrelay.transfer.manifest import PAGE_BYTES, Manifest
 
 _MAGIC = b"TRSLAB01"
 _HEADER = struct.Struct("<8sIIQQ")  # magic, chunks, manifest bytes, data offset, data bytes
 _HEADER_BYTES = 64
-# A page of the pack's format, or of this machine when its pages are larger: what mmap can begin at.
+# A page of the pack format, or of this machine if its pages are larger: the granularity of mmap.
 ALIGN_BYTES = max(PAGE_BYTES, mmap.ALLOCATIONGRANULARITY)
 
 
@@ -31,7 +28,7 @@ def page_aligned(num_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SlabFormat:
-    """The places inside one slab, as offsets from its beginning."""
+    """The parts of one slab, as offsets from its beginning."""
 
     num_chunks: int
     manifest_bytes: int
@@ -61,7 +58,7 @@ class SlabFormat:
         return slice(self.data_offset, self.data_offset + self.data_bytes)
 
     def write(self, slab: memoryview, encoded_manifest: bytes) -> None:
-        """Makes an empty slab: nothing verified, whatever lay there before."""
+        """Formats an empty slab, with nothing verified."""
         slab[self.verified] = bytes(self.num_chunks)
         slab[self.manifest] = encoded_manifest
         packed = _HEADER.pack(_MAGIC, self.num_chunks, self.manifest_bytes, self.data_offset, self.data_bytes)
@@ -69,30 +66,12 @@ class SlabFormat:
 
 
 def read_format(slab: memoryview) -> SlabFormat:
-    """Raises ``ArenaCorrupted`` when this is no slab, or one whose parts do not fit into it."""
+    """Raises ``ArenaCorrupted`` when this is not a slab, or its parts do not fit into it."""
     if len(slab) < _HEADER_BYTES:
-        raise ArenaCorrupted(f"a slab of {len(slab)} bytes has no room for its header")
+        raise ArenaCorrupted(f"a slab of {len(slab)} bytes is too small for its header")
     magic, num_chunks, manifest_bytes, data_offset, data_bytes = _HEADER.unpack_from(slab)
     found = SlabFormat(num_chunks, manifest_bytes, data_offset, data_bytes)
     front = page_aligned(_HEADER_BYTES + num_chunks + manifest_bytes)
     if magic != _MAGIC or data_offset != front or found.num_slab_bytes > len(slab):
-        raise ArenaCorrupted("the slab's header does not describe a slab of this place and size")
+        raise ArenaCorrupted("the slab's header does not describe a slab of this size")
     return found
-
-
-def checked_manifest(encoded: bytes) -> Manifest:
-    """Reads a manifest that may come from a peer. Raises ``ProtocolViolation`` when its numbers do not agree."""
-    try:
-        manifest = decode_manifest(encoded)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolViolation(f"the manifest cannot be read: {error}") from error
-    if manifest.chunk_bytes <= 0 or manifest.num_bytes < 0:
-        raise ProtocolViolation("the manifest has sizes below zero")
-    if manifest.num_chunks != -(-manifest.num_bytes // manifest.chunk_bytes):
-        raise ProtocolViolation(
-            f"the manifest has {manifest.num_chunks} digests for {manifest.num_bytes} bytes "
-            f"in chunks of {manifest.chunk_bytes}"
-        )
-    if any(len(digest) != DIGEST_BYTES for digest in manifest.chunk_digests):
-        raise ProtocolViolation("the manifest has digests that are not BLAKE3's 32 bytes")
-    return manifest

@@ -1,6 +1,6 @@
-"""The arena's own record of its slabs: the first pages of its file, so that it outlives the store.
+"""The arena's table of slabs: the first pages of its file, so that it outlives the store.
 
-[header 64 B][entry 64 B]...    an entry counts once its state says so, and that is written last
+[header 64 B][entry 64 B]...    an entry is valid once its state is USED, which is written last
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TABLE_BYTES = page_aligned(_SIZE * (MAX_SLABS + 1))
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """Which pack lies in [begin, begin + num_bytes) of the arena; ``last_used`` is a tick that only rises."""
+    """The pack in [begin, begin + num_bytes) of the arena; ``last_used`` is a tick that only increases."""
 
     slot: int
     pack_id: str
@@ -43,31 +43,31 @@ class TableEntry:
 
 
 def is_table_of(front: bytes, capacity_bytes: int) -> bool:
-    """Whether a file that begins so is an arena of this version and size."""
+    """Whether a file that begins with ``front`` is an arena of this version and size."""
     return front[:_FAULTED_OFFSET] == _HEADER.pack(_MAGIC, _VERSION, MAX_SLABS, capacity_bytes, 0)[:_FAULTED_OFFSET]
 
 
 def check_ranges(entries: Iterable[TableEntry], faulted_bytes: int, capacity_bytes: int) -> None:
-    """Raises ``ArenaCorrupted`` when slabs overlap, or lie out of what is faulted in."""
+    """Raises ``ArenaCorrupted`` when slabs overlap, or are outside the prefaulted range."""
     if not TABLE_BYTES <= faulted_bytes <= capacity_bytes:
-        raise ArenaCorrupted(f"{faulted_bytes} bytes of {capacity_bytes} cannot be faulted in")
+        raise ArenaCorrupted(f"the arena's table claims {faulted_bytes} prefaulted bytes of {capacity_bytes}")
     free_from = TABLE_BYTES
     for entry in sorted(entries, key=lambda entry: entry.begin):
         if entry.begin % ALIGN_BYTES or entry.num_bytes % ALIGN_BYTES or entry.num_bytes <= 0:
-            raise ArenaCorrupted(f"pack {entry.pack_id} does not lie on pages")
+            raise ArenaCorrupted(f"pack {entry.pack_id} is not page aligned")
         if entry.begin < free_from or entry.end > faulted_bytes:
-            raise ArenaCorrupted(f"pack {entry.pack_id} overlaps another or lies out of range")
+            raise ArenaCorrupted(f"pack {entry.pack_id} overlaps another or is out of range")
         free_from = entry.end
 
 
 class SlabTable:
-    """The table in the arena's memory. Its owner's lock guards it."""
+    """The table in the arena's memory; guarded by its owner's lock."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory[:TABLE_BYTES]
 
     def format(self, capacity_bytes: int) -> None:
-        """Makes an empty table."""
+        """Writes an empty table."""
         self._memory[:] = bytes(TABLE_BYTES)
         _HEADER.pack_into(self._memory, 0, _MAGIC, _VERSION, MAX_SLABS, capacity_bytes, 0)
 
@@ -80,10 +80,10 @@ class SlabTable:
         _FAULTED.pack_into(self._memory, _FAULTED_OFFSET, num_bytes)
 
     def entries(self) -> list[TableEntry]:
-        """All slabs. Raises ``ArenaCorrupted`` for a state that was never written."""
+        """All slabs. Raises ``ArenaCorrupted`` for an unknown state."""
         found = []
         for slot in range(MAX_SLABS):
-            state, _, begin, num_bytes, last_used, pack_id = _ENTRY.unpack_from(self._memory, _place(slot))
+            state, _, begin, num_bytes, last_used, pack_id = _ENTRY.unpack_from(self._memory, _entry_offset(slot))
             if state == _USED:
                 found.append(TableEntry(slot, pack_id.hex(), begin, num_bytes, last_used))
             elif state != _FREE:
@@ -91,22 +91,22 @@ class SlabTable:
         return found
 
     def add(self, pack_id: str, begin: int, num_bytes: int, last_used: int) -> TableEntry:
-        """Raises ``ArenaFull`` when every entry is taken."""
+        """Raises ``ArenaFull`` when every entry is used."""
         for slot in range(MAX_SLABS):
-            place = _place(slot)
-            if _STATE.unpack_from(self._memory, place)[0] == _FREE:
-                _ENTRY.pack_into(self._memory, place, _FREE, 0, begin, num_bytes, last_used, bytes.fromhex(pack_id))
-                _STATE.pack_into(self._memory, place, _USED)
+            offset = _entry_offset(slot)
+            if _STATE.unpack_from(self._memory, offset)[0] == _FREE:
+                _ENTRY.pack_into(self._memory, offset, _FREE, 0, begin, num_bytes, last_used, bytes.fromhex(pack_id))
+                _STATE.pack_into(self._memory, offset, _USED)
                 return TableEntry(slot, pack_id, begin, num_bytes, last_used)
         raise ArenaFull(f"the arena's table has no entry left: it holds {MAX_SLABS} packs")
 
     def touch(self, entry: TableEntry, last_used: int) -> TableEntry:
-        _LAST_USED.pack_into(self._memory, _place(entry.slot) + _LAST_USED_OFFSET, last_used)
+        _LAST_USED.pack_into(self._memory, _entry_offset(entry.slot) + _LAST_USED_OFFSET, last_used)
         return replace(entry, last_used=last_used)
 
     def remove(self, entry: TableEntry) -> None:
-        _STATE.pack_into(self._memory, _place(entry.slot), _FREE)
+        _STATE.pack_into(self._memory, _entry_offset(entry.slot), _FREE)
 
 
-def _place(slot: int) -> int:
+def _entry_offset(slot: int) -> int:
     return _SIZE * (slot + 1)

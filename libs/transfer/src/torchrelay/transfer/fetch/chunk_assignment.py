@@ -1,7 +1,9 @@
-"""Which source is asked for which chunk: the part of ``swarm`` that hands them out. Pure; time is given.
+"""Which source is asked for which chunk. Pure; time is given.
 
-Chunks are handed out in the order wanted, a window of them to each source, as large as what it brings in a twentieth
-of a second. One source at a time writes a chunk. Nothing that was accepted is asked for again.
+Chunks are assigned in the order wanted. Each source has a window of outstanding requests, sized to what it delivers in
+``WINDOW_S``. At most one source writes a chunk at a time, and an accepted chunk is never requested again.
+
+A chunk is named here by its position in the order wanted, a source by its index in ``states``.
 """
 
 from __future__ import annotations
@@ -15,105 +17,139 @@ from torchrelay.transfer.fetch.source_state import SourcePhase, SourceState
 WINDOW_S = 0.05
 MIN_WINDOW, FIRST_WINDOW, MAX_WINDOW = 2, 4, 64
 UNMEASURED_WINDOW_BYTES = 2 << 20
-STEAL_FACTOR, STEAL_S = 1.25, 0.01  # an idle source takes a chunk over when it is sooner by this
+STEAL_FACTOR, STEAL_S = 1.25, 0.01  # an idle source takes over a chunk if it would deliver it sooner by this margin
 LOOK_AHEAD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRequests:
-    """What to tell one source: chunks to ask for, chunks no longer wanted. By place here, by number to the source."""
+    """What to send to one source: chunks to request, and earlier requests to cancel."""
 
     wanted: list[int]
     cancelled: list[int]
 
 
 class ChunkAssignment:
-    """``num_places`` chunks and the lanes of ``num_sources`` sources, by their numbers."""
+    """The chunks of one transfer; ``states`` is shared with the policy, which adds sources to it."""
 
-    def __init__(self, num_places: int, num_sources: int) -> None:
-        self.states = [SourceState() for _ in range(num_sources)]
-        self.num_left = num_places
-        self.has_changes = False  # chunks have become free, or there is something to cancel
+    def __init__(self, num_chunks: int, states: list[SourceState]) -> None:
+        self.num_chunks = self.num_left = num_chunks
+        self.has_changes = False  # chunks became available, or there is something to cancel
         self.progress_at = 0.0
-        self._num_places = num_places
-        self._done = bytearray(num_places)
-        self._writer: dict[int, int] = {}  # into whose hands a chunk is coming
-        self._free = list(range(num_places))  # a heap; may name what is not free any more
+        self._states = states
+        self._done = bytearray(num_chunks)
+        self._receiving: set[int] = set()  # chunks that some source is writing
+        self._available = list(range(num_chunks))  # a heap; may contain chunks that were taken since
         self._num_accepted = self._bytes_accepted = 0
 
     @property
     def chunk_bytes(self) -> float:
-        """The mean so far; 0: not known."""
+        """The mean size of accepted chunks; 0: none yet."""
         return self._bytes_accepted / self._num_accepted if self._num_accepted else 0.0
 
-    def begin(self, source: int, place: int, now: float) -> bool:
-        """A chunk begins to come. False: it is here already, or another is bringing it; it must not be written."""
-        state = self.states[source]
-        self._record(state, 0, now)
+    # -- what the sources do
+
+    def record(self, state: SourceState, num_bytes: int, now: float) -> None:
+        """Adds received bytes, or the mere passing of time, to a source's measured rate."""
+        sharing = len(self._states) > 1 and sum(other.active for other in self._states) > 1
+        state.record(num_bytes, now, sharing=sharing)
+
+    def begin(self, source: int, position: int, now: float) -> bool:
+        """A chunk starts to arrive. False: it is here already, or another source is writing it; skip its bytes."""
+        state = self._states[source]
+        self.record(state, 0, now)
         state.last_frame_at = now
-        state.has[place] = 1
-        state.outstanding.pop(place, None)
-        writes = not self._done[place] and place not in self._writer
+        state.has[position] = 1
+        state.outstanding.pop(position, None)
+        writes = not self._done[position] and position not in self._receiving
         if writes:
-            self._writer[place] = source
-            state.receiving, state.starved = place, False
-            self._cancel_elsewhere(source, place)
+            self._receiving.add(position)
+            state.receiving, state.starved = position, False
+            self._cancel_elsewhere(state, position)
         state.update_busy(now)
         return writes
 
     def progress(self, source: int, num_bytes: int, now: float) -> None:
-        """Bytes of the chunk begun, or of one that is passed over, have come."""
-        self._record(self.states[source], num_bytes, now)
+        """Bytes of the arriving chunk were received, written or skipped."""
+        self.record(self._states[source], num_bytes, now)
 
-    def accepted(self, source: int, place: int, num_bytes: int, now: float) -> None:
-        """The chunk begun is complete and verified."""
-        state = self.states[source]
-        self._done[place] = 1
+    def accepted(self, source: int, position: int, num_bytes: int, now: float) -> None:
+        """The arriving chunk is complete and verified."""
+        state = self._states[source]
+        self._done[position] = 1
         self.num_left -= 1
         self._num_accepted += 1
         self._bytes_accepted += num_bytes
         self.progress_at = now
         state.num_failures = 0
         self._clear_receiving(state)
-        self._cancel_elsewhere(source, place)
+        self._cancel_elsewhere(state, position)
         state.update_busy(now)
 
     def release_revoked(self, source: int, now: float) -> bool:
-        """True: what is coming in is not to be written any more, from this moment on."""
-        state = self.states[source]
+        """True: the source must stop writing the arriving chunk, from this moment on."""
+        state = self._states[source]
         if not state.revoked or state.receiving is None:
             return False
-        place = state.receiving
+        position = state.receiving
         self._clear_receiving(state)
-        self._make_available(place)
+        self.make_available(position)
         state.update_busy(now)
         return True
 
+    # -- what to request
+
     def requests(self, source: int) -> ChunkRequests:
-        """What to tell this source now."""
-        state = self.states[source]
+        """What to send to this source now."""
+        state = self._states[source]
         cancelled, state.cancels = state.cancels, []
         wanted: list[int] = []
         if state.accepts_requests and self.num_left:
-            # What it has not got yet fills a window of its own: else a chunk given back could not be asked of it.
-            num_had = sum(state.has[place] for place in state.outstanding)
+            # Chunks it does not have yet fill a window of their own; otherwise a chunk that another source gave up
+            # could not be requested from it.
+            num_had = sum(state.has[position] for position in state.outstanding)
             window = self._window(state)
-            room = _room(window, num_had)
-            room_ahead = _room(window, len(state.outstanding) - num_had) if 0 in state.has else 0
-            if room or room_ahead:
-                wanted = self._assign(state, room, room_ahead)
+            num_present = _num_to_request(window, num_had)
+            num_ahead = _num_to_request(window, len(state.outstanding) - num_had) if 0 in state.has else 0
+            if num_present or num_ahead:
+                wanted = self._assign(state, num_present, num_ahead)
         return ChunkRequests(wanted, cancelled)
 
     def ask(self, source: int, wanted: Iterable[int], now: float) -> None:
-        """The orders' chunks are being asked for."""
-        state = self.states[source]
+        """These chunks are being requested from the source."""
+        state = self._states[source]
         if not state.has_outstanding:
             state.last_frame_at = now
         state.outstanding.update(dict.fromkeys(wanted))
         state.update_busy(now)
 
-    def _record(self, state: SourceState, num_bytes: int, now: float) -> None:
-        state.record(num_bytes, now, sharing=len(self.states) > 1 and sum(other.active for other in self.states) > 1)
+    # -- what the policy takes back
+
+    def disconnect(self, state: SourceState) -> None:
+        """The source's connection is gone: whatever it still owed is available again."""
+        lost = list(state.outstanding)
+        if state.receiving is not None:
+            lost.append(state.receiving)
+        self._clear_receiving(state)
+        state.close()
+        for position in lost:
+            self.make_available(position)
+
+    def withdraw(self, state: SourceState, keep: int) -> None:
+        """Cancels all but the first ``keep`` outstanding requests, for other sources to take."""
+        for position in list(state.outstanding)[keep:]:
+            self._cancel(state, position)
+            self.make_available(position)
+
+    def make_available(self, position: int) -> None:
+        """The chunk may be requested, again or from one more source."""
+        if not self._done[position]:
+            heapq.heappush(self._available, position)
+            self.has_changes = True
+
+    def is_elsewhere(self, position: int, but: SourceState) -> bool:
+        """Whether another source that accepts requests has the chunk."""
+        return any(state is not but and state.accepts_requests and state.has[position] for state in self._states)
 
     def _window(self, state: SourceState) -> int:
         chunk_bytes = self.chunk_bytes
@@ -124,100 +160,87 @@ class ChunkAssignment:
         window_bytes = state.monitor.recent * WINDOW_S or UNMEASURED_WINDOW_BYTES
         return min(max(int(window_bytes / chunk_bytes), MIN_WINDOW), MAX_WINDOW)
 
-    def _assign(self, state: SourceState, room: int, room_ahead: int) -> list[int]:
-        """So many chunks that this source has, and so many that it lacks."""
+    def _assign(self, state: SourceState, num_present: int, num_ahead: int) -> list[int]:
+        """Up to ``num_present`` chunks that this source has, and up to ``num_ahead`` that it lacks."""
         wanted, skipped = list[int](), list[int]()
-        while self._free and (room or room_ahead) and len(skipped) < LOOK_AHEAD:
-            place = heapq.heappop(self._free)
-            if not self._is_free(place):
+        while self._available and (num_present or num_ahead) and len(skipped) < LOOK_AHEAD:
+            position = heapq.heappop(self._available)
+            if not self._is_available(position):
                 continue
-            if state.has[place] and room:
-                wanted.append(place)
-                room -= 1
-            # What it lacks it may yet get; but if another has it, that one is asked.
-            elif not state.has[place] and room_ahead and not self._is_elsewhere(place, but=state):
-                wanted.append(place)
-                room_ahead -= 1
+            if state.has[position] and num_present:
+                wanted.append(position)
+                num_present -= 1
+            # It may still get what it lacks; but if another source has the chunk, that one is asked.
+            elif not state.has[position] and num_ahead and not self.is_elsewhere(position, but=state):
+                wanted.append(position)
+                num_ahead -= 1
             else:
-                skipped.append(place)
-        for place in skipped:
-            heapq.heappush(self._free, place)
-        if room and len(self.states) > 1:
-            wanted += self._unblock(state, room)
+                skipped.append(position)
+        for position in skipped:
+            heapq.heappush(self._available, position)
+        if num_present and len(self._states) > 1:
+            wanted += self._unblock(state, num_present)
             if not wanted and not skipped:
                 wanted += self._steal(state)
         return wanted
 
-    def _unblock(self, state: SourceState, room: int) -> list[int]:
-        """Chunks that were asked of those who have not got them yet, and that this one has."""
+    def _unblock(self, state: SourceState, num_more: int) -> list[int]:
+        """Chunks that this source has, taken from sources that were asked for them and do not have them yet."""
         moved = list[int]()
-        for other in self.states:
+        for other in self._states:
             if other is not state:
-                for place in [place for place in other.outstanding if state.has[place] and not other.has[place]]:
-                    if len(moved) < room and place not in state.outstanding:
-                        self._cancel(other, place)
-                        moved.append(place)
+                for position in [each for each in other.outstanding if state.has[each] and not other.has[each]]:
+                    if len(moved) < num_more and position not in state.outstanding:
+                        self._cancel(other, position)
+                        moved.append(position)
         return sorted(moved)
 
     def _steal(self, state: SourceState) -> list[int]:
-        """One chunk that this idle source will bring sooner than the one it was asked of."""
-        fallback = max(other.monitor.recent for other in self.states)
-        mine_s = state.eta_s(self.chunk_bytes, 1, fallback) * STEAL_FACTOR + STEAL_S
+        """One chunk that this idle source would deliver sooner than the source that was asked for it."""
+        fallback = max(other.monitor.recent for other in self._states)
+        own_eta_s = state.eta_s(self.chunk_bytes, 1, fallback) * STEAL_FACTOR + STEAL_S
         others = [
             (other.eta_s(self.chunk_bytes, other.receiving is not None, fallback), other)
-            for other in self.states
+            for other in self._states
             if other is not state and other.phase is SourcePhase.OPEN and other.has_outstanding
         ]
-        for theirs_s, other in sorted(others, key=lambda entry: -entry[0]):
-            place = next((place for place in reversed(other.outstanding) if state.has[place]), None)
-            if place is not None:
-                if theirs_s > mine_s and place not in state.outstanding:
-                    self._cancel(other, place)
-                    return [place]
-            # What has begun to come may be nearly here: it is given up to an idle source of more than twice the speed.
+        for eta_s, other in sorted(others, key=lambda entry: -entry[0]):
+            position = next((each for each in reversed(other.outstanding) if state.has[each]), None)
+            if position is not None:
+                if eta_s > own_eta_s and position not in state.outstanding:
+                    self._cancel(other, position)
+                    return [position]
+            # A chunk that is arriving may be nearly complete: only an idle source of over twice the speed gets it.
             elif (
                 other.receiving is not None
                 and state.has[other.receiving]
                 and not state.has_outstanding
-                and theirs_s > 2 * mine_s
+                and eta_s > 2 * own_eta_s
             ):
                 other.revoked = True
         return []
 
-    def _is_free(self, place: int) -> bool:
-        if self._done[place] or place in self._writer:
+    def _is_available(self, position: int) -> bool:
+        if self._done[position] or position in self._receiving:
             return False
-        return not any(place in state.outstanding and not state.silent for state in self.states)
+        return not any(position in state.outstanding and not state.silent for state in self._states)
 
-    def _is_elsewhere(self, place: int, but: SourceState) -> bool:
-        return any(state is not but and state.accepts_requests and state.has[place] for state in self.states)
-
-    def _make_available(self, place: int) -> None:
-        if not self._done[place]:
-            heapq.heappush(self._free, place)
-            self.has_changes = True
-
-    def _withdraw(self, state: SourceState, keep: int) -> None:
-        for place in list(state.outstanding)[keep:]:
-            self._cancel(state, place)
-            self._make_available(place)
-
-    def _cancel(self, state: SourceState, place: int) -> None:
-        del state.outstanding[place]
-        state.cancels.append(place)
+    def _cancel(self, state: SourceState, position: int) -> None:
+        del state.outstanding[position]
+        state.cancels.append(position)
         self.has_changes = True
 
-    def _cancel_elsewhere(self, source: int, place: int) -> None:
-        for number, state in enumerate(self.states):
-            if number != source and place in state.outstanding:
-                self._cancel(state, place)
+    def _cancel_elsewhere(self, receiving: SourceState, position: int) -> None:
+        for state in self._states:
+            if state is not receiving and position in state.outstanding:
+                self._cancel(state, position)
 
     def _clear_receiving(self, state: SourceState) -> None:
         if state.receiving is not None:
-            self._writer.pop(state.receiving, None)
+            self._receiving.discard(state.receiving)
         state.receiving, state.revoked = None, False
 
 
-def _room(window: int, num_asked: int) -> int:
-    """How many more to ask for; 0 until half the window is free, so that chunks are asked for several at a time."""
-    return window - num_asked if 2 * num_asked <= window else 0
+def _num_to_request(window: int, num_outstanding: int) -> int:
+    """How many more to request; 0 until half the window is free, so that requests go out several at a time."""
+    return window - num_outstanding if 2 * num_outstanding <= window else 0

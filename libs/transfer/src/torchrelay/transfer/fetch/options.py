@@ -1,37 +1,55 @@
-"""What one transfer is given, and what ends it."""
+"""How a transfer is tuned, and the handles through which others watch and steer it."""
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field
 
 from torchrelay.transfer.fetch.source_policy import SourceRules
-from torchrelay.transfer.fetch.sources import Receiver, SourceUpdates
+from torchrelay.transfer.fetch.sources import SourceUpdates
 from torchrelay.transfer.fetch.statistics import TransferStats
 from torchrelay.transfer.transport.interface import TransferClass, Transport
+from torchrelay.transfer.transport.tcp import TcpTransport
 
-
-class StopSignal(threading.Event):
-    """Set when this transfer is over, or when its caller's own event is."""
-
-    def __init__(self, stop: threading.Event | None) -> None:
-        super().__init__()
-        self._stop = stop
-
-    def is_set(self) -> bool:
-        return super().is_set() or (self._stop is not None and self._stop.is_set())
+STALL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
 class FollowOptions:
-    """What a transfer is given: see ``follow``."""
+    """What ``follow`` is tuned with.
 
-    buffer_id: str
-    receiver: Receiver
-    transport: Transport
-    rules: SourceRules
-    transfer_class: TransferClass
-    stall_s: float
-    starve_s: float
-    stats: TransferStats = field(default_factory=TransferStats)
+    A source is dropped after ``stall_s`` without a byte while something was due, or after ``starve_s`` in which no
+    source delivered anything and this one had nothing to send.
+    """
+
+    transport: Transport = field(default_factory=TcpTransport)
+    stall_s: float = STALL_S
+    # Without this limit, copies that wait for one another in a circle after a repair would wait forever.
+    starve_s: float = math.inf
+    num_striped: int = 1
+    transfer_class: TransferClass = TransferClass.KV
+
+    @property
+    def rules(self) -> SourceRules:
+        return SourceRules(max(self.num_striped, 1), hedge_slow=self.transfer_class != TransferClass.IDLE)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferControl:
+    """The live handles of a running transfer; usable from any thread."""
+
+    stop: threading.Event = field(default_factory=threading.Event)
     updates: SourceUpdates = field(default_factory=SourceUpdates)
+    stats: TransferStats = field(default_factory=TransferStats)
+
+
+class StopSignal(threading.Event):
+    """Set once this transfer is over or its caller's own event is set."""
+
+    def __init__(self, stop: threading.Event) -> None:
+        super().__init__()
+        self._stop = stop
+
+    def is_set(self) -> bool:
+        return super().is_set() or self._stop.is_set()

@@ -1,28 +1,28 @@
-"""How fast bytes come: a rate to show, and a gauge that tells when a source has turned slow. Pure; time is given."""
+"""Receive rates: a decaying one to display, and a monitor that detects a slow source. Pure; time is given."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-DECAY_S = 0.5  # what "of late" means
-BIN_S = 0.025  # bytes are counted over at least so long: a socket hands them out in bursts
-BUSY_SHARE = 0.8  # a cell counts when the source could have sent for so much of it
+DECAY_S = 0.5
+BIN_S = 0.025  # shortest span to measure a rate over: a socket delivers in bursts
+BUSY_SHARE = 0.8  # a bin counts when the source could have sent for this share of it
 RECENT_S = 0.1
 BASELINE_S = 1.0
-WARM_UP_S = 0.2  # so much must have been measured before "earlier" means something
-SLOW_BELOW = 0.7  # of the earlier rate
+WARM_UP_S = 0.2  # measured time before the baseline means something
+SLOW_BELOW = 0.7  # of the baseline
 LARGEST_SHORTFALL = 0.33
-CUSUM_ALARM_S = (
-    0.05  # what is missing to SLOW_BELOW, summed: 0.15 s of silence or at a quarter, 0.25 s at a half, 0.5 s at 0.6
-)
+# Seconds of baseline missing below SLOW_BELOW: reached after 0.15 s of silence or at a quarter, 0.25 s at a half, 0.5 s
+# at 0.6 of the baseline.
+CUSUM_ALARM_S = 0.05
 RECOVERED_AT = 0.75
-RECOVERED_SHARING_AT = 0.5  # another source takes its part of the way in
+RECOVERED_SHARING_AT = 0.5  # when another source shares the incoming link
 
 
 @dataclass(slots=True)
 class DecayingRate:
-    """Bytes per second over the last half second or so, fading."""
+    """Bytes per second, exponentially averaged over about ``DECAY_S``."""
 
     begun_at: float
     _level: float = 0.0
@@ -42,10 +42,10 @@ class DecayingRate:
 
 @dataclass(slots=True)
 class RateMonitor:
-    """One source's rate while it could send, and whether it has fallen well below what it was.
+    """One source's rate while it could send, and whether it has fallen well below its baseline.
 
-    Time in which the source had nothing to send does not count. The fall is found by summing up what is missing
-    (Page's CUSUM, 1954): a short gap is forgotten, a lasting one raises the alarm the sooner the deeper it is.
+    Time in which the source had nothing to send does not count. The drop is detected by summing the shortfall (Page's
+    CUSUM, 1954): a short gap is forgotten, a lasting one raises the alarm the sooner the deeper it is.
     """
 
     recent: float = 0.0  # bytes per second; 0: not measured yet
@@ -58,7 +58,7 @@ class RateMonitor:
     _bin_s: float = 0.0
 
     def record(self, num_bytes: int, span_s: float, *, busy: bool, sharing: bool) -> None:
-        """``num_bytes`` came during the last ``span_s``, in which the source could send (``busy``) or not."""
+        """``num_bytes`` arrived during the last ``span_s``, in which the source could send (``busy``) or not."""
         self._bytes += num_bytes
         self._bin_s += span_s
         if busy:
@@ -68,19 +68,19 @@ class RateMonitor:
             self._measured_s += self._bin_s
             if self._busy_s >= BUSY_SHARE * self._bin_s:
                 self._measure(rate, self._bin_s, sharing)
-            elif not self.slow:  # it had little to send: at least so much it can bring
+            elif not self.slow:  # it had little to send: it can deliver at least this much
                 self._update_baseline(max(rate, self.baseline), self._bin_s)
                 self._update_recent(max(rate, self.recent), self._bin_s)
             self._bytes, self._busy_s, self._bin_s = 0, 0.0, 0.0
 
     def _measure(self, rate: float, span_s: float, sharing: bool) -> None:
         self._update_recent(rate, span_s)
-        if self.slow:  # what it was stays the measure until it is that again
+        if self.slow:  # the baseline stays until the rate is back
             if self.recent >= self.baseline * (RECOVERED_SHARING_AT if sharing else RECOVERED_AT):
                 self.slow, self._shortfall = False, 0.0
             return
         missing = SLOW_BELOW * self.baseline - rate
-        if self._measured_s < WARM_UP_S or missing <= 0:  # while it falls, what it was is not forgotten
+        if self._measured_s < WARM_UP_S or missing <= 0:  # a falling rate does not lower the baseline
             self._update_baseline(rate, span_s)
         if self._measured_s >= WARM_UP_S:
             missing = min(missing, LARGEST_SHORTFALL * self.baseline)
@@ -95,5 +95,5 @@ class RateMonitor:
 
 
 def _ewma(before: float, rate: float, span_s: float, over_s: float) -> float:
-    """The mean over about the last ``over_s``; 0 stands for none yet."""
+    """The mean over about the last ``over_s``; ``before`` 0: none yet."""
     return before + (rate - before) * (1.0 - math.exp(-span_s / over_s)) if before else rate

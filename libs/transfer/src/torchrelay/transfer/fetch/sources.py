@@ -1,4 +1,4 @@
-"""Whom to follow, and who follows."""
+"""The two ends of a transfer as its caller names them: sources and receiver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrelay.transfer.protocol.tickets import Ticket
 
 @dataclass(frozen=True, slots=True)
 class SourceAddress:
-    """A holder, where its data plane listens ("host:port"), and the right to read from it."""
+    """A holder, its data plane's address ("host:port"), and a ticket to read from it."""
 
     holder_id: str
     address: str
@@ -20,18 +20,18 @@ class SourceAddress:
 
 @dataclass(frozen=True, slots=True)
 class Receiver:
-    """Who follows: a store's or worker's id and its node key."""
+    """The follower: a store's or worker's id and its node key."""
 
     id: str
     node_key: bytes = field(repr=False)
 
 
 class SourceUpdates:
-    """Sources named while a transfer runs: put in by whoever plans, taken out by the transfer. Any thread may."""
+    """Changes to a running transfer: added by the planner, taken by the transfer. Thread-safe."""
 
     def __init__(self) -> None:
-        self.num_striped = 1  # at least so many are to be followed at once
-        self.is_urgent = False  # somebody waits by now
+        self.num_striped = 1  # follow at least this many at once
+        self.is_urgent = False  # someone waits for the transfer by now
         self._sources: deque[SourceAddress] = deque()
 
     def add(self, sources: Iterable[SourceAddress], num_striped: int = 1, is_urgent: bool = False) -> None:
@@ -44,5 +44,5 @@ class SourceUpdates:
         return bool(self._sources)
 
     def take(self) -> list[SourceAddress]:
-        """All that were added since, in that order."""
+        """All sources added since the last call, in that order."""
         return [self._sources.popleft() for _ in range(len(self._sources))]

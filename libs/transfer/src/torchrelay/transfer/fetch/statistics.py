@@ -1,9 +1,10 @@
-"""What each source of a transfer has brought, kept while it runs; read by whoever reports of it."""
+"""What each source of a running transfer has delivered, for progress reports."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from dataclasses import dataclass
 
 from torchrelay.transfer.fetch.rates import DecayingRate
@@ -11,7 +12,7 @@ from torchrelay.transfer.fetch.rates import DecayingRate
 
 @dataclass(frozen=True, slots=True)
 class SourceStats:
-    """One source's part. ``bytes_per_s`` is measured of late; ``error``: why it was given up last, if it was."""
+    """One source's part. ``bytes_per_s`` is the recent rate; ``error``: why it last failed, if it did."""
 
     holder_id: str
     num_bytes: int
@@ -29,38 +30,37 @@ class _SourceCounts:
 
 
 class TransferStats:
-    """Methods may be called on any thread."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, _SourceCounts] = {}
+        self._entries = defaultdict[str, _SourceCounts](lambda: _SourceCounts(DecayingRate(time.monotonic())))
         self._num_repairs = 0
         self._lock = threading.Lock()
 
     def joined(self, holder_id: str) -> None:
-        """It is asked for chunks from now on."""
+        """The source is asked for chunks from now on."""
         with self._lock:
-            self._entry(holder_id).num_followed += 1
+            self._entries[holder_id].num_followed += 1
 
     def left(self, holder_id: str) -> None:
-        """It no longer is."""
+        """The source is no longer asked for chunks."""
         with self._lock:
-            self._entry(holder_id).num_followed -= 1
+            self._entries[holder_id].num_followed -= 1
 
     def failed(self, holder_id: str, error: str) -> None:
-        """Why it was given up."""
         with self._lock:
-            self._entry(holder_id).error = error
+            self._entries[holder_id].error = error
 
     def received(self, holder_id: str, num_bytes: int) -> None:
-        """A verified chunk."""
+        """Counts a verified chunk."""
         now = time.monotonic()
         with self._lock:
-            entry = self._entry(holder_id)
+            entry = self._entries[holder_id]
             entry.num_bytes += num_bytes
             entry.rate.add(num_bytes, now)
 
     def repaired(self, times: int = 1) -> None:
-        """Sources were given up, or joined because others were in doubt."""
+        """Sources were given up, or joined because others were suspect."""
         with self._lock:
             self._num_repairs += times
 
@@ -70,13 +70,13 @@ class TransferStats:
 
     @property
     def largest(self) -> str:
-        """The source that has brought most; of those that have brought nothing, the one that is followed."""
+        """The source that delivered most; while none has delivered, one that is followed."""
         with self._lock:
             entries = self._entries.items()
             return max(entries, key=lambda item: (item[1].num_bytes, item[1].num_followed), default=("", None))[0]
 
     def by_source(self) -> list[SourceStats]:
-        """Every source that was followed, in the order in which they were first."""
+        """Every source that was ever followed, in the order they first joined."""
         now = time.monotonic()
         with self._lock:
             return [
@@ -89,8 +89,3 @@ class TransferStats:
                 )
                 for holder_id, entry in self._entries.items()
             ]
-
-    def _entry(self, holder_id: str) -> _SourceCounts:
-        if holder_id not in self._entries:
-            self._entries[holder_id] = _SourceCounts(DecayingRate(time.monotonic()))
-        return self._entries[holder_id]

@@ -1,3 +1,1 @@
-"""What follower and holder say to each other: tickets, frames, a stream of frames over a Connection. Imports
-transport.interface, manifest, errors, proto.
-"""
+"""What follower and holder exchange: tickets, frames, and a stream of frames over a ``Connection``."""

@@ -1,4 +1,4 @@
-"""Frames over a connection: whole ones in and out, with an eye on the clock and on whoever wants to stop."""
+"""Whole frames over a connection, with time limits and a stop event."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrelay.transfer.protocol.frames import (
 )
 from torchrelay.transfer.transport.interface import Connection
 
-RECEIVE_BYTES = 512 << 10  # what is hashed while it is still in the processor's cache
+RECEIVE_BYTES = 512 << 10  # hashed while still in the processor's cache
 SKIP_BYTES = 64 << 10
 
 
@@ -30,15 +30,15 @@ class StopRequested(Exception):
 
 
 class ChunkRevoked(Exception):
-    """The chunk that is coming in is no longer wanted of this source."""
+    """The arriving chunk is no longer wanted from this source."""
 
 
 class FrameStream:
-    """One end of a stream. ``stall_s`` is how long the other end may be silent; ``ends_at``, a monotonic time, is when
-    everything must have been received, however busily it trickles in.
+    """One end of a stream. ``stall_s`` is how long the peer may be silent; ``ends_at``, a monotonic time, is when
+    everything must have been received, even if it keeps trickling in.
 
-    One thread receives. ``send`` may be called by any. ``watch`` is told of each few bytes of a chunk, and, by 0, about
-    every ``TICK_S`` in which nothing comes; what it raises ends the wait.
+    One thread receives; any thread may ``send``. ``watch`` is called with the number of bytes of each part of a chunk,
+    and with 0 about every ``TICK_S`` in which nothing arrives; what it raises ends the receive.
     """
 
     def __init__(
@@ -66,8 +66,7 @@ class FrameStream:
     def receive_header(self) -> FrameHeader:
         """The next frame's header.
 
-        Raises ``SourceClosed``, ``SourceStalled``, ``ProtocolViolation``, ``Stopped``, and what the other end gives
-        as its reason when it refuses.
+        Raises ``SourceClosed``, ``SourceStalled``, ``ProtocolViolation``, ``StopRequested``, and the peer's refusal.
         """
         self.receive_exactly(self._header)
         header = unpack_header(self._header)
@@ -76,15 +75,13 @@ class FrameStream:
         return header
 
     def receive(self, kind: FrameKind, limit_bytes: int) -> bytes:
-        """The payload of the next frame, which must be of this kind and no longer than the limit; keep-alive frames
-        are passed over.
-        """
+        """The payload of the next frame, which must have this kind and at most this length. Skips keep-alive frames."""
         header = self.receive_header()
         while header.kind == FrameKind.ALIVE and kind != FrameKind.ALIVE:
             self.payload(header, 0)
             header = self.receive_header()
         if header.kind != kind:
-            raise ProtocolViolation(f"a {header.kind.name} frame came where {kind.name} was due")
+            raise ProtocolViolation(f"unexpected {header.kind.name} frame instead of {kind.name}")
         return self.payload(header, limit_bytes)
 
     def receive_exactly(self, view: memoryview) -> None:
@@ -94,9 +91,9 @@ class FrameStream:
             done += self.receive_some(view[done:])
 
     def receive_hashed(self, view: memoryview, digest: blake3) -> bool:
-        """Receives exactly the view's bytes, in place; ``digest`` takes them in as they come.
+        """Receives exactly the view's bytes, in place, and updates ``digest`` as they arrive.
 
-        Once ``watch`` raises ``LetGo`` the view is touched no more; what is left is passed over, and False returned.
+        Once ``watch`` raises ``ChunkRevoked`` the view is not touched any more: skips the rest and returns False.
         """
         done = 0
         try:
@@ -111,21 +108,21 @@ class FrameStream:
         return True
 
     def skip(self, num_bytes: int) -> None:
-        """Receives so many bytes, for nobody."""
+        """Receives and discards this many bytes."""
         scratch = memoryview(bytearray(min(num_bytes, SKIP_BYTES)))
         while num_bytes:
-            passed = self.receive_some(scratch[:num_bytes])
-            num_bytes -= passed
-            self.watch(passed)
+            num_received = self.receive_some(scratch[:num_bytes])
+            num_bytes -= num_received
+            self.watch(num_received)
 
     def receive_some(self, view: memoryview) -> int:
-        """Receives at least a byte, and at most the view's."""
+        """Receives at least one byte, at most the view's length."""
         last_received = time.monotonic()
         while True:
             if self._stop is not None and self._stop.is_set():
                 raise StopRequested
             if time.monotonic() > self._ends_at:
-                raise SourceStalled("what was due took too long")
+                raise SourceStalled("the peer did not finish in time")
             try:
                 num_bytes = self._connection.receive_into(view)
             except TimeoutError:
@@ -138,23 +135,23 @@ class FrameStream:
             return num_bytes
 
     def abort(self) -> None:
-        """Ends both directions. Any thread may, at any time."""
+        """Ends both directions. Any thread may call it, at any time."""
         with self._ending:
             if not self._closed:
                 self._connection.abort()
 
     def close(self) -> None:
-        """By the thread that receives. The descriptors, whose numbers others get next, go when no thread sends."""
+        """Called by the receiving thread. Waits for senders: a closed descriptor's number may be reused at once."""
         self.abort()
         with self._sending, self._ending:
             self._closed = True
             self._connection.close()
 
     def payload(self, header: FrameHeader, limit_bytes: int) -> bytes:
-        """What follows a header."""
+        """The bytes that follow a header."""
         if header.num_bytes > limit_bytes:
             raise ProtocolViolation(
-                f"a {header.kind.name} frame of {header.num_bytes} bytes, not at most {limit_bytes}"
+                f"{header.kind.name} frame has {header.num_bytes} bytes; at most {limit_bytes} are allowed"
             )
         payload = bytearray(header.num_bytes)
         self.receive_exactly(memoryview(payload))
@@ -162,4 +159,4 @@ class FrameStream:
 
 
 def _ignore_progress(num_bytes: int) -> None:
-    """Nobody looks."""
+    """The default ``watch``."""

@@ -1,21 +1,19 @@
-"""The frames that follower and holder exchange: a fixed header, then at most as many bytes as the receiver expects.
+"""The frames that follower and holder exchange: a fixed header, then a payload of bounded length.
 
 follower                                     holder
 HELLO   ticket, receiver, challenge  ->
                                      <-      CHALLENGE   the holder's proof, its own challenge
 PROOF   the receiver's proof         ->
-WANT    runs of chunks, in order     ->
                                      <-      HEAD        the buffer's head
-                                     <-      HAVE        how many chunks there are; a bitmap: those it has so far
-WANT    more of them, at any time    ->
+                                     <-      HAVE        the number of chunks; a bitmap of those ready so far
+WANT    runs of chunks, in order     ->                  at any time
 CANCEL  runs no longer wanted        ->
                                      <-      CHUNK ...   each as soon as it is ready
-                                     <-      GAINED      runs of chunks that it has got since
-at any time                          <-      ALIVE       nothing ready of what is wanted, but not dead
+                                     <-      GAINED      runs of chunks that became ready since
+at any time                          <-      ALIVE       nothing wanted is ready, but the holder lives
                                      <-      REFUSED     why; the last frame
 
-A chunk that was cancelled may come all the same: its sending had begun. What a holder sends it has, so GAINED tells
-only of chunks that wait to be sent, or were not asked for.
+A cancelled chunk may arrive all the same if its sending had begun. GAINED leaves out chunks already sent.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -45,6 +43,7 @@ _RUN = struct.Struct(">II")  # first chunk, number of chunks
 _DIGITS = bytes.maketrans(b"\0\1", b"01")
 _FLAGS = bytes.maketrans(b"01", b"\0\1")
 HEADER_BYTES = _HEADER.size
+Message = TypeVar("Message", "Hello", "Refusal")
 
 
 class FrameKind(enum.IntEnum):
@@ -62,7 +61,7 @@ class FrameKind(enum.IntEnum):
 
 
 class FrameHeader(NamedTuple):
-    """What precedes every payload. ``chunk`` is a chunk's number, and in HAVE how many there are; else, 0."""
+    """Precedes every payload. ``chunk`` is a chunk's number, in HAVE the number of chunks, otherwise 0."""
 
     kind: FrameKind
     chunk: int
@@ -71,18 +70,18 @@ class FrameHeader(NamedTuple):
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
-    """The first frame: who comes, with which right, and how often it wants to hear from a holder that waits."""
+    """The follower's first frame: its identity, its ticket, and how often it wants a keep-alive."""
 
     protocol_version: int
     receiver_id: str
-    ticket: bytes  # a serialised Ticket
+    ticket: bytes  # a serialized Ticket
     challenge: bytes
     alive_every_ms: int
-    transfer_class: int = 0  # transport.TransferClass: what the stream yields to
+    transfer_class: int = 0  # a TransferClass: what the stream yields to
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):
-    """The holder's last frame: the name and the sentence of an error."""
+    """The holder's last frame: an error's code and message."""
 
     code: str
     message: str
@@ -103,38 +102,38 @@ def unpack_header(packed: bytes | bytearray | memoryview) -> FrameHeader:
     """Raises ``ProtocolViolation`` for anything but a frame of this version."""
     magic, kind, chunk, num_bytes, digest = _HEADER.unpack(packed)
     if magic != _MAGIC or kind not in FrameKind._value2member_map_:
-        raise ProtocolViolation(f"{magic!r}, kind {kind}, is no frame of the data plane")
+        raise ProtocolViolation(f"not a data-plane frame: magic {magic!r}, kind {kind}")
     return FrameHeader(FrameKind(kind), chunk, num_bytes, digest)
 
 
 def pack_runs(wanted: Sequence[int]) -> bytes:
-    """Chunk numbers in the order wanted, as runs of following numbers: one run for a whole pack."""
+    """Chunk numbers in the order wanted, as runs of consecutive numbers: one run for a whole pack."""
     return b"".join(_RUN.pack(begin, count) for begin, count in _runs(wanted))
 
 
 def unpack_runs(packed: bytes, num_chunks: int) -> list[int]:
-    """Raises ``ProtocolViolation`` when a chunk is beyond the buffer's end, or more are wanted than there are."""
+    """Raises ``ProtocolViolation`` for chunks beyond the buffer's end, or more chunks than it has."""
     if len(packed) % _RUN.size:
-        raise ProtocolViolation("the list of wanted chunks is cut off")
+        raise ProtocolViolation("the list of chunk runs is truncated")
     wanted: list[int] = []
     for begin, count in _RUN.iter_unpack(packed):
         if begin + count > num_chunks or len(wanted) + count > num_chunks:
-            raise ProtocolViolation(f"chunks [{begin}, {begin + count}) are wanted of a buffer of {num_chunks}")
+            raise ProtocolViolation(f"chunks [{begin}, {begin + count}) are requested from a buffer of {num_chunks}")
         wanted.extend(range(begin, begin + count))
     return wanted
 
 
-def pack_bitmap(marks: bytes | bytearray) -> bytes:
+def pack_bitmap(flags: bytes | bytearray) -> bytes:
     """One byte per chunk, 0 or 1, as a bitmap: chunk 0 is the lowest bit of the first byte."""
-    digits = marks[::-1].translate(_DIGITS)  # a number in base 2, read and written in linear time
-    return int(digits or b"0", 2).to_bytes((len(marks) + 7) // 8, "little")
+    digits = flags[::-1].translate(_DIGITS)  # converted as a number in base 2, in linear time
+    return int(digits or b"0", 2).to_bytes((len(flags) + 7) // 8, "little")
 
 
 def unpack_bitmap(packed: bytes, num_chunks: int) -> bytearray:
-    """Raises ``ProtocolViolation`` when the bitmap is not that of so many chunks."""
+    """Raises ``ProtocolViolation`` when the bitmap is not one of ``num_chunks`` chunks."""
     number = int.from_bytes(packed, "little")
     if len(packed) != (num_chunks + 7) // 8 or number >> num_chunks:
-        raise ProtocolViolation(f"a bitmap of {len(packed)} bytes is not that of {num_chunks} chunks")
+        raise ProtocolViolation(f"a bitmap of {len(packed)} bytes does not fit {num_chunks} chunks")
     return bytearray(f"{number:0{num_chunks}b}"[: -num_chunks - 1 : -1].encode().translate(_FLAGS))
 
 
@@ -151,18 +150,19 @@ def _runs(wanted: Iterable[int]) -> Iterable[tuple[int, int]]:
 
 
 def decode_hello(packed: bytes) -> Hello:
-    try:
-        return msgspec.msgpack.decode(packed, type=Hello)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolViolation(f"the greeting cannot be read: {error}") from error
+    return _decode(packed, Hello)
 
 
 def decode_refusal(packed: bytes) -> Refusal:
-    try:
-        return msgspec.msgpack.decode(packed, type=Refusal)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ProtocolViolation(f"the refusal cannot be read: {error}") from error
+    return _decode(packed, Refusal)
 
 
 def encode(message: Hello | Refusal) -> bytes:
     return msgspec.msgpack.encode(message)
+
+
+def _decode(packed: bytes, kind: type[Message]) -> Message:
+    try:
+        return msgspec.msgpack.decode(packed, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolViolation(f"malformed {kind.__name__}: {error}") from error

@@ -1,15 +1,14 @@
 """Tickets: the right of one receiver to read one buffer from one holder, until it expires.
 
-Every node has a key derived from the cluster's. The scheduler, which alone knows the cluster's key, makes tickets; a
-holder needs only its own key to check those meant for it, and can make none for others.
+Every node has a key derived from the cluster's. Only the scheduler knows the cluster's key and issues tickets; a holder
+needs only its own key to verify tickets meant for it, and cannot issue any for others.
 
-    session        = HMAC(holder key, fields)            known to the holder, who computes it anew
-    sealed_session = session XOR HMAC(receiver key, fields)  opens for the receiver only
+    session        = HMAC(holder key, fields)                  recomputed by the holder
+    sealed_session = session XOR HMAC(receiver key, fields)    only the receiver can unseal it
     mac            = HMAC(holder key, fields, sealed_session)
 
-Each side then proves to the other that it knows the session key, by a MAC over the other's fresh challenge. So a
-ticket that is overheard or stolen is worth nothing without the receiver's key, while the receiver may use it again
-until it expires.
+Each side then proves that it knows the session key, by a MAC over the other's fresh challenge. A stolen ticket is
+worthless without the receiver's key; the receiver may reuse it until it expires.
 """
 
 from __future__ import annotations
@@ -19,19 +18,8 @@ import hmac
 import secrets
 import struct
 
-from torchrelay.control.v1.types_pb2 import Ticket
+from torchrelay.control.v1.types_pb2 import Ticket as Ticket
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
-
-__all__ = [
-    "CHALLENGE_BYTES",
-    "PROOF_BYTES",
-    "Ticket",
-    "TicketIssuer",
-    "derive_node_key",
-    "prove_session",
-    "unseal_session",
-    "verify_ticket",
-]
 
 NONCE_BYTES = 16
 CHALLENGE_BYTES = 32
@@ -47,19 +35,13 @@ def derive_node_key(cluster_key: bytes, node_id: str) -> bytes:
 
 
 class TicketIssuer:
-    """Makes tickets; only the scheduler has one."""
+    """Issues tickets; only the scheduler has one."""
 
     def __init__(self, cluster_key: bytes) -> None:
         self._cluster_key = cluster_key
 
     def issue(
-        self,
-        buffer_id: str,
-        holder_id: str,
-        receiver_id: str,
-        expires_unix_ms: int,
-        begin: int = 0,
-        end: int = 0,
+        self, buffer_id: str, holder_id: str, receiver_id: str, expires_unix_ms: int, begin: int = 0, end: int = 0
     ) -> Ticket:
         """A ticket for the bytes [begin, end) of a buffer; ``end`` 0: to its end."""
         ticket = Ticket(
@@ -79,9 +61,9 @@ class TicketIssuer:
 
 
 def verify_ticket(ticket: Ticket, holder_id: str, holder_key: bytes, now_unix_ms: int) -> bytes:
-    """The holder's side: returns the session key, which the receiver has yet to prove that it knows.
+    """The holder's side: returns the session key; the receiver has yet to prove that it knows it.
 
-    Raises ``WrongHolder``, ``TicketExpired``, or ``TicketRefused`` for a MAC that is not ours.
+    Raises ``WrongHolder``, ``TicketExpired``, or ``TicketRefused`` for a wrong MAC.
     """
     if ticket.holder_id != holder_id:
         raise WrongHolder(f"the ticket is for holder {ticket.holder_id!r}, this is {holder_id!r}")
@@ -92,20 +74,20 @@ def verify_ticket(ticket: Ticket, holder_id: str, holder_key: bytes, now_unix_ms
 
 
 def check_expiry(ticket: Ticket, now_unix_ms: int, grace_ms: int = 0) -> None:
-    """Raises ``TicketExpired`` once the ticket, and the grace, are over."""
+    """Raises ``TicketExpired`` once the ticket has expired and the grace has passed."""
     if now_unix_ms >= ticket.expires_unix_ms + grace_ms:
         raise TicketExpired(f"the ticket for {ticket.buffer_id} expired {now_unix_ms - ticket.expires_unix_ms} ms ago")
 
 
 def unseal_session(ticket: Ticket, receiver_key: bytes) -> bytes:
-    """The receiver's side: the session key; with a key that is not the receiver's, 32 meaningless bytes."""
+    """The receiver's side: the session key; with any other node's key, 32 meaningless bytes."""
     if len(ticket.sealed_session) != SESSION_BYTES:
         raise TicketRefused("the ticket has no sealed session key")
     return _xor(ticket.sealed_session, _pad(ticket, receiver_key))
 
 
 def prove_session(session: bytes, side: bytes, challenge: bytes) -> bytes:
-    """What ``side`` (b"holder" or b"receiver") answers to the other's challenge; see ``hmac.compare_digest``."""
+    """The answer of ``side`` (b"holder" or b"receiver") to a challenge; compare with ``hmac.compare_digest``."""
     return _mac(session, b"torchrelay proof", side, challenge)
 
 
@@ -132,7 +114,7 @@ def _fields(ticket: Ticket) -> tuple[bytes, ...]:
 
 
 def _mac(key: bytes, *parts: bytes) -> bytes:
-    # Lengths go in with the parts: no two rows of parts read the same.
+    # Length-prefixed: no two sequences of parts give the same input.
     framed = b"".join(struct.pack(">Q", len(part)) + part for part in parts)
     return hmac.digest(key, framed, hashlib.sha256)
 

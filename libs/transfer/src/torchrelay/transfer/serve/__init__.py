@@ -1,1 +1,1 @@
-"""The holder's side: HolderServer, one Downstream per follower. Imports protocol, transport, buffers, errors."""
+"""The holder's side: ``HolderServer``, with one ``Downstream`` per follower."""

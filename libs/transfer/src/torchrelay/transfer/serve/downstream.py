@@ -1,4 +1,4 @@
-"""The holder's end of one stream: checks the ticket, finds the buffer, and sends each wanted chunk once it is ready."""
+"""The holder's end of one stream: verifies the ticket, finds the buffer, and sends each wanted chunk once ready."""
 
 from __future__ import annotations
 
@@ -46,50 +46,48 @@ from torchrelay.transfer.protocol.tickets import (
 from torchrelay.transfer.serve.send_queue import SendQueue
 from torchrelay.transfer.transport.interface import Connection, TransferClass
 
-HANDSHAKE_S = 10.0  # a peer that has not said in this time who it is and what it wants is sent away
-BATCH_BYTES = 256 << 10  # small chunks that are ready leave in one system call
-POLL_S = (
-    0.02  # how soon a stream that waits for a chunk sees that another was asked for; how often it tells what it got
-)
-# Whoever is at it when its ticket expires may ask on for so long: a relay that is nearly over then ends well. What was
-# asked in time is sent, however long it takes to be there.
+BATCH_BYTES = 256 << 10  # small ready chunks leave in one system call
+POLL_S = 0.02  # how soon a stream that waits for a chunk sees new requests; how often it announces new chunks
+# An open stream may request more for this long after its ticket expired, so that a nearly finished relay completes.
+# Whatever was requested in time is sent, however late it becomes ready.
 EXPIRY_GRACE_S = 10.0
-ALIVE_INTERVAL_RANGE_S = (0.02, 10.0)  # what a follower may ask for
+ALIVE_INTERVAL_RANGE_S = (0.02, 10.0)  # what a follower may request
 log = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class HolderContext:
-    """Who serves: the holder's id and key, its clock, how it finds a buffer, and who counts the bytes.
+    """What a stream needs of its server.
 
-    ``find`` may take its time, calling its second argument meanwhile; raises ``UnknownBuffer``.
+    ``find`` may block, calling its second argument meanwhile; raises ``UnknownBuffer``.
     """
 
     holder_id: str
     node_key: bytes = field(repr=False)
+    handshake_s: float
     unix_ms: Callable[[], int]
     find: Callable[[str, Callable[[], None]], Buffer]
     count_sent: Callable[[int], None]
 
 
 class Downstream:
-    """One follower's stream: a thread of its own that sends, and one that reads what the follower asks for."""
+    """One follower's stream: one thread sends, one reads the follower's requests."""
 
     def __init__(self, holder: HolderContext, connection: Connection) -> None:
         self._holder = holder
         self._connection = connection
-        self._frames = FrameStream(connection, HANDSHAKE_S, ends_at=time.monotonic() + HANDSHAKE_S)
+        self._frames = FrameStream(connection, holder.handshake_s, ends_at=time.monotonic() + holder.handshake_s)
         self._queue = SendQueue()
         self._alive_s = ALIVE_INTERVAL_RANGE_S[1]
         self._last_sent = time.monotonic()
-        self._announced = bytearray()  # the marks that the follower knows
+        self._announced = bytearray()  # one byte per chunk: 1 if the follower knows that it is ready
         self._announced_at = 0.0
         self._busy_at = time.monotonic()
         self._aborted = False
-        self._reading: threading.Thread | None = None
+        self._reader: threading.Thread | None = None
 
     def run(self) -> None:
-        """The whole stream; a refusal is told to the follower, a follower that has gone ends it quietly."""
+        """Serves the whole stream. A refusal is sent to the follower; a follower that has gone ends it quietly."""
         try:
             self._serve()
         except TorchrelayError as error:
@@ -100,17 +98,17 @@ class Downstream:
             log.debug("follower_gone", reason=str(error))
         finally:
             self._frames.abort()
-            if self._reading is not None:
-                self._reading.join()
+            if self._reader is not None:
+                self._reader.join()
             self._frames.close()
 
     def abort(self) -> None:
-        """Ends the stream from another thread; it is over within ``LOOK_S``."""
+        """Ends the stream from another thread, within ``POLL_S``."""
         self._aborted = True
         self._frames.abort()
 
     def idle_s(self, now: float) -> float:
-        """For how long the follower has wanted nothing. ``now``: monotonic."""
+        """How long the follower has wanted nothing. ``now``: monotonic."""
         return now - self._busy_at
 
     def _serve(self) -> None:
@@ -127,21 +125,23 @@ class Downstream:
                     have,
                 )
             )
-            self._begin_reading(ticket, buffer)
+            self._start_reader(ticket, buffer)
             self._send_chunks(ticket, buffer)
 
-    def _begin_reading(self, ticket: Ticket, buffer: Buffer) -> None:
-        reading = threading.Thread(target=self._read, args=(ticket, buffer), name="wants", daemon=True)
+    def _start_reader(self, ticket: Ticket, buffer: Buffer) -> None:
+        reader = threading.Thread(target=self._read, args=(ticket, buffer), name="wants", daemon=True)
         try:
-            reading.start()
-        except RuntimeError as error:  # the system gives no thread more
+            reader.start()
+        except RuntimeError as error:  # the system is out of threads
             raise ConnectionAbortedError(str(error)) from error
-        self._reading = reading
+        self._reader = reader
 
     def _admit(self) -> Ticket:
         hello = decode_hello(self._frames.receive(FrameKind.HELLO, MAX_HELLO_BYTES))
         if hello.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolViolation(f"protocol version {hello.protocol_version}; this holder speaks {PROTOCOL_VERSION}")
+            raise ProtocolViolation(
+                f"protocol version {hello.protocol_version} is not supported; this holder speaks {PROTOCOL_VERSION}"
+            )
         ticket = _ticket_of(hello)
         session = verify_ticket(ticket, self._holder.holder_id, self._holder.node_key, self._holder.unix_ms())
         challenge = secrets.token_bytes(CHALLENGE_BYTES)
@@ -149,13 +149,13 @@ class Downstream:
         proof = self._frames.receive(FrameKind.PROOF, PROOF_BYTES)
         proven = hmac.compare_digest(proof, prove_session(session, b"receiver", challenge))
         if hello.receiver_id != ticket.receiver_id or not proven:
-            raise WrongReceiver(f"the ticket is for receiver {ticket.receiver_id!r}, and this is not it")
+            raise WrongReceiver(f"the ticket is for receiver {ticket.receiver_id!r}, which this peer is not")
         self._alive_s = min(max(hello.alive_every_ms / 1000, ALIVE_INTERVAL_RANGE_S[0]), ALIVE_INTERVAL_RANGE_S[1])
         self._connection.set_class(_class_of(hello))
         return ticket
 
     def _read(self, ticket: Ticket, buffer: Buffer) -> None:
-        """The reading thread: what the follower asks for, until it goes."""
+        """The reader thread: queues the follower's requests until it disconnects."""
         frames = FrameStream(self._connection, math.inf)
         try:
             allowed = _allowed(ticket, buffer)
@@ -169,9 +169,9 @@ class Downstream:
                 elif header.kind == FrameKind.CANCEL:
                     self._queue.cancel(runs)
                 else:
-                    raise ProtocolViolation(f"a {header.kind.name} frame came where chunks are asked for")
+                    raise ProtocolViolation(f"unexpected {header.kind.name} frame while reading requests")
         except SourceClosed:
-            self._queue.end(ConnectionResetError("the follower has closed the stream"))
+            self._queue.end(ConnectionResetError("the follower closed the stream"))
         except (TorchrelayError, OSError) as error:
             self._queue.end(error)
 
@@ -195,7 +195,7 @@ class Downstream:
             elif pending:
                 self._keep_alive()
             if self._aborted:
-                raise ConnectionAbortedError("the holder shuts down")
+                raise ConnectionAbortedError("the holder is shutting down")
 
     def _send_some(self, buffer: Buffer, ready: list[int], gained: bytes) -> None:
         parts: list[bytes | memoryview] = [pack_header(FrameKind.GAINED, len(gained)), gained] if gained else []
@@ -213,26 +213,26 @@ class Downstream:
         self._holder.count_sent(num_bytes)
 
     def _newly_ready(self, buffer: Buffer) -> bytes:
-        """What has become ready and is neither told nor sent, packed; seldom, and empty if there is nothing."""
+        """Chunks that became ready and were neither announced nor sent, packed; empty if none, or called too soon."""
         now = time.monotonic()
         if now - self._announced_at < POLL_S or 0 not in self._announced:
             return b""
         self._announced_at = now
         ready_flags = buffer.ready_flags()
-        gained = [index for index, mark in enumerate(ready_flags) if mark and not self._announced[index]]
+        gained = [index for index, flag in enumerate(ready_flags) if flag and not self._announced[index]]
         for index in gained:
             self._announced[index] = 1
         return pack_runs(gained)
 
     def _keep_waiting(self) -> None:
         if self._connection.peer_closed():
-            raise ConnectionResetError("the follower has closed the stream")
+            raise ConnectionResetError("the follower closed the stream")
         self._keep_alive()
 
     def _keep_alive(self) -> None:
-        """Tells the follower now and then that its holder is slow, not dead."""
+        """Sends a keep-alive when one is due: it tells a holder that has nothing from one that is gone."""
         if self._aborted:
-            raise ConnectionAbortedError("the holder shuts down")
+            raise ConnectionAbortedError("the holder is shutting down")
         if time.monotonic() - self._last_sent >= self._alive_s:
             self._frames.send(FrameKind.ALIVE)
             self._last_sent = time.monotonic()
@@ -255,18 +255,18 @@ def _ticket_of(hello: Hello) -> Ticket:
     try:
         return Ticket.FromString(hello.ticket)
     except DecodeError as error:
-        raise ProtocolViolation("the ticket cannot be read") from error
+        raise ProtocolViolation("the ticket is malformed") from error
 
 
 def _class_of(hello: Hello) -> TransferClass:
     try:
         return TransferClass(hello.transfer_class)
     except ValueError as error:
-        raise ProtocolViolation(f"there is no transfer class {hello.transfer_class}") from error
+        raise ProtocolViolation(f"unknown transfer class {hello.transfer_class}") from error
 
 
 def _allowed(ticket: Ticket, buffer: Buffer) -> range | None:
-    """The chunks that lie wholly within the ticket's bytes; None: all."""
+    """The chunks wholly within the ticket's byte range; None: all."""
     if ticket.begin == 0 and ticket.end == 0:
         return None
     end = ticket.end or buffer.num_bytes
@@ -278,5 +278,5 @@ def _check_range(ticket: Ticket, allowed: range | None, wanted: Sequence[int]) -
     for index in wanted:
         if allowed is not None and index not in allowed:
             raise RangeRefused(
-                f"the ticket allows bytes [{ticket.begin}, {ticket.end or 'end'}) only; chunk {index} is not in them"
+                f"the ticket allows only bytes [{ticket.begin}, {ticket.end or 'end'}); chunk {index} is outside them"
             )

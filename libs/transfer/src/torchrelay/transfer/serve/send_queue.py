@@ -1,4 +1,4 @@
-"""What one follower wants of a holder: filled by the thread that reads its frames, emptied by the one that sends."""
+"""The chunks one follower wants: filled by the thread that reads its frames, emptied by the one that sends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class SendQueue:
-    """Chunk numbers in the order asked for, each once; bounded by the buffer's number of chunks."""
+    """Chunk numbers in the order requested, each once; bounded by the buffer's number of chunks."""
 
     def __init__(self) -> None:
         self._pending: dict[int, None] = {}
@@ -25,13 +25,13 @@ class SendQueue:
                 self._pending.pop(index, None)
 
     def end(self, error: Exception) -> None:
-        """No more will be asked for; ``pending`` raises this from now on."""
+        """No more requests will arrive; ``pending`` raises this error from now on."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def pending(self, timeout_s: float) -> list[int]:
-        """All of them, without taking them out; waits while there are none. Empty: none yet."""
+        """All of them, without removing any; waits while there are none. Empty: none yet."""
         with self._changed:
             if not self._pending and self._error is None:
                 self._changed.wait(timeout_s)
@@ -40,7 +40,7 @@ class SendQueue:
             return list(self._pending)
 
     def take(self, index: int) -> bool:
-        """Its sending begins; False: it was cancelled just now."""
+        """Removes a chunk that is about to be sent; False: it was cancelled just now."""
         with self._changed:
             if index not in self._pending:
                 return False

@@ -1,3 +1,1 @@
-"""Byte streams between nodes: the Transport interface, TCP with pacing, TLS, shared memory, the choice by address.
-Imports common.
-"""
+"""Byte streams between nodes: TCP with pacing, TLS, shared memory, and the choice among them by address."""

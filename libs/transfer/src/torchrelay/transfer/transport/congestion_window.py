@@ -1,48 +1,47 @@
-"""How much a stream of parameters may have on its way, so that it yields to KV: a delay-based window, as pure code.
+"""The congestion window of a parameter stream: delay-based, so that it yields to KV. Pure.
 
-Whoever shares a link with KV must not stand in its queue. The idea is LEDBAT's (RFC 6817): the round trip, less the
-shortest one seen, is time spent in queues; a stream that holds this to a target below a millisecond fills an idle link,
-and gives way, within a few round trips, to whoever does not hold back. What is set is a window of bytes under way:
-unlike a rate, it yields by itself, between two looks at the clock, since with a longer queue a window takes longer to
-pass.
+A parameter stream that shares a link with KV must not build up a queue there. As in LEDBAT (RFC 6817), the round trip
+minus the shortest one seen is time spent in queues; a stream that keeps this below a target of a millisecond or less
+fills an idle link, and within a few round trips gives way to a stream that does not hold back. It controls a window of
+bytes in flight and not a rate: with a longer queue a window takes longer to drain, so it yields even between samples.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrelay.transfer.transport.interface import TransferClass
+from torchrelay.transfer.transport.transfer_class import TransferClass
 
 INITIAL_WINDOW_BYTES = 64 << 10
 MAX_WINDOW_BYTES = 8 << 20
-# Beside a KV stream that keeps a queue of milliseconds this is a few per cent of a link of 400 Mbit/s, and enough to
-# see the queue go.
+# Beside a KV stream that keeps a queue of milliseconds, this is a few percent of a 400 Mbit/s link, and enough to
+# notice that the queue is gone.
 MIN_WINDOW_BYTES = 8 << 10
-# The idle yield to the urgent by the same law as both do to KV: they bear a shorter queue. Shorter still, and the
-# processor's own delays would look like one.
+# Idle transfers yield to urgent ones the way both yield to KV: they tolerate a shorter queue. With a still shorter one,
+# scheduling delays of the CPU would look like a queue.
 TARGET_QUEUE_S = {TransferClass.URGENT: 0.001, TransferClass.IDLE: 0.0005}
-INCREASE_FACTOR = 0.1  # of the window, at a sample near the target
+INCREASE_FACTOR = 0.1  # of the window, per sample near the target
 MIN_DECREASE_FACTOR = 0.25  # the smallest factor of one decrease
-BUSY_SHARE = 0.5  # of the time between two samples: a sender that sends for less of it was not held back by its window
-_SMOOTHING = 1 / 8  # the weight that the kernel gives a new round trip (RFC 6298)
+BUSY_SHARE = 0.5  # a sender that spent less of the time between two samples in sending was not limited by its window
+_SMOOTHING = 1 / 8  # the kernel's weight of a new round trip (RFC 6298)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionCounters:
-    """What is known of a connection at one time: its round trips, and totals since it began."""
+    """A connection at one moment: its round trips, and totals since it was opened."""
 
     at_s: float
     rtt_s: float  # smoothed
     min_rtt_s: float
     num_segments_in: int  # while we send, these are acknowledgements
-    sending_s: float  # time spent in sending, which blocks while the window is full
+    sending_s: float  # time spent in send calls, which block while the window is full
 
 
 class CongestionWindow:
-    """The window of one connection; ``observe`` its counters about once a round trip."""
+    """The window of one connection; call ``observe`` about once per round trip."""
 
     def __init__(self, transfer_class: TransferClass, counters: ConnectionCounters) -> None:
-        """Of any class but ``KV``, which has no pace."""
+        """For every class but ``KV``, which is not paced."""
         self.window_bytes = INITIAL_WINDOW_BYTES
         self._target_s = TARGET_QUEUE_S[transfer_class]
         self._previous = counters
@@ -51,25 +50,25 @@ class CongestionWindow:
         """The new window, in bytes."""
         before, self._previous = self._previous, now
         if now.num_segments_in != before.num_segments_in:
-            held_back = now.sending_s - before.sending_s > BUSY_SHARE * (now.at_s - before.at_s)
-            window = self._next(recent_rtt_s(before, now), now.min_rtt_s, held_back)
+            is_limited = now.sending_s - before.sending_s > BUSY_SHARE * (now.at_s - before.at_s)
+            window = self._next(recent_rtt_s(before, now), now.min_rtt_s, is_limited)
             self.window_bytes = min(max(window, MIN_WINDOW_BYTES), MAX_WINDOW_BYTES)
         return self.window_bytes
 
-    def _next(self, rtt_s: float, min_rtt_s: float, held_back: bool) -> int:
+    def _next(self, rtt_s: float, min_rtt_s: float, is_limited: bool) -> int:
         queue_s = rtt_s - min_rtt_s
         if queue_s > self._target_s:
-            # When the queue is ours alone, this factor brings it to its target in one step (as FAST TCP does).
+            # If the queue is this stream's alone, this factor brings it to the target in one step, as in FAST TCP.
             return int(self.window_bytes * max((min_rtt_s + self._target_s) / rtt_s, MIN_DECREASE_FACTOR))
-        if not held_back:
-            return self.window_bytes  # what a larger one would do is not known
+        if not is_limited:
+            return self.window_bytes  # what a larger one would do is unknown
         return int(self.window_bytes * (2 if 2 * queue_s < self._target_s else 1 + INCREASE_FACTOR))
 
 
 def recent_rtt_s(before: ConnectionCounters, now: ConnectionCounters) -> float:
-    """The mean round trip of what was acknowledged between the two, freed of what the smoothing remembers.
+    """The mean round trip of what was acknowledged between the two samples, with the kernel's smoothing undone.
 
-    The kernel tells a mean over some eight acknowledgements: too slow to see a queue come, and slower yet to see it go.
+    The kernel reports a mean over some eight acknowledgements: too slow to notice that a queue builds up or drains.
     """
     kept = (1 - _SMOOTHING) ** (now.num_segments_in - before.num_segments_in)
     if kept == 1:

@@ -1,76 +1,63 @@
-"""The seam between the relay and the wire: what a transport offers. TCP is the first of them."""
+"""The interface between the data plane and the network: what a transport offers."""
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-TICK_S = 0.1  # how long a receive blocks before it lets its caller look around
+from torchrelay.transfer.transport.transfer_class import TransferClass
 
+__all__ = ["TICK_S", "Connection", "Listener", "TransferClass", "Transport"]
 
-class TransferClass(enum.IntEnum):
-    """What travels, and so what it yields to: each to those before it. The numbers go over the wire."""
-
-    KV = 0  # KV pages and activations: a request waits for them
-    URGENT = 1  # parameters of a model that somebody waits for
-    IDLE = 2  # parameters nobody waits for: cache copies, repairs of the replicator
+TICK_S = 0.1  # how long a receive blocks before its caller gets to check its time limits and its stop event
 
 
 class Connection(Protocol):
-    """A reliable, ordered stream of bytes between two nodes. One thread sends, the same or another receives; any may
+    """A reliable, ordered byte stream between two nodes. One thread sends, the same or another receives; any may
     ``abort`` it. Closed when both are done with it.
     """
 
     def receive_into(self, view: memoryview) -> int:
-        """Receives from one byte to the view's length; 0: the peer has ended.
+        """Receives at least one byte, at most the view's length; 0: the peer has closed its end.
 
         Raises ``TimeoutError`` after ``TICK_S`` without a byte, ``OSError`` when the connection broke.
         """
-        ...
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Sends all parts, without joining them. Raises ``TimeoutError`` when the peer takes nothing for too long."""
-        ...
+        """Sends all parts, without joining them. Raises ``TimeoutError`` when the peer accepts nothing for too long."""
 
     def set_class(self, transfer_class: TransferClass) -> None:
-        """How what is sent from now on yields to others on the way. A new connection is of class ``KV``: it yields to
-        none. Called by the thread that sends; harmless on a connection that broke.
+        """What later sends yield to. A new connection has class ``KV``, which yields to nothing. Called by the sending
+        thread; harmless on a broken connection.
         """
-        ...
 
     def peer_closed(self) -> bool:
-        """Whether the peer, which is not to send anything now, has gone. Does not block."""
-        ...
+        """Whether the peer, which must not be sending now, is gone. Does not block."""
 
     def abort(self) -> None:
-        """Ends both directions; wakes the thread that is blocked in them."""
-        ...
+        """Ends both directions and wakes the threads blocked in them."""
 
     def close(self) -> None: ...
 
 
 class Listener(Protocol):
-    """A place where connections come in."""
+    """Accepts connections at one address."""
 
     @property
     def address(self) -> str: ...
 
     def accept(self) -> Connection | None:
         """The next connection; None once the listener is closed."""
-        ...
 
     def close(self) -> None: ...
 
 
 class Transport(Protocol):
-    """A way to move bytes."""
+    """Listens and connects."""
 
     def listen(self, host: str, port: int) -> Listener:
-        """Port 0: a free one."""
-        ...
+        """Port 0: any free port."""
 
     def connect(self, address: str, timeout_s: float, stop: threading.Event | None = None) -> Connection:
-        """Raises ``OSError`` (``TimeoutError`` among them); ``InterruptedError`` when ``stop`` is set meanwhile."""
-        ...
+        """Raises ``OSError``, including ``TimeoutError``, and ``InterruptedError`` when ``stop`` is set meanwhile."""

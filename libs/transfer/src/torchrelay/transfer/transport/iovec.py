@@ -1,4 +1,4 @@
-"""Rows of bytes to send: what is left of them, and how much goes at once. Nothing is copied."""
+"""Sequences of buffers to send, split without copying."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def nonempty_views(parts: Sequence[bytes | memoryview]) -> list[memoryview]:
-    """The parts that are not empty."""
+    """The non-empty parts."""
     return [memoryview(part) for part in parts if len(part)]
 
 
 def take_prefix(parts: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """The first ``num_bytes`` of the parts, or all when they have fewer."""
+    """The first ``num_bytes`` of the parts, or all of them if they have fewer."""
     first: list[memoryview] = []
     for part in parts:
         if num_bytes <= 0:
@@ -22,7 +22,7 @@ def take_prefix(parts: Sequence[memoryview], num_bytes: int) -> list[memoryview]
 
 
 def drop_prefix(parts: list[memoryview], num_bytes: int) -> None:
-    """Takes the first ``num_bytes`` off the parts, in place."""
+    """Removes the first ``num_bytes`` of the parts, in place."""
     while parts and num_bytes >= len(parts[0]):
         num_bytes -= len(parts.pop(0))
     if num_bytes:

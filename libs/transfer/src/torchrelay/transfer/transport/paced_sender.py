@@ -1,4 +1,4 @@
-"""The pace of ``pace.py`` put upon a TCP socket of Linux: its counters read, its send buffer set."""
+"""Applies a ``CongestionWindow`` to a TCP socket on Linux: reads its counters, sets its send buffer."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torchrelay.transfer.transport.interface import TransferClass
 from torchrelay.transfer.transport.iovec import take_prefix
 
 MAX_SLICE_BYTES = 1 << 20
-SAMPLE_INTERVAL_S = 0.001  # between two looks, or a round trip when that is longer
+SAMPLE_INTERVAL_S = 0.001  # or a round trip, if that is longer
 _INFO = struct.Struct("=8x24I4Q4I")  # the struct tcp_info of linux/tcp.h up to tcpi_min_rtt (Linux 4.6)
-_RTT_US, _SEGMENTS_IN, _MIN_RTT_US = 15, 29, 31  # the places in it
+_RTT_US, _SEGMENTS_IN, _MIN_RTT_US = 15, 29, 31  # indices into it
 _SO_BUF_LOCK = 72  # Linux 5.14
 _KERNEL_AUTOTUNING = 0
 
 
 class PacedSender:
-    """Sends on a socket and keeps what is on the way within a window; used by one thread."""
+    """Sends on a socket and keeps the bytes in flight within the window; used by one thread."""
 
     def __init__(self, connected: socket.socket, transfer_class: TransferClass) -> None:
         self._socket = connected
@@ -32,7 +32,7 @@ class PacedSender:
         self._set_window()
 
     def sendmsg(self, parts: Sequence[memoryview]) -> int:
-        """Like ``socket.sendmsg``, for the beginning of the parts: what it takes until it is time to look around."""
+        """Like ``socket.sendmsg``, but sends at most one window or slice of the parts."""
         begin = time.monotonic()
         if begin >= self._sample_at:
             self._sample(begin)
@@ -55,15 +55,15 @@ class PacedSender:
         )
 
     def _set_window(self) -> None:
-        # The kernel doubles what it is given, and tells the double.
+        # The kernel doubles the value it is given, and reports the doubled one.
         half = self._window.window_bytes // 2
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, half)
         if self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 2 * half:
-            # More than net.core.wmem_max: a window so large is left to the kernel, which goes as far as tcp_wmem says.
+            # Beyond net.core.wmem_max the window is left to the kernel's autotuning, which goes up to tcp_wmem.
             self._socket.setsockopt(socket.SOL_SOCKET, _SO_BUF_LOCK, _KERNEL_AUTOTUNING)
 
 
 def can_pace(connected: socket.socket) -> bool:
-    """Whether there is a way to share and the system tells what is needed: not within a host, not outside Linux."""
+    """Whether pacing applies: not within a host, where there is no link to share, and only on Linux."""
     here, there = connected.getsockname(), connected.getpeername()
     return sys.platform == "linux" and bool(here[0] != there[0])

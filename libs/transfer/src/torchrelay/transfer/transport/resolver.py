@@ -1,7 +1,7 @@
-"""Names of hosts to addresses, within a time limit.
+"""Host names to addresses, within a time limit.
 
-The system's resolver may take half a minute when its servers are away, and cannot be interrupted: names are looked up
-on threads, one for each name however many ask for it, and whoever asks waits no longer than it likes.
+The system's resolver may take half a minute when its servers are unreachable, and cannot be interrupted. So each lookup
+has a thread, shared by all who ask for that name, and every caller waits no longer than its own deadline.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SocketAddress = tuple[socket.AddressFamily, Any]  # the family, and what ``socke
 
 
 class _Lookup:
-    """One name that is being looked up."""
+    """One lookup in progress."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -26,22 +26,22 @@ class _Lookup:
 
 
 class Resolver:
-    """May be asked on any thread."""
+    """Thread-safe."""
 
     def __init__(self) -> None:
         self._lookups: dict[tuple[str, int], _Lookup] = {}
         self._lock = threading.Lock()
 
     def resolve(self, host: str, port: int, deadline: float, stop: threading.Event | None = None) -> SocketAddress:
-        """The first address of the name. An address as such is never looked up.
+        """The first address of the name. A numeric address needs no lookup.
 
-        Raises ``OSError`` for a name that there is not, ``TimeoutError`` at ``deadline`` (monotonic),
-        ``InterruptedError`` when ``stop`` is set meanwhile.
+        Raises ``OSError`` for an unknown name, ``TimeoutError`` at ``deadline`` (monotonic), ``InterruptedError`` when
+        ``stop`` is set meanwhile.
         """
         try:
             return _look_up(host, port, socket.AI_NUMERICHOST)
         except (socket.gaierror, UnicodeError):
-            lookup = self._begin(host, port)
+            lookup = self._start(host, port)
         while not lookup.ended.wait(min(TICK_S, max(deadline - time.monotonic(), 0.0))):
             if stop is not None and stop.is_set():
                 raise InterruptedError(f"stopped while looking up {host}")
@@ -51,8 +51,8 @@ class Resolver:
             raise OSError(f"the name {host!r} has no address: {lookup.error}") from lookup.error
         return lookup.sockaddr
 
-    def _begin(self, host: str, port: int) -> _Lookup:
-        """The lookup under way, or a new one."""
+    def _start(self, host: str, port: int) -> _Lookup:
+        """The lookup in progress, or a new one."""
         with self._lock:
             lookup = self._lookups.get((host, port))
             if lookup is None:
@@ -60,7 +60,7 @@ class Resolver:
                 thread = threading.Thread(target=self._run, args=(host, port, lookup), name="resolve", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError as error:  # the system gives no thread more
+                except RuntimeError as error:  # the system is out of threads
                     raise OSError(str(error)) from error
                 self._lookups[host, port] = lookup
             return lookup
@@ -68,7 +68,7 @@ class Resolver:
     def _run(self, host: str, port: int, lookup: _Lookup) -> None:
         try:
             lookup.sockaddr = _look_up(host, port)
-        except (OSError, UnicodeError) as error:  # a label that is too long is a UnicodeError
+        except (OSError, UnicodeError) as error:  # UnicodeError: a label is too long
             lookup.error = OSError(str(error))
         finally:
             with self._lock:

@@ -1,12 +1,12 @@
-"""The shared-memory transport, within a host: a Unix socket to meet at, then a ring in memory for each direction.
+"""The shared-memory transport, within a host: a Unix socket to connect to, then a ring in memory per direction.
 
 connector                                          acceptor
 connect to the socket at the path           ->
-the other direction's socket, two rings     ->     on first use
+a socket for the other direction, two rings ->     on first use
 counts of bytes in ring 0                   ->
                                             <-     counts of bytes in ring 1
 
-Only processes of the same user meet. Addresses are "shm:" and the path of the socket.
+Both processes must belong to the same user. Addresses are "shm:" and the path of the socket.
 """
 
 from __future__ import annotations
@@ -27,59 +27,61 @@ from torchrelay.transfer.transport.shm_ring import RingReader, RingWriter, check
 from torchrelay.transfer.transport.socket_timeouts import set_timeouts
 
 SCHEME = "shm:"
-SEND_TIMEOUT_S = 30.0  # a peer that takes no byte for so long is given up
+SEND_TIMEOUT_S = 30.0  # a peer that accepts no byte for longer is given up
 ACCEPT_RETRY_S = 0.1
 _CONNECT_RETRY_S = 0.01
-_BACKLOG = 128
+BACKLOG = 128
 _CLOSED = (errno.EBADF, errno.EINVAL)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 log = get_logger(__name__)
 
 
 class ShmConnection:
-    """See ``transport.Connection``. The accepted end gets its rings, which the connector sends, on its first use: until
-    a byte was received, one thread uses it.
+    """See ``interface.Connection``. The accepted end receives its rings from the connector on first use: until a byte
+    was received, only one thread may use it.
     """
 
-    def __init__(self, control: socket.socket, ends: tuple[RingWriter, RingReader] | None = None) -> None:
-        self._control = control
+    def __init__(
+        self, control: socket.socket, send_timeout_s: float, ends: tuple[RingWriter, RingReader] | None = None
+    ) -> None:
+        self._control, self._send_timeout_s = control, send_timeout_s
         self._ends = ends
         self._aborted = False
         if ends is None:
-            set_timeouts(control, receive_s=TICK_S, send_s=SEND_TIMEOUT_S)
+            set_timeouts(control, receive_s=TICK_S, send_s=send_timeout_s)
 
     @classmethod
-    def opened(cls, control: socket.socket) -> ShmConnection:
+    def opened(cls, control: socket.socket, send_timeout_s: float) -> ShmConnection:
         """The connector's end."""
         with ExitStack() as closing:
             rings = [make_ring(), make_ring()]
             for ring in rings:
                 closing.callback(os.close, ring)
-            back, theirs = socket.socketpair()
-            closing.callback(back.close)
-            with theirs:
-                socket.send_fds(control, [b"\0"], [theirs.fileno(), *rings])
-            ends = RingWriter(control, rings[0], SEND_TIMEOUT_S), RingReader(back, rings[1], SEND_TIMEOUT_S)
+            incoming, peer_end = socket.socketpair()
+            closing.callback(incoming.close)
+            with peer_end:
+                socket.send_fds(control, [b"\0"], [peer_end.fileno(), *rings])
+            ends = RingWriter(control, rings[0], send_timeout_s), RingReader(incoming, rings[1], send_timeout_s)
             closing.pop_all()
-            return cls(control, ends)
+            return cls(control, send_timeout_s, ends)
 
     def receive_into(self, view: memoryview) -> int:
         ends = self._ends or self._accept_rings()
         return ends[1].receive_into(view) if ends else 0
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        deadline = time.monotonic() + SEND_TIMEOUT_S
+        deadline = time.monotonic() + self._send_timeout_s
         while self._ends is None:
             try:
                 if not self._accept_rings():
-                    raise BrokenPipeError("the peer has gone")
+                    raise BrokenPipeError("the peer is gone")
             except TimeoutError:
                 if time.monotonic() >= deadline:
                     raise
         self._ends[0].send(parts)
 
     def set_class(self, transfer_class: TransferClass) -> None:
-        """There is no link to share within a host."""
+        """Nothing to do: within a host there is no link to share."""
 
     def peer_closed(self) -> bool:
         if self._ends is not None:
@@ -104,23 +106,23 @@ class ShmConnection:
         self._control.close()
 
     def _accept_rings(self) -> tuple[RingWriter, RingReader] | None:
-        """Takes what the connector sends first; None when it went without. Raises ``TimeoutError``."""
+        """Receives the rings, which the connector sends first; None if it left before. Raises ``TimeoutError``."""
         try:
-            said, received, _, _ = socket.recv_fds(self._control, 1, 3, socket.MSG_CMSG_CLOEXEC)
+            message, received, _, _ = socket.recv_fds(self._control, 1, 3, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError as error:
             raise TimeoutError("nothing received") from error
-        if not said:
+        if not message:
             return None
         with ExitStack() as closing:
             for ring in received[1:]:
                 closing.callback(os.close, ring)
             counts = [closing.enter_context(_socket_of(descriptor)) for descriptor in received[:1]]
             if len(received) != 3:
-                raise ConnectionError("the peer sends no rings")
+                raise ConnectionError("the peer sent no rings")
             for ring in received[1:]:
                 check_ring(ring)
-            outgoing = RingWriter(counts[0], received[2], SEND_TIMEOUT_S)
-            self._ends = outgoing, RingReader(self._control, received[1], SEND_TIMEOUT_S)
+            outgoing = RingWriter(counts[0], received[2], self._send_timeout_s)
+            self._ends = outgoing, RingReader(self._control, received[1], self._send_timeout_s)
             closing.pop_all()
         if self._aborted:  # meanwhile
             self.abort()
@@ -128,18 +130,18 @@ class ShmConnection:
 
 
 class ShmListener:
-    """See ``transport.Listener``. The socket at the path goes when it is closed; a dead process's is replaced."""
+    """See ``interface.Listener``. Removes its socket when closed, and replaces one left by a dead process."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, backlog: int, send_timeout_s: float) -> None:
         self.address = f"{SCHEME}{path}"
-        self._path = path
+        self._path, self._send_timeout_s = path, send_timeout_s
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _remove_abandoned(path)
             self._socket.bind(str(path))
             self._inode = path.stat().st_ino
             path.chmod(0o600)
-            self._socket.listen(_BACKLOG)
+            self._socket.listen(backlog)
         except BaseException:
             self._socket.close()
             raise
@@ -151,11 +153,11 @@ class ShmListener:
             except OSError as error:
                 if error.errno in _CLOSED:
                     return None
-                log.warning("accept_failed", reason=str(error))  # no descriptor or no memory is left: that passes
+                log.warning("accept_failed", reason=str(error))  # out of descriptors or memory: that passes
                 time.sleep(ACCEPT_RETRY_S)
                 continue
             if peer_user(connected) == os.geteuid():
-                return ShmConnection(connected)
+                return ShmConnection(connected, self._send_timeout_s)
             log.warning("foreign_user_refused", user=peer_user(connected))
             connected.close()
 
@@ -169,37 +171,40 @@ class ShmListener:
 
 
 class ShmTransport:
-    """See ``transport.Transport``; addresses are "shm:/path"."""
+    """See ``interface.Transport``; addresses are "shm:/path"."""
+
+    def __init__(self, send_timeout_s: float = SEND_TIMEOUT_S, backlog: int = BACKLOG) -> None:
+        self._send_timeout_s, self._backlog = send_timeout_s, backlog
 
     def listen(self, host: str, port: int = 0) -> Listener:
         """``host`` is the address; there are no ports."""
-        return ShmListener(_path_of(host))
+        return ShmListener(_path_of(host), self._backlog, self._send_timeout_s)
 
     def connect(self, address: str, timeout_s: float, stop: threading.Event | None = None) -> Connection:
         control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             _connect(control, _path_of(address), time.monotonic() + timeout_s, stop or threading.Event())
             if peer_user(control) != os.geteuid():
-                raise PermissionError(f"another user listens at {address}")
-            return ShmConnection.opened(control)
+                raise PermissionError(f"{address} belongs to another user")
+            return ShmConnection.opened(control, self._send_timeout_s)
         except BaseException:
             control.close()
             raise
 
 
 def peer_user(connected: socket.socket) -> int:
-    """The user whose process made the other end."""
+    """The user id of the process at the other end."""
     packed = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(packed)[1])
 
 
 def _socket_of(descriptor: int) -> socket.socket:
-    """Owns the descriptor: nobody else is to close it, for its number may be another's by then."""
+    """Takes over the descriptor: after a second close, its number could already belong to another file."""
     try:
         return socket.socket(fileno=descriptor)
     except OSError as error:
         os.close(descriptor)
-        raise ConnectionError(f"the peer sends no socket: {error}") from error
+        raise ConnectionError(f"the peer sent no socket: {error}") from error
 
 
 def _connect(control: socket.socket, path: Path, deadline: float, stop: threading.Event) -> None:
@@ -216,15 +221,15 @@ def _connect(control: socket.socket, path: Path, deadline: float, stop: threadin
 def _path_of(address: str) -> Path:
     path = Path(address.removeprefix(SCHEME))
     if not address.startswith(SCHEME) or not path.is_absolute():
-        raise ConnectionError(f"{address!r} is not an address of the form {SCHEME}/path")
+        raise ConnectionError(f"{address!r} is not a valid address of the form {SCHEME}/path")
     return path
 
 
 def _remove_abandoned(path: Path) -> None:
-    """Removes the socket that a process left behind when it died; one that somebody listens on stays."""
+    """Removes a socket that a dead process left behind; one that is listened on stays."""
     if not path.is_socket():
         return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
-        asking.setblocking(False)
-        if asking.connect_ex(str(path)) == errno.ECONNREFUSED:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        if probe.connect_ex(str(path)) == errno.ECONNREFUSED:
             path.unlink()

@@ -1,9 +1,9 @@
-"""One direction of a shared-memory connection: a ring of bytes in a memfd, and a socket that tells how full it is.
+"""One direction of a shared-memory connection: a ring of bytes in a memfd, and a socket that carries byte counts.
 
-The sender writes into the ring and says how many bytes; the receiver reads them and, now and then, gives as many back.
-These counts are all that the socket carries, so there are no shared counters to get wrong: whoever is told of bytes may
-read them, a peer that dies closes the socket, and waiting is waiting for a message. The ring is written and read as a
-file, not mapped: the copies run without the interpreter's lock, and a peer cannot pull the memory from under us.
+The sender writes into the ring and sends the number of bytes; the receiver reads them and returns such credits now and
+then. There are no shared counters: a count received is permission to read or write, a peer that dies closes the socket,
+and waiting is waiting for a message. The ring is read and written as a file, not mapped: the copies run without the
+interpreter's lock, and a peer cannot cause a fault by truncating the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrelay.transfer.transport.iovec import drop_prefix, nonempty_views, tak
 from torchrelay.transfer.transport.socket_timeouts import set_timeouts
 
 RING_BYTES = 1 << 20  # stays in the processor's cache
-PIECE_BYTES = RING_BYTES // 4  # the receiver reads one while the sender writes the next
+PIECE_BYTES = RING_BYTES // 4  # the receiver reads one piece while the sender writes the next
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _NO_RING = -1
 _MAX_PARTS = 1024  # IOV_MAX
@@ -29,7 +29,7 @@ _COUNTS_BYTES = 64 * _COUNT.size
 
 
 def make_ring() -> int:
-    """A memfd of ``RING_BYTES`` that nobody can shrink; its pages appear when they are first written."""
+    """A memfd of ``RING_BYTES`` that cannot shrink; its pages are allocated on first write."""
     ring = os.memfd_create("torchrelay-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(ring, RING_BYTES)
     fcntl.fcntl(ring, fcntl.F_ADD_SEALS, _SEALS)
@@ -37,17 +37,17 @@ def make_ring() -> int:
 
 
 def check_ring(ring: int) -> None:
-    """Raises ``ConnectionError`` unless it is what ``make_ring`` makes."""
+    """Raises ``ConnectionError`` unless it is like one from ``make_ring``."""
     try:
         seals = fcntl.fcntl(ring, fcntl.F_GET_SEALS)
-    except OSError as error:  # no memfd
+    except OSError as error:  # not a memfd
         raise ConnectionError(f"the peer's ring cannot be used: {error}") from error
     if seals & _SEALS != _SEALS or os.fstat(ring).st_size != RING_BYTES:
-        raise ConnectionError("the peer's ring has another size, or might change it")
+        raise ConnectionError("the peer's ring has the wrong size or is not sealed")
 
 
 class _RingEnd:
-    """Owns a socket for counts and a ring."""
+    """Owns a ring and the socket for its counts."""
 
     def __init__(self, counts: socket.socket, ring: int) -> None:
         self._counts, self._ring = counts, ring
@@ -77,7 +77,7 @@ class RingWriter(_RingEnd):
         try:
             while pending:
                 if not self._num_free:
-                    self._await_free()
+                    self._wait_free()
                 piece = take_prefix(pending, min(self._num_free, RING_BYTES - self._at, PIECE_BYTES))
                 num_bytes = os.pwritev(self._ring, piece[:_MAX_PARTS], self._at)
                 self._at = (self._at + num_bytes) % RING_BYTES
@@ -85,15 +85,15 @@ class RingWriter(_RingEnd):
                 self._counts.send(_COUNT.pack(num_bytes))
                 drop_prefix(pending, num_bytes)
         except BlockingIOError as error:
-            raise TimeoutError(f"the peer has taken nothing for {self._send_timeout_s:g} s") from error
+            raise TimeoutError(f"the peer accepted nothing for {self._send_timeout_s:g} s") from error
 
-    def _await_free(self) -> None:
-        given_back = _receive_counts(self._counts)
-        if not given_back:
-            raise BrokenPipeError("the peer has gone")
-        self._num_free += given_back
+    def _wait_free(self) -> None:
+        num_credits = _receive_counts(self._counts)
+        if not num_credits:
+            raise BrokenPipeError("the peer is gone")
+        self._num_free += num_credits
         if self._num_free > RING_BYTES:
-            raise ConnectionError("the peer gives back more than it got")
+            raise ConnectionError("the peer returned more credits than it had")
 
 
 class RingReader(_RingEnd):
@@ -110,23 +110,23 @@ class RingReader(_RingEnd):
                 self._num_ready = _receive_counts(self._counts)
             except BlockingIOError as error:
                 raise TimeoutError("nothing received") from error
-            except ConnectionResetError:  # it went without a look at what we gave back last
+            except ConnectionResetError:  # the peer left with credits unread
                 return 0
             if self._num_ready > RING_BYTES - self._num_owed:
-                raise ConnectionError("the peer sends more than the ring holds")
+                raise ConnectionError("the peer sent more than the ring holds")
             if not self._num_ready:
                 return 0
         wanted = view[: min(self._num_ready, RING_BYTES - self._at)]
         num_bytes = os.preadv(self._ring, [wanted], self._at)
         self._at = (self._at + num_bytes) % RING_BYTES
         self._num_ready -= num_bytes
-        self._give_back(num_bytes)
+        self._return_credits(num_bytes)
         return num_bytes
 
-    def _give_back(self, num_bytes: int) -> None:
+    def _return_credits(self, num_bytes: int) -> None:
         self._num_owed += num_bytes
-        if self._num_owed >= PIECE_BYTES:  # a sender that waits has filled the ring, so this point is reached
-            with suppress(BrokenPipeError, ConnectionResetError):  # a peer that has gone may still be read to its end
+        if self._num_owed >= PIECE_BYTES:  # always reached: a sender that waits has filled the ring
+            with suppress(BrokenPipeError, ConnectionResetError):  # the peer is gone; its bytes can still be read
                 self._counts.send(_COUNT.pack(self._num_owed))
             self._num_owed = 0
 
@@ -142,8 +142,8 @@ class RingReader(_RingEnd):
 
 
 def _receive_counts(counts: socket.socket) -> int:
-    """The sum of the counts that have come, at least one; 0: the peer has ended. Raises ``BlockingIOError``."""
+    """The sum of the counts received, at least one; 0: the peer has closed. Raises ``BlockingIOError``."""
     packed = counts.recv(_COUNTS_BYTES)
     if len(packed) % _COUNT.size:
-        raise ConnectionError("the peer sends no whole counts")
+        raise ConnectionError("the peer sent a truncated count")
     return sum(count for (count,) in _COUNT.iter_unpack(packed))

@@ -7,7 +7,7 @@ import struct
 
 
 def set_timeouts(blocking: socket.socket, receive_s: float, send_s: float) -> None:
-    """A receive or send that takes longer raises ``BlockingIOError``."""
+    """A receive or send that takes longer raises ``BlockingIOError``, without a select call before each."""
     blocking.setblocking(True)
     blocking.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(receive_s))
     blocking.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(send_s))

@@ -1,4 +1,4 @@
-"""The TCP transport: plain blocking sockets, large buffers, no copy but the kernel's own."""
+"""The TCP transport: plain blocking sockets, large buffers, no copies but the kernel's own."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from torchrelay.transfer.transport.paced_sender import PacedSender, can_pace
 from torchrelay.transfer.transport.resolver import Resolver
 from torchrelay.transfer.transport.socket_timeouts import set_timeouts
 
-SEND_TIMEOUT_S = 30.0  # a peer that takes no byte for so long is given up
+SEND_TIMEOUT_S = 30.0  # a peer that accepts no byte for longer is given up
 ACCEPT_RETRY_S = 0.1
-KEEPALIVE_INTERVAL_S, NUM_KEEPALIVE_PROBES = 10, 3  # of a peer that is silent while nothing is sent to it
+KEEPALIVE_INTERVAL_S, NUM_KEEPALIVE_PROBES = 10, 3  # probes of an idle connection
 _BACKLOG = 128
 _CLOSED = (errno.EBADF, errno.EINVAL)
 _RESOLVER = Resolver()
@@ -29,14 +29,14 @@ log = get_logger(__name__)
 
 
 class TcpConnection:
-    """See ``transport.Connection``."""
+    """See ``interface.Connection``."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+    def __init__(self, connected: socket.socket, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
+        self._socket, self._send_timeout_s = connected, send_timeout_s
         self._sendmsg: Callable[[Sequence[memoryview]], int] = connected.sendmsg
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _enable_keepalive(connected)
-        set_timeouts(connected, receive_s=TICK_S, send_s=SEND_TIMEOUT_S)
+        _enable_keepalive(connected, send_timeout_s)
+        set_timeouts(connected, receive_s=TICK_S, send_s=send_timeout_s)
 
     def receive_into(self, view: memoryview) -> int:
         try:
@@ -50,14 +50,14 @@ class TcpConnection:
             try:
                 num_sent = self._sendmsg(pending)
             except BlockingIOError as error:
-                raise TimeoutError(f"the peer has taken nothing for {SEND_TIMEOUT_S:g} s") from error
+                raise TimeoutError(f"the peer accepted nothing for {self._send_timeout_s:g} s") from error
             drop_prefix(pending, num_sent)
 
     def set_class(self, transfer_class: TransferClass) -> None:
         if transfer_class == TransferClass.KV:
             self._sendmsg = self._socket.sendmsg
             return
-        with suppress(OSError):  # a connection that broke says so when it is used
+        with suppress(OSError):  # a broken connection fails at its next use
             if can_pace(self._socket):
                 self._sendmsg = PacedSender(self._socket, transfer_class).sendmsg
 
@@ -77,39 +77,43 @@ class TcpConnection:
 
 
 class TcpListener:
-    """See ``transport.Listener``."""
+    """See ``interface.Listener``."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, send_timeout_s: float, accept_retry_s: float) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
         self.address = join_address(*self._socket.getsockname()[:2])
+        self._send_timeout_s, self._accept_retry_s = send_timeout_s, accept_retry_s
 
     def accept(self) -> Connection | None:
         while True:
             try:
                 connected, _ = self._socket.accept()
-            except ConnectionAbortedError:  # it came and went
+            except ConnectionAbortedError:  # the peer left before it was accepted
                 continue
             except OSError as error:
                 if error.errno in _CLOSED:
                     return None
-                # No descriptor or no memory is left: that passes, while a door that closes for it would stay closed.
+                # Out of descriptors or memory: that passes, while a listener closed for it would stay closed.
                 log.warning("accept_failed", reason=str(error))
-                time.sleep(ACCEPT_RETRY_S)
+                time.sleep(self._accept_retry_s)
                 continue
-            return TcpConnection(connected)
+            return TcpConnection(connected, self._send_timeout_s)
 
     def close(self) -> None:
-        with suppress(OSError):  # wakes a thread in accept; not every system calls this a connection
+        with suppress(OSError):  # wakes a thread in accept; some systems refuse it on a listener
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 
 class TcpTransport:
-    """See ``transport.Transport``."""
+    """See ``interface.Transport``. ``accept_retry_s``: the pause after a failed accept."""
+
+    def __init__(self, send_timeout_s: float = SEND_TIMEOUT_S, accept_retry_s: float = ACCEPT_RETRY_S) -> None:
+        self._send_timeout_s, self._accept_retry_s = send_timeout_s, accept_retry_s
 
     def listen(self, host: str, port: int) -> Listener:
-        return TcpListener(host, port)
+        return TcpListener(host, port, self._send_timeout_s, self._accept_retry_s)
 
     def connect(self, address: str, timeout_s: float, stop: threading.Event | None = None) -> Connection:
         deadline = time.monotonic() + timeout_s
@@ -119,20 +123,20 @@ class TcpTransport:
             connecting.setblocking(False)
             if connecting.connect_ex(sockaddr) != 0:
                 _wait_connected(connecting, address, deadline, stop)
-            return TcpConnection(connecting)
+            return TcpConnection(connecting, self._send_timeout_s)
         except BaseException:
             connecting.close()
             raise
 
 
-def _enable_keepalive(connected: socket.socket) -> None:
-    """A peer whose machine or link died without a word is found out, also by a stream that has nothing to send."""
+def _enable_keepalive(connected: socket.socket, send_timeout_s: float) -> None:
+    """Detects a peer whose machine or link died silently, even when nothing is being sent."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_KEEPALIVE_PROBES)
     if sys.platform == "linux":
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_INTERVAL_S)
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_TIMEOUT_S * 1000))
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(send_timeout_s * 1000))
 
 
 def _wait_connected(connecting: socket.socket, address: str, deadline: float, stop: threading.Event | None) -> None:
@@ -149,10 +153,10 @@ def _wait_connected(connecting: socket.socket, address: str, deadline: float, st
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """ "host:port" or "[host]:port". Raises ``ConnectionError`` for anything else: such a peer cannot be reached."""
+    """ "host:port" or "[host]:port". Raises ``ConnectionError``, as for any peer that cannot be reached."""
     host, colon, port = address.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit():
-        raise ConnectionError(f"{address!r} is not an address of the form host:port")
+        raise ConnectionError(f"{address!r} is not a valid address of the form host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

@@ -1,8 +1,8 @@
-"""TLS over any transport: what travels is sealed, and both ends show a certificate of the cluster.
+"""TLS over any transport, with certificates of the cluster at both ends.
 
-TLS works on memory here, and the connection below moves the sealed bytes: its time limits, its class and its way to be
-aborted stay as they are, and a megabyte is one system call though TLS seals it in records of 16 KiB. The price is one
-copy of the sealed bytes in memory, little beside the ciphers' own work.
+TLS works on memory buffers here, and the connection below moves the sealed bytes. So that connection's time limits,
+class and abort stay as they are, and a megabyte takes one system call although TLS seals it in records of 16 KiB. The
+price is one copy of the sealed bytes in memory, which is little beside the ciphers' own work.
 """
 
 from __future__ import annotations
@@ -18,34 +18,35 @@ from torchrelay.common.tls import CLUSTER_NAME, Tls
 from torchrelay.transfer.transport.interface import TICK_S, Connection, Listener, TransferClass, Transport
 from torchrelay.transfer.transport.tcp import TcpTransport
 
-HANDSHAKE_S = 10.0  # a peer that has not shown its certificate in this time is sent away
-RECORD_BYTES = (16 << 10) + 256  # the longest there is
-SEALED_BYTES = 256 << 10  # taken from the wire at once
-PIECE_BYTES = 256 << 10  # sealed before it is sent
+HANDSHAKE_S = 10.0  # a peer that has not presented its certificate in this time is disconnected
+RECORD_BYTES = (16 << 10) + 256  # the maximum
+SEALED_BYTES = 256 << 10  # received at once
+PIECE_BYTES = 256 << 10  # sealed at once
 
 
 def transport_for(tls: Tls | None) -> Transport:
-    """The transport between hosts: TCP, within TLS if this process has an identity."""
+    """The transport between hosts: TCP, with TLS if this process has an identity."""
     return TcpTransport() if tls is None else TlsTransport(tls, TcpTransport())
 
 
 class TlsConnection:
-    """See ``transport.Connection``. Once bytes have been received, one thread may receive while another sends.
+    """See ``interface.Connection``. Once bytes have been received, one thread may receive while another sends.
 
-    The peer has ended when the connection below has: frames tell their own length and carry digests, so nothing hangs
-    on a farewell within TLS, and none is sent.
+    It ends when the connection below does: frames have lengths and digests, so no TLS close alert is needed or sent.
     """
 
-    def __init__(self, plain: Connection, context: ssl.SSLContext, *, is_server: bool) -> None:
-        self._plain = plain
+    def __init__(
+        self, plain: Connection, context: ssl.SSLContext, *, is_server: bool, handshake_s: float = HANDSHAKE_S
+    ) -> None:
+        self._plain, self._handshake_s = plain, handshake_s
         self._arrived, self._departing = ssl.MemoryBIO(), ssl.MemoryBIO()
         name = None if is_server else CLUSTER_NAME
         self._tls = context.wrap_bio(self._arrived, self._departing, server_side=is_server, server_hostname=name)
-        self._lock = threading.Lock()  # of the TLS state; never held while the wire is waited for
-        self._sending = threading.Lock()  # what is sealed first leaves first
+        self._lock = threading.Lock()  # guards the TLS state; never held during network I/O
+        self._sending = threading.Lock()  # sealed bytes leave in the order they were sealed
         self._sealed = memoryview(bytearray(RECORD_BYTES))
         self._is_open = False
-        self._handshake_ends_at = time.monotonic() + HANDSHAKE_S
+        self._handshake_ends_at = time.monotonic() + handshake_s
 
     def receive_into(self, view: memoryview) -> int:
         tick_ends_at = time.monotonic() + TICK_S
@@ -55,16 +56,16 @@ class TlsConnection:
                 if num_bytes:
                     return num_bytes
             if len(view) > len(self._sealed) and self._is_open:
-                self._sealed = memoryview(bytearray(SEALED_BYTES))  # bulk comes: it is taken in larger pieces
+                self._sealed = memoryview(bytearray(SEALED_BYTES))  # bulk data: receive larger pieces
             if not self.receive_records():
                 return 0
-            if time.monotonic() >= tick_ends_at:  # less than a record has come
+            if time.monotonic() >= tick_ends_at:  # less than a record has arrived
                 raise TimeoutError("nothing received")
 
     def handshake_step(self) -> bool:
-        """One step of the handshake; True once it is done. More steps need more bytes of the peer: ``take_in``."""
+        """One step of the handshake; True once it is done. A further step needs ``receive_records`` first."""
         if time.monotonic() > self._handshake_ends_at:
-            raise ConnectionAbortedError(f"the peer has not shown its certificate within {HANDSHAKE_S:g} s")
+            raise ConnectionAbortedError(f"the peer has not presented its certificate within {self._handshake_s:g} s")
         try:
             with self._lock:
                 self._tls.do_handshake()
@@ -73,25 +74,25 @@ class TlsConnection:
             pass
         except ssl.SSLError:
             with suppress(OSError):
-                self._send_sealed()  # the alert that tells the peer why
+                self._send_sealed()  # the alert with the reason
             raise
         self._send_sealed()
         return self._is_open
 
     def receive_records(self) -> bool:
-        """Hands TLS what has arrived; False: the peer has ended. Raises ``TimeoutError`` like ``receive_into``."""
+        """Passes received bytes to TLS; False: the peer has ended. Raises ``TimeoutError`` like ``receive_into``."""
         num_bytes = self._plain.receive_into(self._sealed)
         with self._lock:
             self._arrived.write(self._sealed[:num_bytes])
         return num_bytes > 0
 
     def _unseal(self, view: memoryview) -> int:
-        """As many records as have arrived whole and fit, straight into the view; 0: none has."""
+        """Unseals complete records into the view, as many as fit; 0: none has arrived."""
         done = 0
         with self._lock, suppress(ssl.SSLWantReadError):
             while done < len(view):
-                num_bytes = cast(int, self._tls.read(len(view) - done, view[done:]))  # with a view it is a number
-                if not num_bytes:  # a peer that says farewell within TLS; its end follows
+                num_bytes = cast(int, self._tls.read(len(view) - done, view[done:]))  # an int, since it got a buffer
+                if not num_bytes:  # a TLS close alert; the connection's end follows
                     break
                 done += num_bytes
         return done
@@ -100,7 +101,7 @@ class TlsConnection:
         while not (self._is_open or self.handshake_step()):
             with suppress(TimeoutError):
                 if not self.receive_records():
-                    raise ConnectionResetError("the peer has ended the TLS handshake")
+                    raise ConnectionResetError("the peer ended the TLS handshake")
         with self._sending:
             for part in parts:
                 view = memoryview(part)
@@ -135,10 +136,10 @@ class TlsConnection:
 
 
 class TlsListener:
-    """See ``transport.Listener``. The handshake is the stream's own: no peer can keep the others at the door."""
+    """See ``interface.Listener``. Each stream does its own handshake, so no peer can block the accept loop."""
 
-    def __init__(self, plain: Listener, context: ssl.SSLContext) -> None:
-        self._plain, self._context = plain, context
+    def __init__(self, plain: Listener, context: ssl.SSLContext, handshake_s: float) -> None:
+        self._plain, self._context, self._handshake_s = plain, context, handshake_s
 
     @property
     def address(self) -> str:
@@ -146,36 +147,37 @@ class TlsListener:
 
     def accept(self) -> Connection | None:
         plain = self._plain.accept()
-        return None if plain is None else TlsConnection(plain, self._context, is_server=True)
+        if plain is None:
+            return None
+        return TlsConnection(plain, self._context, is_server=True, handshake_s=self._handshake_s)
 
     def close(self) -> None:
         self._plain.close()
 
 
 class TlsTransport:
-    """See ``transport.Transport``."""
+    """See ``interface.Transport``."""
 
-    def __init__(self, tls: Tls, plain: Transport) -> None:
-        self._tls, self._plain = tls, plain
+    def __init__(self, tls: Tls, plain: Transport, handshake_s: float = HANDSHAKE_S) -> None:
+        self._tls, self._plain, self._handshake_s = tls, plain, handshake_s
 
     def listen(self, host: str, port: int) -> Listener:
-        return TlsListener(self._plain.listen(host, port), self._tls.server_context)
+        return TlsListener(self._plain.listen(host, port), self._tls.server_context, self._handshake_s)
 
     def connect(self, address: str, timeout_s: float, stop: threading.Event | None = None) -> Connection:
-        """Once the holder has shown its certificate; whether it takes ours, the first receive tells."""
+        """Returns once the peer has presented its certificate; the first receive tells whether it accepts ours."""
         ends_at = time.monotonic() + timeout_s
-        connection = TlsConnection(
-            self._plain.connect(address, timeout_s, stop), self._tls.client_context, is_server=False
-        )
+        plain = self._plain.connect(address, timeout_s, stop)
+        connection = TlsConnection(plain, self._tls.client_context, is_server=False, handshake_s=self._handshake_s)
         try:
             while not connection.handshake_step():
                 with suppress(TimeoutError):
                     if not connection.receive_records():
-                        raise ConnectionResetError(f"{address} has ended the TLS handshake: does it serve TLS?")
+                        raise ConnectionResetError(f"{address} ended the TLS handshake; does it serve TLS?")
                 if stop is not None and stop.is_set():
                     raise InterruptedError(f"stopped while connecting to {address}")
                 if time.monotonic() >= ends_at:
-                    raise TimeoutError(f"{address} has not shown its certificate within {timeout_s:g} s")
+                    raise TimeoutError(f"{address} has not presented its certificate within {timeout_s:g} s")
             return connection
         except BaseException:
             connection.close()

@@ -15,7 +15,7 @@ from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kv.pool import KvPool
-from torchrelay.transfer.arena.slab import MappedSlab
+from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.worker.attempts.attempt import now_us
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine_thread import EngineThread

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import hmac
 import secrets as random_secrets
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from sqlalchemy import Select, func, insert, select, update
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound, Unauthenticated
 from torchrelay.gateway.auth.key_format import key_id_of, mac_of, new_token
 from torchrelay.gateway.core import Principal
@@ -110,7 +110,7 @@ class ApiKeys:
     ) -> tuple[KeyInfo, str]:
         """A new key of a tenant: what may be shown of it, and the token, which nobody can ever show again."""
         key_id, token = new_token()
-        info = KeyInfo(key_id, name, tenant, _now_unix_us(), requests_per_minute, is_revoked=False)
+        info = KeyInfo(key_id, name, tenant, now_unix_us(), requests_per_minute, is_revoked=False)
         async with self._database.write() as connection:
             await connection.execute(
                 insert(api_keys).values(
@@ -149,7 +149,7 @@ class ApiKeys:
         Raises ``NotFound`` for a key that is not there, or not of this tenant (``None``: of any).
         """
         query = update(api_keys).where(api_keys.c.key_id == key_id)
-        first = func.coalesce(api_keys.c.revoked_unix_us, _now_unix_us())
+        first = func.coalesce(api_keys.c.revoked_unix_us, now_unix_us())
         if tenant_id is not None:
             query = query.where(api_keys.c.tenant_id == tenant_id)
         async with self._database.write() as connection:
@@ -168,7 +168,3 @@ def _joined() -> Select[tuple[object, ...]]:
 
 def _unknown() -> Unauthenticated:
     return Unauthenticated("this API key is not known, or was revoked")
-
-
-def _now_unix_us() -> int:
-    return time.time_ns() // 1000

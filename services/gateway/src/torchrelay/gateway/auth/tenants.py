@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from torchrelay.common.errors import Conflict, InvalidRequest, NotFound
+from torchrelay.common.clock import now_unix_us
+from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.common.ids import new_id
+from torchrelay.gateway.names import check_name
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import balances, tenants
-
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +24,6 @@ class Tenant:
     storage_quota_bytes: int | None  # None: unlimited
     budget_nano: int | None
     created_unix_us: int
-
-
-def is_name(name: str) -> bool:
-    """Whether a tenant or a model can have this name."""
-    return _NAME.fullmatch(name) is not None
-
-
-def check_name(name: str, field: str) -> str:
-    """``name`` itself when it can name a tenant or a model. Raises ``InvalidRequest`` about ``field``."""
-    if not is_name(name):
-        rule = "1 to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"
-        raise InvalidRequest(f"{name!r} is not a name: {rule}", field=field)
-    return name
 
 
 class Tenants:
@@ -51,7 +36,7 @@ class Tenants:
     async def create(self, name: str, storage_quota_bytes: int | None = None, budget_nano: int | None = None) -> Tenant:
         """A new tenant with an empty balance. Raises ``Conflict`` when the name is taken."""
         check_name(name, "name")
-        tenant = Tenant(new_id("ten"), name, storage_quota_bytes, budget_nano, time.time_ns() // 1000)
+        tenant = Tenant(new_id("ten"), name, storage_quota_bytes, budget_nano, now_unix_us())
         try:
             async with self._database.write() as connection:
                 await connection.execute(

@@ -6,13 +6,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from decimal import ROUND_HALF_UP, Decimal
+from decimal import Decimal
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.billing.money import amount_of
 
-CURRENCY = "USD"
-_NANO = Decimal(1_000_000_000)
-_CENT = Decimal("0.01")
 _PERIOD = re.compile(r"([12]\d{3})-(0[1-9]|1[0-2])")
 
 
@@ -45,22 +43,6 @@ class Bill:
     lines: tuple[BillLine, ...]
     cost_nano: int
     amount: Decimal
-
-
-def amount_of(cost_nano: int) -> Decimal:
-    """Dollars and cents of nano-dollars, half a cent up."""
-    return (Decimal(cost_nano) / _NANO).quantize(_CENT, rounding=ROUND_HALF_UP)
-
-
-def exact_amount(cost_nano: int) -> str:
-    """All nine decimals, as text: for usage, where nothing is rounded."""
-    return f"{Decimal(cost_nano) / _NANO:.9f}"
-
-
-def dollars(nano: int) -> str:
-    """``$1.50``, ``$0.000204``: exact, with cents at least, for messages."""
-    whole, _, part = exact_amount(nano).partition(".")
-    return f"${whole}.{part.rstrip('0').ljust(2, '0')}"
 
 
 def bill_of(period: str, sums: Sequence[BilledSum]) -> Bill:

@@ -10,7 +10,6 @@ share one transaction of a handful of statements, so the fsync of a commit is pa
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, func, insert, select, update
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.billing.ledger_rows import LedgerRow, ledger_rows
@@ -95,7 +95,7 @@ class Ledger:
     def _settle(self, connection: Connection, settlements: Sequence[Settlement]) -> dict[str, int]:
         """The cost that stands for each of these requests, by id; those never opened are missing."""
         usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # the first counts
-        now = time.time_ns() // 1000
+        now = now_unix_us()
         won = connection.execute(_WIN, {"request_ids": list(usages), "now": now})
         costs: dict[str, int] = {}
         charges: Counter[str] = Counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchrelay.gateway.billing.prices import cost_nano
+from torchrelay.gateway.billing.price_list import cost_nano
 from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest, Price
 
 

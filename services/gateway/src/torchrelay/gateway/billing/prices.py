@@ -2,54 +2,28 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from sqlalchemy import insert, select
 from sqlalchemy.exc import IntegrityError
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest
 from torchrelay.common.ids import new_id
+from torchrelay.gateway.billing.price_list import price_at
 from torchrelay.gateway.core import Price
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import prices
 
 
-def cost_nano(price: Price, num_prompt_tokens: int, num_cached_tokens: int, num_output_tokens: int) -> int:
-    """What tokens cost: cached prompt tokens at their own price, integers throughout."""
-    num_fresh = num_prompt_tokens - num_cached_tokens
-    return num_fresh * price.prompt_nano + num_cached_tokens * price.cached_nano + num_output_tokens * price.output_nano
-
-
-def price_at(price_list: Sequence[Price], model: str, at_unix_us: int) -> Price:
-    """The row of ``model`` valid at that time, else the default's. ``price_list`` is sorted by ``valid_from_unix_us``.
-
-    A default row valid from time 0 is part of the schema; without it this raises ``LookupError``.
-    """
-    chosen: Price | None = None
-    for price in price_list:
-        if price.valid_from_unix_us > at_unix_us:
-            break
-        if price.model == model or (price.model == "" and (chosen is None or chosen.model == "")):
-            chosen = price
-    if chosen is None:
-        raise LookupError("the price list has no default that is valid now")
-    return chosen
-
-
-def valid_until(price_list: Sequence[Price], price: Price) -> int | None:
-    """When the next row of the same model begins; ``None`` while there is none."""
-    later = (p.valid_from_unix_us for p in price_list if p.model == price.model)
-    return min((begin for begin in later if begin > price.valid_from_unix_us), default=None)
-
-
 class Prices:
     """Owns the prices table. The list is small and kept whole in memory, at its version."""
 
-    def __init__(self, database: Database, versions: TableVersions) -> None:
+    def __init__(self, database: Database, versions: TableVersions, clock: Callable[[], int] = now_unix_us) -> None:
         self._database = database
         self._versions = versions
+        self._clock_unix_us = clock
         self._loaded: tuple[int, list[Price]] = (-1, [])
 
     async def all(self) -> list[Price]:
@@ -63,13 +37,13 @@ class Prices:
 
     async def current(self, model: str) -> Price:
         """The price of ``model`` ("tenant/model") now."""
-        return price_at(await self.all(), model, time.time_ns() // 1000)
+        return price_at(await self.all(), model, self._clock_unix_us())
 
     async def add(
         self, model: str, prompt_nano: int, cached_nano: int, output_nano: int, valid_from_unix_us: int | None = None
     ) -> Price:
         """A new row, valid from now or from a later time. Raises ``InvalidRequest`` for a time that has passed."""
-        now = time.time_ns() // 1000
+        now = self._clock_unix_us()
         begin = now if valid_from_unix_us is None else valid_from_unix_us
         if begin < now:
             raise InvalidRequest("a price cannot begin in the past: what is billed stays billed", field="valid_from")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from sqlalchemy import func, select
 
-from torchrelay.gateway.billing.prices import cost_nano
+from torchrelay.gateway.billing.price_list import cost_nano
 from torchrelay.gateway.core import Price
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.tables import balances, ledger, opened, prices

@@ -7,7 +7,7 @@ cannot change a total.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest
@@ -32,14 +32,6 @@ def merge_registers(one: UsageRegister, other: UsageRegister) -> UsageRegister:
         num_cached_prompt_tokens=max(one.num_cached_prompt_tokens, other.num_cached_prompt_tokens),
         output_position=max(one.output_position, other.output_position),
     )
-
-
-def merge_all(registers: Iterable[UsageRegister]) -> UsageRegister:
-    """``merge`` over any number, in any order."""
-    merged = EMPTY_REGISTER
-    for register in registers:
-        merged = merge_registers(merged, register)
-    return merged
 
 
 def usages_from_registers(opened: OpenedRequest, registers: Mapping[int, UsageRegister]) -> list[ChoiceUsage]:

@@ -20,6 +20,7 @@ from torchrelay.gateway.billing.usage_register import EMPTY_REGISTER, UsageRegis
 
 log = get_logger(__name__)
 _FETCH_MESSAGES = 500
+_FETCH_TIMEOUT_S = 2.0
 RegistersByRequest = dict[str, dict[int, UsageRegister]]  # request id -> choice -> register
 
 
@@ -48,7 +49,7 @@ class UsageRegisterReader:
         try:
             num_left = (await consumer.consumer_info()).num_pending or 0
             while num_left > 0:
-                messages = await consumer.fetch(min(num_left, _FETCH_MESSAGES), timeout=2)
+                messages = await consumer.fetch(min(num_left, _FETCH_MESSAGES), timeout=_FETCH_TIMEOUT_S)
                 num_left -= len(messages)
                 for message in messages:
                     _merge_message(merged, message.data, request_ids)

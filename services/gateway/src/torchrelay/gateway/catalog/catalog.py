@@ -6,16 +6,17 @@ A model is found by ``tenant/model``, or by ``model`` alone within the caller's 
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 
 import msgspec
 from sqlalchemy import ColumnElement, Row, Select, delete, exists, insert, select, update
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound
-from torchrelay.gateway.auth.tenants import is_name
-from torchrelay.gateway.billing.prices import Prices, price_at
+from torchrelay.gateway.billing.price_list import price_at
+from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.core import Price, Principal, PublishedModel, Version
+from torchrelay.gateway.names import is_name
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import models, retired_versions, tenants, versions
@@ -76,12 +77,12 @@ class Catalog:
             query = query.where(models.c.tenant_id == principal.tenant_id)
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
-        now = time.time_ns() // 1000
+        now = now_unix_us()
         return [_published(row, price_at(price_list, f"{row.tenant}/{row.name}", now)) for row in rows]
 
     async def set_scaling(self, model: PublishedModel, scaling: ScalingSettings) -> None:
         """Changes settings of a model, without a new version. Raises ``NotFound`` when it was deleted meanwhile."""
-        values = scaling.values() | {"updated_unix_us": time.time_ns() // 1000}
+        values = scaling.values() | {"updated_unix_us": now_unix_us()}
         async with self._database.write() as connection:
             changed = await connection.execute(update(models).where(*_is(model)).values(values))
             if changed.rowcount == 0:
@@ -109,7 +110,7 @@ class Catalog:
         changes of the catalog wait for each other, so none overlooks which versions another names or lets go.
         """
         await bump_version(connection, "catalog")
-        now = time.time_ns() // 1000
+        now = now_unix_us()
         await self._keep(connection, version)
         await connection.execute(delete(retired_versions).where(retired_versions.c.version_id == version.version_id))
         wanted = (models.c.tenant_id == tenant_id, models.c.name == name)
@@ -133,7 +134,7 @@ class Catalog:
             version_id=version.version_id,
             description=msgspec.json.encode(version).decode(),
             stored_bytes=version.stored_bytes,
-            created_unix_us=time.time_ns() // 1000,
+            created_unix_us=now_unix_us(),
         )
         await connection.execute(row.on_conflict_do_nothing())
 
@@ -145,7 +146,7 @@ class Catalog:
 async def _retire(database: Database, connection: SqlConnection, version_id: str) -> None:
     named = exists().where(models.c.version_id == version_id)
     if not (await connection.execute(select(named))).scalar_one():
-        row = database.insert(retired_versions).values(version_id=version_id, retired_unix_us=time.time_ns() // 1000)
+        row = database.insert(retired_versions).values(version_id=version_id, retired_unix_us=now_unix_us())
         await connection.execute(row.on_conflict_do_nothing())
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
 from sqlalchemy import delete, exists, select
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.clients.param_store import StoreClient
@@ -22,7 +22,7 @@ async def free_retired_versions(database: Database, store: StoreClient, retired_
     Requests admitted before may still be loading one, hence the wait. While any upload is open, nothing is deleted: it
     may be about to publish the very content again. Raises ``Unavailable`` when the store or SQL is away.
     """
-    before = time.time_ns() // 1000 - int(retired_for_s * 1e6)
+    before = now_unix_us() - int(retired_for_s * 1e6)
     num_freed = 0
     while (
         version_id := await _next_retired(database, before)
@@ -50,7 +50,7 @@ async def _next_retired(database: Database, before_unix_us: int) -> str | None:
 
 async def drop_expired_uploads(database: Database, store: StoreClient, lease_s: float) -> int:
     """Aborts uploads that were begun ``lease_s`` ago and never committed; how many."""
-    before = time.time_ns() // 1000 - int(lease_s * 1e6)
+    before = now_unix_us() - int(lease_s * 1e6)
     async with database.read() as connection:
         query = select(uploads.c.upload_id).where(uploads.c.created_unix_us <= before)
         upload_ids = list((await connection.execute(query)).scalars())

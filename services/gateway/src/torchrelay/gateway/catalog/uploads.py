@@ -7,13 +7,13 @@ store's. An upload holds its declared size against the tenant's storage quota fr
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from sqlalchemy import delete, func, insert, select
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, DataCorrupted, NotFound, QuotaExceeded, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.control.v1 import param_store_pb2
@@ -63,7 +63,7 @@ class Uploads:
                     tenant_id=tenant.tenant_id,
                     model=model,
                     declared_bytes=declared_bytes,
-                    created_unix_us=time.time_ns() // 1000,
+                    created_unix_us=now_unix_us(),
                 )
             )
         try:

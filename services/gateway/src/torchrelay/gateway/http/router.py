@@ -5,25 +5,16 @@ Bodies of everything else are bounded here, file uploads excepted: those are str
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, TypeAlias
-
 import msgspec
 from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from torchrelay.gateway.openai.asgi_app import PATHS
 from torchrelay.gateway.openai.errors import body, too_large
-
-Scope: TypeAlias = MutableMapping[str, Any]
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
-App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-TOKEN_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
 class AsgiRouter:
-    def __init__(self, tokens: App, rest: App, max_body_bytes: int) -> None:
+    def __init__(self, tokens: ASGIApp, rest: ASGIApp, max_body_bytes: int) -> None:
         self._tokens = tokens
         self._rest = rest
         self._max_body_bytes = max_body_bytes
@@ -31,7 +22,7 @@ class AsgiRouter:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._rest(scope, receive, send)
-        elif scope["path"] in TOKEN_PATHS:
+        elif scope["path"] in PATHS:
             await self._tokens(scope, receive, send)
         elif scope["method"] == "PUT" and scope["path"].startswith("/v1/uploads/"):
             await self._rest(scope, receive, send)

@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import uvicorn
-
-from torchrelay.gateway.http.router import App
+from starlette.types import ASGIApp
 
 STALL_TIMEOUT_S = 60.0
 
@@ -33,7 +32,7 @@ class HttpServer(uvicorn.Server):
 
 @asynccontextmanager
 async def http_server(
-    app: App, host: str, port: int, drain_s: float, stall_s: float = STALL_TIMEOUT_S
+    app: ASGIApp, host: str, port: int, drain_s: float, stall_s: float = STALL_TIMEOUT_S
 ) -> AsyncIterator[HttpServer]:
     """Serves ``app`` inside the block. Leaving it stops accepting, lets running responses end for ``drain_s``, and
     cancels those that have not. A client that takes nothing of its response for ``stall_s`` is disconnected.

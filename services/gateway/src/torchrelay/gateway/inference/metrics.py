@@ -15,8 +15,10 @@ from torchrelay.gateway.inference.core import Usage
 class InferenceMetrics:
     """Instruments; ``running`` and ``unsettled``, like the counts, are read when metrics are collected."""
 
-    def __init__(self, running: Callable[[], int], unsettled: Callable[[], int]) -> None:
-        meter = metrics.get_meter("torchrelay.gateway")
+    def __init__(
+        self, running: Callable[[], int], unsettled: Callable[[], int], meter: metrics.Meter | None = None
+    ) -> None:
+        meter = meter or metrics.get_meter("torchrelay.gateway")
         self._num_requests: Counter[str] = Counter()  # by outcome
         self._num_tokens: Counter[str] = Counter()  # by kind
         self._ttft = seconds_histogram(meter, "torchrelay_gateway_ttft", "From the start of a request to its token.")

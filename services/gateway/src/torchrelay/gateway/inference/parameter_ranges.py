@@ -10,6 +10,7 @@ from typing import Final
 
 from torchrelay.common.errors import InvalidRequest
 
+ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 512
 MAX_STOP_TOKENS: Final = 64
@@ -24,6 +25,13 @@ _RANGES: Final = {
     "frequency_penalty": (-2.0, 2.0),
 }
 _BIAS: Final = (-100.0, 100.0)
+
+
+def check_role(role: str, place: int) -> None:
+    """Raises ``InvalidRequest`` for a message by nobody: most templates would take it for a user's."""
+    if role not in ROLES:
+        said = f"messages[{place}].role is {role[:40]!r}: it is one of {', '.join(ROLES)}"
+        raise InvalidRequest(said, field="messages")
 
 
 def check_ranges(values: Mapping[str, float | None]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+
+from opentelemetry.metrics import Meter
 
 from torchrelay.common.errors import PermissionDenied, QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import span_of
@@ -19,7 +21,7 @@ from torchrelay.gateway.inference.ports import ModelCatalog, RequestLimiter
 from torchrelay.gateway.inference.sampling import GenerationBounds, sampling_of
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
-from torchrelay.gateway.openai.logprobs import TokenBytes
+from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 MAX_OPEN_REQUESTS = 8192  # requests inside this gateway at once; the scheduler's queue is the narrower place
 
@@ -52,6 +54,7 @@ class RequestPipeline:
         max_attempts: int,
         keep_alive_s: float,
         request_timeout_s: float = 0.0,
+        meter: Meter | None = None,
     ) -> None:
         self._catalog = catalog
         self._limits = limits
@@ -64,7 +67,7 @@ class RequestPipeline:
         self._request_timeout_s = request_timeout_s
         self._requests: set[RunningRequest] = set()
         self._num_inside = 0
-        self._metrics = InferenceMetrics(lambda: self.num_running, lambda: ledger_writer.num_waiting)
+        self._metrics = InferenceMetrics(lambda: len(self._requests), lambda: ledger_writer.num_waiting, meter)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -162,5 +165,6 @@ class RequestPipeline:
                 await self._idle.wait()
 
     @property
-    def num_running(self) -> int:
-        return len(self._requests)
+    def requests(self) -> Collection[RunningRequest]:
+        """Those under way."""
+        return self._requests

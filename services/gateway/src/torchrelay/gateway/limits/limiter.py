@@ -17,8 +17,8 @@ from sqlalchemy import select
 
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.common.ids import new_id
-from torchrelay.gateway.billing.bills import dollars
-from torchrelay.gateway.billing.prices import cost_nano
+from torchrelay.gateway.billing.money import dollars
+from torchrelay.gateway.billing.price_list import cost_nano
 from torchrelay.gateway.core import Principal, PublishedModel, Reservation
 from torchrelay.gateway.limits.lua_scripts import ADMIT, RELEASE
 from torchrelay.gateway.sql.database import Database

@@ -4,16 +4,18 @@ socket but one ``send``."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, LogprobDelta, TokenDelta
-from torchrelay.gateway.inference.execution.attempt import now_unix_us
+from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
 from torchrelay.gateway.inference.ports import Authenticator
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
@@ -23,12 +25,7 @@ from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, StreamR
 
 log = get_logger(__name__)
 
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
-
 PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
-SETTLE_TIMEOUT_S = 1.0
 # A stream faster than this has the tokens of one gap written together, each still an event of its own: a write costs
 # several times what all the rest of a token does. Streams of up to a hundred tokens a second never wait, nor does the
 # last token of any.
@@ -44,15 +41,22 @@ class BodyTooLarge(InvalidRequest):
 class CompletionsApp:
     """The ASGI application."""
 
-    def __init__(self, keys: Authenticator, pipeline: RequestPipeline, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        keys: Authenticator,
+        pipeline: RequestPipeline,
+        max_body_bytes: int,
+        write_gap_s: float = WRITE_GAP_S,
+    ) -> None:
         self._keys = keys
         self._pipeline = pipeline
         self._max_body_bytes = max_body_bytes
+        self._write_gap_s = write_gap_s
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"the token paths speak no {scope['type']}")
-        exchange = HttpExchange(receive, send, new_id("req"))
+        exchange = HttpExchange(receive, send, new_id("req"), self._write_gap_s)
         is_chat = PATHS.get(scope["path"])
         if is_chat is None:
             await exchange.refuse(404, errors.body(404, f"there is no {scope['path']}", code="not_found"))
@@ -98,10 +102,11 @@ def _decode_request(encoded: bytes, is_chat: bool) -> tuple[GenerateParams, Repl
 class HttpExchange:
     """One HTTP request and its answer."""
 
-    def __init__(self, receive: Receive, send: Send, request_id: str) -> None:
+    def __init__(self, receive: Receive, send: Send, request_id: str, write_gap_s: float) -> None:
         self._receive = receive
         self._send = send
         self._has_begun = False
+        self._write_gap_s = write_gap_s
         self.request_id = request_id
 
     async def read_body(self, max_bytes: int) -> bytes:
@@ -182,9 +187,9 @@ class HttpExchange:
             body = events.of(deliveries) if deliveries else replies.KEEP_ALIVE
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
             last_at, written_at = written_at, loop.time()
-            is_fast = len(deliveries) > len(session.texts) or written_at - last_at < WRITE_GAP_S
+            is_fast = len(deliveries) > len(session.texts) or written_at - last_at < self._write_gap_s
             if is_fast and not request.is_finished:
-                await request.pause(WRITE_GAP_S)
+                await request.pause(self._write_gap_s)
         await request.settled(SETTLE_TIMEOUT_S)
         end = events.reply.usage(request.usage) + replies.DONE
         await self._send({"type": "http.response.body", "body": end})

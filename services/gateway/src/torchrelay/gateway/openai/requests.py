@@ -18,13 +18,12 @@ from torchrelay.gateway.inference.parameter_ranges import (
     bias_tokens,
     check_biases,
     check_ranges,
+    check_role,
     check_stop_tokens,
     check_stops,
     check_top_logprobs,
 )
 from torchrelay.gateway.openai.body_decoder import decode
-
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 Count = Annotated[int, Meta(ge=1)]
 TokenId = Annotated[int, Meta(ge=0, lt=1 << 32)]
@@ -191,13 +190,6 @@ def _params(body: BaseBody, **fields: Any) -> GenerateParams:
         ignore_eos=bool(body.ignore_eos),
         **fields,
     )
-
-
-def check_role(role: str, place: int) -> None:
-    """Raises ``InvalidRequest`` for a message by nobody: most templates would take it for a user's."""
-    if role not in ROLES:
-        said = f"messages[{place}].role is {role[:40]!r}: it is one of {', '.join(ROLES)}"
-        raise InvalidRequest(said, field="messages")
 
 
 def _message(message: ChatMessageBody, place: int) -> ChatMessage:

@@ -23,11 +23,20 @@ from torchrelay.param_store.remote.remote_store import RemoteStore
 from torchrelay.param_store.remote.versions import manifest_key, pack_key
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.arena.slab import Slab
-from torchrelay.transfer.fetch.follow import STALL_S, Receiver, SourceAddress, fetch_head, follow
+from torchrelay.transfer.fetch.follow import (
+    STALL_S,
+    FollowOptions,
+    Receiver,
+    SourceAddress,
+    TransferControl,
+    fetch_head,
+    follow,
+)
 from torchrelay.transfer.fetch.sources import SourceUpdates
 from torchrelay.transfer.fetch.statistics import TransferStats
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.transport.interface import TransferClass, Transport
+from torchrelay.transfer.transport.tcp import TcpTransport
 
 log = get_logger(__name__)
 REMOTE = "remote"
@@ -162,7 +171,7 @@ class PackDownload:
     def _head_from(self, source: SourceAddress | None) -> bytes:
         if source is None:
             return self.remote.get_bytes(manifest_key(self.plan.pack_id))
-        return fetch_head(source, self.plan.receiver, self.stop, transport=self.plan.transport)
+        return fetch_head(source, self.plan.receiver, FollowOptions(self.plan.transport or TcpTransport()), self.stop)
 
     def _fill(self, slab: Slab) -> None:
         failures = []
@@ -192,20 +201,17 @@ class PackDownload:
         self, peers: Sequence[SourceAddress], slab: Slab, missing: Sequence[int], stall_s: float
     ) -> None:
         plan = self.plan
+        options = FollowOptions(
+            plan.transport or TcpTransport(), stall_s, STARVATION_TIMEOUT_S, plan.num_striped, plan.transfer_class
+        )
         for _ in follow(
             slab.pack_id,
             missing,
             peers,
             _NotifyingSink(slab, self._on_chunk),
             plan.receiver,
-            self.stop,
-            stall_s,
-            plan.transport,
-            STARVATION_TIMEOUT_S,
-            plan.num_striped,
-            plan.transfer_class,
-            self.record.stats,
-            self.updates,
+            options,
+            TransferControl(self.stop, self.updates, self.record.stats),
         ):
             pass  # each was told of as it was accepted, by the thread that received it
 

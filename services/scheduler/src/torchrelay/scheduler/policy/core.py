@@ -44,6 +44,16 @@ class InstancePhase(enum.Enum):
     DRAINING = "draining"
 
 
+class CopyCause(enum.Enum):
+    """Why the replicator makes a copy, the most pressing cause first."""
+
+    REBUILD = "rebuild"  # a copy was lost, and the pack is in use
+    REPLICATE = "replicate"  # used recently, and not yet in as many places as it should be
+    SPREAD = "spread"  # its copies would fail together
+    KEEP = "keep"  # not used recently; its last copy was lost
+    BALANCE = "balance"  # a fuller host may then let its copy go
+
+
 class AttemptKey(NamedTuple):
     """One attempt at a request; the number rises with every admission of the request."""
 
@@ -147,6 +157,15 @@ class PackCopy:
     @property
     def receiving(self) -> bool:
         return not self.complete and not self.error
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate from all its sources, as reported."""
+        return sum(share.bytes_per_s for share in self.shares)
+
+    @property
+    def missing_bytes(self) -> float:
+        return self.pack_bytes * (1 - self.num_chunks_verified / self.num_chunks) if self.num_chunks else 0.0
 
 
 @dataclass(frozen=True)

@@ -77,11 +77,11 @@ class Policy:
                 if instance := state.instances.get(instance_id):
                     state.happened(now, "drain_failed", instance, cause)
             case inputs.CopyAccepted(pack_id, store_id):
-                replication.copy_begun(state, pack_id, store_id, now)
+                replication.copy_accepted(state, pack_id, store_id, now)
             case inputs.CopyFailed(pack_id, store_id, cause, deleted):
                 replication.copy_failed(state, pack_id, store_id, cause, now, deleted)
             case inputs.RetainFailed(store_id):
-                state.replication_state.not_told(store_id, now)
+                state.replication_state.retain_failed(store_id, now)
             case inputs.Tick(reports_complete_since):
                 self._tick(reports_complete_since, now)
             case _:

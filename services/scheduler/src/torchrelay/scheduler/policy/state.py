@@ -24,7 +24,6 @@ from torchrelay.scheduler.policy.effects import Effects, SchedulerEvent
 from torchrelay.scheduler.policy.prediction import queue_s
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.relay.links import Links
-from torchrelay.scheduler.policy.relay.running_relays import RunningRelays
 from torchrelay.scheduler.policy.relay.transfers import Transfers
 from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
 
@@ -46,7 +45,6 @@ class State:
     membership: Membership
     instances: Instances = field(default_factory=Instances)
     reservations: KvReservations = field(default_factory=KvReservations)
-    relays: RunningRelays = field(default_factory=RunningRelays)
     links: Links = field(default_factory=Links)
     latency_models: LatencyModels = field(default_factory=LatencyModels)
     kv_transfer_times: KvTransferTimes = field(default_factory=KvTransferTimes)

@@ -81,10 +81,12 @@ class Controller:
         self._versions: FIFOCache[str, types_pb2.ModelVersion] = FIFOCache(_MAX_VERSIONS)
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
-        meter = metrics.get_meter("torchrelay.scheduler")
-        self._metrics = AdmissionMetrics(meter, lambda: len(policy.state.queues), lambda: event_publisher.num_dropped)
-        self._copy_metrics = ReplicationMetrics(meter, lambda: policy.state.replication_state)
-        self._relay_metrics = RelayMetrics(meter, lambda: policy.state.transfers.num_running)
+        meter, state = metrics.get_meter("torchrelay.scheduler"), policy.state
+        self._metrics = AdmissionMetrics(meter, lambda: len(state.queues), lambda: event_publisher.num_dropped)
+        self._copy_metrics = ReplicationMetrics(
+            meter, lambda: state.replication_state.num_short, lambda: len(state.transfers.ordered)
+        )
+        self._relay_metrics = RelayMetrics(meter, lambda: state.transfers.num_running)
 
     def apply(self, input_: Input) -> None:
         self._apply(input_, self.clock.now())

@@ -1,36 +1,37 @@
-"""Relays as people see them: a plan, what the reports tell of it, and how long it will yet take."""
+"""Transfers as people see them: the plan, what the reports say of it, and the time left."""
 
 from __future__ import annotations
 
 from torchrelay.control.v1.scheduler_pb2 import RelaySource, RelayView
-from torchrelay.scheduler.policy.core import PackCopy
-from torchrelay.scheduler.policy.relay.replan import SLOW_AFTER_S
-from torchrelay.scheduler.policy.relay.running_relays import RunningRelay, measured_bytes_per_s
+from torchrelay.scheduler.policy.relay.replan import is_slow
 from torchrelay.scheduler.policy.relay.transfer_events import mean_bytes_per_s
-from torchrelay.scheduler.policy.relay.transfers import TransferStatus
+from torchrelay.scheduler.policy.relay.transfers import Transfer, TransferState
 from torchrelay.scheduler.policy.state import State
+
+_STATES = {
+    TransferState.PLANNED: RelayView.STATE_PLANNED,
+    TransferState.ACCEPTED: RelayView.STATE_PLANNED,
+    TransferState.RUNNING: RelayView.STATE_RUNNING,
+    TransferState.MISSING: RelayView.STATE_FAILED,
+    TransferState.FINISHED: RelayView.STATE_FINISHED,
+    TransferState.FAILED: RelayView.STATE_FAILED,
+}
 
 
 def relay_views(state: State, now: float) -> list[RelayView]:
-    """Those under way, and for some seconds those that have ended."""
-    slow = {(relay.pack_id, relay.target) for relay in state.relays.running() if _is_slow(relay, now)}
+    """Transfers under way, and for some seconds those that have ended."""
     shown = state.transfers.shown(now)
     names = {pack_id: state.model_of_pack(pack_id).name for pack_id in {transfer.pack_id for transfer in shown}}
-    return [_view(transfer, names[transfer.pack_id], transfer.key in slow, now) for transfer in shown]
+    return [_view(transfer, names[transfer.pack_id], now) for transfer in shown]
 
 
-def _is_slow(relay: RunningRelay, now: float) -> bool:
-    """For a while now; one that was looked into and is still slow has been for longer."""
-    return relay.slow_since > 0 and (relay.replanned_at > 0 or now - relay.slow_since >= SLOW_AFTER_S)
-
-
-def _view(transfer: TransferStatus, model: str, is_slow: bool, now: float) -> RelayView:
+def _view(transfer: Transfer, model: str, now: float) -> RelayView:
     copy = transfer.copy
     view = RelayView(
         pack_id=transfer.pack_id,
         model=model,
         target=transfer.target,
-        state=_state(transfer, is_slow),
+        state=_state(transfer, now),
         urgent=transfer.urgent,
         sources=_sources(transfer),
         pack_bytes=transfer.pack_bytes,
@@ -46,24 +47,22 @@ def _view(transfer: TransferStatus, model: str, is_slow: bool, now: float) -> Re
     if transfer.ended_at:
         view.ended_s, view.bytes_per_s = now - transfer.ended_at, mean_bytes_per_s(transfer)
     elif copy is not None:
-        view.bytes_per_s = measured_bytes_per_s(copy)
-        view.left_s = _missing_bytes(copy) / view.bytes_per_s if view.bytes_per_s else 0.0
+        view.bytes_per_s = copy.bytes_per_s
+        view.left_s = copy.missing_bytes / view.bytes_per_s if view.bytes_per_s else 0.0
     return view
 
 
-def _state(transfer: TransferStatus, is_slow: bool) -> RelayView.State.ValueType:
-    if transfer.ended_at:
-        return RelayView.STATE_FAILED if transfer.error else RelayView.STATE_FINISHED
-    if not transfer.begun_at:
-        return RelayView.STATE_PLANNED
-    return RelayView.STATE_SLOW if is_slow else RelayView.STATE_RUNNING
+def _state(transfer: Transfer, now: float) -> RelayView.State.ValueType:
+    if transfer.state is TransferState.RUNNING and is_slow(transfer, now):
+        return RelayView.STATE_SLOW
+    return _STATES[transfer.state]
 
 
-def _sources(transfer: TransferStatus) -> list[RelaySource]:
-    """By report, and those planned that have not been heard of yet."""
+def _sources(transfer: Transfer) -> list[RelaySource]:
+    """Sources by report, then planned ones that no report has shown yet."""
     shares = transfer.copy.shares if transfer.copy else ()
-    seen = {share.holder_id for share in shares}
-    unseen = [source for source, _ in transfer.feeds if source not in seen]
+    reported_ids = {share.holder_id for share in shares}
+    unseen = [source for source in transfer.holder_ids if source not in reported_ids]
     planned = [] if transfer.ended_at else [RelaySource(holder_id=source) for source in unseen]
     reported = [
         RelaySource(
@@ -76,7 +75,3 @@ def _sources(transfer: TransferStatus) -> list[RelaySource]:
         for share in shares
     ]
     return [*reported, *planned]
-
-
-def _missing_bytes(copy: PackCopy) -> float:
-    return copy.pack_bytes * (1 - copy.num_chunks_verified / copy.num_chunks) if copy.num_chunks else 0.0

@@ -10,8 +10,9 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.gateway.billing.bills import CURRENCY, BillLine, bill_of, exact_amount, month_bounds
-from torchrelay.gateway.billing.prices import valid_until
+from torchrelay.gateway.billing.bills import BillLine, bill_of, month_bounds
+from torchrelay.gateway.billing.money import CURRENCY, exact_amount
+from torchrelay.gateway.billing.price_list import valid_until
 from torchrelay.gateway.billing.reconciliation import reconcile
 from torchrelay.gateway.billing.usage_query import GroupBy, UsageFilter, UsageSum, billed_sums, instant_of, usage_sums
 from torchrelay.gateway.core import Price

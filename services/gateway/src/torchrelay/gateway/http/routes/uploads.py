@@ -15,12 +15,12 @@ from starlette.requests import ClientDisconnect
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2
-from torchrelay.gateway.auth.tenants import check_name
 from torchrelay.gateway.catalog.uploads import MAX_FILES, Files, Upload
 from torchrelay.gateway.clients.param_store import CommitProgress, DeclaredFile
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf, tenant_of
 from torchrelay.gateway.http.routes.models import ScalingSettingsBody, shown
+from torchrelay.gateway.names import check_name
 from torchrelay.gateway.openai.errors import error_body
 
 log = get_logger(__name__)

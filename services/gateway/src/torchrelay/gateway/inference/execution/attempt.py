@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS, routing_hashes
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
@@ -13,10 +13,6 @@ from torchrelay.gateway.inference.core import ResolvedRequest
 from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream, AttemptId, Listener
 from torchrelay.gateway.inference.execution.generation import FIRST_ATTEMPT, AttemptPlan
 from torchrelay.gateway.inference.execution.worker_streams import RunStream, WorkerStreams
-
-
-def now_unix_us() -> int:
-    return time.time_ns() // 1000
 
 
 @dataclass(frozen=True, slots=True)

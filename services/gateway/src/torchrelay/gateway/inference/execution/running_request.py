@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import current_traceparent, get_logger
 from torchrelay.control.v1 import generation_pb2 as pb
@@ -26,7 +27,7 @@ from torchrelay.gateway.inference.core import (
     Usage,
     WorkerLost,
 )
-from torchrelay.gateway.inference.execution.attempt import Attempt, Upstreams, now_unix_us
+from torchrelay.gateway.inference.execution.attempt import Attempt, Upstreams
 from torchrelay.gateway.inference.execution.generation import AttemptPlan, Generation, LogprobGeneration
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
 from torchrelay.gateway.inference.execution.notifier import Notifier
@@ -42,6 +43,7 @@ RETRIABLE_CODES = frozenset(
     }
 )
 FAILED_REASONS = frozenset({pb.FINISH_REASON_ERROR, pb.FINISH_REASON_CANCELLED})
+SETTLE_TIMEOUT_S = 1.0  # how long a reply waits for its bill, so that usage read next includes it
 FIRST_KEEP_ALIVE_S = 0.3  # a client that waits longer gets its headers
 
 

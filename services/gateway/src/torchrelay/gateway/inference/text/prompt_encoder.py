@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from cachetools import LRUCache
 from tokenizers import Tokenizer
 
 from torchrelay.common.errors import ContextLengthExceeded, DataCorrupted, InvalidRequest
@@ -72,7 +72,7 @@ class PromptEncoder:
         self._files = files
         self._tokenizers = tokenizers
         self._templates = templates
-        self._formats: OrderedDict[str, ChatFormat] = OrderedDict()
+        self._formats: LRUCache[str, ChatFormat] = LRUCache(MAX_FORMATS)
         self._encoders = batch_executor(NUM_ENCODER_THREADS, "encode")
 
     async def tokenizer(self, model: PublishedModel) -> Tokenizer:
@@ -121,8 +121,6 @@ class PromptEncoder:
                     found[name] = await self._files.read(digest, name, MAX_CONFIG_BYTES)
             format_ = chat_format(found.get("tokenizer_config.json"), found.get("chat_template.jinja"))
             self._formats[version_id] = format_
-            if len(self._formats) > MAX_FORMATS:
-                self._formats.popitem(last=False)
         return format_
 
     async def _encode(

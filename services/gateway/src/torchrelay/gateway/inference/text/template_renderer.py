@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-import time
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
@@ -13,15 +12,15 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+from cachetools import TTLCache
 
 from torchrelay.common.errors import InvalidRequest, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 
 log = get_logger(__name__)
 
-PROCESS_SCRIPT = Path(__file__).with_name(
-    "template_process.py"
-)  # not imported: this process shall not even load Jinja2
+# Run as a script, never imported: the gateway does not even load Jinja2.
+PROCESS_SCRIPT = Path(__file__).with_name("template_process.py")
 MAX_MEMORY_BYTES = 512 << 20
 MAX_OUTPUT_CHARS = 8 << 20
 BAN_S = 60.0
@@ -43,7 +42,7 @@ class TemplateRenderer:
         self._timeout_s = timeout_s
         self._child: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
-        self._banned: dict[bytes, float] = {}
+        self._banned: TTLCache[bytes, bool] = TTLCache(MAX_BANNED, BAN_S)
 
     async def __aenter__(self) -> Self:
         return self
@@ -57,7 +56,7 @@ class TemplateRenderer:
     async def render(self, template: str, variables: Mapping[str, Any]) -> str:
         """The prompt's text. Raises ``InvalidRequest`` about ``messages`` for whatever the template does wrong."""
         name = blake2b(template.encode(), digest_size=16).digest()
-        if self._banned.get(name, 0.0) > time.monotonic():
+        if name in self._banned:
             raise self._too_long()
         job = msgspec.json.encode({"template": template, "variables": variables}) + b"\n"
         async with self._lock:
@@ -102,6 +101,11 @@ class TemplateRenderer:
                 raise Unavailable("chat templates cannot be rendered now")
         return self._child
 
+    @property
+    def child_pid(self) -> int | None:
+        """The process id of the child, while one runs."""
+        return None if self._child is None or self._child.returncode is not None else self._child.pid
+
     async def _start(self) -> asyncio.subprocess.Process:
         limits = (MAX_MEMORY_BYTES, math.ceil(self._timeout_s), MAX_OUTPUT_CHARS)
         try:
@@ -125,9 +129,7 @@ class TemplateRenderer:
 
     def _ban(self, name: bytes) -> None:
         log.warning("template_killed", template=name.hex())
-        while len(self._banned) >= MAX_BANNED:
-            del self._banned[next(iter(self._banned))]
-        self._banned[name] = time.monotonic() + BAN_S
+        self._banned[name] = True
 
     def _too_long(self) -> InvalidRequest:
         return InvalidRequest(

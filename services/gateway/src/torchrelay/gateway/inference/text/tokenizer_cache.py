@@ -38,7 +38,6 @@ class TokenizerCache:
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
         self._loading = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
-        self.num_loads = 0
 
     @property
     def num_bytes(self) -> int:
@@ -66,7 +65,6 @@ class TokenizerCache:
             num_bytes = await self._files.save(digest, "tokenizer.json", MAX_FILE_BYTES, path)
             self._make_room(int(num_bytes * BYTES_PER_FILE_BYTE))
             tokenizer = await loop.run_in_executor(self._thread, load_tokenizer, path)
-        self.num_loads += 1
         return _Entry(tokenizer, int(num_bytes * BYTES_PER_FILE_BYTE))
 
     def _make_room(self, num_bytes: int) -> None:

@@ -112,6 +112,11 @@ class Membership:
         """The param-store of a host."""
         return next((store for store in self.stores.values() if store.host_id == host_id), None)
 
+    def whole_holders(self, pack_id: str) -> tuple[str, ...]:
+        """Stores that have all of the pack."""
+        stores = self.stores.values()
+        return tuple(store.store_id for store in stores if pack_id in store.copies and store.copies[pack_id].complete)
+
     @property
     def largest_slot_bytes(self) -> int:
         """Weights the largest known slot can hold: its host's arena, where it computes in place. 0: none known."""

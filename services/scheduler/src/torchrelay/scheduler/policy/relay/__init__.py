@@ -1,3 +1,1 @@
-"""Transfers from plan to end: transfers (one state machine), links, replan, transfer_events. Imports planning, core,
-reasons, effects.
-"""
+"""Transfers from plan to end, their links, and when to re-plan them. Imports planning, core, reasons, effects."""

@@ -1,7 +1,8 @@
-"""When a running relay has departed from its plan, and what it should do instead.
+"""When a running transfer falls behind its plan, and which sources it should have instead.
 
-on plan -> slow (it gets less than half of what was planned, and of what its sources have) -> after ``SLOW_FOR_S`` its
-arrow is drawn anew; if the new sources promise enough more it is told, and left alone for ``HOLD_S``.
+On plan -> slow, while it gets less than half of what was planned and of what its sources have -> after ``SLOW_AFTER_S``
+it is planned anew. If the new sources promise enough more it switches to them; either way it is left alone for
+``REPLAN_COOLDOWN_S``.
 """
 
 from __future__ import annotations
@@ -9,58 +10,63 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from torchrelay.scheduler.planning.edge import TransferEdge
-from torchrelay.scheduler.planning.nodes import Node, ReceiveProgress
-from torchrelay.scheduler.planning.plan import plan
-from torchrelay.scheduler.policy.relay.running_relays import RunningRelay
+from torchrelay.scheduler.planning import Node, ReceiveProgress, TransferEdge, plan
+from torchrelay.scheduler.policy.relay.transfers import Transfer
 
-SLOW_FACTOR = 2.0  # planned over measured
+SLOW_FACTOR = 2.0  # planned rate over measured rate
 SLOW_AFTER_S = 1.0
 REPLAN_COOLDOWN_S = 5.0
-MIN_GAIN = 1.5  # what new sources must promise, over what is measured
+MIN_GAIN = 1.5  # what new sources must promise, as a multiple of the measured rate
 
 
 def with_slowness(
-    relay: RunningRelay, measured: float, whole: Sequence[str], arriving: Mapping[str, ReceiveProgress], now: float
-) -> RunningRelay:
-    """The relay with what this measurement says of it. ``measured``: bytes per second from all its sources.
+    transfer: Transfer, measured: float, whole: Sequence[str], progress: Mapping[str, ReceiveProgress], now: float
+) -> Transfer:
+    """The transfer, marked slow or not by this measurement. ``measured``: bytes per second from all its sources.
 
-    A relay whose sources are slow themselves is not the one to be changed: theirs are.
+    A transfer whose sources are slow themselves is not slow: theirs are to be changed.
     """
-    sources = [source for source, _ in relay.feeds]
-    supply = [arriving[source].bytes_per_s for source in sources if source in arriving and source not in whole]
-    due = relay.bytes_per_s
-    if supply and len(supply) == len(sources):
-        due = min(due, max(supply))
+    incoming = [source for source in transfer.holder_ids if source in progress and source not in whole]
+    due = transfer.planned_bytes_per_s
+    if incoming and len(incoming) == len(transfer.sources):
+        due = min(due, max(progress[source].bytes_per_s for source in incoming))
     if measured * SLOW_FACTOR >= due:
-        return replace(relay, slow_since=0.0) if relay.slow_since else relay
-    return relay if relay.slow_since else replace(relay, slow_since=now)
+        return replace(transfer, slow_since=0.0) if transfer.slow_since else transfer
+    return transfer if transfer.slow_since else replace(transfer, slow_since=now)
 
 
-def is_replan_due(relay: RunningRelay, now: float) -> bool:
-    slow = relay.slow_since and now - relay.slow_since >= SLOW_AFTER_S
-    return bool(slow) and now - relay.replanned_at >= REPLAN_COOLDOWN_S
+def is_slow(transfer: Transfer, now: float) -> bool:
+    """Whether it has been slow for long enough to matter."""
+    return transfer.slow_since > 0 and (
+        transfer.replan_checked_at > 0  # slow again, or still, after new sources were looked for
+        or now - transfer.slow_since >= SLOW_AFTER_S
+    )
+
+
+def is_replan_due(transfer: Transfer, now: float) -> bool:
+    slow = transfer.slow_since and now - transfer.slow_since >= SLOW_AFTER_S
+    return bool(slow) and now - transfer.replan_checked_at >= REPLAN_COOLDOWN_S
 
 
 def replanned_edge(
-    relay: RunningRelay,
+    transfer: Transfer,
     measured: float,
     whole: Sequence[str],
-    filling: Sequence[str],
+    receiving: Sequence[str],
     nodes: Mapping[str, Node],
-    arriving: Mapping[str, ReceiveProgress],
+    progress: Mapping[str, ReceiveProgress],
     missing_bytes: float,
 ) -> TransferEdge | None:
-    """The arrow that the relay should have now; None: nothing better is known.
+    """The edge that the transfer should have now; None if nothing better is known.
 
-    ``filling``: all that receive the pack, oldest first; those after the target follow it and are no sources.
-    ``nodes``: without what this relay takes.
+    ``receiving``: all stores that receive the pack, oldest first; those after the target follow it and are no sources.
+    ``nodes``: without what this transfer takes.
     """
-    before = filling[: filling.index(relay.target)] if relay.target in filling else filling
-    whole = [store for store in whole if store != relay.target]
+    before = receiving[: receiving.index(transfer.target)] if transfer.target in receiving else receiving
+    whole = [store for store in whole if store != transfer.target]
     if not whole and not before:
         return None
-    drawn = plan(whole, before, [relay.target], nodes=nodes, arriving=arriving, num_bytes=missing_bytes)
-    edge = next(edge for edge in drawn if edge.target == relay.target)
-    same = set(edge.striped) == {source for source, _ in relay.feeds}
+    edges = plan(whole, before, [transfer.target], nodes=nodes, arriving=progress, num_bytes=missing_bytes)
+    edge = next(edge for edge in edges if edge.target == transfer.target)
+    same = set(edge.striped) == set(transfer.holder_ids)
     return None if same or edge.bytes_per_s < MIN_GAIN * measured else edge

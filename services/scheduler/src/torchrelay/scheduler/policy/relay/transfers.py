@@ -1,31 +1,72 @@
-"""Each relay from its plan to its end, as plans and the stores' reports tell of it: for people to see. Pure.
+"""Transfers of packs into stores, from plan to end: the one record of what is on its way.
 
-    planned --first chunk asked for--> running --last chunk verified--> finished
-       `--refused, or never begun--> failed <--error, dropped, store gone--'
+    PLANNED --accepted--> ACCEPTED
+       |                     |
+       +---------------------+--first chunk requested--> RUNNING --last chunk verified--> FINISHED
+       |                     |                              |
+       `---------------------+------------------------------+--> FAILED
 
-A relay is known by its pack and its target. When it began, by the target's clock, tells a run from an earlier one,
-whose record stands in the reports until the next has begun. What somebody else ordered is known from the reports alone.
+    FAILED: refused, an error before the begin, or no begin within ``START_TIMEOUT_S`` (PLANNED, ACCEPTED);
+            an error, dropped, begun anew (RUNNING); the store is lost (any state)
+    MISSING: RUNNING within ``START_TIMEOUT_S`` of its plan, and absent from a report; then RUNNING again, or FAILED
+
+Plans start a transfer (``plan``), the outcome of the command confirms or refuses it (``accepted``, ``refused``), and
+the target's reports move it on (``observe``). Only the replicator's orders become ACCEPTED: nothing confirms the relays
+of a wake. Transfers that somebody else ordered are known from reports alone: they have no planned sources, and are
+RUNNING when first seen.
+
+A store's reports come on two roads and may overtake each other, so one without a young copy may be older than it. The
+history records the copy as dropped, and its return as another begin; plan and order stand until the time is up.
+
+Pack and target identify a transfer. ``relay_begin_us`` tells its runs apart, because the record of a run stays in the
+reports until the next one begins. It is a stamp by the target's clock, compared only with others of the same target.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import NamedTuple
 
-from torchrelay.scheduler.policy.core import PackCopy, StoreStatus
-from torchrelay.scheduler.policy.reasons import Reason
+from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, ReceiveProgress, TransferEdge
+from torchrelay.scheduler.policy.core import CopyCause, PackCopy, StoreStatus
+from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
+from torchrelay.scheduler.policy.relay.repairs import is_repair_complete
 
-ENDED_SHOWN_S = 6.0  # how long one that has ended is shown
-START_TIMEOUT_S = 10.0  # one whose store does not begin it within this time has failed
+ENDED_SHOWN_S = 6.0  # how long an ended transfer is shown
+START_TIMEOUT_S = 10.0  # a transfer that its store does not begin within this time has failed
 _MAX_ENDED = 64
 
-Key = tuple[str, str]  # pack, target
+TransferKey = tuple[str, str]  # pack, target
+
+
+class PlannedSource(NamedTuple):
+    """A store, or REMOTE, and the rate at which it is planned to send."""
+
+    holder_id: str
+    bytes_per_s: float
+
+
+def planned_sources(edge: TransferEdge) -> tuple[PlannedSource, ...]:
+    """The striped sources of an edge with their planned rates."""
+    pairs = zip(edge.striped, edge.shares, strict=True)
+    return tuple(PlannedSource(source, share * edge.bytes_per_s) for source, share in pairs)
+
+
+class TransferState(enum.Enum):
+    PLANNED = "planned"
+    ACCEPTED = "accepted"
+    RUNNING = "running"
+    MISSING = "missing"
+    FINISHED = "finished"
+    FAILED = "failed"
 
 
 class TransferEventKind(enum.Enum):
-    """What the reports tell of a relay; the values are the history's, which also knows slow ones."""
+    """What happened to a transfer; the values are the history's."""
 
     BEGUN = "begun"
     REPAIRED = "repaired"
@@ -34,38 +75,59 @@ class TransferEventKind(enum.Enum):
 
 
 @dataclass(frozen=True)
-class TransferStatus:
-    """One store's incoming copy. Times are the scheduler's, 0: not yet."""
+class Transfer:
+    """One store's incoming copy of a pack. Times are the scheduler's; 0 means not yet."""
 
     pack_id: str
     target: str
     pack_bytes: int
-    planned_at: float
-    feeds: tuple[tuple[str, float], ...] = ()  # sources with their rates, as planned; empty: the plan is not known
-    planned_bytes_per_s: float = 0.0  # 0: nothing was predicted
-    urgent: bool = True
-    reason: Reason = field(default_factory=Reason)
-    stale_begin_us: int = 0  # of an earlier run
-    num_replans: int = 0
+    planned_at: float  # or first reported
+    sources: tuple[PlannedSource, ...] = ()  # as planned; empty: the plan is not known
+    planned_bytes_per_s: float = 0.0  # 0: not predicted
+    urgent: bool = True  # a request waits for it
+    reason: Reason = NO_REASON
+    cause: CopyCause | None = None  # the replicator's, if it ordered this copy
+    rank: int = 0  # by age: the lower, the older
+    stale_begin_us: int | None = None  # of the record left by an earlier run; None: there was none
+    accepted_at: float = 0.0
     begun_at: float = 0.0
+    missing: bool = False  # it has begun, and was absent from the last report
     copy: PackCopy | None = None  # as last reported
-    told: PackCopy | None = None  # as it was when repairs were last told
+    repair_base: PackCopy | None = None  # the copy as of the last repair event: what the next repair is compared with
+    slow_since: float = 0.0  # 0: it keeps to its plan
+    replan_checked_at: float = 0.0  # when new sources were last looked for; 0: never
+    num_replans: int = 0
     ended_at: float = 0.0
     error: str = ""
 
     @property
-    def key(self) -> Key:
+    def key(self) -> TransferKey:
         return self.pack_id, self.target
 
+    @property
+    def state(self) -> TransferState:
+        if self.ended_at:
+            return TransferState.FAILED if self.error else TransferState.FINISHED
+        if self.missing:
+            return TransferState.MISSING
+        if self.begun_at:
+            return TransferState.RUNNING
+        return TransferState.ACCEPTED if self.accepted_at else TransferState.PLANNED
+
+    @property
+    def holder_ids(self) -> tuple[str, ...]:
+        """The planned sources."""
+        return tuple(source.holder_id for source in self.sources)
+
     def running_s(self, now: float) -> float:
-        """Since it began; of one that has finished what its store measured."""
+        """Time since it began; once it has finished, the duration that its store measured."""
         if self.copy is not None and self.copy.relay_end_us:
             return (self.copy.relay_end_us - self.copy.relay_begin_us) / 1e6
         return (self.ended_at or now) - self.begun_at if self.begun_at else 0.0
 
     @property
     def num_bytes_received(self) -> int:
-        """By this run: what an earlier one brought is not fetched again."""
+        """By this run: what an earlier run received is not fetched again."""
         if self.copy is None:
             return 0
         return sum(share.num_bytes for share in self.copy.shares) or (self.pack_bytes if self.copy.complete else 0)
@@ -73,138 +135,221 @@ class TransferStatus:
 
 @dataclass(frozen=True)
 class TransferEvent:
-    """A turn of a relay; ``before``: the copy as it was when this was last told."""
+    """A step of a transfer."""
 
     kind: TransferEventKind
-    transfer: TransferStatus
-    before: PackCopy | None = None
+    transfer: Transfer
+    before: PackCopy | None = None  # for REPAIRED: the copy as of the last event
+    in_history: bool = True  # not, if nothing had to flow, or its end is recorded already
+
+
+def _is_young(transfer: Transfer, now: float) -> bool:
+    return now - (transfer.accepted_at or transfer.planned_at) <= START_TIMEOUT_S
 
 
 class Transfers:
-    """Owned by the state."""
+    """All transfers that have not ended, and the last that have. Owned by the state."""
 
     def __init__(self) -> None:
-        self._running: dict[Key, TransferStatus] = {}
-        self._ended: deque[TransferStatus] = deque(maxlen=_MAX_ENDED)
+        self._running: dict[TransferKey, Transfer] = {}
+        self._ended: deque[Transfer] = deque(maxlen=_MAX_ENDED)
+        self._ranks = count(1)
 
-    def drawn(self, transfer: TransferStatus) -> None:
-        """It was planned."""
-        self._running[transfer.key] = transfer
+    # Plans and commands
 
-    def mark_urgent(self, key: Key) -> None:
-        """Somebody waits for it by now."""
+    def plan(
+        self,
+        pack_id: str,
+        pack_bytes: int,
+        edges: Iterable[TransferEdge],
+        stores: Mapping[str, StoreStatus],
+        now: float,
+        *,
+        urgent: bool = True,
+        reason: Reason = NO_REASON,
+        cause: CopyCause | None = None,
+    ) -> None:
+        """Counts planned edges as started. An edge on its way already keeps its sources and takes on the new demand."""
+        for edge in edges:
+            running = self._running.get((pack_id, edge.target))
+            if edge.already_there and running is not None:
+                urgent_now, cause_now = running.urgent or urgent, cause or running.cause
+                self._running[running.key] = replace(running, urgent=urgent_now, cause=cause_now)
+            elif not edge.already_there or cause is not None:
+                earlier = stores[edge.target].copies.get(pack_id) if edge.target in stores else None
+                self._running[(pack_id, edge.target)] = Transfer(
+                    pack_id,
+                    edge.target,
+                    pack_bytes,
+                    now,
+                    () if edge.already_there else planned_sources(edge),
+                    0.0 if edge.already_there else edge.bytes_per_s,
+                    urgent,
+                    reason,
+                    cause,
+                    next(self._ranks),
+                    earlier.relay_begin_us if earlier else None,
+                )
+
+    def accepted(self, key: TransferKey, now: float) -> None:
+        """The store has taken the replicator's order."""
         if transfer := self._running.get(key):
-            self._running[key] = replace(transfer, urgent=True)
+            self._running[key] = replace(transfer, accepted_at=now)
 
-    def redrawn(self, key: Key, feeds: tuple[tuple[str, float], ...], bytes_per_s: float) -> None:
-        """It goes on with other sources."""
-        if transfer := self._running.get(key):
-            changed = replace(transfer, feeds=feeds, planned_bytes_per_s=bytes_per_s)
-            self._running[key] = replace(changed, num_replans=transfer.num_replans + 1)
+    def refused(self, key: TransferKey, error: str, now: float) -> list[TransferEvent]:
+        """The store could not be reached or did not take the relay. A transfer that has begun goes on."""
+        transfer = self._running.get(key)
+        return [self._end(transfer, now, error)] if transfer is not None and not transfer.begun_at else []
 
-    @property
-    def num_running(self) -> int:
-        """Planned and running."""
-        return len(self._running)
+    def put(self, transfer: Transfer) -> None:
+        """Replaces a transfer; no effect if it has ended."""
+        if transfer.key in self._running:
+            self._running[transfer.key] = transfer
 
-    def get(self, key: Key) -> TransferStatus | None:
-        return self._running.get(key)
-
-    def shown(self, now: float) -> list[TransferStatus]:
-        """Those under way and those that ended of late, of each pack and target the last, in the order drawn."""
-        ended = {transfer.key: transfer for transfer in self._ended if now - transfer.ended_at < ENDED_SHOWN_S}
-        return sorted((ended | self._running).values(), key=lambda transfer: transfer.planned_at)
+    # Reports
 
     def observe(self, store: StoreStatus, before: StoreStatus | None, now: float) -> list[TransferEvent]:
-        """What a report tells. ``before``: the store's last one; without it, what runs has been running."""
-        told: list[TransferEvent] = []
+        """Applies a report. ``before``: the store's previous one; without it, what runs was running already."""
+        events: list[TransferEvent] = []
         for copy in store.copies.values():
             key = (copy.pack_id, store.store_id)
-            if key not in self._running and (found := _unplanned_transfer(copy, store.store_id, before, now)):
+            if key not in self._running and (found := self._unplanned(copy, store.store_id, before, now)):
                 self._running[key] = found
             if transfer := self._running.get(key):
-                told += self._advance(transfer, copy, now)
-        for transfer in self._into(store.store_id):
-            if transfer.pack_id not in store.copies and transfer.begun_at:
-                told.append(self._end(transfer, now, "it was dropped"))
-            elif not transfer.begun_at and now - transfer.planned_at > START_TIMEOUT_S:
-                told.append(self._end(transfer, now, "its store has not begun it"))
-        return told
+                events += self._advance(transfer, copy, now)
+        for transfer in self.into(store.store_id):
+            if transfer.begun_at:
+                if transfer.pack_id not in store.copies:
+                    events.append(self._drop(transfer, now))
+            elif self._is_overdue(transfer, store.copies.get(transfer.pack_id), now):
+                error = "the store does not report it" if transfer.accepted_at else "its store has not begun it"
+                events.append(self._end(transfer, now, error))
+        return events
 
-    def refused(self, key: Key, cause: str, now: float) -> list[TransferEvent]:
-        """The store could not be told of it, or did not take it; one that runs already goes on."""
-        transfer = self._running.get(key)
-        return [self._end(transfer, now, cause)] if transfer is not None and not transfer.begun_at else []
+    def lost(self, store_id: str, error: str, now: float) -> list[TransferEvent]:
+        """The target is gone or silent."""
+        return [self._end(transfer, now, error) for transfer in self.into(store_id)]
 
-    def lost(self, store_id: str, cause: str, now: float) -> list[TransferEvent]:
-        """The target is gone, or silent."""
-        return [self._end(transfer, now, cause) for transfer in self._into(store_id)]
+    def _drop(self, transfer: Transfer, now: float) -> TransferEvent:
+        """A running transfer is absent from a report."""
+        if not transfer.sources or not _is_young(transfer, now):
+            return self._end(transfer, now, "it was dropped")
+        event = self._end(replace(transfer, cause=None), now, "it was dropped")
+        waiting = replace(transfer, missing=True, begun_at=0.0, copy=None, repair_base=None, stale_begin_us=None)
+        self._running[transfer.key] = waiting
+        return event
 
-    def _into(self, store_id: str) -> list[TransferStatus]:
-        return [transfer for transfer in self._running.values() if transfer.target == store_id]
+    @staticmethod
+    def _is_overdue(transfer: Transfer, copy: PackCopy | None, now: float) -> bool:
+        """Whether a transfer that has not begun is given up."""
+        # A copy whose range is still being reserved is in the report, and may take long: memory is faulted in.
+        if copy is not None and copy.receiving:
+            return False
+        # The answer to an order has a deadline of its own, which grows with the pack.
+        since = transfer.planned_at if transfer.cause is None else transfer.accepted_at
+        return bool(since) and now - since > START_TIMEOUT_S
 
-    def _advance(self, transfer: TransferStatus, copy: PackCopy, now: float) -> Iterator[TransferEvent]:
+    def _advance(self, transfer: Transfer, copy: PackCopy, now: float) -> Iterator[TransferEvent]:
         if not transfer.begun_at:
             if copy.relay_begin_us in (0, transfer.stale_begin_us):
-                if copy.complete:  # it was there already: nothing flows
+                if copy.complete:  # it was there already
                     del self._running[transfer.key]
+                    yield TransferEvent(TransferEventKind.FINISHED, transfer, in_history=False)
+                elif copy.error and copy.relay_begin_us != transfer.stale_begin_us:
+                    yield self._end(replace(transfer, copy=copy), now, copy.error)
                 return
-            transfer = replace(transfer, begun_at=now, copy=copy, pack_bytes=copy.pack_bytes or transfer.pack_bytes)
+            num_bytes = copy.pack_bytes or transfer.pack_bytes
+            transfer = replace(transfer, begun_at=now, missing=False, copy=copy, pack_bytes=num_bytes)
             yield TransferEvent(TransferEventKind.BEGUN, transfer)
+        elif copy.relay_begin_us == transfer.stale_begin_us and _is_young(transfer, now):
+            return  # an older report, from before the begin
         elif transfer.copy is not None and copy.relay_begin_us != transfer.copy.relay_begin_us and not copy.error:
-            if copy.relay_begin_us:  # between two reports one run ended and another began
-                yield self._end(transfer, now, "it was begun anew")
-                again = replace(transfer, begun_at=0.0, copy=None, told=None)
+            if copy.relay_begin_us:  # one run ended and another began between two reports
+                yield self._end(replace(transfer, cause=None), now, "it was begun anew")
+                again = replace(transfer, begun_at=0.0, copy=None, repair_base=None)
                 self._running[transfer.key] = again
                 yield from self._advance(again, copy, now)
+            elif copy.complete:  # a restarted store found it whole in its arena
+                yield self._end(replace(transfer, copy=copy), now, "")
             return
-        before, transfer = transfer.told, replace(transfer, copy=copy)
+        before, transfer = transfer.repair_base, replace(transfer, copy=copy)
         is_over = copy.complete or bool(copy.error)
         if copy.num_repairs > (before.num_repairs if before else 0):
-            if is_over or _is_repaired(before, copy):
-                transfer = replace(transfer, told=copy)
+            if is_over or is_repair_complete(before, copy):
+                transfer = replace(transfer, repair_base=copy)
                 yield TransferEvent(TransferEventKind.REPAIRED, transfer, before)
         else:
-            transfer = replace(transfer, told=copy)
+            transfer = replace(transfer, repair_base=copy)
         self._running[transfer.key] = transfer
         if is_over:
             yield self._end(transfer, now, copy.error)
 
-    def _end(self, transfer: TransferStatus, now: float, error: str) -> TransferEvent:
+    def _unplanned(self, copy: PackCopy, target: str, before: StoreStatus | None, now: float) -> Transfer | None:
+        """A transfer that no plan of ours began, if the copy shows one: new since the last report, or receiving."""
+        known = before.copies.get(copy.pack_id) if before else None
+        seen = known is not None and known.relay_begin_us == copy.relay_begin_us
+        if not copy.relay_begin_us or seen or (before is None and not copy.receiving):
+            return None
+        found = Transfer(copy.pack_id, target, copy.pack_bytes, now, rank=next(self._ranks))
+        return found if before else replace(found, begun_at=now, copy=copy, repair_base=copy)
+
+    def _end(self, transfer: Transfer, now: float, error: str) -> TransferEvent:
         self._running.pop(transfer.key, None)
         ended = replace(transfer, ended_at=now, error=error)
-        self._ended.append(ended)
-        return TransferEvent(TransferEventKind.FAILED if error else TransferEventKind.FINISHED, ended)
+        if not transfer.missing:
+            self._ended.append(ended)
+        kind = TransferEventKind.FAILED if error else TransferEventKind.FINISHED
+        return TransferEvent(kind, ended, in_history=not transfer.missing)
 
+    # Queries
 
-def _unplanned_transfer(copy: PackCopy, target: str, before: StoreStatus | None, now: float) -> TransferStatus | None:
-    """A relay that no plan of ours began, if the copy shows one: new since the last report, or still receiving."""
-    found = TransferStatus(copy.pack_id, target, copy.pack_bytes, now)
-    if before is None:
-        return replace(found, begun_at=now, copy=copy, told=copy) if copy.receiving and copy.relay_begin_us else None
-    known = before.copies.get(copy.pack_id)
-    is_new = copy.relay_begin_us != (known.relay_begin_us if known else 0)
-    return found if is_new and copy.relay_begin_us else None
+    @property
+    def num_running(self) -> int:
+        """Planned, accepted and running."""
+        return sum(not transfer.missing for transfer in self._running.values())
 
+    @property
+    def ordered(self) -> tuple[TransferKey, ...]:
+        """The replicator's orders, oldest first."""
+        return tuple(key for key, transfer in self._running.items() if transfer.cause is not None)
 
-def _is_repaired(before: PackCopy | None, copy: PackCopy) -> bool:
-    """Whether a repair can be told of whole; else the next source is still being opened."""
-    follows = any(share.following for share in copy.shares)
-    return bool(sources_joined(before, copy) or (sources_dropped(before, copy) and follows))
+    def get(self, key: TransferKey) -> Transfer | None:
+        return self._running.get(key)
 
+    def into(self, store_id: str) -> list[Transfer]:
+        return [transfer for transfer in self._running.values() if transfer.target == store_id]
 
-def sources_joined(before: PackCopy | None, copy: PackCopy) -> tuple[str, ...]:
-    """Sources that are followed now, and were not; of a run of which nothing was told yet those that came later."""
-    known = {share.holder_id for share in before.shares if share.following} if before else set()
-    following = [share.holder_id for share in copy.shares if share.following and share.holder_id not in known]
-    return tuple(following if before and before.shares else following[1:])
+    def with_rates(self) -> list[Transfer]:
+        """Transfers of our plans, which have rates. The load of others shows in the links' counters alone."""
+        return [transfer for transfer in self._running.values() if transfer.sources]
 
+    def receiving(self, pack_id: str, stores: Iterable[StoreStatus]) -> list[str]:
+        """Stores that are receiving the pack, by transfers and by reports, oldest first.
 
-def sources_dropped(before: PackCopy | None, copy: PackCopy) -> Mapping[str, str]:
-    """Why, by source."""
-    known = {share.holder_id: share.error for share in before.shares} if before else {}
-    return {
-        share.holder_id: share.error
-        for share in copy.shares
-        if share.error and known.get(share.holder_id, "") != share.error
-    }
+        In one plan every target comes after its sources. What has not begun and nobody planned comes last.
+        """
+        ranks = {transfer.target: transfer.rank for transfer in self._running.values() if transfer.pack_id == pack_id}
+        reported = [
+            store.store_id for store in stores if (copy := store.copies.get(pack_id)) is not None and copy.receiving
+        ]
+        unranked = sorted(store_id for store_id in reported if store_id not in ranks)
+        return [*sorted(ranks, key=ranks.__getitem__), *unranked]
+
+    def progress(self, pack_id: str, stores: Iterable[StoreStatus]) -> dict[str, ReceiveProgress]:
+        """How far incoming copies are: as reported, at the measured rate or otherwise the planned one."""
+        found = {}
+        for store in stores:
+            copy = store.copies.get(pack_id)
+            transfer = self._running.get((pack_id, store.store_id))
+            if transfer is not None or (copy is not None and copy.receiving):
+                planned = transfer.planned_bytes_per_s if transfer else 0.0
+                measured = copy.bytes_per_s if copy else 0.0
+                have = copy.num_chunks_verified / copy.num_chunks if copy and copy.num_chunks else 0.0
+                found[store.store_id] = ReceiveProgress(have, measured or planned or DEFAULT_BYTES_PER_S)
+        return found
+
+    def shown(self, now: float) -> list[Transfer]:
+        """Transfers under way and recently ended, the last of each pack and target, in the order planned."""
+        ended = {transfer.key: transfer for transfer in self._ended if now - transfer.ended_at < ENDED_SHOWN_S}
+        running = {key: transfer for key, transfer in self._running.items() if not transfer.missing}
+        return sorted((ended | running).values(), key=lambda transfer: transfer.planned_at)

@@ -1,3 +1,1 @@
-"""Which copies are kept and made: repair.repair, copy_index, copy_placement, balance, replication_state, recent_packs.
-Imports core, config.
-"""
+"""Which copies are kept in RAM, which are made and where. ``repair.repair`` decides. Imports core and config."""

@@ -1,4 +1,4 @@
-"""Which kept copy would be better off on an emptier host: one at a time, when nothing else is to be done."""
+"""Which kept copy should move to an emptier host: one at a time, when nothing else is to be done."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ class CopyMove:
 
 
 def next_move(sizes: Mapping[str, int], copy_index: CopyIndex, copy_placement: CopyPlacement) -> CopyMove | None:
-    """The largest pack whose move from the fullest to the emptiest store leaves the former no emptier than the latter,
-    and the pack in as many failure domains: no move is ever undone.
+    """The largest pack that can move from the fullest store to the emptiest one, if any.
+
+    The move leaves the source no emptier than the target, so that no move is ever undone, and the pack in as many
+    failure domains as before.
     """
     live = sorted(copy_index.live, key=lambda store_id: (copy_index.fullness(store_id), store_id))
     if len(live) < 2:
@@ -33,8 +35,12 @@ def next_move(sizes: Mapping[str, int], copy_index: CopyIndex, copy_placement: C
         return None
     for pack_id in sorted(copy_index.kept_at(source), key=lambda pack_id: (-sizes[pack_id], pack_id)):
         num_bytes = sizes[pack_id]
-        evener = copy_index.fullness(target, num_bytes) <= copy_index.fullness(source, -num_bytes)
-        if evener and _keeps_domains(copy_index, pack_id, source, target) and copy_placement.has_room(pack_id, target):
+        is_more_even = copy_index.fullness(target, num_bytes) <= copy_index.fullness(source, -num_bytes)
+        if (
+            is_more_even
+            and _keeps_domains(copy_index, pack_id, source, target)
+            and copy_placement.has_room(pack_id, target)
+        ):
             copy_placement.take(pack_id, target)
             return CopyMove(pack_id, source, target)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from torchrelay.scheduler.policy.core import PackCopy, StoreStatus
 
 
 class CopyLocation(NamedTuple):
-    """A store with a copy of a pack, whole or arriving."""
+    """A store with a copy of a pack, whole or incoming."""
 
     store_id: str
     domain: str
     pinned: bool = False
-    away: bool = False
+    away: bool = False  # silent for the moment, and may come back
 
 
 @dataclass
@@ -25,8 +25,8 @@ class CopySet:
 
     whole: list[CopyLocation] = field(default_factory=list)
     incoming_copies: list[CopyLocation] = field(default_factory=list)
-    num_wanted: int = 0  # as many as there should be, and stores to hold them
-    kept: tuple[CopyLocation, ...] = ()  # of the whole ones; the first is the last to go
+    num_wanted: int = 0  # at most one per store
+    kept: tuple[CopyLocation, ...] = ()  # some of the whole ones; the first is the last to be evicted
 
     @property
     def holders(self) -> list[CopyLocation]:
@@ -46,36 +46,36 @@ class CopySet:
 
 
 class CopyIndex:
-    """All copies in ``stores`` (by id), those of the stores ``away`` among them; ``under_way``: (pack, store) ordered.
+    """All copies in ``stores`` (by id), including those of the stores that are ``away``.
 
-    ``sizes``: bytes by pack; others are of no concern and only take room.
+    ``under_way``: ordered (pack, store), oldest first. ``sizes``: bytes of the packs to decide on.
     """
 
     def __init__(
         self,
         stores: Mapping[str, StoreStatus],
         away: frozenset[str],
-        under_way: frozenset[tuple[str, str]],
+        under_way: Iterable[tuple[str, str]],
         sizes: Mapping[str, int],
     ) -> None:
         self.stores, self.away, self.sizes = stores, away, sizes
         self.live = {store_id: store for store_id, store in stores.items() if store_id not in away}
         self.num_domains = len({store.domain for store in self.live.values()})
-        self.incoming: Counter[str] = Counter()  # copies arriving, by store
-        self.unseen_bytes: Counter[str] = Counter()  # of those ordered that no report shows yet, by store
-        self.kept_bytes: Counter[str] = Counter()  # by store, with what arrives
+        self.incoming: Counter[str] = Counter()  # number of incoming copies, by store
+        self.unseen_bytes: Counter[str] = Counter()  # of ordered copies that no report shows yet, by store
+        self.kept_bytes: Counter[str] = Counter()  # by store, incoming copies included
         self._last_bytes: Counter[str] = Counter()
         self._of: defaultdict[str, CopySet] = defaultdict(CopySet)
         for store in stores.values():
             for copy in store.copies.values():
                 self._count(store, copy)
         for pack_id, store_id in under_way:
-            ordered_at = self.live.get(store_id)
-            if ordered_at is None or pack_id not in sizes:
+            target = self.live.get(store_id)
+            if target is None or pack_id not in sizes:
                 continue
-            shown = ordered_at.copies.get(pack_id)
-            if shown is None or shown.error:
-                self.expect(pack_id, ordered_at, sizes[pack_id])
+            reported = target.copies.get(pack_id)
+            if reported is None or reported.error:
+                self.expect(pack_id, target, sizes[pack_id])
                 self.unseen_bytes[store_id] += sizes[pack_id]
 
     def _count(self, store: StoreStatus, copy: PackCopy) -> None:
@@ -86,7 +86,7 @@ class CopyIndex:
             self.expect(copy.pack_id, store, copy.pack_bytes, holder.pinned)
 
     def expect(self, pack_id: str, store: StoreStatus, num_bytes: int, pinned: bool = False) -> None:
-        """A copy will come there."""
+        """Counts a copy that will arrive at the store."""
         self._of[pack_id].incoming_copies.append(CopyLocation(store.store_id, store.domain, pinned))
         self.incoming[store.store_id] += 1
         self.kept_bytes[store.store_id] += num_bytes
@@ -95,13 +95,13 @@ class CopyIndex:
         return self._of[pack_id]
 
     def choose(self, goals: Mapping[str, int]) -> None:
-        """Chooses which copies are kept, ``goals`` of each pack. Where there is no choice first, then the largest."""
+        """Chooses which copies are kept: ``goals`` of each pack. First where there is no choice, then the largest."""
         for pack_id, goal in goals.items():
             self._of[pack_id].num_wanted = min(goal, len(self.stores))
-        free = sorted(goals, key=lambda pack_id: (self._has_choice(pack_id), -self.sizes[pack_id], pack_id))
-        for pack_id in free:
+        by_choice = sorted(goals, key=lambda pack_id: (self._has_choice(pack_id), -self.sizes[pack_id], pack_id))
+        for pack_id in by_choice:
             copies = self._of[pack_id]
-            # The last one of a pack goes where fewest are: so that every store has some that are not.
+            # Last copies are spread over the stores, so that every store has some packs it can give up.
             kept = sorted(self._keepers(copies), key=lambda holder: (holder.away, self._last_bytes[holder.store_id]))
             copies.kept = tuple(kept)
             if kept:
@@ -114,7 +114,7 @@ class CopyIndex:
         return len(copies.whole) > copies.num_wanted
 
     def _keepers(self, copies: CopySet) -> list[CopyLocation]:
-        """In different domains, of stores that are there; then what is pinned anyway; then the emptiest store's."""
+        """Copies of live stores in different domains; then pinned ones, which stay anyway; then by emptiest store."""
         if len(copies.whole) <= copies.num_wanted:
             return copies.whole
         left, kept = list(copies.whole), list[CopyLocation]()
@@ -135,7 +135,7 @@ class CopyIndex:
         return kept
 
     def kept_at(self, store_id: str) -> list[str]:
-        """Packs whose kept copy is there, and not pinned."""
+        """Packs of which the store has a kept copy that is not pinned."""
         return [
             pack_id
             for pack_id, copies in self._of.items()
@@ -143,13 +143,5 @@ class CopyIndex:
         ]
 
     def fullness(self, store_id: str, more_bytes: int = 0) -> float:
-        """The part of the arena that kept and arriving copies take, with ``more_bytes`` besides."""
+        """The part of the arena that kept and incoming copies take, plus ``more_bytes``."""
         return (self.kept_bytes[store_id] + more_bytes) / max(self.stores[store_id].arena_target_bytes, 1)
-
-    def released(self, pack_ids: Iterable[str]) -> Iterator[tuple[str, str]]:
-        """(pack, store) of whole copies that nobody uses and that are not kept."""
-        for pack_id in pack_ids:
-            copies = self._of[pack_id]
-            for holder in copies.whole:
-                if not holder.pinned and not holder.away and holder not in copies.kept:
-                    yield pack_id, holder.store_id

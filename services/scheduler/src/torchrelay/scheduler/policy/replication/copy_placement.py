@@ -1,4 +1,4 @@
-"""Where a new copy of a pack can go: a store that has room, and is not receiving too much already."""
+"""Where a new copy of a pack can go: to a store that has room and is not receiving too many already."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torchrelay.scheduler.policy.replication.copy_index import CopyIndex
 
 
 class CopyPlacement:
-    """The room that is left while a decision is made; a copy that gets a place is counted at once.
+    """The room that is left while a decision is made; a copy counts as soon as it has a place.
 
-    ``retained``: packs whose kept copies make room for no other. ``num_running``: copies ordered before.
+    ``retained``: packs whose kept copies are not evicted for others. ``num_running``: copies ordered earlier.
     """
 
     def __init__(
@@ -24,12 +24,14 @@ class CopyPlacement:
         avoid: frozenset[tuple[str, str]],
         config: PolicyConfig,
     ) -> None:
-        self._copy_index, self._avoid, self._rules = copy_index, avoid, config
+        self._copy_index, self._avoid, self._config = copy_index, avoid, config
         self._num_running = num_running
-        self.someone_waits = False  # for a place that is there, because too many copies are under way
-        self.room: dict[str, int] = {}  # bytes by store, when all goes that is neither pinned, arriving nor retained
-        self.last_room: dict[str, int] = {}  # when retained copies go too, as long as another of the pack is kept
-        self.idle_room: dict[str, int] = {}  # when nothing goes, within the budget
+        self.someone_waits = False  # there is room, but too many copies are under way
+        self.room: dict[
+            str, int
+        ] = {}  # bytes by store, if all is evicted that is neither pinned, incoming nor retained
+        self.last_room: dict[str, int] = {}  # if retained copies go too, where another copy of the pack is kept
+        self.idle_room: dict[str, int] = {}  # within the cache budget, if nothing is evicted
         fixed: defaultdict[str, set[str]] = defaultdict(set)
         spare: defaultdict[str, set[str]] = defaultdict(set)
         for pack_id in retained:
@@ -51,57 +53,61 @@ class CopyPlacement:
         total = store.arena_target_bytes
         self.last_room[store.store_id] = total - num_fixed
         self.room[store.store_id] = total - num_fixed - num_spare
-        budget = int(total * self._rules.cache_share)
+        budget = int(total * self._config.cache_share)
         self.idle_room[store.store_id] = budget - num_fixed - num_spare - num_other
 
     def find(
         self, pack_id: str, room: Mapping[str, int], urgent: bool, domains: Iterable[str] = (), strictly: bool = False
     ) -> StoreStatus | None:
-        """The store whose arena the copy would fill least, outside of ``domains`` if there is one, or only then.
+        """The store whose arena the copy would fill least, outside ``domains`` if possible; always, if ``strictly``.
 
-        None when none has room, or when all that have are receiving as much as they may; then somebody waits.
+        None if no store has room, or if all that have are receiving as many copies as they may: then someone waits.
         """
         if self._num_running >= self._limit(urgent) and (self.someone_waits or not urgent):
             return None
-        copy_index, taken = self._copy_index, set(domains)
+        copy_index, used_domains = self._copy_index, set(domains)
         num_bytes = copy_index.sizes[pack_id]
         holding = {holder.store_id for holder in copy_index.of(pack_id).holders}
-        able = [
+        with_room = [
             store
             for store_id, store in copy_index.live.items()
             if room[store_id] >= num_bytes
             and store_id not in holding
             and (pack_id, store_id) not in self._avoid
-            and not (strictly and store.domain in taken)
+            and not (strictly and store.domain in used_domains)
         ]
-        ready = [store for store in able if copy_index.incoming[store.store_id] < self._incoming_limit(urgent)]
+        ready = [store for store in with_room if copy_index.incoming[store.store_id] < self._incoming_limit(urgent)]
         if not ready or self._num_running >= self._limit(urgent):
-            self.someone_waits |= bool(able)
+            self.someone_waits |= bool(with_room)
             return None
         return min(
             ready,
-            key=lambda store: (store.domain in taken, copy_index.fullness(store.store_id, num_bytes), store.store_id),
+            key=lambda store: (
+                store.domain in used_domains,
+                copy_index.fullness(store.store_id, num_bytes),
+                store.store_id,
+            ),
         )
 
     def has_room(self, pack_id: str, store_id: str) -> bool:
-        """Whether the copy may go there, though nothing presses."""
+        """Whether a copy that nothing urges may go there."""
         fits = self.room[store_id] >= self._copy_index.sizes[pack_id]
         return fits and (pack_id, store_id) not in self._avoid and not self._copy_index.incoming[store_id]
 
     def take(self, pack_id: str, store_id: str) -> None:
-        """A copy goes there."""
+        """Counts a copy as placed there."""
         num_bytes = self._copy_index.sizes[pack_id]
         for room in (self.room, self.last_room, self.idle_room):
             room[store_id] -= num_bytes
         self._copy_index.expect(pack_id, self._copy_index.live[store_id], num_bytes)
         self._num_running += 1
 
-    # What is not urgent leaves half of the places free, so that a rebuild never waits for it.
+    # Copies that are not urgent leave half of the limits free, so that no rebuild waits for them.
 
     def _limit(self, urgent: bool) -> int:
-        limit = self._rules.max_replications
+        limit = self._config.max_replications
         return limit if urgent else max(limit // 2, 1)
 
     def _incoming_limit(self, urgent: bool) -> int:
-        limit = self._rules.max_replications_per_store
+        limit = self._config.max_replications_per_store
         return limit if urgent else max(limit // 2, 1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cachetools import FIFOCache
+
 from torchrelay.scheduler.policy.core import Model
 
 _MAX_PACKS = 4096
@@ -19,10 +21,11 @@ class PackUse:
 
 
 class RecentPacks:
-    """The packs used last; the longest unused are forgotten first."""
+    """The packs used last; those unused for longest are forgotten first."""
 
-    def __init__(self) -> None:
-        self._uses: dict[str, PackUse] = {}  # by pack, the one used last at the end
+    def __init__(self, max_packs: int = _MAX_PACKS) -> None:
+        # Setting a key moves it to the end of the queue and reading does not, so the first in is the longest unused.
+        self._uses: FIFOCache[str, PackUse] = FIFOCache(max_packs)
 
     def __contains__(self, pack_id: str) -> bool:
         return pack_id in self._uses
@@ -33,16 +36,10 @@ class RecentPacks:
     def model(self, pack_id: str) -> Model:
         return self._uses[pack_id].model
 
+    def note(self, model: Model, now: float) -> None:
+        """The model is used."""
+        self._uses[model.pack_id] = PackUse(model, now)
+
     def forget(self, pack_id: str) -> None:
         """As if it had never been used."""
         self._uses.pop(pack_id, None)
-
-    def note(self, model: Model, now: float) -> str | None:
-        """The model is used. Returns the pack that is forgotten, if one is."""
-        self._uses.pop(model.pack_id, None)
-        self._uses[model.pack_id] = PackUse(model, now)
-        if len(self._uses) <= _MAX_PACKS:
-            return None
-        forgotten = next(iter(self._uses))
-        del self._uses[forgotten]
-        return forgotten

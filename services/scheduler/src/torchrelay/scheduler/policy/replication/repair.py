@@ -1,64 +1,52 @@
 """Replication: which copies of packs are kept in the hosts' RAM, where new ones are made, and which may go.
 
-Of a pack used of late, ``recent_copies`` are kept, in different failure domains where there are any; of another pack
-that lost its last copy with a host, one, while there is room that nobody wants. Kept copies of recent packs are
-retained: their stores evict them last. Copies beyond that are not dropped, they cost nothing until their room is
-wanted; so a pack has O(1) copies that take room from others, however many hosts it once ran on.
+A recently used pack keeps ``recent_copies``, in different failure domains where possible. Any other pack that lost its
+last copy with a host keeps one, while there is room to spare. Stores retain the kept copies of recent packs: they evict
+them last. Further copies are not dropped, because they cost nothing until their room is needed. So a pack has O(1)
+copies that take room from others, however many hosts it once ran on.
 
-A copy lost with a host is rebuilt before any other copy is begun. New copies go where the kept ones take the least
-part of the arena. A decision never depends on more hosts or domains than there are: it does what it can, and asks for
-nothing when nothing can be done.
+A copy lost with a host is rebuilt before any other copy is begun. New copies go where kept ones take the smallest part
+of the arena. With fewer hosts or domains than the goal needs, the decision does what it can and orders nothing else.
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import StoreStatus
+from torchrelay.scheduler.policy.core import CopyCause, StoreStatus
 from torchrelay.scheduler.policy.replication.balance import next_move
 from torchrelay.scheduler.policy.replication.copy_index import CopyIndex, CopySet
 from torchrelay.scheduler.policy.replication.copy_placement import CopyPlacement
 
 
-class CopyCause(enum.Enum):
-    """Why a copy is made, the most pressing first."""
-
-    REBUILD = "rebuild"  # a copy was lost, and the pack is used
-    REPLICATE = "replicate"  # used of late, and not yet in as many places as it should be
-    SPREAD = "spread"  # its copies would fail together
-    KEEP = "keep"  # not used of late; its last copy was lost
-    BALANCE = "balance"  # a fuller host may then let its copy go
-
-
 @dataclass(frozen=True)
 class PackDemand:
-    """A pack that somebody has used, as long as it is remembered."""
+    """A pack that was used, for as long as it is remembered."""
 
     pack_id: str
     num_bytes: int
     last_used: float
-    settled: bool = False  # has had all copies it should have: fewer are a loss, not a beginning
-    lost: bool = False  # every copy went with a host that did not come back
+    settled: bool = False  # has had all its copies: a missing one is a loss, not one still to be made
+    lost: bool = False  # a copy was lost with a host that did not come back
 
 
 @dataclass(frozen=True)
 class ReplicationInput:
-    """What is known of all copies."""
+    """What is known about all copies."""
 
     now: float
     stores: Mapping[str, StoreStatus]  # by id
     packs: Sequence[PackDemand]
-    away: frozenset[str] = frozenset()  # stores that fell silent a moment ago: their copies may come back
-    under_way: frozenset[tuple[str, str]] = frozenset()  # (pack, store) ordered; no report shows the end
-    avoid: frozenset[tuple[str, str]] = frozenset()  # (pack, store) that failed lately
+    away: frozenset[str] = frozenset()  # stores that went silent a moment ago: their copies may come back
+    under_way: Sequence[tuple[str, str]] = ()  # (pack, store) ordered and not ended, oldest first
+    avoid: frozenset[tuple[str, str]] = frozenset()  # (pack, store) that failed recently
 
 
 @dataclass(frozen=True)
 class CopyOrder:
-    """A store is to get a copy of a pack."""
+    """A copy of a pack to be made on a store."""
 
     pack_id: str
     store_id: str
@@ -73,11 +61,10 @@ class CopyOrder:
 
 @dataclass(frozen=True)
 class ReplicationPlan:
-    """What is to be done, and what is permitted."""
+    """What to do; stores may evict what they need not retain."""
 
     orders: tuple[CopyOrder, ...]
-    retained_packs: Mapping[str, tuple[str, ...]]  # by store: packs to keep, first those to be evicted first
-    released: frozenset[tuple[str, str]]  # (pack, store) of whole copies that may go
+    retained_packs: Mapping[str, tuple[str, ...]]  # by store: packs to keep, in the order of eviction
     settled: frozenset[str]  # recent packs with all the copies they should have
     num_short: int  # recent packs without
 
@@ -91,7 +78,7 @@ class _MissingCopy:
 
 
 def repair(replication_input: ReplicationInput, config: PolicyConfig) -> ReplicationPlan:
-    """Decides on the whole cluster. ``orders`` are in the order in which they are to be begun."""
+    """Decides for the whole cluster. ``orders`` come in the order in which to start them."""
     recent_since = replication_input.now - config.recent_s
     packs = sorted(replication_input.packs, key=lambda pack: (-pack.last_used, pack.pack_id))
     recent = [pack for pack in packs if pack.last_used >= recent_since]
@@ -109,7 +96,6 @@ def repair(replication_input: ReplicationInput, config: PolicyConfig) -> Replica
     return ReplicationPlan(
         orders=tuple(orders),
         retained_packs=_retained_packs(recent, copy_index),
-        released=frozenset(copy_index.released(sizes)),
         settled=settled,
         num_short=len(recent) - len(settled),
     )
@@ -118,13 +104,15 @@ def repair(replication_input: ReplicationInput, config: PolicyConfig) -> Replica
 def _orders(
     recent: Sequence[PackDemand], others: Sequence[PackDemand], copy_index: CopyIndex, copy_placement: CopyPlacement
 ) -> list[CopyOrder]:
-    """What is lost first; what is not urgent begins only when all of that has."""
-    wishes = [wish for pack in recent if (wish := _missing_copy(pack, copy_index))]
-    orders = [order for wish in wishes if wish.cause is CopyCause.REBUILD and (order := _rebuild(wish, copy_placement))]
+    """Rebuilds first; anything else starts only when all of them have."""
+    missing = [copy for pack in recent if (copy := _missing_copy(pack, copy_index))]
+    orders = [
+        order for copy in missing if copy.cause is CopyCause.REBUILD and (order := _rebuild(copy, copy_placement))
+    ]
     if copy_placement.someone_waits:
         return orders
     for cause in (CopyCause.REPLICATE, CopyCause.SPREAD):
-        orders += [order for wish in wishes if wish.cause is cause and (order := _add_copy(wish, copy_placement))]
+        orders += [order for copy in missing if copy.cause is cause and (order := _add_copy(copy, copy_placement))]
     for pack in others:
         lost = pack.lost and not copy_index.of(pack.pack_id).holders
         if lost and (store := copy_placement.find(pack.pack_id, copy_placement.idle_room, urgent=False)):
@@ -135,7 +123,7 @@ def _orders(
 
 
 def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | None:
-    """What a recent pack lacks. A pack whose copies all went by permit comes back when somebody wakes it."""
+    """What a recent pack lacks. A pack whose copies were all evicted by permit comes back when it is woken."""
     copies = copy_index.of(pack.pack_id)
     if not copies.holders:
         return (
@@ -145,15 +133,15 @@ def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | Non
     if copies.num_missing:
         if pack.settled:
             return _MissingCopy(pack, copies, CopyCause.REBUILD, f"a copy was lost; it is left on {places}")
-        return _MissingCopy(pack, copies, CopyCause.REPLICATE, f"used of late, and only on {places}")
+        return _MissingCopy(pack, copies, CopyCause.REPLICATE, f"used recently, and only on {places}")
     if len(copies.domains) < min(copies.num_wanted, copy_index.num_domains):
         return _MissingCopy(pack, copies, CopyCause.SPREAD, f"{places} may fail together")
     return None
 
 
-def _rebuild(wish: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
-    """A pack without any copy may take the room of retained ones that are not the last of theirs."""
-    pack_id, domains = wish.pack.pack_id, wish.copies.domains
+def _rebuild(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
+    """A pack without any copy may displace retained copies that are not the last of their packs."""
+    pack_id, domains = missing.pack.pack_id, missing.copies.domains
     evicts = False
     store = copy_placement.find(pack_id, copy_placement.room, urgent=True, domains=domains)
     if store is None and not domains and not copy_placement.someone_waits:
@@ -161,23 +149,23 @@ def _rebuild(wish: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | N
     if store is None:
         return None
     copy_placement.take(pack_id, store.store_id)
-    return CopyOrder(pack_id, store.store_id, wish.cause, wish.reason, evicts)
+    return CopyOrder(pack_id, store.store_id, missing.cause, missing.reason, evicts)
 
 
-def _add_copy(wish: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
-    pack_id, spread = wish.pack.pack_id, wish.cause is CopyCause.SPREAD
+def _add_copy(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
+    pack_id, spread = missing.pack.pack_id, missing.cause is CopyCause.SPREAD
     store = copy_placement.find(
-        pack_id, copy_placement.room, urgent=False, domains=wish.copies.domains, strictly=spread
+        pack_id, copy_placement.room, urgent=False, domains=missing.copies.domains, strictly=spread
     )
     if store is None:
         return None
     copy_placement.take(pack_id, store.store_id)
-    return CopyOrder(pack_id, store.store_id, wish.cause, wish.reason)
+    return CopyOrder(pack_id, store.store_id, missing.cause, missing.reason)
 
 
 def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict[str, tuple[str, ...]]:
-    """By store, the recent packs it keeps: first those that are kept elsewhere too, then the last ones; of both the
-    longest unused first. What arrives and is wanted is named already.
+    """By store, the recent packs it keeps: first those kept elsewhere too, then those with no other kept copy, each
+    the longest unused first. Wanted copies that are still incoming are named already.
     """
     spare: dict[str, list[str]] = {store_id: [] for store_id in copy_index.live}
     last: dict[str, list[str]] = {store_id: [] for store_id in copy_index.live}

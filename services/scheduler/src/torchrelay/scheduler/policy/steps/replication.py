@@ -1,20 +1,18 @@
-"""From the state to the replicator's decision, and from that to commands and their reasons."""
+"""From the state to the replicator's decision, and from that to commands with their reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torchrelay.scheduler.policy.core import Instance, Model, StoreStatus
-from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand, SchedulerEvent
+from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand, ReplicationInput, repair
-from torchrelay.scheduler.policy.replication.replication_state import EndedCopy
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.steps import relays
+from torchrelay.scheduler.policy.steps.transfer_outcomes import record_copy_event
 
 
 def replicate(state: State, now: float) -> None:
-    """Decides on all copies, a few times a second; not before a start has heard of all stores."""
+    """Decides on all copies, a few times a second; after a start, not before all stores had time to report."""
     config, replication_state = state.config, state.replication_state
     if not config.replicate or now < max(replication_state.due_at, state.started_at + config.refusal_settle_s):
         return
@@ -22,22 +20,18 @@ def replicate(state: State, now: float) -> None:
     for instance in state.instances:
         if instance.staying and (model := _model_of(state, instance)):
             replication_state.recent_packs.note(model, now)
-    for ended in list(replication_state.ended(state.membership.stores, now, config)):
-        _record_ended(state, ended, now)
-    decided = repair(_replication_input(state, now), config)
+    plan = repair(_replication_input(state, now), config)
     recent = {use.model.pack_id for use in replication_state.recent_packs if use.last_used >= now - config.recent_s}
-    replication_state.settled, replication_state.num_short = (
-        (replication_state.settled & recent) | decided.settled,
-        decided.num_short,
-    )
-    for order in decided.orders:
+    replication_state.settled = (replication_state.settled & recent) | plan.settled
+    replication_state.num_short = plan.num_short
+    for order in plan.orders:
         _order_copy(state, order, now)
-    for store_id, packs in replication_state.retains_due(decided.retained_packs, state.membership.stores, now, config):
+    for store_id, packs in replication_state.retains_due(plan.retained_packs, state.membership.stores, now, config):
         state.effects.commands.append(RetainCommand(store_id, packs, config.retention_s))
 
 
 def _model_of(state: State, instance: Instance) -> Model | None:
-    """The model of an instance; of one that an earlier scheduler loaded, what its host's copy tells."""
+    """The model of an instance; if an earlier scheduler loaded it, as far as its host's copy shows it."""
     if model := state.models.get(instance.version_id):
         return model
     store = state.membership.store_of(instance.host_id)
@@ -61,9 +55,8 @@ def _replication_input(state: State, now: float) -> ReplicationInput:
         )
         for use in replication_state.recent_packs
     ]
-    return ReplicationInput(
-        now, stores, packs, frozenset(away), replication_state.under_way, replication_state.avoid(now, state.config)
-    )
+    avoid = replication_state.avoid(now, state.config)
+    return ReplicationInput(now, stores, packs, frozenset(away), state.transfers.ordered, avoid)
 
 
 def _order_copy(state: State, order: CopyOrder, now: float) -> None:
@@ -76,52 +69,34 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
         now,
         urgent=order.urgent,
         reason=Reason(order.cause.value, order.reason),
+        cause=order.cause,
     )
-    state.replication_state.order((order.pack_id, order.store_id), order.cause, now)
     hop = Hop(edge.target, edge.sources, (), edge.num_striped)
     state.effects.commands.append(CopyCommand(model, hop, order.urgent, not order.may_evict_retained))
     cause = order.cause.value
     fields = {"cause": cause, "pack_id": order.pack_id, "store_id": order.store_id, "source": edge.upstream}
-    _record_event(state, now, cause, model, f"{order.reason}: {edge}", f"scale.{cause}", fields)
+    record_copy_event(state, now, cause, model, f"{order.reason}: {edge}", fields)
 
 
-def copy_begun(state: State, pack_id: str, store_id: str, now: float) -> None:
+def copy_accepted(state: State, pack_id: str, store_id: str, now: float) -> None:
     """The store has taken the order."""
-    state.replication_state.begun((pack_id, store_id), now)
+    state.transfers.accepted((pack_id, store_id), now)
 
 
 def copy_failed(state: State, pack_id: str, store_id: str, cause: str, now: float, gone: bool = False) -> None:
     """The store could not be given the order, or refused it. ``gone``: the pack was deleted, so it is forgotten."""
     relays.relay_refused(state, pack_id, store_id, cause, now)
-    if ended := state.replication_state.fail((pack_id, store_id), cause, now, state.config):
-        _record_ended(state, ended, now)
     if gone:
         state.replication_state.forget(pack_id)
 
 
-def _record_ended(state: State, ended: EndedCopy, now: float) -> None:
-    if ended.pack_id not in state.replication_state.recent_packs:
-        return
-    model = state.replication_state.recent_packs.model(ended.pack_id)
-    fields: dict[str, str | float] = {"pack_id": ended.pack_id, "store_id": ended.store_id, "took_s": ended.took_s}
-    fields |= {"cause": ended.cause.value} | ({"error": ended.error} if ended.error else {})
-    kind, reason = ("copy_failed", ended.error) if ended.error else ("copied", f"{ended.cause.value} is done")
-    _record_event(state, now, kind, model, f"{ended.store_id}: {reason}", f"scale.{kind}", fields)
-
-
-def _record_event(
-    state: State, now: float, kind: str, model: Model, reason: str, event: str, fields: Mapping[str, str | float]
-) -> None:
-    state.effects.events.append(SchedulerEvent(now, kind, model.name, model.name, reason, event, fields))
-
-
 def store_left(state: State, store: StoreStatus, now: float) -> None:
-    """A store is gone, or silent: it may come back with its arena."""
+    """A store is gone or silent: it may come back with its arena."""
     state.replication_state.left(store, now + state.config.loss_grace_s)
 
 
 def store_seen(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:
-    """A store reports; ``before``: what it said last. Packs that an earlier scheduler retained were used of late."""
+    """A store reports; ``before``: its previous report. What an earlier scheduler had it retain, was used recently."""
     replication_state = state.replication_state
     replication_state.returned(store, before)
     for copy in store.copies.values():

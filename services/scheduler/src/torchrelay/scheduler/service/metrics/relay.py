@@ -1,4 +1,4 @@
-"""Metrics of relays, whoever ordered them."""
+"""Metrics of transfers, whoever ordered them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RelayMetrics:
         )
 
     def note(self, event: SchedulerEvent) -> None:
-        """Counts a relay's event; ignores others."""
+        """Counts a transfer's event; ignores others."""
         if not event.topic.startswith(EVENT_PREFIX):
             return
         labels = {"event": event.topic.removeprefix(EVENT_PREFIX)}

@@ -7,17 +7,16 @@ from collections.abc import Callable, Iterable
 from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from torchrelay.common.process.telemetry import seconds_histogram
+from torchrelay.scheduler.policy.core import CopyCause
 from torchrelay.scheduler.policy.effects import SchedulerEvent
-from torchrelay.scheduler.policy.replication.repair import CopyCause
-from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
 
 _CAUSES = frozenset(cause.value for cause in CopyCause)
 
 
 class ReplicationMetrics:
-    """``replication_state`` is read when metrics are collected."""
+    """``num_short`` and ``num_running`` are called when metrics are collected."""
 
-    def __init__(self, meter: Meter, replication_state: Callable[[], ReplicationState]) -> None:
+    def __init__(self, meter: Meter, num_short: Callable[[], int], num_running: Callable[[], int]) -> None:
         self._begun = meter.create_counter(
             "torchrelay_scheduler_copies_started", description="Copies ordered, by cause."
         )
@@ -26,10 +25,10 @@ class ReplicationMetrics:
         )
 
         def short(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(replication_state().num_short)]
+            return [Observation(num_short())]
 
-        def under_way(_: CallbackOptions) -> Iterable[Observation]:
-            return [Observation(len(replication_state().under_way))]
+        def running(_: CallbackOptions) -> Iterable[Observation]:
+            return [Observation(num_running())]
 
         meter.create_observable_gauge(
             "torchrelay_scheduler_packs_under_replicated",
@@ -37,7 +36,7 @@ class ReplicationMetrics:
             description="Recently used packs that lack copies in RAM.",
         )
         meter.create_observable_gauge(
-            "torchrelay_scheduler_copies_running", [under_way], description="Copies ordered and not complete."
+            "torchrelay_scheduler_copies_running", [running], description="Copies ordered and not complete."
         )
 
     def note(self, event: SchedulerEvent) -> None:

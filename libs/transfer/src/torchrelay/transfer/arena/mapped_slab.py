@@ -1,0 +1,72 @@
+"""A worker's read-only mapping of one slab."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+from torchrelay.common.errors import NotFound
+from torchrelay.transfer.arena.slab_format import ALIGN_BYTES, read_format
+from torchrelay.transfer.errors import ArenaCorrupted
+from torchrelay.transfer.manifest import Manifest, decode_manifest
+
+
+class MappedSlab:
+    """Valid for as long as it is mapped, whatever becomes of the store.
+
+    Raises ``NotFound`` when there is no such arena, ``ArenaCorrupted`` when there is no slab at this offset.
+    """
+
+    def __init__(self, arena_path: str | Path, slab_offset: int, slab_bytes: int) -> None:
+        self._mapping = _map_read_only(Path(arena_path), slab_offset, slab_bytes)
+        whole = memoryview(self._mapping)
+        self._format = read_format(whole)
+        self._verified = whole[self._format.verified]
+        self._encoded = bytes(whole[self._format.manifest])
+        self.data = whole[self._format.data]  # read-only; page aligned
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        return decode_manifest(self._encoded)
+
+    @property
+    def num_chunks(self) -> int:
+        return self._format.num_chunks
+
+    @property
+    def num_verified(self) -> int:
+        return bytes(self._verified).count(1)
+
+    @property
+    def complete(self) -> bool:
+        return self.num_verified == self.num_chunks
+
+    def is_verified(self, index: int) -> bool:
+        return self._verified[index] == 1
+
+    def close(self) -> None:
+        """Unmaps it. While tensors still refer to it, the mapping stays until the last of them is collected."""
+        with suppress(BufferError):
+            self.data.release()
+        with suppress(BufferError):
+            self._verified.release()
+        with suppress(BufferError):
+            self._mapping.close()
+
+
+def _map_read_only(path: Path, offset: int, num_bytes: int) -> mmap.mmap:
+    if offset < 0 or offset % ALIGN_BYTES or num_bytes <= 0:
+        raise ArenaCorrupted(f"a slab cannot be at offset {offset} with {num_bytes} bytes")
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError as error:
+        raise NotFound(f"there is no arena at {path}", field="arena_path") from error
+    try:
+        if offset + num_bytes > os.fstat(file).st_size:
+            raise ArenaCorrupted(f"a slab at offset {offset} with {num_bytes} bytes is beyond the arena's end")
+        return mmap.mmap(file, num_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, offset=offset)
+    finally:
+        os.close(file)

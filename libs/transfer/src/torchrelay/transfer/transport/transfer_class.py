@@ -1,0 +1,13 @@
+"""What travels, and so what it yields to."""
+
+from __future__ import annotations
+
+import enum
+
+
+class TransferClass(enum.IntEnum):
+    """Each class yields to those before it. The numbers go over the wire."""
+
+    KV = 0  # KV pages and activations: a request waits for them
+    URGENT = 1  # parameters of a model that someone waits for
+    IDLE = 2  # parameters nobody waits for: cache copies and their repair
