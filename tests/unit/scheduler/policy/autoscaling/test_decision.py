@@ -1,4 +1,4 @@
-"""Scaling: how many instances, in which slots, and whose slot when none is free."""
+"""Autoscaling: how many instances, in which slots, and whose slot when none is free."""
 
 from __future__ import annotations
 

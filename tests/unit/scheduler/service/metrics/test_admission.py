@@ -1,4 +1,4 @@
-"""Predictions against what came, counted."""
+"""Prediction errors, measured."""
 
 from __future__ import annotations
 
