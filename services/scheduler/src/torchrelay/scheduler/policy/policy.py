@@ -31,7 +31,7 @@ class Policy:
         self.state = State.fresh(config, new_id, now)
 
     def apply(self, input_: inputs.Input, now: float) -> Effects:
-        """Takes in one thing that happened at ``now``; returns what has to be done about it."""
+        """Applies one input at ``now``; returns everything that has to be done."""
         state = self.state
         match input_:
             case inputs.Admit():
