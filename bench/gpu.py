@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torchrelay.engine.instance import Instance
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.extend(str(ROOT / "libs" / name / "src") for name in ("common", "transfer", "engine"))
+sys.path.extend(str(ROOT / "libs" / name / "src") for name in ("common", "modelspec", "transfer", "engine"))
 NEEDED = ("numpy", "torch", "triton", "transformers", "safetensors", "tokenizers")
 GB = 10**9
 
@@ -215,12 +215,7 @@ def main() -> None:
     import transformers
     import triton
 
-    from torchrelay.engine.kernels import fused_ops
-    from torchrelay.engine.kernels.triton.ops import TritonOps
-
-    if rehearsal:
-        fused_ops.fused_ops_for = lambda device: TritonOps()  # the steps that a GPU would compute
-    elif not torch.cuda.is_available():
+    if not rehearsal and not torch.cuda.is_available():
         parser.error("torch finds no NVIDIA GPU here; --cpu-rehearsal goes through the bench without one")
     device = torch.device("cpu" if rehearsal else "cuda:0")
     conditions = {

@@ -7,15 +7,19 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from bench.device.packs import Pack, pack_of_checkpoint
+from tests.support.calling_capturer import CallingCapturer
 from tests.support.checkpoints import greedy_reference, make_checkpoint, reference_model
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
-from torchrelay.engine.execution.decode_graphs import CallingCapturer, Capturer
 from torchrelay.engine.instance import Instance
+from torchrelay.engine.kernels.backends import backends_for
+from torchrelay.engine.kernels.capture import Capturer
+from torchrelay.engine.kernels.triton.ops import TritonOps
 from torchrelay.engine.kv.pool import KvPool
 
 _WARM_STEPS = 4  # the first of a size is recorded
@@ -25,15 +29,16 @@ def instance_of(
     pack: Pack, pool: KvPool, token_budget: int = 512, attention: str = "triton", capturer: Capturer | None = None
 ) -> Instance:
     """Loaded, without a prefix cache: that needs a library for its keys."""
-    if capturer is None and pool.device.type == "cpu" and attention == "triton":
-        capturer = CallingCapturer()
+    backends = backends_for(pool.device, attention)
+    if pool.device.type == "cpu":  # a rehearsal of what a GPU would compute
+        capturer = capturer or (CallingCapturer() if attention == "triton" else None)
+        backends = replace(backends, fused_ops=TritonOps())
     instance = Instance(
         pack.manifest,
         pack.data,
         pool,
         token_budget=token_budget,
-        attention=attention,
-        capturer=capturer,
+        backends=replace(backends, capturer=capturer or backends.capturer),
         prefix_cache=False,
     )
     for segment in range(len(pack.manifest.segments)):

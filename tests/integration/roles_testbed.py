@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
 from torchrelay.control.v1.worker_pb2_grpc import WorkerStub
 from torchrelay.transfer.protocol.tickets import derive_node_key
 from torchrelay.worker.main import running_worker
-from torchrelay.worker.role import START_TIMEOUT_S, WorkerRole
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.slot import FREE, READY
 from torchrelay.worker.worker import Worker
@@ -111,14 +109,10 @@ class RunningWorker:
         await until(lambda: not worker.buffers, "KV buffers are left")
         await until(lambda: not worker.usage.num_open, "usage registers are left")
         for role in worker.roles:
-            for name in ("_kv_senders", "_kv_receivers"):
-                await until(partial(self._is_empty, role, name), f"{name} are left")
+            await until(lambda role=role: not role.num_kv_transfers, "KV transfers are left")  # type: ignore[misc]
             # An offer for an attempt that its gateway never starts here waits its full time.
-            await until(partial(self._is_empty, role, "_awaited_starts"), "offers are left", START_TIMEOUT_S + 5)
-
-    @staticmethod
-    def _is_empty(role: WorkerRole, name: str) -> bool:
-        return not getattr(role, name, ())
+            patience_s = worker.settings.start_timeout_s + 5
+            await until(lambda role=role: not role.num_awaited_starts, "offers are left", patience_s)  # type: ignore[misc]
 
     async def close(self) -> None:
         for stream in self._streams:

@@ -119,8 +119,8 @@ async def test_a_cut_load_fails_its_requests_closes_the_mapping_and_frees_the_sl
         worker = scene.prefill.worker
         request = await scene.send(scene.request(PROMPT))
         assert await started(scene, scene.prefill)
-        assert worker._loader is not None
-        slab = worker._loader._slab
+        assert worker.loader is not None
+        slab = worker.loader.slab
         assert slab is not None
         address = int(np.frombuffer(slab.data, np.uint8).ctypes.data)
         assert is_of_an_arena(address)

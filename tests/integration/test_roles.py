@@ -95,13 +95,13 @@ async def test_a_stop_string_that_begins_with_the_first_token_ends_a_cold_reques
     """The decode role must have its checker before the first token reaches it, tokenizer still unread or not."""
     prompt, letters = _prompt_with_printable_begin(model)
     async with scene_of(apart=apart) as scene:
-        read = scene.decode.worker.tokenizers._read
+        read = scene.decode.worker.tokenizers.read
 
         async def read_slowly(digest: str) -> bytes:
             await asyncio.sleep(0.3)
             return await read(digest)
 
-        monkeypatch.setattr(scene.decode.worker.tokenizers, "_read", read_slowly)
+        monkeypatch.setattr(scene.decode.worker.tokenizers, "read", read_slowly)
         for num_letters in (2, 1, 3):
             request = await scene.send(scene.request(prompt, stop_strings=[letters[:num_letters]]))
             await request.finished()
@@ -151,11 +151,8 @@ async def test_a_cancel_at_any_moment_leaves_all_pages_free(scene_of: Make, mode
 
 
 @pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
-async def test_a_cancel_right_behind_the_start_leaves_nothing(
-    scene_of: Make, monkeypatch: pytest.MonkeyPatch, apart: bool
-) -> None:
-    monkeypatch.setattr("torchrelay.worker.role.START_TIMEOUT_S", 1.0)
-    async with scene_of(apart=apart) as scene:
+async def test_a_cancel_right_behind_the_start_leaves_nothing(scene_of: Make, apart: bool) -> None:
+    async with scene_of(apart=apart, start_timeout_s=1.0) as scene:
         prefill, decode = scene.streams
         for order in (0, 1, 2):
             for _ in range(4):
@@ -200,7 +197,7 @@ async def test_a_decode_worker_that_refuses_is_not_called_lost(scene_of: Make) -
 async def test_a_prefill_worker_that_leaves_is_reported_by_the_decode_worker(scene_of: Make) -> None:
     async with scene_of() as scene:
         request = await scene.send(scene.request(prompt_of(400), max_tokens=20))
-        await until(lambda: bool(scene.decode.worker.roles[1]._kv_receivers))  # type: ignore[attr-defined]
+        await until(lambda: scene.decode.worker.roles[1].num_kv_transfers > 0)
         await scene.prefill.unload()
         await request.finished()
         assert request.error().code in (pb.RunError.CODE_PREFILL_LOST, pb.RunError.CODE_WRONG_INSTANCE)
@@ -219,7 +216,7 @@ async def test_the_deadline_ends_an_attempt_in_both_roles(scene_of: Make) -> Non
 
 async def test_the_engine_keeps_the_deadline_by_itself(scene_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """However late the event loop's own timer is."""
-    monkeypatch.setattr(WorkerRole, "_watch_deadline", lambda role, attempt: None)
+    monkeypatch.setattr(WorkerRole, "watch_deadline", lambda role, attempt: None)
     async with scene_of() as scene:
         deadline_unix_ms = int(time.time() * 1000) + 150
         request = await scene.send(scene.request(PROMPT, max_tokens=400, deadline_unix_ms=deadline_unix_ms))
@@ -250,7 +247,7 @@ async def test_an_unexpected_error_in_one_start_fails_that_attempt_alone(
             raise ValueError("a tokenizer that nobody thought of")
 
         for one in (scene.prefill, scene.decode):
-            monkeypatch.setattr(one.worker.tokenizers, "_get", broken)
+            monkeypatch.setattr(one.worker.tokenizers, "read", broken)
         await scene.send(bad)
         await bad.finished()
         assert bad.error().code == pb.RunError.CODE_INTERNAL
@@ -259,14 +256,13 @@ async def test_an_unexpected_error_in_one_start_fails_that_attempt_alone(
         await scene.assert_idle()
 
 
-async def test_shutting_down_does_not_wait_for_what_still_runs(scene_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrelay.worker.role.START_TIMEOUT_S", 60.0)
-    async with scene_of(decode_pool_bytes=1 << 20) as scene:
+async def test_shutting_down_does_not_wait_for_what_still_runs(scene_of: Make) -> None:
+    async with scene_of(decode_pool_bytes=1 << 20, start_timeout_s=60.0) as scene:
         for salt in range(8):
             await scene.send(scene.request(prompt_of(60, salt), max_tokens=400))
         orphan = scene.request(PROMPT)  # its decode worker never hears of it, and lets the offer wait
         await scene.streams[0].send(scene.for_prefill(orphan))
-        await until(lambda: bool(scene.decode.worker.roles[1]._awaited_starts))
+        await until(lambda: scene.decode.worker.roles[1].num_awaited_starts > 0)
         begin_s = time.monotonic()
     assert time.monotonic() - begin_s < 30
 

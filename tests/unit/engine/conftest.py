@@ -12,7 +12,7 @@ import torch
 from tests.support.checkpoints import make_checkpoint
 from tests.unit.engine.harness import Model
 
-# There is no Triton but for Linux.
+# Triton exists for Linux only.
 collect_ignore = [] if sys.platform == "linux" else ["kernels/triton", "execution/test_decode_graphs.py"]
 
 

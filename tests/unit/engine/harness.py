@@ -1,4 +1,4 @@
-"""What the engine's tests share: a model with its reference, and loops that run instances to the end."""
+"""Shared by the engine's tests: a model with its reference, and loops that run instances to the end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import torch
 
 from tests.support.checkpoints import greedy_reference, reference_model
 from tests.support.packs import Pack, build_pack
-from torchrelay.engine.core import ChoiceSpec, GroupSpec, NewToken, SamplingParams, StepResult
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock, NewToken, SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.layout import KvBlock
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.kv.prefill_layout import PrefillExport
 from torchrelay.transfer.buffers import MemoryBuffer
@@ -100,13 +99,13 @@ def run(instance: Instance) -> list[StepResult]:
 def last_logits(instance: Instance, prompt: Sequence[int]) -> torch.Tensor:
     """What the first output token is chosen by, fp32 [vocab]."""
     seen: list[torch.Tensor] = []
-    logits = instance._model.decoder.logits
+    logits = instance.model.decoder.logits
 
     def spy(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(logits(hidden))
         return seen[-1]
 
-    instance._model.decoder.logits = spy  # type: ignore[method-assign]
+    instance.model.decoder.logits = spy  # type: ignore[method-assign]
     instance.prefill(group_of(prompt, sampling=SamplingParams(temperature=0, max_tokens=1)))
     run(instance)
     return seen[0][0].float()
@@ -168,7 +167,7 @@ def half_loaded(model: Model, num_layers: int, **settings: Any) -> Instance:
 
 
 def export_prefill(source: Instance, group_id: str = "r/0") -> PrefillExport:
-    """Everything as bytes that travelled in a buffer of the data plane."""
+    """The export after a round trip through a data plane buffer."""
     exported = source.export_prefill(group_id)
     layout = exported.layout
     buffer = MemoryBuffer(group_id, layout.chunk_sizes)

@@ -8,9 +8,9 @@ import pytest
 from tests.unit.engine.harness import GREEDY, assert_idle, group_of, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.common.errors import Conflict, ContextLengthExceeded, DataCorrupted, InvalidRequest
-from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, KvPoolFull, SamplingParams
+from torchrelay.engine.core import EMPTY_STEP, ChoiceSpec, Finish, GroupSpec, KvBlock, KvPoolFull, SamplingParams
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.layout import KvBlock, KvLayout
+from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.warm_up import warm_up
 
@@ -18,7 +18,7 @@ PROMPT = prompt_of(20)
 
 
 def ignore(block: KvBlock) -> None:
-    """A hand-over that nobody receives."""
+    """A hand-over without a receiver."""
 
 
 def small(model_of: ModelOf, num_pages: int, **settings: Any) -> Instance:
@@ -153,7 +153,7 @@ def blind(group: GroupSpec) -> GroupSpec:
     return replace(group, prompt=())
 
 
-def test_adoption_reserves_and_every_way_out_frees(model_of: ModelOf) -> None:
+def test_an_import_reserves_pages_and_every_way_out_frees_them(model_of: ModelOf) -> None:
     instance = small(model_of, 4)
     group = blind(group_of(PROMPT))
     layout = instance.kv_layout(group)
@@ -175,7 +175,7 @@ def test_adoption_reserves_and_every_way_out_frees(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-def test_a_late_chunk_of_a_cancelled_adoption_harms_nobody(model_of: ModelOf) -> None:
+def test_a_late_chunk_of_a_cancelled_import_is_ignored(model_of: ModelOf) -> None:
     model = model_of()
     instance = small(model_of, 3)
     group = blind(group_of(PROMPT, "gone/0"))
@@ -188,7 +188,7 @@ def test_a_late_chunk_of_a_cancelled_adoption_harms_nobody(model_of: ModelOf) ->
     assert outputs([*steps, *run(instance)])["r/0", 0] == model.expected(PROMPT)
 
 
-def test_adoption_that_does_not_fit_is_refused(model_of: ModelOf) -> None:
+def test_an_import_that_does_not_match_is_refused(model_of: ModelOf) -> None:
     instance = model_of().instance()
     group = blind(group_of(PROMPT))
     right = instance.kv_layout(group)
@@ -225,7 +225,7 @@ def test_first_tokens_that_end_their_choice_never_decode(model_of: ModelOf) -> N
     assert_idle(instance)
 
 
-def test_adoptions_queue_behind_groups_that_wait(model_of: ModelOf) -> None:
+def test_imports_queue_behind_waiting_groups(model_of: ModelOf) -> None:
     instance = small(model_of, 4)
     instance.prefill(group_of(PROMPT, "a/0"))
     instance.prefill(group_of(PROMPT, "b/0"))

@@ -10,10 +10,9 @@ import pytest
 from tests.unit.engine.harness import Model, assert_idle, group_of, prompt_of
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken, SamplingParams
+from torchrelay.engine.core import GroupSpec, KvBlock, KvPoolFull, NewToken, SamplingParams
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.kv_import import KvImport
-from torchrelay.engine.kv.layout import KvBlock
 
 NUM_MOVES = 150
 
@@ -62,7 +61,7 @@ class Chaos:
             self.groups[f"{group.group_id}-refused"] = group
 
     def settle(self) -> None:
-        """An adoption is filled and starts, or is dropped halfway."""
+        """An import is filled and starts, or is dropped halfway."""
         if not self.kv_imports:
             return
         kv_import = self.kv_imports.pop(self.random.randrange(len(self.kv_imports)))

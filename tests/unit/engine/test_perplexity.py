@@ -7,6 +7,7 @@ Llama of these tests after a few steps of training on it, so that its prediction
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,15 +16,14 @@ import torch.nn.functional as F
 
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.unit.engine.harness import Model, last_logits
-from torchrelay.engine.weights import reorderer
-from torchrelay.engine.weights.reorderer import OneDnnMatrix
+from torchrelay.engine.weights.reorderer import OneDnnMatrix, Reorderer
 
 TEXT = (
     "Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or "
     "twice she had peeped into the book her sister was reading, but it had no pictures or conversations in it, 'and "
     "what is the use of a book,' thought Alice 'without pictures or conversations?'"
 )
-NUM_STEPS = 12  # more, and it knows the text by heart: nothing could then be told apart
+NUM_STEPS = 12  # more, and it knows the text by heart: nothing could then be distinguished
 KINDS = {"arena": torch.Tensor, "reordered": OneDnnMatrix}
 
 
@@ -46,16 +46,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tokens: list[int]) -> Mode
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_perplexity_is_that_of_transformers(
-    trained: Model, tokens: list[int], monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_bf16_perplexity_is_that_of_transformers(trained: Model, tokens: list[int], kind: str) -> None:
     """With the weights in the arena, and with reordered copies."""
-    monkeypatch.setattr(reorderer, "REORDER_DELAY_S", 0.0)
-    monkeypatch.setattr(reorderer, "has_arithmetic", lambda dtype: True)
-    instance = trained.instance(cpu_reorder=kind != "arena")
-    if instance._model.reorderer is not None:
-        instance._model.reorderer.join()
-    assert isinstance(instance._model.weights.layer(0).qkv, KINDS[kind])
+    at_once = partial(Reorderer, delay_s=0.0, gains=lambda dtype: True)
+    instance = trained.instance(cpu_reorder=kind != "arena", reorderer=at_once)
+    if instance.model.reorderer is not None:
+        instance.model.reorderer.join()
+    assert isinstance(instance.model.weights.layer(0).qkv, KINDS[kind])
     with torch.no_grad():
         expected = _perplexity(trained.reference(torch.tensor([tokens])).logits[0].float(), tokens)
     ends = range(1, len(tokens))

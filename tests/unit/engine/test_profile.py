@@ -1,4 +1,4 @@
-"""The step's time split: the shares are all of it, and each is where its work is."""
+"""A step's time by activity: it adds up to the step, and each part counts where its work is."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.engine.harness import Model, group_of, hand_over, prompt_of, run
 from torchrelay.common.latency_model import StepWork, attended_positions
 from torchrelay.engine import profile
-from torchrelay.engine.core import ChoiceSpec, GroupSpec, LoadFailed, SamplingParams
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, LoadFailed, SamplingParams, StepProfile
 from torchrelay.engine.execution import stepper
-from torchrelay.engine.profile import Activity, StepProfile
+from torchrelay.engine.kernels.backends import backends_for
+from torchrelay.engine.profile import Activity
 
 
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which every look takes a second, and nothing else any time: however busy the machine is."""
+    """A clock that advances by a second per reading, and not otherwise: however busy the machine is."""
     numbers = count()
 
     def look() -> float:
@@ -56,7 +58,7 @@ def test_each_thread_has_its_own() -> None:
 
 @pytest.mark.usefixtures("looks")
 def test_shares_add_up_to_the_step(model_of: Callable[..., Model]) -> None:
-    instance = model_of().instance(token_budget=64, attention="gather")
+    instance = model_of().instance(token_budget=64, backends=backends_for(torch.device("cpu"), "gather"))
     for number in range(16):
         instance.prefill(group_of(prompt_of(40, number), f"r{number}/0"))
     steps = run(instance)
@@ -85,7 +87,7 @@ def test_waiting_for_weights_is_io_wait(model_of: Callable[..., Model]) -> None:
     instance = model.instance(loaded=False)
     instance.prefill(group_of(prompt_of(8)))
 
-    waits, gate = threading.Semaphore(0), instance._model.weights.gate
+    waits, gate = threading.Semaphore(0), instance.model.weights.gate
     inner = gate.wait
 
     def wait(segment: int, *how: Any) -> Any:
@@ -130,6 +132,6 @@ def test_a_hand_over_is_kv_transfer_on_both_sides(model_of: Callable[..., Model]
     prefilled, (first, *others) = hand_over(source, target, group)
     assert prefilled.profile.kv_transfer_s > 0
     assert prefilled.profile.total_s == prefilled.step_s
-    assert first.profile.kv_transfer_s > 0, "what was adopted before the step"
+    assert first.profile.kv_transfer_s > 0, "what was imported before the step"
     assert first.profile.total_s - first.profile.kv_transfer_s == first.step_s
     assert all(step.profile.kv_transfer_s == 0 for step in others)

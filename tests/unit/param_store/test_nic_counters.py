@@ -49,7 +49,7 @@ def test_no_counters_no_traffic(tmp_path: Path) -> None:
 
 def test_this_machine() -> None:
     traffic = read_nic_counters()
-    assert traffic is None or (traffic.bytes_sent >= 0 and traffic.bytes_per_s >= 0)
+    assert traffic is None or (traffic.bytes_sent >= 0 and traffic.link_bytes_per_s >= 0)
 
 
 async def test_a_store_reports_them(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ async def test_demands_wait_for_room_in_their_order() -> None:
     budget.release(60)
     await large
     await small
-    assert budget.num_out == 90
+    assert budget.num_granted == 90
 
 
 async def test_a_demand_over_the_whole_budget_is_met_alone() -> None:
@@ -27,9 +27,9 @@ async def test_a_demand_over_the_whole_budget_is_met_alone() -> None:
     assert not huge.done()
     budget.release(10)
     await huge
-    assert budget.num_out == 500
+    assert budget.num_granted == 500
     budget.release(500)
-    assert budget.num_out == 0
+    assert budget.num_granted == 0
 
 
 async def test_a_cancelled_wait_takes_nothing_even_when_it_was_just_granted() -> None:
@@ -42,4 +42,4 @@ async def test_a_cancelled_wait_takes_nothing_even_when_it_was_just_granted() ->
     budget.release(100)
     granted.cancel()
     await asyncio.gather(granted, return_exceptions=True)
-    assert budget.num_out == 0
+    assert budget.num_granted == 0

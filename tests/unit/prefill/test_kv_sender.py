@@ -8,8 +8,8 @@ import pytest
 
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.core import Finish, NewToken
-from torchrelay.engine.kv.layout import KvBlock, KvLayout, KvShape
+from torchrelay.engine.core import Finish, KvBlock, NewToken
+from torchrelay.engine.kv.layout import KvLayout, KvShape
 from torchrelay.prefill.kv_sender import KvSender
 from torchrelay.transfer.buffers import BufferLost
 from torchrelay.worker.attempts.attempt import Attempt

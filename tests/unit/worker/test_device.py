@@ -23,12 +23,12 @@ def test_the_device_that_is_wanted(wanted: str, num_gpus: int, expected: str) ->
 
 @pytest.mark.parametrize(("wanted", "num_gpus"), [("cuda", 0), ("cuda:1", 1)])
 def test_a_gpu_that_is_not_there(wanted: str, num_gpus: int) -> None:
-    with pytest.raises(InvalidRequest, match=r"told to use GPU \d, but torch finds") as caught:
+    with pytest.raises(InvalidRequest, match=r"GPU \d is configured, but torch finds") as caught:
         resolve_device(wanted, num_gpus)
     assert caught.value.field == "device"
 
 
 @pytest.mark.parametrize("wanted", ["", "gpu", "cuda:x", "cpu:0", "mps"])
 def test_no_device_at_all(wanted: str) -> None:
-    with pytest.raises(InvalidRequest, match="is no device"):
+    with pytest.raises(InvalidRequest, match="is not a valid device"):
         resolve_device(wanted, 1)

@@ -1,4 +1,4 @@
-"""Whose turn it is: the queue itself, and what tenants see of it."""
+"""Fair queueing: the queue itself, and its effect on tenants."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def served(queue: FairQueue[int], costs: dict[int, tuple[str, float]]) -> Iterat
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 50)), max_size=60))
-def test_whoever_waits_gets_its_part(arrivals: list[tuple[str, int]]) -> None:
+def test_waiting_tenants_get_their_share(arrivals: list[tuple[str, int]]) -> None:
     """While two tenants both wait, their service by weight differs by no more than one item of each (SFQ's theorem)."""
     queue: FairQueue[int] = FairQueue()
     costs = {item: (tenant, float(cost)) for item, (tenant, cost) in enumerate(arrivals)}
@@ -78,7 +78,7 @@ def test_it_holds_what_was_pushed_and_not_taken(moves: list[tuple[str, str]]) ->
         assert all((tenant, item) in queue for tenant, items in waiting.items() for item in items)
 
 
-def test_nobody_saves_up_turns_or_sheds_a_debt() -> None:
+def test_absence_neither_saves_up_turns_nor_sheds_a_debt() -> None:
     queue: FairQueue[int] = FairQueue()
     costs = {item: ("a" if item < 20 else "b", 1.0) for item in range(40)}
     for item in range(20):
@@ -88,8 +88,8 @@ def test_nobody_saves_up_turns_or_sheds_a_debt() -> None:
         next(order)
     for item in range(20, 30):
         queue.push("b", item)
-    taken = [next(order)[0] for _ in range(6)]
-    assert Counter(taken) == {"a": 2, "b": 4}  # by weight: "b" was away for ten turns, and gets none of them back
+    tenants = [next(order)[0] for _ in range(6)]
+    assert Counter(tenants) == {"a": 2, "b": 4}  # by weight: "b" was away for ten turns, and gets none of them back
     queue.charge("a", 5, 1)  # a long one
     for item in range(20):
         queue.remove("a", item)
@@ -97,16 +97,17 @@ def test_nobody_saves_up_turns_or_sheds_a_debt() -> None:
     assert [next(order)[0] for _ in range(4)] == ["b"] * 4  # leaving for a moment does not help
 
 
-def test_who_left_is_forgotten_once_all_others_are_as_far() -> None:
+def test_an_absent_tenant_is_forgotten_once_all_others_have_caught_up() -> None:
     queue: FairQueue[int] = FairQueue()
     for item in range(1000):
         queue.push(f"tenant {item}", item)
         queue.remove(f"tenant {item}", item)
     assert queue.head() is None
-    assert not queue._flows and not queue._heap
+    assert queue.num_tenants == 0
+    queue.check_integrity()
 
 
-# What tenants see
+# The effect on tenants
 
 
 def of(tenant: str, group: GroupSpec, weight: float = 1.0) -> GroupSpec:
@@ -154,7 +155,7 @@ def test_pages_go_by_turns_and_within_a_tenant_in_order(model_of: ModelOf) -> No
     model = model_of()
     instance = model.instance(pool_bytes=3 * 16 * model.instance().kv_shape.bytes_per_token)
     for tenant in "aabbab":
-        name = f"{tenant}{sum(1 for _ in instance._scheduler._groups)}/0"
+        name = f"{tenant}{len(instance.groups())}/0"
         instance.prefill(of(tenant, group_of(prompt_of(20), name)))
     order = [name for step in run(instance) for name in step.prefilled]
     assert [name[0] for name in order] == list("ababab")

@@ -33,7 +33,7 @@ class Between:
     def __init__(self, instance: Instance, after: int, action: Callable[[], None]) -> None:
         self.rows: list[int] = []
         self.free: list[int] = []
-        inner = instance._model.decoder.run_layer
+        inner = instance.model.decoder.run_layer
 
         def run_layer(layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             self.rows.append(len(hidden))
@@ -43,7 +43,7 @@ class Between:
                 action()
             return hidden
 
-        instance._model.decoder.run_layer = run_layer  # type: ignore[method-assign]
+        instance.model.decoder.run_layer = run_layer  # type: ignore[method-assign]
 
 
 def late(group: GroupSpec, deadline_s: float | None) -> GroupSpec:
@@ -121,12 +121,12 @@ def test_a_cancel_that_was_done_is_not_done_to_a_later_group(model_of: ModelOf) 
     assert len(outputs(run(instance))["r/0", 0]) == GREEDY.max_tokens
 
 
-def test_whoever_waits_runs_receives_or_decodes_is_ended_by_its_deadline(model_of: ModelOf) -> None:
+def test_a_deadline_ends_a_group_in_any_state(model_of: ModelOf) -> None:
     model, clock = model_of(), Clock()
     shape = model.instance().kv_shape
     instance = model.instance(pool_bytes=10 * 16 * shape.bytes_per_token, token_budget=16, clock=clock)
-    adopted = late(replace(group_of(prompt_of(20), "adopted/0"), prompt=()), 101)
-    kv_import = instance.import_kv(adopted, instance.kv_layout(adopted))
+    received = late(replace(group_of(prompt_of(20), "received/0"), prompt=()), 101)
+    kv_import = instance.import_kv(received, instance.kv_layout(received))
     instance.prefill(late(group_of(prompt_of(20), "decodes/0"), 103))
     instance.step(), instance.step()
     instance.prefill(late(group_of(prompt_of(41), "runs/0"), 102))
@@ -138,15 +138,15 @@ def test_whoever_waits_runs_receives_or_decodes_is_ended_by_its_deadline(model_o
         clock.now_s = now_s
         steps.append(instance.step())
         instance.check_integrity()
-    assert [step.expired for step in steps] == [("adopted/0",), ("runs/0", "waits/0"), ("decodes/0",)]
+    assert [step.expired for step in steps] == [("received/0",), ("runs/0", "waits/0"), ("decodes/0",)]
     kv_import.start({0: 1})  # too late: nothing happens
     steps += run(instance)
     assert outputs(steps)["has time/0", 0] == model.expected(prompt_of(40))
     assert_idle(instance)
 
 
-def test_a_deadline_holds_through_being_set_back_and_passed_on(model_of: ModelOf) -> None:
-    """To a host whose clock is another: the time left goes along."""
+def test_a_deadline_survives_preemption_and_export(model_of: ModelOf) -> None:
+    """Also to a host with another clock: the time left is exported."""
     model, clock, other_clock = model_of(), Clock(), Clock()
     other_clock.now_s = 7000
     instance, other = model.instance(clock=clock), model.instance(clock=other_clock)
@@ -155,7 +155,7 @@ def test_a_deadline_holds_through_being_set_back_and_passed_on(model_of: ModelOf
     instance.preempt("r/0")
     for name, deadline_s in (("s/0", 150), ("for ever/0", None)):
         instance.prefill(late(group_of(PROMPT, name), deadline_s), until=2)
-    while instance._stepper._runnable_groups():
+    while any(group.until is not None and group.layer < 2 for group in instance.groups()):
         instance.step()
     clock.now_s = 120
     exported = [instance.export_prefill(name) for name in ("s/0", "for ever/0")]
@@ -187,7 +187,7 @@ def test_the_box_gives_each_cancel_once() -> None:
     assert box.drain() == []
 
 
-def test_deadlines_of_groups_that_are_gone_are_forgotten() -> None:
+def test_deadlines_of_ended_groups_are_dropped() -> None:
     deadlines = DeadlineQueue()
     for number in range(5000):
         group = SequenceGroup.of(late(group_of(PROMPT, f"{number}/0"), 10.0 + number))

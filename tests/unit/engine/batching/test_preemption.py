@@ -1,4 +1,4 @@
-"""Groups that are set back go on as if nothing had happened."""
+"""Preempted groups continue as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.harness import GREEDY, Model, assert_idle, group_of, outputs, prompt_of, run
 from torchrelay.common.errors import Conflict
 from torchrelay.engine.batching.preemption import PageHolding, fair_shares, pick_victims
-from torchrelay.engine.core import GroupSpec, NewToken, SamplingParams, StepResult
+from torchrelay.engine.core import GroupSpec, KvBlock, NewToken, SamplingParams, StepResult
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.layout import KvBlock
 
 ModelOf = Callable[..., Model]
 SAMPLED = SamplingParams(
@@ -42,18 +41,18 @@ def tokens_of(steps: list[StepResult]) -> dict[tuple[str, int], list[NewToken]]:
 def same(found: list[NewToken], expected: list[NewToken]) -> bool:
     """All but the last digits of the log-probabilities, which depend on the batch."""
     plain = [replace(token, logprobs=None, num_cached=0) for token in found]
-    told = [each.logprobs.chosen for each in found if each.logprobs]
+    found_logprobs = [each.logprobs.chosen for each in found if each.logprobs]
     wanted = [each.logprobs.chosen for each in expected if each.logprobs]
     return (
         plain == [replace(token, logprobs=None, num_cached=0) for token in expected]
-        and told == pytest.approx(wanted, abs=1e-4)
+        and found_logprobs == pytest.approx(wanted, abs=1e-4)
         and [{t for t, _ in each.logprobs.top} for each in found if each.logprobs]
         == [{t for t, _ in each.logprobs.top} for each in expected if each.logprobs]
     )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_set_back_after_every_step_of_every_family(model_of: ModelOf, family: str) -> None:
+def test_preempted_after_every_step_of_every_family(model_of: ModelOf, family: str) -> None:
     """A chunk, the last chunk, and decoding up to every position; with and without the prefix cache's help."""
     model = model_of(family)
     prompt = prompt_of(70)
@@ -88,7 +87,7 @@ def make(model: Model, cached: bool = True) -> Instance:
     st.lists(st.tuples(st.integers(0, 20), st.sampled_from([group.group_id for group in GROUPS])), max_size=8),
     st.booleans(),
 )
-def test_set_back_at_random_moments(model_of: ModelOf, moments: list[tuple[int, str]], cached: bool) -> None:
+def test_preempted_at_random_moments(model_of: ModelOf, moments: list[tuple[int, str]], cached: bool) -> None:
     model = model_of("qwen3")
     alone = {key: value for group in GROUPS for key, value in tokens_of(_run_all(make(model), [group], [])).items()}
     instance = make(model, cached)
@@ -112,7 +111,7 @@ def _run_all(instance: Instance, groups: list[GroupSpec], moments: list[tuple[in
     return steps
 
 
-def test_the_cached_prefix_is_told_with_the_first_token_alone(model_of: ModelOf) -> None:
+def test_the_cached_prefix_is_reported_with_the_first_token_only(model_of: ModelOf) -> None:
     instance = model_of().instance()
     instance.prefill(group_of(prompt_of(40)))
     steps = [instance.step(), instance.step()]
@@ -122,7 +121,7 @@ def test_the_cached_prefix_is_told_with_the_first_token_alone(model_of: ModelOf)
     assert sum(step.num_positions_prefilled for step in steps) == 40 + (42 - 32)  # two pages were still there
 
 
-def test_a_hand_over_that_is_set_back_repeats_no_block(model_of: ModelOf) -> None:
+def test_a_preempted_hand_over_repeats_no_block(model_of: ModelOf) -> None:
     model = model_of()
     group = group_of(prompt_of(70), forced=[(), (3, 4)])
     whole: dict[int, bytes] = {}
@@ -145,12 +144,12 @@ def test_a_hand_over_that_is_set_back_repeats_no_block(model_of: ModelOf) -> Non
         assert_idle(instance)
 
 
-def test_what_could_not_be_computed_again_is_not_set_back(model_of: ModelOf) -> None:
+def test_what_cannot_be_recomputed_is_not_preempted(model_of: ModelOf) -> None:
     model = model_of()
     shape = model.instance().kv_shape
     instance = model.instance(pool_bytes=8 * 16 * shape.bytes_per_token)
-    adopted = replace(group_of(prompt_of(20)), prompt=())
-    kv_import = instance.import_kv(adopted, instance.kv_layout(adopted))
+    received = replace(group_of(prompt_of(20)), prompt=())
+    kv_import = instance.import_kv(received, instance.kv_layout(received))
     with pytest.raises(Conflict):
         instance.preempt("r/0")
     kv_import.drop()
@@ -166,10 +165,10 @@ def test_what_could_not_be_computed_again_is_not_set_back(model_of: ModelOf) -> 
     assert_idle(instance)
 
 
-# Whom the scheduler sets back
+# Which groups the scheduler preempts
 
 
-def test_the_youngest_of_who_has_most_above_its_share() -> None:
+def test_victims_are_the_youngest_of_the_tenant_furthest_above_its_share() -> None:
     holdings = [
         PageHolding("a1", "a", 30, 0, True),
         PageHolding("a2", "a", 30, 3, True),
@@ -180,7 +179,7 @@ def test_the_youngest_of_who_has_most_above_its_share() -> None:
     assert shares == {"a": 33, "b": 33, "c": 33}
     assert pick_victims(1, shares, holdings) == ("a2",)
     assert pick_victims(31, shares, holdings) == ("a2", "b1")  # then "b" is 2 above, "a" below
-    assert pick_victims(61, shares, holdings) == ()  # not enough: nobody is set back in vain
+    assert pick_victims(61, shares, holdings) == ()  # not enough: none is preempted in vain
     assert pick_victims(1, fair_shares(99, {"a": 4, "b": 1, "c": 1}), holdings) == ("b1",)
     assert pick_victims(0, shares, holdings) == ()
 
@@ -230,7 +229,7 @@ def test_a_tenant_with_nothing_gets_pages_from_one_with_more_than_its_share(mode
     assert_idle(instance)
 
 
-def test_nobody_is_set_back_twice_or_for_one_that_was(model_of: ModelOf) -> None:
+def test_no_group_is_preempted_twice_or_for_a_preempted_one(model_of: ModelOf) -> None:
     """A tenant's only group fills the pool; small ones of another come all the time. Each is served, none starves."""
     model = model_of()
     instance = small(model, 12)
@@ -249,7 +248,7 @@ def test_nobody_is_set_back_twice_or_for_one_that_was(model_of: ModelOf) -> None
     assert_idle(instance)
 
 
-def test_one_tenant_alone_is_never_set_back(model_of: ModelOf) -> None:
+def test_a_single_tenant_is_never_preempted(model_of: ModelOf) -> None:
     instance = small(model_of(), 6)
     for number in range(6):
         instance.prefill(group_of(prompt_of(20, number), f"{number}/0"))

@@ -19,10 +19,10 @@ PROMPT = prompt_of(70)
 def ask(instance: Instance, prompt: tuple[int, ...], tenant_id: str = "a") -> tuple[list[int], int, int]:
     """The tokens, how many of the prompt were cached, and how many were computed."""
     instance.prefill(replace(group_of(prompt), tenant_id=tenant_id))
-    return told(run(instance))
+    return tokens_and_counts(run(instance))
 
 
-def told(steps: list[StepResult]) -> tuple[list[int], int, int]:
+def tokens_and_counts(steps: list[StepResult]) -> tuple[list[int], int, int]:
     tokens = [token for step in steps for token in step.tokens]
     num_prefilled = sum(step.num_positions_prefilled for step in steps)
     return [token.token_id for token in tokens], tokens[0].num_cached, num_prefilled
@@ -108,7 +108,7 @@ def test_under_pressure_the_longest_unused_goes_and_ends_go_before_beginnings(mo
 
     def num_cached(prompt: tuple[int, ...]) -> int:
         instance.prefill(replace(group_of(prompt, sampling=sampling), tenant_id="a"))
-        return told(run(instance))[1]
+        return tokens_and_counts(run(instance))[1]
 
     assert num_cached(prompts[3]) == 32
     whole = prompt_of(160, salt=9)

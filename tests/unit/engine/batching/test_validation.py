@@ -1,4 +1,4 @@
-"""Prompts at the edges of what there can be, and beyond."""
+"""Prompts at the limits, and beyond."""
 
 from __future__ import annotations
 

@@ -1,25 +1,29 @@
-"""Recorded decode steps; here a replay is a call, on the very same fixed batches."""
+"""Recorded decode steps. Here a replay is a call, on the same fixed batches."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
+from tests.support.calling_capturer import CallingCapturer
 from tests.unit.engine.harness import assert_idle, group_of, outputs, prompt_of, run
 from tests.unit.engine.kernels.triton.test_attention import DEVICE
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.core import SamplingParams
-from torchrelay.engine.execution.decode_graphs import BATCH_SIZES, CallingCapturer, Replay, batch_size_for, capturer_for
-from torchrelay.engine.instance import Instance
-from torchrelay.engine.kernels.attention import AttentionBackend, GatherAttention
+from torchrelay.engine.execution.decode_graphs import BATCH_SIZES, batch_size_for
+from torchrelay.engine.kernels.attention import AttentionBackend
+from torchrelay.engine.kernels.backends import Backends, backends_for
+from torchrelay.engine.kernels.capture import Capturer, Replay, capturer_for
+from torchrelay.engine.kernels.gather_attention import GatherAttention
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=4)
 
 
 class Counting(CallingCapturer):
-    """Tells recordings from replays."""
+    """Counts recordings and replays."""
 
     def __init__(self) -> None:
         self.num_recorded = self.num_replayed = 0
@@ -32,6 +36,10 @@ class Counting(CallingCapturer):
             return compute()
 
         return replay
+
+
+def recording(capturer: Capturer, attention: str = "triton") -> Backends:
+    return replace(backends_for(DEVICE, attention), capturer=capturer)
 
 
 @pytest.mark.parametrize(
@@ -58,9 +66,9 @@ def test_padding_at_most_doubles_a_batch() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3"])
 def test_replayed_output_is_exact(model_of: ModelOf, family: str) -> None:
-    """Batches shrink as sequences end: several sizes, rows of nobody in most, each recorded once."""
+    """Batches shrink as sequences end: several sizes, padding rows in most, each recorded once."""
     model, capturer = model_of(family), Counting()
-    instance = model.instance(attention="triton", page_tokens=8, capturer=capturer, device=str(DEVICE))
+    instance = model.instance(backends=recording(capturer), page_tokens=8, device=str(DEVICE))
     expected = {}
     for number, length in enumerate((3, 9, 22, 30, 41)):
         prompt, sampling = prompt_of(length), SamplingParams(temperature=0, max_tokens=2 + number)
@@ -74,28 +82,28 @@ def test_replayed_output_is_exact(model_of: ModelOf, family: str) -> None:
     assert_idle(instance)
 
 
-def test_rows_of_nobody_write_to_no_page(model_of: ModelOf) -> None:
+def test_padding_rows_write_to_no_page(model_of: ModelOf) -> None:
     model = model_of()
-    instance = model.instance(attention="triton", capturer=CallingCapturer())
-    pages = instance._pages
-    assert pages.kv.shape[2] == pages.scratch_slot + pages.page_tokens
-    pages.kv.fill_(torch.nan)
+    instance = model.instance(backends=recording(CallingCapturer()), device=str(DEVICE))
+    kv, tables = instance.model.pages.kv, instance.model.pages.tables
+    assert kv.shape[2] == tables.scratch_slot + tables.page_tokens
+    kv.fill_(torch.nan)
     for number in range(3):
         instance.prefill(group_of(prompt_of(5), f"{number}/0", SAMPLING))
     run(instance)
-    written = ~pages.kv[0, 0, :, 0, 0].isnan()
+    written = ~kv[0, 0, :, 0, 0].isnan()
     # Three prompts of 5, and 3 tokens after each, of which the pages of the prompt itself are not shared.
-    assert int(written[: pages.scratch_slot].sum()) == 3 * (5 + 3)
-    assert written[pages.scratch_slot :].tolist() == [True] + [False] * 15
+    assert int(written[: tables.scratch_slot].sum()) == 3 * (5 + 3)
+    assert written[tables.scratch_slot :].tolist() == [True] + [False] * 15
 
 
 def test_prompts_and_models_that_still_load_are_not_recorded(model_of: ModelOf) -> None:
     model, capturer = model_of(), Counting()
-    instance = model.instance(loaded=False, attention="triton", capturer=capturer)
+    instance = model.instance(loaded=False, backends=recording(capturer), device=str(DEVICE))
     num_segments = len(model.pack.manifest.segments)
     for segment in range(num_segments):
         instance.segment_ready(segment)
-    graphs = instance._runner._graphs
+    graphs = instance.model.graphs
     assert graphs is not None
     graphs._is_loaded = lambda: False
     instance.prefill(group_of(prompt_of(5), sampling=SAMPLING))
@@ -113,11 +121,12 @@ def test_prompts_and_models_that_still_load_are_not_recorded(model_of: ModelOf) 
 @pytest.mark.parametrize(("family", "attention"), [("mixtral", "triton"), ("llama", "gather")])
 def test_what_differs_from_step_to_step_is_never_recorded(model_of: ModelOf, family: str, attention: str) -> None:
     """Experts are chosen by the rows, and gathered slots are as many as there are."""
-    instance: Instance = model_of(family).instance(attention=attention, capturer=CallingCapturer())
-    assert instance._runner._graphs is None
+    backends = recording(CallingCapturer(), attention)
+    instance = model_of(family).instance(backends=backends, device=str(DEVICE))
+    assert instance.model.graphs is None
 
 
-def test_a_backend_without_plans_that_stay_says_so() -> None:
+def test_a_backend_without_fixed_plans_says_so() -> None:
     backend: AttentionBackend = GatherAttention()
     assert not backend.replays
     with pytest.raises(TypeError, match="GatherAttention has no plans"):

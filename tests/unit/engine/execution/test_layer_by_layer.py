@@ -1,4 +1,4 @@
-"""Prompts that run layer by layer on an instance whose layers are still coming, and stop where they are told to."""
+"""Prompts that run layer by layer on an instance whose layers are still arriving, and stop at a given boundary."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_the_earliest_prompt_that_can_go_on_does(model_of: ModelOf) -> None:
         instance.prefill(group_of(prompt_of(16), f"{name}/0"), until=3)
 
     def boundaries() -> list[int]:
-        return [group.layer for group in instance._scheduler.by_layer]
+        return [group.layer for group in instance.groups()]
 
     seen = []
     for segment in (2, 3, 4):
@@ -64,14 +64,14 @@ def test_small_prompts_at_one_boundary_share_a_batch(model_of: ModelOf) -> None:
         instance.prefill(group_of(prompt_of(16), f"{number}/0"), until=2)
     steps = [instance.step() for _ in range(4)]
     assert not instance.has_work() and all(step is not EMPTY_STEP for step in steps)
-    assert [group.layer for group in instance._scheduler.by_layer] == [2, 2, 2]
+    assert [group.layer for group in instance.groups()] == [2, 2, 2]
 
 
-def test_a_prompt_by_layers_can_be_cancelled_or_set_back_at_any_boundary(model_of: ModelOf) -> None:
+def test_a_prompt_by_layers_can_be_cancelled_or_preempted_at_any_boundary(model_of: ModelOf) -> None:
     model = model_of("qwen2")
     expected = model.expected(prompt_of(40))
     for num_steps in range(5):
-        for way in ("cancel", "set back"):
+        for way in ("cancel", "preempt"):
             instance = model.instance(token_budget=16)
             instance.prefill(group_of(prompt_of(40)), until=3)
             steps = [instance.step() for _ in range(num_steps)]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchrelay.engine.kernels.attention import BACKENDS, Scoring, Span, attention_backend
+from torchrelay.engine.kernels.attention import Scoring, Span
+from torchrelay.engine.kernels.backends import ATTENTION_BACKENDS, attention_backend
 
 HEADS, KV_HEADS, DIM = 6, 2, 8
 
@@ -28,7 +29,7 @@ def reference(
     return out.flatten(1)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
 @pytest.mark.parametrize("scoring", [Scoring(DIM**-0.5), Scoring(0.2, cap=1.5)], ids=["plain", "capped"])
 @pytest.mark.parametrize("window", [None, 1, 6, 40])
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def reference(
     ],
 )
 def test_equals_the_definition(name: str, scoring: Scoring, window: int | None, shapes: list[tuple[int, int]]) -> None:
-    """(rows, positions) per sequence. Slots of nobody hold NaN, as another model's bytes may: they must not be read."""
+    """(rows, positions) per sequence. Unused slots hold NaN, as another model's bytes may: they must not be read."""
     random = np.random.default_rng(0)
     free = random.permutation(800)
     kv = torch.full((2, 800, KV_HEADS, DIM), torch.nan)
@@ -54,7 +55,7 @@ def test_equals_the_definition(name: str, scoring: Scoring, window: int | None, 
         spans.append(Span(row, num_rows, slots.astype(np.int64)))
         row += num_rows
     queries = torch.randn(row, HEADS, DIM)
-    backend = attention_backend(name)
+    backend = attention_backend(name)(1)
     plan = backend.plan(spans, window, torch.float32, torch.device("cpu"))
     found = backend.attend(queries, kv, plan, scoring)
     assert torch.allclose(found, reference(queries, kv, spans, window, scoring), atol=1e-5)

@@ -4,19 +4,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from torchrelay.engine.kernels import linear as linear_module
-from torchrelay.engine.kernels.linear import has_arithmetic, linear, widened_linear
+from torchrelay.engine.kernels.cpu.library import has_arithmetic
+from torchrelay.engine.kernels.linear import linear, widened_linear
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_widened_equals_plain(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int, with_bias: bool) -> None:
+def test_widened_equals_plain(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
     """Within one rounding of the dtype; blocks that do not divide the rows of the weight."""
-    monkeypatch.setattr(linear_module, "_WIDENED_BLOCK", 48 * 7)
     x, weight = torch.randn(rows, 48).to(dtype), torch.randn(30, 48).to(dtype)
     bias = torch.randn(30).to(dtype) if with_bias else None
-    found = widened_linear(x, weight, bias)
+    found = widened_linear(x, weight, bias, block_numel=48 * 7)
     exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
     assert found.dtype == dtype
     assert torch.allclose(found.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-5)

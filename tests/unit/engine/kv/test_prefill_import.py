@@ -1,4 +1,4 @@
-"""What another instance passed on: handed over, cached, refused, ended and set back where it goes on."""
+"""Prompts that another instance exported: handed over, cached, refused, ended and preempted where they continue."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.unit.engine.harness import (
     run,
 )
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
-from torchrelay.engine.core import KvPoolFull
-from torchrelay.engine.kv.layout import KvBlock, KvSequence
+from torchrelay.engine.core import KvBlock, KvPoolFull
+from torchrelay.engine.kv.layout import KvSequence
 
 ModelOf = Callable[..., Model]
 BOUNDARIES = (0, 1, 2, 3)
@@ -41,7 +41,7 @@ def test_kv_goes_to_the_decode_worker_from_both(model_of: ModelOf, boundary: int
         assert block.index not in blocks
         blocks[block.index] = bytes(block.data)
 
-    for _ in range(2):  # the second time the taker finds the prefix in its cache, if it may
+    for _ in range(2):  # the second time the importer finds the prefix in its cache, if enabled
         blocks.clear()
         layout = source.kv_layout(group)
         source.prefill(group, collect, until=3)
@@ -62,7 +62,7 @@ def test_kv_goes_to_the_decode_worker_from_both(model_of: ModelOf, boundary: int
         assert_idle(instance)
 
 
-def test_a_taken_prompt_is_handed_over_whole_with_what_was_cached(model_of: ModelOf) -> None:
+def test_an_imported_prompt_is_handed_over_whole_with_what_was_cached(model_of: ModelOf) -> None:
     model = model_of()
     source, target, decoder = half_loaded(model, 2), model.instance(token_budget=16), model.instance()
     prompt = prompt_of(70)
@@ -89,8 +89,8 @@ def test_a_taken_prompt_is_handed_over_whole_with_what_was_cached(model_of: Mode
 
 
 @pytest.mark.parametrize("hands_over", [False, True])
-def test_a_taken_prompt_that_is_set_back_is_computed_anew(model_of: ModelOf, hands_over: bool) -> None:
-    """From its tokens, by the taker alone; no block is handed over twice."""
+def test_a_preempted_imported_prompt_is_recomputed(model_of: ModelOf, hands_over: bool) -> None:
+    """From its tokens, by the importer alone; no block is handed over twice."""
     model = model_of("qwen3")
     prompt = prompt_of(70)
     for num_steps in range(5):
@@ -168,7 +168,7 @@ def test_every_way_out_of_a_taking_frees_the_pages(model_of: ModelOf) -> None:
     assert_idle(target)
 
 
-def test_a_taken_prompt_is_cached_with_all_its_layers(model_of: ModelOf) -> None:
+def test_an_imported_prompt_is_cached_with_all_its_layers(model_of: ModelOf) -> None:
     model = model_of()
     source, target = half_loaded(model, 2), model.instance()
     source.prefill(group_of(prompt_of(70)), until=3)
@@ -182,7 +182,7 @@ def test_a_taken_prompt_is_cached_with_all_its_layers(model_of: ModelOf) -> None
 
 @pytest.mark.parametrize("others", [(), ("stays/0",)])
 @pytest.mark.parametrize("hands_over", [False, True])
-def test_a_taken_prompt_can_end_while_another_batch_of_the_step_is_computed(
+def test_an_imported_prompt_can_end_while_another_batch_of_the_step_is_computed(
     model_of: ModelOf, hands_over: bool, others: tuple[str, ...]
 ) -> None:
     """A step has a batch for each boundary; what ends during the first is not in the second any more."""

@@ -1,4 +1,4 @@
-"""Prompts are passed on at every layer boundary, and end as if they had stayed."""
+"""Prompts move at every layer boundary, and end as if they had stayed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.unit.engine.harness import (
     run,
 )
 from torchrelay.common.errors import Conflict
-from torchrelay.engine.core import SamplingParams
-from torchrelay.engine.kv.layout import KvBlock, KvSequence, KvShape
+from torchrelay.engine.core import KvBlock, SamplingParams
+from torchrelay.engine.kv.layout import KvSequence, KvShape
 from torchrelay.engine.kv.prefill_layout import PrefillLayout
 
 ModelOf = Callable[..., Model]
@@ -38,7 +38,7 @@ FEW = replace(GREEDY, max_tokens=6)
 def test_at_every_boundary_of_every_family(model_of: ModelOf, family: str, boundary: int) -> None:
     """From an instance that has no more layers than those, in layers of several chunks, blocks and pages that differ.
 
-    The same prompts again: the taker has cached their beginnings by then.
+    The same prompts again: the importer has cached their prefixes by then.
     """
     model = model_of(family)
     source = half_loaded(model, boundary, token_budget=23, page_tokens=8, kv_block_tokens=20)
@@ -65,7 +65,7 @@ def test_a_pipeline_of_an_instance_per_layer(model_of: ModelOf) -> None:
     stages[0].prefill(group, until=1)
     for number in (0, 1):
         assert outputs(run(stages[number])) == {}
-        assert not stages[number].has_work()  # it stops where it was told to, though it has all layers
+        assert not stages[number].has_work()  # it stops at its boundary, though it has all layers
         import_prefill(stages[number + 1], export_prefill(stages[number]), until=(2, None)[number])
     assert outputs(run(stages[2])) == {("r/0", 0): model.expected(group.prompt)}
     for stage in stages:
@@ -101,7 +101,7 @@ def test_sampled_tokens_do_not_depend_on_who_computed(model_of: ModelOf) -> None
     assert outputs(run(target)) == outputs(run(alone))
 
 
-def test_only_what_is_at_one_boundary_can_be_passed_on(model_of: ModelOf) -> None:
+def test_only_groups_at_one_boundary_can_be_exported(model_of: ModelOf) -> None:
     model = model_of()
     instance = model.instance(token_budget=16)
     with pytest.raises(Conflict):
@@ -119,15 +119,15 @@ def test_only_what_is_at_one_boundary_can_be_passed_on(model_of: ModelOf) -> Non
     assert_idle(instance)
 
 
-def test_what_is_handed_over_is_passed_on_whole_or_not_at_all(model_of: ModelOf) -> None:
-    """Without a context that has ended, the taker would number its blocks otherwise than the decode worker does."""
+def test_a_hand_over_is_exported_whole_or_not_at_all(model_of: ModelOf) -> None:
+    """Without a context that has ended, the importer would number the blocks differently from the decode worker."""
     instance = half_loaded(model_of(), 1)
     blocks: list[KvBlock] = []
     for on_kv in (None, blocks.append):
         instance.prefill(group_of(prompt_of(21), forced=[(), (1, 2), ()]), on_kv, until=3)
         run(instance)
         instance.cancel("r/0", 0)  # its context has another choice
-        assert instance._scheduler.by_layer[0].can_be_exported
+        assert instance.groups()[0].can_be_exported
         instance.cancel("r/0", 2)
         if on_kv is None:
             assert export_prefill(instance).spec.contexts() == (((1,), (1, 2)),)

@@ -13,7 +13,6 @@ import pytest
 
 from tests.unit.engine.harness import Model, group_of, last_logits, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
-from torchrelay.engine.execution import resident_model as resident_module
 from torchrelay.modelspec.config import ExpertConfig, ModelConfig, RopeConfig, read_config
 
 PROMPTS = [prompt_of(70, salt) for salt in range(5)]
@@ -74,20 +73,20 @@ UNCAPPED_LOGITS = with_numbers(logit_cap=None)  # a cap keeps their order, and s
         ("qwen3-moe", experts_with(per_token=2)),
     ],
 )
-def test_it_matters(model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, family: str, change: Change) -> None:
+def test_it_matters(model_of: ModelOf, family: str, change: Change) -> None:
     model, prompt = model_of(family), prompt_of(70)
     expected = model.logits(prompt)
     assert float((last_logits(model.instance(), prompt) - expected).abs().max()) < 1e-4
     expected_tokens = [model.expected(prompt) for prompt in PROMPTS]
     assert tokens(model) == expected_tokens
-    monkeypatch.setattr(resident_module, "read_config", lambda config: change(read_config(config)))
-    assert float((last_logits(model.instance(), prompt) - expected).abs().max()) > 1e-2
-    assert (tokens(model) == expected_tokens) is (change is UNCAPPED_LOGITS)
+    changed = change(read_config(model.pack.manifest.config))
+    assert float((last_logits(model.instance(config=changed), prompt) - expected).abs().max()) > 1e-2
+    assert (tokens(model, config=changed) == expected_tokens) is (change is UNCAPPED_LOGITS)
 
 
-def tokens(model: Model) -> list[list[int]]:
+def tokens(model: Model, config: ModelConfig | None = None) -> list[list[int]]:
     """Greedy continuations of the prompts, all in one batch."""
-    instance = model.instance()
+    instance = model.instance(config=config)
     for number, prompt in enumerate(PROMPTS):
         instance.prefill(group_of(prompt, f"{number}/0"))
     found = outputs(run(instance))

@@ -1,4 +1,4 @@
-"""Every sampler against its definition, which stands here once more: in plain numpy, fp64, one row at a time."""
+"""Every sampler against its definition in plain numpy: fp64, one row at a time."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_frequencies_fit_the_definition(settings: dict[str, Any]) -> None:
 
 
 def test_the_chi_square_test_sees_a_wrong_sampler() -> None:
-    """Frequencies of one sampler do not pass for its neighbour's."""
+    """Frequencies of one sampler do not pass for those of a similar one."""
     found = drawn(LOGITS, SamplingParams(temperature=1.0, seed=3))
     for other in (SamplingParams(temperature=0.9), SamplingParams(logit_bias=((1, 0.15),)), SamplingParams(top_k=6)):
         assert not chi_square_is_likely(found, definition(LOGITS, other, {}), NUM_DRAWS)
@@ -169,7 +169,7 @@ def test_rows_of_one_batch_each_have_their_own_treatment() -> None:
         ({"top_p": 0.0}, {4}),
         ({"top_p": 0.7}, {1, 4, 7}),  # of e^2.4, e^2.0, e^1.9, ...: 0.36, 0.24, 0.22, 0.11: the third one passes 0.7
         ({"top_k": 2, "top_p": 0.99}, {1, 4}),
-        ({"min_p": 0.65}, {1, 4}),  # e^-0.4, e^-0.5 and e^-1.2 of the likeliest are 0.67, 0.61 and 0.30
+        ({"min_p": 0.65}, {1, 4}),  # e^-0.4, e^-0.5 and e^-1.2 of the most likely are 0.67, 0.61 and 0.30
         ({"min_p": 0.2}, {1, 3, 4, 7}),
         ({"min_p": 1.0}, {4}),
     ],
@@ -194,7 +194,7 @@ def test_the_ends_of_the_range_give_possible_tokens(number: float, vocab_size: i
     assert draw_by_cdf(found, [number]).tolist() == [1 if number == 0 else vocab_size - 2]
 
 
-def test_temperatures_down_to_zero_give_the_likeliest() -> None:
+def test_temperatures_down_to_zero_give_the_most_likely() -> None:
     for temperature in (0.0, 1e-300, 1e-6, 2e-5):
         assert set(drawn(LOGITS, SamplingParams(temperature=temperature))) == {4}
 

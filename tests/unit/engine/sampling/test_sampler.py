@@ -87,7 +87,7 @@ def test_logits_that_overflow_end_their_own_choice_and_no_other(overflowing: Mod
 
 
 def test_a_choice_of_several_ends_alone_when_it_overflows(overflowing: Model) -> None:
-    """The engine ends what it cannot sample; whoever asked decides about the rest."""
+    """The engine ends what it cannot sample; the caller decides about the rest."""
     found = set()
     for salt in range(4):
         instance = overflowing.instance()

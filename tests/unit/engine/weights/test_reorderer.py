@@ -1,10 +1,11 @@
-"""Reordered weights give what the arena's give, and take their place while the instance serves."""
+"""Reordered weights give the same results, and replace the originals while the instance serves."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,26 +14,30 @@ import torch.nn.functional as F
 
 from tests.unit.engine.harness import Model, assert_idle, group_of, last_logits, outputs, prompt_of, run
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kernels.linear import PackedMatrix, linear
+from torchrelay.engine.kernels.linear import linear
+from torchrelay.engine.kernels.matrix import PackedMatrix
 from torchrelay.engine.weights import reorderer
-from torchrelay.engine.weights.reorderer import OneDnnMatrix, Reorderer, reordered
+from torchrelay.engine.weights.reorderer import (
+    OneDnnMatrix,
+    Reorderer,
+    available_bytes,
+    reordered,
+    reordered_layer,
+)
 
 ModelOf = Callable[..., Model]
 
 
 @pytest.fixture(autouse=True)
-def no_waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The thread begins at once, and this process's number of threads stays as it is."""
+def same_threads() -> Iterator[None]:
+    """This process's number of threads stays as it is."""
     before = torch.get_num_threads()
-    monkeypatch.setattr(reorderer, "REORDER_DELAY_S", 0.0)
     yield
     torch.set_num_threads(before)
 
 
-@pytest.fixture
-def with_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a CPU that multiplies bf16 itself; others emulate it, and give the same."""
-    monkeypatch.setattr(reorderer, "has_arithmetic", lambda dtype: True)
+# As on a CPU with bf16 arithmetic; others emulate it, with the same results. The thread starts at once.
+at_once = partial(Reorderer, delay_s=0.0, gains=lambda dtype: dtype != torch.float32)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 40])
@@ -53,13 +58,12 @@ def test_weights_stay_where_a_copy_is_no_quicker(monkeypatch: pytest.MonkeyPatch
     assert reordered(weight) is weight
 
 
-@pytest.mark.usefixtures("with_arithmetic")
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2", "qwen3-moe"])
 def test_bf16_logits_stay_within_the_tolerance(model_of: ModelOf, family: str) -> None:
     """The tolerance of `test_exactness.py`."""
     model, prompt = model_of(family, dtype="bfloat16"), prompt_of(40)
     instance = _reordered_instance(model)
-    assert isinstance(instance._model.weights.layer(0).qkv, OneDnnMatrix)
+    assert isinstance(instance.model.weights.layer(0).qkv, OneDnnMatrix)
     tolerance = 0.3 if instance.config.experts is not None else 0.15
     assert float((last_logits(instance, prompt) - model.logits(prompt)).abs().max()) < tolerance
     instance.close()
@@ -73,17 +77,18 @@ def test_fp32_greedy_output_is_the_same(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-@pytest.mark.usefixtures("with_arithmetic")
 def test_layers_are_swapped_under_a_running_request(model_of: ModelOf) -> None:
-    """Between any two steps: each token is the one that transformers finds likeliest, or nearly, after those before."""
+    """Between any two steps: each token is the most likely one for transformers, or nearly."""
     model = model_of("llama", dtype="bfloat16")
     instance = model.instance()
     instance.prefill(group_of(prompt_of(17)))
     steps = [instance.step()]
     for layer in range(instance.config.num_layers):
         steps.append(instance.step())
-        instance._model.weights.replace_layer(layer, reorderer.reordered_layer(instance._model.weights.layer(layer)))
-        assert isinstance(instance._model.weights.layer(layer).qkv, OneDnnMatrix)
+        instance.model.weights.replace_layer(
+            layer, reordered_layer(instance.model.weights.layer(layer), lambda dtype: True)
+        )
+        assert isinstance(instance.model.weights.layer(layer).qkv, OneDnnMatrix)
     steps += run(instance)
     output = outputs(steps)["r/0", 0]
     assert len(output) == 24
@@ -93,41 +98,36 @@ def test_layers_are_swapped_under_a_running_request(model_of: ModelOf) -> None:
     assert_idle(instance)
 
 
-@pytest.mark.usefixtures("with_arithmetic")
 def test_closing_ends_the_thread_wherever_it_is(model_of: ModelOf) -> None:
     model = model_of("llama", dtype="bfloat16")
     for loaded in (False, True):
-        instance = model.instance(loaded=loaded, cpu_reorder=True)
-        reorderer = instance._model.reorderer
-        assert reorderer is not None
+        instance = model.instance(loaded=loaded, cpu_reorder=True, reorderer=at_once)
+        swapping = instance.model.reorderer
+        assert swapping is not None
         instance.close()
-        assert not reorderer._thread.is_alive()
-        reorderer.start()  # the last segment came too late
-        assert not reorderer._thread.is_alive()
+        assert not swapping.is_running
+        swapping.start()  # the last segment came too late
+        assert not swapping.is_running
 
 
-@pytest.mark.usefixtures("with_arithmetic")
 @pytest.mark.parametrize(("available", "is_done"), [(1.9, False), (2.1, True)])
-def test_weights_are_copied_only_where_there_is_room(
-    model_of: ModelOf, monkeypatch: pytest.MonkeyPatch, available: float, is_done: bool
-) -> None:
+def test_weights_are_copied_only_where_there_is_room(model_of: ModelOf, available: float, is_done: bool) -> None:
     model = model_of("llama", dtype="bfloat16")
-    monkeypatch.setattr(reorderer, "available_bytes", lambda: available * model.pack.manifest.num_bytes)
-    instance = model.instance(cpu_reorder=True)
-    assert instance._model.reorderer is not None
-    instance._model.reorderer.join()
-    assert isinstance(instance._model.weights.layer(0).qkv, PackedMatrix) is is_done
+    num_bytes = available * model.pack.manifest.num_bytes
+    instance = model.instance(cpu_reorder=True, reorderer=partial(at_once, available_bytes=lambda: num_bytes))
+    assert instance.model.reorderer is not None
+    instance.model.reorderer.join()
+    assert isinstance(instance.model.weights.layer(0).qkv, PackedMatrix) is is_done
     instance.close()
 
 
 def test_what_is_available_is_read(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
-    assert reorderer.available_bytes(meminfo) == float("inf")
+    assert available_bytes(meminfo) == float("inf")
     meminfo.write_text("MemTotal:  8000 kB\nMemAvailable:  300 kB\n")
-    assert reorderer.available_bytes(meminfo) == 300 * 1024
+    assert available_bytes(meminfo) == 300 * 1024
 
 
-@pytest.mark.usefixtures("with_arithmetic")
 @pytest.mark.skipif(sys.platform != "linux", reason="there the allocator is another")
 def test_the_memory_of_the_copies_goes_back_to_the_system(model_of: ModelOf) -> None:
     """Copies of some megabytes lie in the heap once something larger was freed, and what is beside them stays."""
@@ -137,8 +137,8 @@ def test_the_memory_of_the_copies_goes_back_to_the_system(model_of: ModelOf) -> 
     beside: list[bytearray] = []
     for layer in range(instance.config.num_layers):
         qkv, o, gate_up, down = (_copy_of_megabytes(beside) for _ in range(4))
-        swapped = replace(instance._model.weights.layer(layer), qkv=qkv, o=o, gate_up=gate_up, down=down)
-        instance._model.weights.replace_layer(layer, swapped)
+        swapped = replace(instance.model.weights.layer(layer), qkv=qkv, o=o, gate_up=gate_up, down=down)
+        instance.model.weights.replace_layer(layer, swapped)
     del qkv, o, gate_up, down, swapped
     assert _anonymous_bytes() - before > 40 << 20
     instance.close()
@@ -146,7 +146,6 @@ def test_the_memory_of_the_copies_goes_back_to_the_system(model_of: ModelOf) -> 
     assert len(beside) == 12
 
 
-@pytest.mark.usefixtures("with_arithmetic")
 def test_the_engines_own_threads_stay_as_many(model_of: ModelOf) -> None:
     """Read before anything computes here again: the next layer would set them anew."""
     torch.set_num_threads(2)
@@ -167,7 +166,7 @@ def _anonymous_bytes() -> int:
 
 
 def _reordered_instance(model: Model) -> Instance:
-    instance = model.instance(cpu_reorder=True)
-    assert isinstance(instance._model.reorderer, Reorderer)
-    instance._model.reorderer.join()
+    instance = model.instance(cpu_reorder=True, reorderer=at_once)
+    assert isinstance(instance.model.reorderer, Reorderer)
+    instance.model.reorderer.join()
     return instance

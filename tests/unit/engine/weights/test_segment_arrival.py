@@ -27,14 +27,14 @@ class Watched:
         self.instance = Instance(self.pack.manifest, memoryview(self.data).toreadonly(), KvPool(1 << 20))
         self.num_layers = self.instance.config.num_layers
         self.ran = [threading.Event() for _ in range(self.num_layers)]
-        inner = self.instance._model.decoder.run_layer
+        inner = self.instance.model.decoder.run_layer
 
         def run_layer(layer: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
             hidden = inner(layer, hidden, batch)
             self.ran[layer].set()
             return hidden
 
-        self.instance._model.decoder.run_layer = run_layer  # type: ignore[method-assign]
+        self.instance.model.decoder.run_layer = run_layer  # type: ignore[method-assign]
 
     def deliver(self, segment: int) -> None:
         """The segment's bytes arrive."""

@@ -43,7 +43,7 @@ class Engine:
     def waiting_step(self, instance: Instance) -> Future[StepResult]:
         """A step that has begun to wait for a segment."""
         self.instances.append(instance)
-        gate, waits = instance._model.weights.gate, threading.Event()
+        gate, waits = instance.model.weights.gate, threading.Event()
         inner = gate.wait
 
         def wait(segment: int, *how: Any) -> Any:
@@ -115,7 +115,7 @@ def test_a_step_whose_whole_batch_ends_stops_waiting(
 
 
 @pytest.mark.parametrize("why", ["cancel", "deadline"])
-def test_a_prompt_passed_on_stops_waiting_for_the_embeddings_that_the_head_is_tied_to(
+def test_an_imported_prompt_stops_waiting_for_the_embeddings_that_the_head_is_tied_to(
     model_of: ModelOf, engine: Engine, why: str
 ) -> None:
     model, clock = model_of(tied=True), Clock()
@@ -182,7 +182,7 @@ def test_a_group_that_waits_for_pages_is_late_while_a_step_waits_for_weights(mod
     instance.prefill(ending(group_of(PROMPT, "late/0"), "deadline"))
     step = engine.waiting_step(instance)
     clock.now_s += SOON_S
-    until(lambda: instance._scheduler.get("late/0") is None)
+    until(lambda: len(instance.groups()) == 1)
     assert not step.done()
     load_rest(instance)
     assert step.result(ENOUGH_S).expired == ("late/0",)
@@ -206,7 +206,7 @@ def test_a_load_that_fails_ends_the_wait_of_what_is_left(model_of: ModelOf, engi
 
 
 def test_a_prompt_by_layers_hears_that_its_next_layer_will_not_come(model_of: ModelOf) -> None:
-    """It waits without a step; where nobody told, it would for ever."""
+    """It waits without a step; without a notification, for ever."""
     instance = half_loaded(model_of(), 1)
     instance.prefill(group_of(PROMPT), until=3)
     run(instance)
@@ -217,13 +217,13 @@ def test_a_prompt_by_layers_hears_that_its_next_layer_will_not_come(model_of: Mo
     instance.check_integrity()
 
 
-def test_whoever_asks_is_told_of_every_change() -> None:
-    gate, told = SegmentGate(2), []
-    gate.on_change = lambda: told.append((gate.num_open, gate.is_settled(1)))
+def test_every_change_is_notified() -> None:
+    gate, changes = SegmentGate(2), []
+    gate.on_change = lambda: changes.append((gate.num_open, gate.is_settled(1)))
     gate.open(0)
     gate.open(0)
     gate.fail("no more")
-    assert told == [(1, False), (1, True)]
+    assert changes == [(1, False), (1, True)]
 
 
 def test_a_wait_ends_after_its_time_or_when_woken_for_a_reason() -> None:

@@ -1,4 +1,4 @@
-"""Staging by a link that copies as late as a device may: only when somebody waits for a mark, or joins it."""
+"""Staging by a link that copies as late as a device may: only when an event is waited for, or joined."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.pool import KvPool
-from torchrelay.engine.weights import pack_weights as weights_module
-from torchrelay.engine.weights.stager import CopyEvent, DeviceLink, Stager, link_to
+from torchrelay.engine.weights.device_link import CopyEvent, DeviceLink, link_to
+from torchrelay.engine.weights.stager import Stager
 
 PIECE_BYTES = 1000
 
@@ -97,7 +97,7 @@ def test_everything_arrives_whole(num_threads: int, is_pinned: bool) -> None:
     stager.close()
 
 
-def test_what_arrived_is_told_after_its_last_copy_was_started() -> None:
+def test_arrival_is_signalled_after_the_last_copy_was_started() -> None:
     source = torch.arange(200, dtype=torch.uint8).repeat(100)
     link, seen = LateLink(), threading.Event()
     stager = Stager(source, link, pytest.fail, PIECE_BYTES, num_threads=4)
@@ -112,7 +112,7 @@ def test_what_arrived_is_told_after_its_last_copy_was_started() -> None:
     stager.close()
 
 
-def test_a_copy_that_fails_is_told() -> None:
+def test_a_failing_copy_is_reported() -> None:
     class Broken(LateLink):
         def copy(self, target: Tensor, source: Tensor) -> None:
             raise RuntimeError("CUDA error: out of memory")
@@ -150,20 +150,12 @@ def test_threads_run_from_the_first_copy_until_the_end() -> None:
     assert stager._threads == []
 
 
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> LateLink:
-    """The link that instances built in this test use."""
-    link = LateLink()
-    monkeypatch.setattr(weights_module, "link_to", lambda device: link)
-    return link
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
-def test_an_instance_computes_with_what_was_copied(model_of: ModelOf, late: LateLink, family: str) -> None:
+def test_an_instance_computes_with_what_was_copied(model_of: ModelOf, family: str) -> None:
     """The step begins before the copies; it joins each segment once. Norms of heads are computed from the copy."""
-    model = model_of(family)
+    model, late = model_of(family), LateLink()
     data = bytearray(model.pack.data)
-    instance = Instance(model.pack.manifest, memoryview(data).toreadonly(), KvPool(1 << 20))
+    instance = Instance(model.pack.manifest, memoryview(data).toreadonly(), KvPool(1 << 20), link=late)
     num_segments = len(model.pack.manifest.segments)
     instance.prefill(group_of(prompt_of(20)))
     with ThreadPoolExecutor(1) as engine:
@@ -182,11 +174,11 @@ def test_an_instance_computes_with_what_was_copied(model_of: ModelOf, late: Late
     instance.close()
 
 
-def test_a_pack_that_does_not_fit_its_config_fails_the_load(model_of: ModelOf, late: LateLink) -> None:
+def test_a_pack_that_does_not_fit_its_config_fails_the_load(model_of: ModelOf) -> None:
     pack = model_of().pack
     wrong = [entry._replace(shape=(1, *entry.shape)) for entry in pack.manifest.tensors]
     manifest = replace(pack.manifest, tensors=tuple(wrong))
-    instance = Instance(manifest, pack.view, KvPool(1 << 20))
+    instance = Instance(manifest, pack.view, KvPool(1 << 20), link=LateLink())
     instance.prefill(group_of(prompt_of(4)))
     instance.segment_ready(0)
     with pytest.raises(LoadFailed, match=r"no model\.embed_tokens\.weight of shape"):

@@ -1,4 +1,4 @@
-"""The filling of one pack, without the service around it."""
+"""The download of one pack, without the service around it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from tests.unit.transfer.loopback_holders import (
 from torchrelay.common.errors import NotFound, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.copies.arena_copies import ArenaCopies
-from torchrelay.param_store.copies.pack_download import CopyRecord, DownloadPlan, PackDownload
+from torchrelay.param_store.copies.copy_record import CopyRecord
+from torchrelay.param_store.copies.pack_download import DownloadPlan, PackDownload
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.remote.folder_store import FolderStore
 from torchrelay.param_store.remote.remote_store import RangeReader
@@ -43,7 +44,7 @@ def arena() -> Iterator[Arena]:
 
 
 @pytest.fixture
-def filling(tmp_path: Path, arena: Arena) -> PackDownload:
+def download(tmp_path: Path, arena: Arena) -> PackDownload:
     remote = FolderStore(tmp_path / "remote")
     pack_id = pack(write_folder(tmp_path / "model", LARGER), tmp_path / "a.pack", 0)["pack_id"]
     remote.put_file(f"packs/{pack_id}", tmp_path / "a.pack")
@@ -52,21 +53,21 @@ def filling(tmp_path: Path, arena: Arena) -> PackDownload:
     return PackDownload(plan, arena, remote, CopyRecord(pack_id), lambda num_bytes: None, lambda: None)
 
 
-def test_a_filling_ends_complete_and_unpinned(arena: Arena, filling: PackDownload) -> None:
-    filling.run()
-    slab = arena.get(filling.plan.pack_id)
+def test_a_download_ends_complete_and_unpinned(arena: Arena, download: PackDownload) -> None:
+    download.run()
+    slab = arena.get(download.plan.pack_id)
     assert slab is not None
     assert slab.complete
-    assert filling.reserved.result() is False
-    assert filling.record.error == ""
+    assert download.reserved.result() is False
+    assert download.record.error == ""
     assert arena.owners(slab.pack_id) == frozenset()
     arena.check_integrity()
 
 
-def test_a_stop_that_comes_after_the_last_chunk_is_no_failure(arena: Arena, filling: PackDownload) -> None:
-    filling.run()
+def test_a_stop_that_comes_after_the_last_chunk_is_no_failure(arena: Arena, download: PackDownload) -> None:
+    download.run()
     again = PackDownload(
-        filling.plan, arena, filling.remote, CopyRecord("p"), lambda num_bytes: None, lambda: None, filling.stop
+        download.plan, arena, download.remote, CopyRecord("p"), lambda num_bytes: None, lambda: None, download.stop
     )
     again.stop.set()
     again.run()
@@ -74,19 +75,19 @@ def test_a_stop_that_comes_after_the_last_chunk_is_no_failure(arena: Arena, fill
     assert again.record.error == ""
 
 
-def test_a_stop_before_it_fails_and_keeps_what_is_there(arena: Arena, filling: PackDownload) -> None:
-    filling.stop.set()
-    filling.run()
-    slab = arena.get(filling.plan.pack_id)
+def test_a_stop_before_it_fails_and_keeps_what_is_there(arena: Arena, download: PackDownload) -> None:
+    download.stop.set()
+    download.run()
+    slab = arena.get(download.plan.pack_id)
     assert slab is not None
-    assert "stopped" in filling.record.error
+    assert "stopped" in download.record.error
     assert "stopped" in slab.error
 
 
-def test_a_relay_that_comes_while_the_filling_is_being_stopped_is_not_lost(
-    tmp_path: Path, arena: Arena, filling: PackDownload
+def test_a_relay_that_comes_while_the_download_is_being_stopped_is_not_lost(
+    tmp_path: Path, arena: Arena, download: PackDownload
 ) -> None:
-    pack_id = filling.plan.pack_id
+    pack_id = download.plan.pack_id
     stuck, going_on = threading.Event(), threading.Event()
 
     class SlowRemote(FolderStore):
@@ -95,12 +96,12 @@ def test_a_relay_that_comes_while_the_filling_is_being_stopped_is_not_lost(
             going_on.wait(10)
             return super().open_range(key)
 
-    arena_copies = ArenaCopies(arena, SlowRemote(tmp_path / "remote"), filling.plan.receiver, lambda: None)
+    arena_copies = ArenaCopies(arena, SlowRemote(tmp_path / "remote"), download.plan.receiver, lambda: None)
     assert arena_copies.relay(pack_id, [None]).result(10) is False
     assert stuck.wait(10)
     dropping = threading.Thread(target=arena_copies.drop, args=(pack_id,))
     dropping.start()
-    assert eventually(lambda: arena_copies._downloads[pack_id][0].stop.is_set())
+    assert eventually(lambda: arena_copies.downloads()[0].stop.is_set())
     again = arena_copies.relay(pack_id, [None])
     assert not again.done()
     going_on.set()
@@ -174,18 +175,18 @@ def test_peers_named_while_it_reads_from_the_remote_store_take_over(
 
 
 def test_a_failed_copy_that_is_still_read_goes_with_its_last_reader_unless_it_is_filled_again(
-    tmp_path: Path, arena: Arena, filling: PackDownload
+    tmp_path: Path, arena: Arena, download: PackDownload
 ) -> None:
-    pack_id, remote = filling.plan.pack_id, filling.remote
+    pack_id, remote = download.plan.pack_id, download.remote
     whole = tmp_path / "remote/packs" / pack_id
     data = whole.read_bytes()
     whole.write_bytes(data[: len(data) // 2])
-    arena_copies = ArenaCopies(arena, remote, filling.plan.receiver, lambda: None)
+    arena_copies = ArenaCopies(arena, remote, download.plan.receiver, lambda: None)
 
     def fail_while_read(reader: str) -> None:
         arena_copies.relay(pack_id, [None]).result(10)
         arena.pin(pack_id, reader)
-        assert eventually(lambda: not arena_copies._downloads and arena_copies.failure(pack_id) != "")
+        assert eventually(lambda: not arena_copies.downloads() and arena_copies.failure(pack_id) != "")
 
     fail_while_read("stream-1")
     arena.unpin(pack_id, "stream-1")
@@ -193,19 +194,19 @@ def test_a_failed_copy_that_is_still_read_goes_with_its_last_reader_unless_it_is
     fail_while_read("stream-2")
     whole.write_bytes(data)
     assert arena_copies.relay(pack_id, [None]).result(10) is False
-    assert eventually(lambda: not arena_copies._downloads)
+    assert eventually(lambda: not arena_copies.downloads())
     arena.unpin(pack_id, "stream-2")
     assert [slab.complete for slab in arena.slabs()] == [True]
     arena_copies.close()
 
 
-def test_an_unexpected_error_is_told_and_not_swallowed(filling: PackDownload) -> None:
+def test_an_unexpected_error_is_told_and_not_swallowed(download: PackDownload) -> None:
     def broken(num_bytes: int) -> None:
         raise ZeroDivisionError
 
-    filling.on_bytes = broken
-    filling.run()
-    assert filling.record.error == "internal error: ZeroDivisionError()"
+    download.on_bytes = broken
+    download.run()
+    assert download.record.error == "internal error: ZeroDivisionError()"
 
 
 def test_neighbouring_peers_are_alternates_of_one_another() -> None:
@@ -214,25 +215,25 @@ def test_neighbouring_peers_are_alternates_of_one_another() -> None:
     assert list(plan.groups()) == [(a, b), (), (c,)]
 
 
-def test_without_a_manifest_nothing_is_reserved(arena: Arena, filling: PackDownload) -> None:
-    filling.remote.delete(f"packs/{filling.plan.pack_id}.manifest")
-    filling.run()
-    with pytest.raises(NotFound, match="no source gave the manifest"):  # the remote store says that it was deleted
-        filling.reserved.result()
+def test_without_a_manifest_nothing_is_reserved(arena: Arena, download: PackDownload) -> None:
+    download.remote.delete(f"packs/{download.plan.pack_id}.manifest")
+    download.run()
+    with pytest.raises(NotFound, match="no source has the manifest"):  # the remote store says that it was deleted
+        download.reserved.result()
     assert arena.slabs() == []
 
 
 def test_a_remote_store_that_is_away_does_not_say_that_a_pack_was_deleted(
-    tmp_path: Path, arena: Arena, filling: PackDownload
+    tmp_path: Path, arena: Arena, download: PackDownload
 ) -> None:
     class Away(FolderStore):
         def get_bytes(self, key: str) -> bytes:
             raise Unavailable("it does not answer")
 
-    filling.remote = Away(tmp_path / "remote")
-    filling.run()
+    download.remote = Away(tmp_path / "remote")
+    download.run()
     with pytest.raises(Unavailable, match="it does not answer"):
-        filling.reserved.result()
+        download.reserved.result()
 
 
 def test_what_an_alternate_brings_is_told_while_the_first_source_is_silent(tmp_path: Path, arena: Arena) -> None:
@@ -254,8 +255,8 @@ def test_what_an_alternate_brings_is_told_while_the_first_source_is_silent(tmp_p
     ):
         sources = source_at(door, pack_id, "host-1"), source_at(host2.address, pack_id, "host-2")
         plan = DownloadPlan(pack_id, sources, receiver(), 2)
-        filling = PackDownload(plan, arena, FolderStore(tmp_path), CopyRecord(pack_id), told.append, lambda: None)
-        running = threading.Thread(target=filling.run)
+        download = PackDownload(plan, arena, FolderStore(tmp_path), CopyRecord(pack_id), told.append, lambda: None)
+        running = threading.Thread(target=download.run)
         running.start()
         try:
             assert eventually(lambda: len(told) >= half, 3.0)
@@ -264,5 +265,5 @@ def test_what_an_alternate_brings_is_told_while_the_first_source_is_silent(tmp_p
             for index in range(half, manifest.num_chunks):
                 growing.publish(index, growing.pieces[index])
             running.join()
-    assert filling.record.error == ""
+    assert download.record.error == ""
     assert sum(told) == len(data)

@@ -87,7 +87,7 @@ async def test_commands_of_an_old_epoch_are_refused(
         assert (await store.report()).epoch == 7
 
 
-async def test_dropping_a_filling_stops_it(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
+async def test_dropping_a_download_stops_it(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, _ = published
     async with running_store(tmp_path) as store:
         with slow_holder(pack) as source:
@@ -154,7 +154,7 @@ async def test_a_half_filled_pack_of_an_earlier_process_is_completed(
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async with held(store, pack.name) as replies:
                     await anext(replies)
-            assert "the store was restarted" in error_from_rpc(caught.value).message
+            assert "the store restarted" in error_from_rpc(caught.value).message
             await store.relay(pack.name, REMOTE)
             await store.until_complete(pack.name)
             assert 0 < (await store.report()).bytes_received < version.pack_bytes

@@ -122,11 +122,11 @@ async def test_after_a_copy_that_failed_a_new_one_runs_though_it_is_not_quite_ov
     tmp_path: Path, published: tuple[Path, pb.VersionDescription], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack, _ = published
-    trace, told = PackDownload._trace, threading.Event()
+    trace, told = PackDownload.trace, threading.Event()
 
-    def late(filling: PackDownload, *, complete: bool) -> None:
+    def late(download: PackDownload, *, complete: bool) -> None:
         assert told.wait(20)
-        trace(filling, complete=complete)
+        trace(download, complete=complete)
 
     async with (
         running_store(tmp_path) as good,
@@ -134,7 +134,7 @@ async def test_after_a_copy_that_failed_a_new_one_runs_though_it_is_not_quite_ov
     ):
         await good.relay(pack.name, REMOTE)
         await good.until_complete(pack.name)
-        monkeypatch.setattr(PackDownload, "_trace", late)
+        monkeypatch.setattr(PackDownload, "trace", late)
         with pytest.raises(grpc.aio.AioRpcError):
             await store.relay(pack.name, REMOTE)
         again = asyncio.ensure_future(store.relay(pack.name, good.source(pack.name, store)))

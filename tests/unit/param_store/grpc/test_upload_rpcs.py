@@ -94,7 +94,7 @@ async def test_an_interrupted_file_goes_on_where_it_was_even_after_a_restart(tmp
         assert "the offset must be 100000, not 0" in refusal(caught).message
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await commit(store, "u1")
-        assert "chat_template.jinja: it is not complete, 0 of 14 bytes" in refusal(caught).message
+        assert "chat_template.jinja: the file is not complete: 0 of 14 bytes" in refusal(caught).message
     async with running_store(tmp_path) as store:
         again = await begin(store, folder, "u1")
         assert {f.path: f.num_bytes_received for f in again.files}["model.safetensors"] == 100_000

@@ -41,8 +41,8 @@ def reader(tmp_path: Path) -> FileReader:
     path = tmp_path / "pack"
     path.write_bytes(DATA)
     reader = FileReader(path, "packs/a", ReadBuffers())
-    if reader._direct < 0:  # this file system refuses the flag already: any descriptor stands for it
-        reader._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    if reader.direct < 0:  # this file system refuses the flag already: any descriptor stands for it
+        reader.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     return reader
 
 
@@ -56,7 +56,7 @@ def test_a_refused_direct_read_is_made_through_the_cache_from_then_on(
     reader: FileReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing = Refusing(errno.EINVAL)
-    refusing.direct = reader._direct
+    refusing.direct = reader.direct
     monkeypatch.setattr(os, "preadv", refusing)
     for offset in (0, PAGE_BYTES, 7):
         assert read(reader, offset, len(DATA) - offset) == DATA[offset:]
@@ -68,7 +68,7 @@ def test_a_refused_direct_read_is_made_through_the_cache_from_then_on(
 
 def test_any_other_error_is_told(reader: FileReader, monkeypatch: pytest.MonkeyPatch) -> None:
     refusing = Refusing(errno.EIO)
-    refusing.direct = reader._direct
+    refusing.direct = reader.direct
     monkeypatch.setattr(os, "preadv", refusing)
     with pytest.raises(OSError, match="Input/output error"):
         read(reader, 0, PAGE_BYTES)

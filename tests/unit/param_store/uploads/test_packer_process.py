@@ -71,7 +71,7 @@ async def test_commits_take_turns_and_few_may_wait() -> None:
     async with turn.acquired():
         waiting = asyncio.ensure_future(turn.acquired().__aenter__())
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="as many commits wait to be packed as may: 1"):
+        with pytest.raises(Overloaded, match="too many commits are waiting for the packer: 1"):
             async with turn.acquired():
                 pass
         assert not waiting.done()

@@ -16,7 +16,7 @@ import pytest
 
 from tests.unit.transfer.loopback_holders import Interrupted, make_pack
 from torchrelay.common.errors import NotFound
-from torchrelay.engine.weights.pack_weights import as_tensor
+from torchrelay.engine.buffers import as_tensor
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
 from torchrelay.transfer.arena.slab import Slab

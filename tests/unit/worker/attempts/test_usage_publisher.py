@@ -117,7 +117,7 @@ async def test_a_register_that_could_not_be_published_is_published_later(nats_ur
     one = attempt()
     publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
     await publisher.flush()
-    publisher._client = client
+    publisher.client = client
     await publisher.flush()
     await client.flush()
     subscription = await client.jetstream().pull_subscribe(subjects.usage("gw-1"), "reader")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.engine.profile import StepProfile
+from torchrelay.engine.core import StepProfile
 from torchrelay.worker.metrics.time_shares import NO_SHARES, TimeShares, bottleneck
 
 seconds = st.floats(0, 10)

@@ -12,7 +12,9 @@ import pytest
 from torchrelay.common.errors import Conflict, Unavailable
 from torchrelay.engine.core import EMPTY_STEP, LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
-from torchrelay.worker.slot.engine_thread import MAX_PENDING_KV_WRITES, EngineThread
+from torchrelay.worker.slot.engine_thread import EngineThread
+
+MAX_PENDING_WRITES = 32
 
 
 class Steps:
@@ -22,7 +24,7 @@ class Steps:
         self.count, self.error = count, error
         self.threads: set[int] = set()
 
-    def rest_s(self) -> float | None:
+    def max_sleep_s(self) -> float | None:
         return 0.0 if self.count > 0 or self.error is not None else None
 
     def step(self) -> StepResult:
@@ -39,7 +41,7 @@ class Outcome:
     def __init__(self) -> None:
         self.steps: list[StepResult] = []
         self.faults: list[Exception] = []
-        self.engine = EngineThread(self.steps.append, self.faults.append)
+        self.engine = EngineThread(self.steps.append, self.faults.append, MAX_PENDING_WRITES)
 
     def install(self, steps: Steps) -> None:
         self.engine.instance = cast(Instance, cast(Any, steps))
@@ -92,7 +94,7 @@ async def test_received_kv_waits_while_the_engine_is_busy_but_commands_of_the_lo
     written: list[int] = []
 
     def receive() -> None:
-        for index in range(MAX_PENDING_KV_WRITES + 10):
+        for index in range(MAX_PENDING_WRITES + 10):
             outcome.engine.write(lambda index=index: written.append(index), stop)  # type: ignore[misc]
 
     receiving = asyncio.ensure_future(asyncio.to_thread(receive))
@@ -103,7 +105,7 @@ async def test_received_kv_waits_while_the_engine_is_busy_but_commands_of_the_lo
     busy.set()
     await receiving
     await outcome.engine.call(lambda: None)
-    assert written == list(range(MAX_PENDING_KV_WRITES + 10))
+    assert written == list(range(MAX_PENDING_WRITES + 10))
     await asyncio.to_thread(outcome.engine.close)
 
 
@@ -115,7 +117,7 @@ async def test_a_receiver_that_is_held_back_is_freed_by_its_stop() -> None:
 
     def receive() -> None:
         for number in count():
-            if number == MAX_PENDING_KV_WRITES:
+            if number == MAX_PENDING_WRITES:
                 full.set()
             outcome.engine.write(lambda: written.append(1), stop)
             if stop.is_set():
@@ -129,7 +131,7 @@ async def test_a_receiver_that_is_held_back_is_freed_by_its_stop() -> None:
     assert not written  # freed by its stop alone: the engine is still busy
     busy.set()
     await outcome.engine.call(lambda: None)
-    assert len(written) == MAX_PENDING_KV_WRITES
+    assert len(written) == MAX_PENDING_WRITES
     await asyncio.to_thread(outcome.engine.close)
 
 

@@ -47,11 +47,11 @@ async def test_requests_are_taken_while_loading_and_ready_and_never_while_draini
 
 def test_a_lower_epoch_is_refused() -> None:
     slot = Slot()
-    slot.check_epoch(5)
-    slot.check_epoch(5)
+    slot.epoch.check(5)
+    slot.epoch.check(5)
     with pytest.raises(StaleEpoch, match="epoch 4"):
-        slot.check_epoch(4)
-    assert slot.epoch == 5
+        slot.epoch.check(4)
+    assert slot.epoch.highest == 5
 
 
 async def test_watchers_see_the_state_at_once_and_every_change() -> None:

@@ -1,4 +1,1 @@
-"""The torch engine of Torchrelay: layer-wise models, paged KV, batching, sampling.
-
-``core`` and ``handover`` are light (no torch); ``instance`` is the door to everything else.
-"""
+"""The torch engine: one model in one slot, prompts in, tokens out. ``instance`` is the door; see the README."""

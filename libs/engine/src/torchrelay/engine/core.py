@@ -1,7 +1,7 @@
-"""The engine's nouns; imports nothing heavy.
+"""The engine's nouns. Imports nothing heavy.
 
-A *group* is one attempt at a request: one prompt, one or more *choices* (the ``n`` of the API). Choices whose context
-(prompt and forced output) is equal share one prefill and, after it, the full pages of that context.
+A *group* is one attempt at a request: one prompt and one or more *choices* (the ``n`` of the API). Choices with equal
+*context* (prompt and forced output) share one prefill and, afterwards, the full pages of that context.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ from typing import Final
 
 from torchrelay.common.errors import Overloaded, Unavailable
 from torchrelay.common.latency_model import NO_WORK, StepWork
-from torchrelay.engine.profile import EMPTY_PROFILE, StepProfile
 
 
 class KvPoolFull(Overloaded):
-    """No free pages for this now; pages come free as other groups end."""
+    """Not enough free pages now; retry as other groups end."""
 
     code = "kv_pool_full"
 
 
 class LoadFailed(Unavailable):
-    """The rest of the weights will not come; this instance cannot compute any more."""
+    """The remaining weights will not arrive; this instance cannot compute any more."""
 
     code = "load_failed"
 
 
-# Below it a distribution is its likeliest token, and fp32 could not divide by it.
+# Below it a distribution is its most likely token, and fp32 could not divide by it.
 MIN_TEMPERATURE: Final = 1e-5
 
 
@@ -39,12 +38,14 @@ class SamplingParams:
     top_p: float = 1.0  # 1: off
     top_k: int = 0  # 0: off
     min_p: float = 0.0  # 0: off
-    presence_penalty: float = 0.0  # taken off the logit of every token of the output so far
-    frequency_penalty: float = 0.0  # the same, for each time it occurs
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit)
-    top_logprobs: int | None = None  # how many likely tokens to tell beside the chosen one; None: not even that one
+    presence_penalty: float = 0.0  # subtracted from the logit of every token in the output so far
+    frequency_penalty: float = 0.0  # the same, per occurrence
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
+    top_logprobs: int | None = (
+        None  # how many of the most likely tokens to report beside the chosen one; None: no logprobs
+    )
     seed: int = 0
-    max_tokens: int = 16  # per choice, from the end of the prompt, forced output included
+    max_tokens: int = 16  # per choice, forced output included
     stop_token_ids: frozenset[int] = frozenset()
 
     @property
@@ -53,11 +54,11 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the next token depends on which tokens the output has."""
+        """Whether the next token depends on the tokens of the output."""
         return bool(self.presence_penalty or self.frequency_penalty)
 
     def finish_of(self, token_id: int, position: int) -> Finish | None:
-        """How the token at this output position ends its choice, if it does."""
+        """How this token at this output position ends its choice; None: it does not."""
         if token_id in self.stop_token_ids:
             return Finish.STOP
         return Finish.LENGTH if position + 1 >= self.max_tokens else None
@@ -65,7 +66,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class ChoiceSpec:
-    """One choice as an attempt begins it; ``forced_output`` came from earlier attempts and is not sampled again."""
+    """One choice at the start of an attempt; ``forced_output`` is from earlier attempts and not sampled again."""
 
     choice: int
     forced_output: tuple[int, ...] = ()
@@ -73,19 +74,19 @@ class ChoiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec:
-    """One attempt. ``prompt`` is empty when the group is adopted: the decode side never sees it."""
+    """One attempt. ``prompt`` is empty when KV is imported: the decode side never sees it."""
 
     group_id: str  # "<request_id>/<attempt>"
     prompt: tuple[int, ...]
     num_prompt_tokens: int
     sampling: SamplingParams
     choices: tuple[ChoiceSpec, ...]
-    tenant_id: str = ""  # the tenant: whose prompts it may share computed prefixes with, and whose turn it takes
-    weight: float = 1.0  # the tenant's part where tenants compete
-    deadline_s: float | None = None  # by the instance's clock; what runs or waits then ends without a token
+    tenant_id: str = ""  # shares cached prefixes with, and takes turns as, this tenant
+    weight: float = 1.0  # the tenant's share where tenants compete
+    deadline_s: float | None = None  # by the instance's clock; the group ends then, without another token
 
     def contexts(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """(choices, forced output) of each distinct context, in order of first appearance: the order of a hand-over."""
+        """(choices, forced output) of each distinct context, by first appearance: as a hand-over numbers them."""
         found: dict[tuple[int, ...], list[int]] = {}
         for spec in self.choices:
             found.setdefault(spec.forced_output, []).append(spec.choice)
@@ -93,7 +94,7 @@ class GroupSpec:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Positions of KV a choice needs to run to its end; the last token is never computed with."""
+        """Positions of KV a choice needs to run to its end; the last token has none."""
         return self.num_prompt_tokens + self.sampling.max_tokens - 1
 
 
@@ -101,7 +102,7 @@ class Finish(Enum):
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
-    NOT_FINITE = "not_finite"  # the logits held NaN or infinity: nothing was sampled, and ``token_id`` is NO_TOKEN
+    NOT_FINITE = "not_finite"  # the logits had NaN or infinity: nothing was sampled, ``token_id`` is NO_TOKEN
 
 
 NO_TOKEN: Final = -1
@@ -109,10 +110,10 @@ NO_TOKEN: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Natural logarithms of the model's own probabilities, before temperature, penalties and biases."""
+    """Natural logarithms of the model's probabilities, before temperature, penalties and biases."""
 
     chosen: float
-    top: tuple[tuple[int, float], ...]  # (token, its own), the likeliest first
+    top: tuple[tuple[int, float], ...]  # (token, logprob), most likely first
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +125,40 @@ class NewToken:
     position: int
     token_id: int
     finish: Finish | None = None
-    num_cached: int = 0  # with the first token: tokens of the prompt whose KV was there already
+    num_cached: int = 0  # with the first token: prompt tokens whose KV was cached
     logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
+class KvBlock:
+    """A finished KV chunk on the prefill side. ``data`` is valid only during the call that receives it: copy it out."""
+
+    group_id: str
+    index: int  # in the group's KvLayout
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class StepProfile:
+    """Seconds of one step by activity; ``kv_transfer_s`` includes KV imported since the step before."""
+
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    kv_transfer_s: float = 0.0
+    io_wait_s: float = 0.0
+    scheduling_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.memory_s + self.kv_transfer_s + self.io_wait_s + self.scheduling_s
+
+
+EMPTY_PROFILE: Final = StepProfile()
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step gave. A decode step of one choice counts one position, a prefill chunk as many as it has tokens."""
+    """The result of one step. Decoding one choice counts one position, a prefill chunk one per token."""
 
     tokens: tuple[NewToken, ...]
     prefilled: tuple[str, ...]  # groups whose last context was prefilled in this step

@@ -1,4 +1,4 @@
-"""One model in one slot: prompts in, tokens out, one batch at a time."""
+"""The engine's door: one model in one slot, prompts in, tokens out, one batch per step."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.batching.validation import check_layer_boundaries, check_logit_bias, check_tokens
-from torchrelay.engine.core import GroupSpec, StepResult
-from torchrelay.engine.execution.decode_graphs import Capturer
+from torchrelay.engine.core import GroupSpec, KvBlock, StepResult
 from torchrelay.engine.execution.model_runner import ModelRunner
 from torchrelay.engine.execution.resident_model import ResidentModel
 from torchrelay.engine.execution.stepper import Stepper
+from torchrelay.engine.kernels.backends import Backends, backends_for
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.threads import ThreadBudget
+from torchrelay.engine.kv.export import MIN_HANDOVER_BYTES, KvExport
 from torchrelay.engine.kv.kv_import import KvImport
-from torchrelay.engine.kv.layout import KvBlock, KvLayout
+from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.model_layouts import ModelLayouts
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.engine.kv.prefill_import import PrefillImport
 from torchrelay.engine.kv.prefill_layout import PrefillExport, PrefillLayout
+from torchrelay.engine.weights.device_link import DeviceLink, link_to
+from torchrelay.engine.weights.pack_weights import PackWeights
+from torchrelay.engine.weights.reorderer import Reorderer
+from torchrelay.modelspec.config import ModelConfig, read_config
 from torchrelay.transfer.manifest import Manifest
 
 
 class Instance:
-    """All methods from one engine thread, except those marked (any thread).
+    """All methods on one engine thread, except those marked (any thread).
 
-    Built before its weights are there: it only reads the manifest and cuts the pool. Steps wait layer by layer.
+    Built before its weights arrive: that reads the manifest and partitions the pool. Steps wait layer by layer.
     """
 
     def __init__(
@@ -45,76 +50,82 @@ class Instance:
         token_budget: int = 512,
         page_tokens: int = PAGE_TOKENS,
         kv_block_tokens: int = 256,
-        attention: str | None = None,
         prefix_cache: bool = True,
-        capturer: Capturer | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_reorder: bool = False,
         on_segment: Callable[[], None] | None = None,
         active_processes: ActiveProcesses | None = None,
+        *,
+        config: ModelConfig | None = None,
+        backends: Backends | None = None,
+        link: DeviceLink | None = None,
+        reorderer: Callable[[PackWeights, int], Reorderer] = Reorderer,
+        threads: ThreadBudget | None = None,
+        min_handover_bytes: int = MIN_HANDOVER_BYTES,
     ) -> None:
-        """``data`` is the pack, read only; on a CPU it is computed with in place until ``close``.
+        """``data`` is the pack, read only; a CPU computes with it in place until ``close``.
 
-        ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block of KV handed over from
-        here. ``attention`` names a backend, ``capturer`` records decode steps; None: what suits the device.
-        ``prefix_cache``: prompts of one salt that begin alike compute the common part once. ``cpu_reorder``: once all
-        weights are there, and serve, copies that a CPU computes with more quickly are made in the background.
-        ``on_segment`` is called, on whichever thread, as a segment comes into use or none will come any more: there may
-        be work now. ``neighbours``: whom it shares the cores of a CPU with.
+        ``token_budget`` bounds the positions of one batch, ``kv_block_tokens`` is the block size of exported KV.
+        ``prefix_cache``: prompts of one tenant with a common prefix compute it once. ``cpu_reorder``: once all weights
+        have arrived and serve, make copies in the background that a CPU reads more quickly. ``on_segment`` is called,
+        on any thread, when a segment becomes usable or none will arrive any more: there may be work now.
+        ``active_processes``: the processes that share this CPU's cores.
+
+        The keyword arguments replace what the manifest and the device call for.
         """
-        model = ResidentModel(
-            manifest, data, pool, page_tokens, attention, capturer, cpu_reorder, on_segment, active_processes
+        device, config = pool.device, config or read_config(manifest.config)
+        self.model = model = ResidentModel(
+            manifest,
+            config,
+            data,
+            pool,
+            page_tokens,
+            backends or backends_for(device),
+            link or link_to(device),
+            reorderer if cpu_reorder and device.type == "cpu" else None,
+            on_segment,
+            active_processes,
         )
-        self._model, self._pages = model, model.pages
-        self.config, self.kv_shape = model.config, model.kv_shape
-        self._layouts = ModelLayouts(self.kv_shape, self.config.hidden_size, kv_block_tokens)
-        prefixes = PrefixCache(self._pages.allocator, page_tokens, prefix_cache)
-        self._scheduler = BatchScheduler(self._pages, prefixes, token_budget, self.config.max_context_tokens)
+        self.config, self.kv_shape = config, model.kv_shape
+        self._layouts = ModelLayouts(self.kv_shape, config.hidden_size, kv_block_tokens)
+        self._tables = model.pages.tables
+        prefixes = PrefixCache(self._tables.allocator, page_tokens, prefix_cache)
+        copy_page, on_leave = model.pages.copy_page, model.hidden_states.drop
+        self._scheduler = BatchScheduler(
+            self._tables, prefixes, token_budget, config.max_context_tokens, copy_page, on_leave
+        )
         self._interruptions = Interruptions(self._scheduler, clock)
-        self._cores = ThreadBudget(manifest.num_bytes, active_processes)
-        self._runner = ModelRunner(
-            model.decoder,
-            self._pages,
-            model.lay_out,
-            self._wait_for_segment,
-            lambda group: self.kv_layout(group.spec),
-            model.graphs,
-        )
+        self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)
+        self._export = KvExport(model.pages, model.hidden_states, self.kv_layout, min_handover_bytes)
+        runner = ModelRunner(model, self._export, self._wait_for_segment)
         self._stepper = Stepper(
-            self._scheduler,
-            self._runner,
-            self._interruptions,
-            model.can_run,
-            self.config.num_layers,
-            token_budget,
-            pool.device,
+            self._scheduler, runner, self._interruptions, model.can_run, config.num_layers, token_budget
         )
 
     # Loading
 
     def segment_ready(self, segment: int) -> None:
         """(any thread) The segment's bytes are verified. Idempotent."""
-        self._model.segment_ready(segment)
+        self.model.segment_ready(segment)
 
     def fail(self, reason: str) -> None:
-        """(any thread) No more bytes will come: a step that needs them, or waits now, raises ``LoadFailed``."""
-        self._model.weights.gate.fail(reason)
+        """(any thread) No more bytes will arrive: a step that needs them, or waits now, raises ``LoadFailed``."""
+        self.model.weights.gate.fail(reason)
 
     @property
     def num_segments_ready(self) -> int:
         """(any thread)"""
-        return self._model.weights.gate.num_open
+        return self.model.weights.gate.num_open
 
     def close(self) -> None:
-        """Lets go of ``data``, so that its mapping can be closed; the instance cannot be used any more."""
-        self._cores.restore()
-        self._runner.close()
-        self._model.close()
+        """Releases ``data``, so that its mapping can be closed. The instance cannot be used afterwards."""
+        self._threads.restore()
+        self.model.close()
 
     # Requests
 
     def kv_layout(self, group: GroupSpec) -> KvLayout:
-        """(any thread) How this group's KV is handed over from here: what an offer says, and the buffer's chunks."""
+        """(any thread) The wire layout of this group's KV, as it is handed over from here."""
         return self._layouts.kv(group)
 
     def prefill(
@@ -122,30 +133,29 @@ class Instance:
     ) -> None:
         """Queues a prompt.
 
-        With ``on_kv`` it is handed over: that is called on the engine thread with each block of each layer as soon as
-        it is computed, and the group ends here with its first tokens. Without, it goes on decoding here.
+        With ``on_kv`` its KV is handed over: it is called on the engine thread with each block of each layer once
+        computed, and the group ends here with its first tokens. Without, it decodes here.
 
-        With ``until`` all of it runs layer by layer, each layer once its weights are there, and stops at that boundary
-        until it is passed on. At the number of layers it goes on to its first tokens, if nobody takes it before.
+        With ``until`` all of it runs layer by layer, each layer once its weights have arrived, and stops at that
+        boundary until it is exported. ``until`` the number of layers, it continues to its first tokens.
 
         Raises ``InvalidRequest`` (also ``ContextLengthExceeded``) or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_layer_boundaries(self.config, 0, until)
+        check_layer_boundaries(self.config.num_layers, 0, until)
         queued = SequenceGroup.of(group, on_kv, until)
         self._scheduler.submit(queued)
         self._interruptions.deadlines.add(queued)
 
     def import_kv(self, group: GroupSpec, layout: KvLayout) -> KvImport:
-        """Reserves pages for a group that another worker prefills, with all its tokens to come.
+        """Reserves pages for a group that another worker prefills, and for its tokens to come.
 
-        ``layout`` is the offer's. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or
-        ``Conflict``.
+        ``layout`` is the offer's. Raises ``KvPoolFull`` (retry as pages come free), ``InvalidRequest`` or ``Conflict``.
         """
         self._layouts.check_kv(group, layout)
         check_logit_bias(group, self.config.vocab_size)
-        kv_import = KvImport(group, layout, self._pages, self._scheduler, self.config.vocab_size)
-        self._interruptions.deadlines.add(kv_import.adopted)
+        kv_import = KvImport(group, layout, self.model.pages, self._scheduler, self.config.vocab_size)
+        self._interruptions.deadlines.add(kv_import.imported)
         return kv_import
 
     def import_prefill(
@@ -155,68 +165,74 @@ class Instance:
         on_kv: Callable[[KvBlock], None] | None = None,
         until: int | None = None,
     ) -> PrefillImport:
-        """Reserves pages for a prompt that another instance has passed on; ``group`` is ``Passed.group_at`` now.
+        """Reserves pages for a prompt that another instance exported; ``group`` is ``PrefillExport.group_at`` now.
 
-        ``on_kv`` gets the KV of the layers from the boundary on; it must be set if it was there. ``until`` as for
-        ``prefill``. Raises ``KvPoolFull`` (try again as pages come free), ``InvalidRequest`` or ``Conflict``.
+        ``on_kv`` gets the KV of the layers from the boundary on; required if the exporter had one. ``until`` as for
+        ``prefill``. Raises ``KvPoolFull`` (retry as pages come free), ``InvalidRequest`` or ``Conflict``.
         """
         check_tokens(group, self.config.vocab_size)
-        check_layer_boundaries(self.config, layout.boundary, until)
+        check_layer_boundaries(self.config.num_layers, layout.boundary, until)
         self._layouts.check_prefill(group, layout, with_kv=on_kv is None)
-        taken = SequenceGroup.of(group, on_kv, until)
-        prefill_import = PrefillImport(taken, layout, self.kv_layout(group), self._pages, self._scheduler)
-        self._interruptions.deadlines.add(taken)
+        imported = SequenceGroup.of(group, on_kv, until)
+        prefill_import = PrefillImport(
+            imported, layout, self.kv_layout(group), self.model.pages, self.model.hidden_states, self._scheduler
+        )
+        self._interruptions.deadlines.add(imported)
         return prefill_import
 
     @torch.inference_mode()
     def export_prefill(self, group_id: str) -> PrefillExport:
-        """Takes a prompt out, with all that was computed of it: it waits here, or runs layer by layer.
+        """Removes a prompt that waits, or runs layer by layer, and returns all that was computed of it.
 
         Raises ``Conflict`` for any other: its chunks are at different layers, it decodes, it is not here, or some of
-        the contexts whose KV is handed over have ended.
+        the contexts to be handed over have ended.
         """
         group = self._scheduler.get(group_id)
         if group is None or not group.can_be_exported:
-            raise Conflict(f"{group_id} is at no layer boundary here")
+            raise Conflict(f"{group_id} is not at a layer boundary here")
         left_s = self._interruptions.left_s(group.spec.deadline_s)
         spec = replace(group.spec_left(), deadline_s=None)
         layout = self._layouts.prefill(spec, group.layer, with_kv=group.on_kv is None)
-        exported = PrefillExport(spec, left_s, layout, self._runner.copy_prefill(group, layout))
+        exported = PrefillExport(spec, left_s, layout, self._export.copy_prefill(group, layout))
         self._scheduler.cancel(group_id)
         return exported
 
     def preempt(self, group_id: str) -> None:
-        """Frees the pages of a group at once; it waits again and goes on later where it was, with the same tokens.
+        """Frees the pages of a group at once; it waits again and continues later with the same tokens.
 
-        Nothing happens to one that waits, or is gone. Raises ``Conflict`` for one that could not be computed again
-        here: it was adopted, or with all its output it would be more than the pool holds.
+        Nothing happens to a group that waits or is gone. Raises ``Conflict`` if it cannot be recomputed here: its KV
+        was imported, or with all its output it exceeds the pool.
         """
         self._scheduler.preempt(group_id)
 
     def cancel(self, group_id: str, choice: int | None = None) -> None:
-        """Frees the pages of a group, or of one of its choices, at once; no token of it comes any more."""
+        """Frees the pages of a group, or of one choice, at once; it yields no more tokens."""
         self._interruptions.cancels.discard(group_id, choice)
         self._scheduler.cancel(group_id, choice)
 
     def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
-        """(any thread) The same, between two layers of a step under way, at once where it waits for one, or before the
-        next step.
+        """(any thread) As ``cancel``, between two layers of the running step, at once if it waits for one, or before
+        the next step.
         """
         self._interruptions.cancels.put(group_id, choice)
-        self._model.weights.gate.wake()
+        self.model.weights.gate.wake()
 
     # Memory
 
     @property
     def num_pages(self) -> int:
-        return self._pages.allocator.num_pages
+        return self._tables.allocator.num_pages
 
     @property
     def num_free_pages(self) -> int:
-        return self._pages.allocator.num_free
+        return self._tables.allocator.num_free
+
+    def groups(self) -> tuple[SequenceGroup, ...]:
+        """All groups here, in order of arrival, for inspection only."""
+        return self._scheduler.groups
 
     def check_integrity(self) -> None:
-        """Compares the page counts with every table there is. Raises ``AssertionError``."""
+        """Compares the page counts with all tables. Raises ``AssertionError``."""
         self._scheduler.check_integrity()
 
     # Steps
@@ -226,26 +242,28 @@ class Instance:
         return self._stepper.has_work
 
     def max_sleep_s(self) -> float | None:
-        """How long whoever drives this may sleep: 0 while there is work, else until a group is late that is only held
-        here (it waits for pages, for its KV, or to be passed on). None: until something is asked of it.
+        """How long the driver may sleep: 0 while there is work, else until the next deadline of a group that waits for
+        pages, its KV or its export. None: until the next call.
         """
         return 0.0 if self._stepper.has_work else self._interruptions.next_deadline_in_s()
 
     @torch.inference_mode()
     def step(self) -> StepResult:
-        """Computes one batch, and one layer of the prompts that run layer by layer; ends groups that are late.
+        """Computes one batch, and one layer of prompts that run layer by layer; ends groups past their deadline.
 
-        Raises ``LoadFailed``; the batch is then as if never begun.
+        Raises ``LoadFailed``; the batch is then as if never started.
         """
         try:
             return self._stepper.step()
         finally:
             if not self._stepper.has_work:
-                self._cores.rest()
+                self._threads.rest()
 
     def _wait_for_segment(self, segment: int) -> bool:
-        """Waits until a segment is there or a group has ended. Whether one has."""
-        gate = self._model.weights.gate
-        has_ended = self._interruptions.wait_for_segment(gate, segment)
-        self._cores.adjust(gate.all_open)
+        """Waits until a segment has arrived or a group has ended. Whether one has ended."""
+        gate, interruptions = self.model.weights.gate, self._interruptions
+        while not (has_ended := interruptions.apply()) and not gate.is_open(segment):
+            if gate.wait(segment, interruptions.next_deadline_in_s(), lambda: len(interruptions.cancels)):
+                break
+        self._threads.adjust(gate.all_open)
         return has_ended

@@ -1,62 +1,44 @@
 """Where the time of a step goes.
 
-A stopwatch runs on each thread that computes. At any moment it counts for one share, so the shares of a step add up to
-its duration, and whoever does something of another kind for a while says so:
+Each computing thread has a stopwatch. It always counts for exactly one activity, so the activities of a step add up
+to its duration. Code that does something else for a while says so:
 
-    before = enter(Share.MEMORY)
+    before = enter(Activity.MEMORY)
     keys = plane.index_select(0, slots)
     enter(before)
 
-This costs a third of a microsecond in a loop, and two amid everything else a step does. On a GPU only the host's time
-is seen: a step waits for the device once, under ``COMPUTE``.
+A call takes a third of a microsecond in a loop, two within a step. On a GPU only the host's time is visible: a step
+waits for the device once, under ``COMPUTE``.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from enum import IntEnum
 from time import perf_counter
-from typing import Final
+
+from torchrelay.engine.core import StepProfile
 
 
 class Activity(IntEnum):
-    """What time is spent on."""
+    """What a thread spends its time on."""
 
     NOTHING = 0  # between steps; not counted
-    COMPUTE = 1  # layers, head, attention: all that has no name of its own
-    MEMORY = 2  # copies that computing needs: KV gathered from pages
-    KV_TRANSFER = 3  # KV copied out for another worker, or written into pages from one
-    IO_WAIT = 4  # a layer's weights are not there yet
-    SCHEDULING = 5  # choosing and laying out the batch, sampling, moving sequences on
+    COMPUTE = 1  # layers, head, attention: everything not listed below
+    MEMORY = 2  # copies for a computation: KV gathered from pages
+    KV_TRANSFER = 3  # KV copied out for another worker, or imported into pages
+    IO_WAIT = 4  # a layer's weights have not arrived yet
+    SCHEDULING = 5  # choosing and laying out the batch, sampling, advancing sequences
 
 
-@dataclass(frozen=True, slots=True)
-class StepProfile:
-    """Seconds of one step by share; ``kv_transfer_s`` also holds what was adopted since the step before."""
-
-    compute_s: float = 0.0
-    memory_s: float = 0.0
-    kv_transfer_s: float = 0.0
-    io_wait_s: float = 0.0
-    scheduling_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        return self.compute_s + self.memory_s + self.kv_transfer_s + self.io_wait_s + self.scheduling_s
-
-
-EMPTY_PROFILE: Final = StepProfile()
 _BLANK = [0.0] * len(Activity)
 
 
 class _Stopwatch:
-    """One thread's."""
-
-    __slots__ = ("seconds", "share", "since")
+    __slots__ = ("activity", "seconds", "since")
 
     def __init__(self) -> None:
-        self.share, self.since = Activity.NOTHING, 0.0
+        self.activity, self.since = Activity.NOTHING, 0.0
         self.seconds = _BLANK.copy()
 
 
@@ -68,19 +50,19 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def enter(share: Activity) -> Activity:
-    """From now on this thread's time counts for ``share``; gives what it counted for before."""
+def enter(activity: Activity) -> Activity:
+    """From now on this thread's time counts for ``activity``; returns the one it counted for before."""
     now, stopwatch = perf_counter(), _local.stopwatch
-    before = stopwatch.share
+    before = stopwatch.activity
     stopwatch.seconds[before] += now - stopwatch.since
-    stopwatch.share, stopwatch.since = share, now
+    stopwatch.activity, stopwatch.since = activity, now
     return before
 
 
 def take() -> StepProfile:
-    """What was counted on this thread since the last call; nothing is counted from here on."""
+    """This thread's times since the last call; nothing is counted from now on."""
     enter(Activity.NOTHING)
     stopwatch = _local.stopwatch
-    _, *shares = stopwatch.seconds
+    _, *seconds = stopwatch.seconds
     stopwatch.seconds = _BLANK.copy()
-    return StepProfile(*shares)
+    return StepProfile(*seconds)

@@ -1,4 +1,4 @@
-"""What a process does once, before its slot is offered, so that no first request pays for it."""
+"""Warm-up of a process, before its slot is offered, so that no first request pays for it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from torchrelay.engine.core import ChoiceSpec, GroupSpec, SamplingParams
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock, SamplingParams
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kv.layout import KvBlock
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES, tensors_by_segment
@@ -30,13 +29,13 @@ _CONFIG: Final[dict[str, Any]] = {
 
 
 def warm_up(pool: KvPool) -> None:
-    """Runs a model of zeros in every dtype through all that a request touches: threads, kernels and lazy imports.
+    """Runs a model of zeros in every dtype through all that a request uses: threads, kernels and lazy imports.
 
-    It also faults the pool in, and takes what the process has imported out of the garbage collector's sight. On the
-    thread that will compute; ``pool`` must be cut for no other model at the time, and hold a few MB.
+    It also faults the pool in, and hides what the process has imported from the garbage collector. To be called on
+    the computing thread; ``pool`` must be unused and have a few MB.
     """
     if pool.device.type == "cuda":
-        torch.cuda.set_device(pool.device)  # of this thread: kernels are launched on it
+        torch.cuda.set_device(pool.device)  # per thread: kernels are launched on it
     pool.fault_in()
     for dtype in DTYPE_BYTES:
         manifest = zeros_manifest(dtype)
@@ -63,7 +62,7 @@ def warm_up(pool: KvPool) -> None:
         while instance.has_work():
             instance.step()
         instance.close()
-    # All that is imported stays for good: a full collection walks it for 50 ms, and would do so amid a cold start.
+    # Imports stay for good: a full collection walks them for 50 ms, perhaps during a cold start.
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Which device a worker computes on."""
+"""The device that a worker computes on."""
 
 from __future__ import annotations
 
@@ -6,24 +6,22 @@ import re
 
 from torchrelay.common.errors import InvalidRequest
 
-DEVICE_FORMS = r"auto|cpu|cuda(:\d+)?"  # what the setting may say
+DEVICE_FORMS = r"auto|cpu|cuda(:\d+)?"  # values of the setting
 
 
 def resolve_device(wanted: str, num_gpus: int) -> str:
-    """The torch name of the device for a setting of one of ``DEVICE_FORMS``, on a machine with so many GPUs.
+    """The torch device of a setting in ``DEVICE_FORMS``; ``auto`` is the first GPU, or the CPU without one.
 
-    ``auto`` is the first GPU where there is one. Raises ``InvalidRequest`` for a GPU that is not there.
+    Raises ``InvalidRequest`` for a GPU that does not exist.
     """
     if re.fullmatch(DEVICE_FORMS, wanted) is None:
-        raise InvalidRequest(
-            f"{wanted!r} is no device: give cpu, cuda:N with the GPU's number, or auto", field="device"
-        )
+        raise InvalidRequest(f"{wanted!r} is not a valid device; use cpu, cuda:N or auto", field="device")
     if wanted == "auto":
         return "cuda:0" if num_gpus else "cpu"
     if wanted == "cpu":
         return wanted
     number = int(wanted.partition(":")[2] or 0)
     if number >= num_gpus:
-        found = f"{num_gpus} of them" if num_gpus else "none"
-        raise InvalidRequest(f"this worker was told to use GPU {number}, but torch finds {found} here", field="device")
+        found = f"{num_gpus}" if num_gpus else "none"
+        raise InvalidRequest(f"GPU {number} is configured, but torch finds {found} on this machine", field="device")
     return f"cuda:{number}"

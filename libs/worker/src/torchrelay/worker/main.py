@@ -26,7 +26,7 @@ from torchrelay.worker.worker import Worker
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started, imports included; 0 where the system does not tell."""
+    """Seconds since this process started, imports included; 0 where /proc does not say."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -37,9 +37,8 @@ def process_age_s() -> float:
 
 @asynccontextmanager
 async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addresses]]:
-    """Brings up the worker: engine warm, pool faulted in, roles registered, reports flowing."""
-    device = resolve_device(settings.device, torch.cuda.device_count())
-    settings = settings.model_copy(update={"device": device})
+    """Runs a worker: engine warmed up, KV pool faulted in, roles registered, reports published."""
+    settings = settings.model_copy(update={"device": resolve_device(settings.device, torch.cuda.device_count())})
     if settings.threads:
         torch.set_num_threads(settings.threads)
     tls = settings.tls
@@ -51,7 +50,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         worker.engine.start()
         await worker.engine.call(lambda: warm_up(worker.pool))
         worker.serve_data()
-        stack.callback(worker.holder.close)  # also when what follows fails
+        stack.callback(worker.holder.close)  # even if what follows fails
         server = RpcServer(settings.host, settings.port, tls)
         address = f"{settings.advertised_host}:{server.port}"
         reporter = Reporter(worker, address)
@@ -76,7 +75,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
 
 @asynccontextmanager
 async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
-    """See ``running``."""
+    """``running_worker`` as ``run_service`` wants it."""
     async with running_worker(settings) as (_, addresses):
         yield addresses
 

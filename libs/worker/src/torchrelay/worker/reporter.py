@@ -1,4 +1,4 @@
-"""What the worker says of itself: on NATS again and again, and to watchers at every change."""
+"""The worker's reports: on NATS at intervals, and to watchers of the slot at every change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrelay.worker.worker import Worker
 
 
 class Reporter:
-    """Makes reports of one worker and publishes them."""
+    """Builds and publishes the reports of one worker."""
 
     def __init__(self, worker: Worker, grpc_address: str) -> None:
         self._worker, self._grpc_address = worker, grpc_address
@@ -25,7 +25,6 @@ class Reporter:
         settings, step_metrics = worker.settings, worker.step_metrics
         instance = worker.engine.instance
         free = instance.num_free_pages / instance.num_pages if instance and instance.num_pages else 1.0
-        prefill, decode = (self._num_attempts(number) for number in (types_pb2.ROLE_PREFILL, types_pb2.ROLE_DECODE))
         queued = self._queued_prompts()
         latency = step_metrics.latency(worker.slot.instance_labels)
         return reports_pb2.WorkerReport(
@@ -35,11 +34,11 @@ class Reporter:
             grpc_address=self._grpc_address,
             data_address=worker.data_address,
             roles=settings.role_numbers,
-            epoch=worker.slot.epoch,
+            epoch=worker.slot.epoch.highest,
             slot=worker.slot.report(),
             kv_pool_bytes=settings.kv_pool_bytes,
             kv_free_bytes=int(settings.kv_pool_bytes * free),
-            num_running=max(prefill, decode),
+            num_running=max((len(role.attempts) for role in worker.roles), default=0),
             num_queued_prefill_tokens=sum(queued),
             prefill_tokens_per_s=step_metrics.prefill_tokens_per_s,
             step_s=step_metrics.step_s,
@@ -56,12 +55,10 @@ class Reporter:
         )
 
     def activity(self) -> tuple[int, ...]:
-        """Differs from what it was when something has gone on that the scheduler places by.
-
-        Positions prefilled are part of it: where one prompt is done and another comes, there are as many as before, but
-        the scheduler takes what it placed since the last report to be waiting still. What decoding alone moves, its
-        positions and times of steps, can wait for the next report that comes anyhow; changes of the slot are streamed.
-        """
+        """Changes with everything that the scheduler places requests by."""
+        # Prefilled positions count: when one prompt ends as another begins, the queue is as long as before, but the
+        # scheduler takes everything it placed since the last report to be waiting. What only decoding changes can wait
+        # for the next regular report, and changes of the slot are streamed.
         worker = self._worker
         return (
             worker.step_metrics.num_positions_prefilled,
@@ -71,12 +68,8 @@ class Reporter:
             *(len(role.attempts) for role in worker.roles),
         )
 
-    def _num_attempts(self, number: types_pb2.Role.ValueType) -> int:
-        role = self._worker.role(number)
-        return len(role.attempts) if role else 0
-
     def _queued_prompts(self) -> list[int]:
-        """Tokens of each prompt that is not computed yet; of one under way all."""
+        """Tokens of each prompt that is not completely computed, those already computed included."""
         role = self._worker.role(types_pb2.ROLE_PREFILL)
         waiting = [attempt for attempt in role.attempts if not attempt.is_prefilled] if role else []
         return [attempt.start.num_prompt_tokens for attempt in waiting]

@@ -1,4 +1,4 @@
-"""What the prefill and decode roles have in common: streams from gateways in, outputs of engine steps out."""
+"""What the prefill and decode roles share: streams from gateways in, outputs of engine steps out."""
 
 from __future__ import annotations
 
@@ -6,46 +6,85 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import grpc
 
 from torchrelay.common.errors import Conflict, InvalidRequest, Overloaded, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
+from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import Finish, NewToken
+from torchrelay.transfer.buffers import Buffer
+from torchrelay.transfer.fetch.follow import Receiver
+from torchrelay.transfer.transport.interface import Transport
 from torchrelay.worker.attempts.attempt import (
+    DEADLINE_ERROR,
     Attempt,
     Attempts,
-    deadline_error,
     dispatch_outputs,
     group_id_of,
     non_finite_logits_error,
 )
+from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer
 from torchrelay.worker.attempts.outbox import Outbox
-
-if TYPE_CHECKING:
-    from torchrelay.worker.worker import Worker
+from torchrelay.worker.attempts.usage_publisher import UsagePublisher
+from torchrelay.worker.metrics.step_metrics import StepMetrics
+from torchrelay.worker.settings import WorkerSettings
+from torchrelay.worker.slot.engine_thread import EngineThread
+from torchrelay.worker.slot.slot import Slot
 
 log = get_logger(__name__)
-START_TIMEOUT_S = 10.0  # a gateway starts an attempt at both its workers at once
+
+
+class RoleContext(Protocol):
+    """What a role needs of its ``Worker``, where the methods are described. All run on the event loop."""
+
+    settings: WorkerSettings
+    tls: Tls | None
+    slot: Slot
+    engine: EngineThread
+    tokenizers: HostedTokenizer
+    usage: UsagePublisher
+    step_metrics: StepMetrics
+    buffers: dict[str, Buffer]  # what the data plane serves, by buffer id
+    receiver: Receiver
+    transport: Transport
+    local_address: str  # of the data plane, for workers of this host; may be empty
+
+    @property
+    def data_address(self) -> str: ...
+    def role(self, number: types_pb2.Role.ValueType) -> WorkerRole | None: ...
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]: ...
+    def cancel(self, group_id: str, choice: int | None = None) -> None: ...
+    def pages_freed(self) -> None: ...
+    def attempt_ended(self) -> None: ...
 
 
 class WorkerRole(ABC):
     """One role of a worker: serves ``Run`` streams and turns engine tokens into outputs.
 
-    A role package names its subclass in the entry point group ``torchrelay.roles``.
+    A role package registers its subclass as an entry point of the group ``torchrelay.roles``.
     """
 
     number: ClassVar[types_pb2.Role.ValueType]
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: RoleContext) -> None:
         self.worker = worker
         self.attempts = Attempts()
         self._awaited_starts: dict[str, asyncio.Future[Attempt]] = {}
+
+    @property
+    def num_awaited_starts(self) -> int:
+        """Attempts that another worker has named and whose gateway has not started them here yet."""
+        return len(self._awaited_starts)
+
+    @property
+    def num_kv_transfers(self) -> int:
+        """Attempts whose KV this role is sending or receiving."""
+        return 0
 
     @abstractmethod
     def register(self, server: grpc.aio.Server) -> None:
@@ -53,32 +92,32 @@ class WorkerRole(ABC):
 
     @abstractmethod
     async def begin(self, attempt: Attempt) -> None:
-        """Starts an attempt that is already among ``attempts``. Raises ``TorchrelayError``."""
+        """Starts an attempt that is already in ``attempts``. Raises ``TorchrelayError``."""
 
     @abstractmethod
     def drop(self, attempt: Attempt) -> None:
-        """Frees what the role holds for an attempt that was cancelled, failed or ended."""
+        """Frees what the role holds for an attempt that has ended, for whatever reason."""
 
     @abstractmethod
     def delivers(self, attempt: Attempt, token: NewToken) -> bool:
         """Whether this role delivers ``token``."""
 
-    def record_phases(self, attempt: Attempt) -> None:  # noqa: B027  (a hook, empty unless a role has something to add)
-        """Called before each of its tokens goes out; adds to ``attempt.phases`` what has just ended."""
+    def record_phases(self, attempt: Attempt) -> None:  # noqa: B027  (an optional hook)
+        """Called before each delivered token; adds the phases that have just ended to ``attempt.phases``."""
 
     def on_delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:  # noqa: B027
-        """Called for each token that goes out; roles add what follows from it."""
+        """Called after each delivered token."""
 
     def pages_freed(self) -> None:  # noqa: B027
         """Called when KV pages may have come free."""
 
     def is_done(self, attempt: Attempt) -> bool:
-        """Whether nothing is left to do for an attempt once its last choice has finished."""
+        """Whether an attempt can be forgotten once its last choice has finished."""
         return True
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
-        """Runs what the role needs in the background."""
+        """Runs the role's background work."""
         yield
 
     # -- streams -----------------------------------------------------------------------------------------------------
@@ -101,16 +140,17 @@ class WorkerRole(ABC):
             await asyncio.gather(writer, return_exceptions=True)
 
     async def wait_for_start(self, group_id: str) -> Attempt:
-        """The attempt of this name, once its gateway has started it here. Raises ``Unavailable`` if it never does."""
+        """The attempt, once its gateway has started it here. Raises ``Unavailable`` if it never does."""
         attempt = self.attempts.get(group_id)
         if attempt is not None and attempt.is_started:
             return attempt
+        timeout_s = self.worker.settings.start_timeout_s
         future = self._awaited_starts.setdefault(group_id, asyncio.get_running_loop().create_future())
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(future)
         except TimeoutError:
-            raise Unavailable(f"no gateway started {group_id} here within {START_TIMEOUT_S:g} s") from None
+            raise Unavailable(f"no gateway started {group_id} here within {timeout_s:g} s") from None
         finally:
             self._awaited_starts.pop(group_id, None)
 
@@ -121,29 +161,27 @@ class WorkerRole(ABC):
     def _apply(self, command: pb.RunCommand, outbox: Outbox, starts: asyncio.TaskGroup) -> None:
         if command.HasField("start"):
             starts.create_task(self._start(command.start, outbox))
-        elif command.HasField("cancel"):
-            attempt = self.attempts.get(group_id_of(command.cancel.key))
-            if attempt is not None:
-                self.end(attempt, pb.FINISH_REASON_CANCELLED)
+        elif command.HasField("cancel") and (attempt := self.attempts.get(group_id_of(command.cancel.key))):
+            self.end(attempt, pb.FINISH_REASON_CANCELLED)
 
     async def _start(self, start: pb.AttemptStart, outbox: Outbox) -> None:
         attempt = Attempt(start, outbox, {})
         running = self.attempts.get(attempt.group_id)
         if running is not None:
-            if running.outbox is not outbox:  # its tokens go to the other stream: this one must not wait for them
-                text = "the attempt runs on another stream already"
+            if running.outbox is not outbox:  # its tokens go to the other stream; this one must not wait for them
+                text = "the attempt already runs on another stream"
                 outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
             return
         hosted = self.worker.slot.serving_instance(start.instance_id, self.number)
         if hosted is None:
-            outbox.put(attempt.failure(self._absence(start.instance_id)))
+            outbox.put(attempt.failure(self._not_serving_error(start.instance_id)))
             return
         if len(self.attempts) >= self.worker.settings.max_attempts:
-            text = f"this worker runs {format_count(len(self.attempts), 'attempt')} already"
+            text = f"this worker already runs {format_count(len(self.attempts), 'attempt')}"
             outbox.put(attempt.failure(pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)))
             return
         self.attempts.add(attempt)
-        self._watch_deadline(attempt)
+        self.watch_deadline(attempt)
         try:
             attempt.stops = await self.worker.tokenizers.checkers(
                 hosted.version.tokenizer_digest,
@@ -153,9 +191,9 @@ class WorkerRole(ABC):
             await hosted.settled.wait()  # a loading instance takes requests as soon as it is mapped
             if self.is_running(attempt):
                 attempt.is_started = True
-                expected = self._awaited_starts.get(attempt.group_id)
-                if expected is not None and not expected.done():
-                    expected.set_result(attempt)
+                awaited = self._awaited_starts.get(attempt.group_id)
+                if awaited is not None and not awaited.done():
+                    awaited.set_result(attempt)
                 await self.begin(attempt)
         except TorchrelayError as error:
             self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
@@ -163,25 +201,24 @@ class WorkerRole(ABC):
             self.fail_unexpected(attempt, error)
 
     def is_running(self, attempt: Attempt) -> bool:
-        """Whether it was neither cancelled nor failed nor ended; ask again after every wait."""
+        """Whether it has not been cancelled, failed or ended; ask again after every await."""
         return self.attempts.get(attempt.group_id) is attempt
 
-    def _absence(self, instance_id: str) -> pb.RunError:
-        """Why an instance does not take requests here."""
+    def _not_serving_error(self, instance_id: str) -> pb.RunError:
         slot = self.worker.slot
         if slot.failed_instance_id == instance_id:
             return pb.RunError(code=pb.RunError.CODE_LOAD_FAILED, message=slot.error)
         text = f"{instance_id} does not take requests on {self.worker.settings.worker_id}"
         return pb.RunError(code=pb.RunError.CODE_WRONG_INSTANCE, message=text)
 
-    def _watch_deadline(self, attempt: Attempt) -> None:
-        left_s = attempt.left_s()
-        if left_s is not None:
+    def watch_deadline(self, attempt: Attempt) -> None:
+        """Ends the attempt at its deadline, if it has one."""
+        if (left_s := attempt.left_s()) is not None:
             loop = asyncio.get_running_loop()
-            attempt.deadline = loop.call_later(max(0.0, left_s), self.fail, attempt, deadline_error())
+            attempt.deadline = loop.call_later(max(0.0, left_s), self.fail, attempt, DEADLINE_ERROR)
 
     def spawn(self, attempt: Attempt, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Runs ``work`` for an attempt in the background; an error that it did not expect ends the attempt."""
+        """Runs ``work`` for an attempt in the background; an unexpected error ends the attempt."""
 
         async def run() -> None:
             try:
@@ -205,7 +242,7 @@ class WorkerRole(ABC):
                 continue
             try:
                 output = self._advance(attempt, token)
-            except Exception as error:  # the other attempts' tokens of this step must not be lost
+            except Exception as error:  # the other tokens of this step must not be lost
                 self.fail_unexpected(attempt, error)
                 continue
             if output is not None:
@@ -213,7 +250,7 @@ class WorkerRole(ABC):
         dispatch_outputs(outputs)
 
     def _advance(self, attempt: Attempt, token: NewToken) -> pb.ChoiceOutput | None:
-        """Moves an attempt on by one token; gives its output when this role delivers it."""
+        """Advances an attempt by one token; returns its output if this role delivers it."""
         finish, output = attempt.finish_of(token), None
         if self.delivers(attempt, token):
             self.record_phases(attempt)
@@ -226,13 +263,13 @@ class WorkerRole(ABC):
 
     def _finish(self, attempt: Attempt, token: NewToken) -> None:
         attempt.open_choices.discard(token.choice)
-        if token.finish is None:  # a stop string: the engine does not know yet
+        if token.finish is None:  # a stop string, which the engine does not know of
             self.worker.cancel(token.group_id, token.choice)
         if not attempt.open_choices and self.is_done(attempt):
             self.forget(attempt)
 
     def forget(self, attempt: Attempt) -> bool:
-        """Lets go of an attempt. False when it was gone already."""
+        """Drops an attempt. False if it was dropped before."""
         if self.attempts.remove(attempt.group_id) is None:
             return False
         if attempt.deadline is not None:
@@ -242,7 +279,7 @@ class WorkerRole(ABC):
         return True
 
     def end(self, attempt: Attempt, cause: pb.FinishReason.ValueType) -> None:
-        """Stops an attempt whose gateway does not want it any more; nothing is sent."""
+        """Stops an attempt that its gateway no longer wants; sends nothing."""
         if self.forget(attempt):
             self.worker.cancel(attempt.group_id)
             self.worker.usage.forget(attempt, cause)
@@ -257,14 +294,13 @@ class WorkerRole(ABC):
             self.worker.usage.forget(attempt, pb.FINISH_REASON_ERROR)
 
     def expire(self, group_ids: Iterable[str]) -> None:
-        """Ends the attempts that the engine has found late."""
+        """Ends the attempts that the engine found past their deadlines."""
         for group_id in group_ids:
-            attempt = self.attempts.get(group_id)
-            if attempt is not None:
-                self.fail(attempt, deadline_error())
+            if attempt := self.attempts.get(group_id):
+                self.fail(attempt, DEADLINE_ERROR)
 
     def fail_unexpected(self, attempt: Attempt, error: Exception) -> None:
-        """Ends an attempt by an error that nobody foresaw; the stream's other attempts go on."""
+        """Ends an attempt with an internal error; the stream's other attempts go on."""
         log.error("attempt_broke", group_id=attempt.group_id, exc_info=error)
         self.fail(attempt, pb.RunError(code=pb.RunError.CODE_INTERNAL, message="the worker could not run the request"))
 
@@ -274,18 +310,9 @@ class WorkerRole(ABC):
 
 
 def _code_of(error: TorchrelayError) -> pb.RunError.Code.ValueType:
-    """What the gateway shall make of it: try elsewhere, or give up."""
+    """Whether the gateway should try elsewhere or give up."""
     if isinstance(error, Conflict | Overloaded):
         return pb.RunError.CODE_WRONG_INSTANCE
     if isinstance(error, Unavailable):
         return pb.RunError.CODE_LOAD_FAILED
     return pb.RunError.CODE_INTERNAL
-
-
-def load_roles(names: Sequence[str], worker: Worker) -> list[WorkerRole]:
-    """The installed roles of these names. Raises ``InvalidRequest`` naming the package to install."""
-    found = {point.name: point for point in entry_points(group="torchrelay.roles")}
-    for name in names:
-        if name not in found:
-            raise InvalidRequest(f"role {name!r} is not installed: pip install torchrelay-{name}", field="roles")
-    return [found[name].load()(worker) for name in names]

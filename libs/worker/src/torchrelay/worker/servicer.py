@@ -16,25 +16,25 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Checks the epoch of every command, then lets the worker act."""
+    """Checks the epoch of every command and passes it to the worker."""
 
     def __init__(self, worker: Worker, reporter: Reporter) -> None:
         self._worker, self._reporter = worker, reporter
 
     async def Load(self, request: worker_pb2.LoadRequest, context: Context) -> worker_pb2.LoadReply:
-        self._worker.slot.check_epoch(request.epoch)
+        self._worker.slot.epoch.check(request.epoch)
         hosted = HostedInstance(request.instance_id, request.version, list(request.roles))
         if self._worker.slot.hosted is None or self._worker.slot.hosted.instance_id != request.instance_id:
             await self._worker.load(hosted, request.traceparent)
         return worker_pb2.LoadReply()
 
     async def Unload(self, request: worker_pb2.UnloadRequest, context: Context) -> worker_pb2.UnloadReply:
-        self._worker.slot.check_epoch(request.epoch)
+        self._worker.slot.epoch.check(request.epoch)
         await self._worker.unload(request.instance_id, request.drain_s)
         return worker_pb2.UnloadReply()
 
     async def SetRoles(self, request: worker_pb2.SetRolesRequest, context: Context) -> worker_pb2.SetRolesReply:
-        self._worker.slot.check_epoch(request.epoch)
+        self._worker.slot.epoch.check(request.epoch)
         await self._worker.set_roles(request.instance_id, list(request.roles))
         return worker_pb2.SetRolesReply()
 

@@ -1,4 +1,4 @@
-"""The decode side of a hand-over: follows one KV buffer from its prefill worker into the pages reserved for it."""
+"""The decode side of a KV transfer: follows a buffer from its prefill worker into reserved pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrelay.transfer.transport.interface import Transport
 
 
 class KvReceiver:
-    """One KV buffer on its way in. ``receive`` blocks and runs on a thread of its own; ``stop`` ends it early."""
+    """One incoming KV buffer. ``receive`` blocks and runs on its own thread; ``stop`` ends it early."""
 
     def __init__(
         self,
@@ -37,13 +37,8 @@ class KvReceiver:
         self._stop.set()
 
     def receive(self, write: Callable[[Callable[[], None], threading.Event], None], stall_s: float) -> bytes:
-        """Follows the buffer; hands each verified chunk to ``write`` for the engine's thread. Returns the trailer.
-
-        Raises the transfer's errors when the buffer stops coming.
-        """
-        source = self._source
-        wanted = range(self.layout.num_chunks)
-        trailer = b""
+        """Follows the buffer, passing each verified chunk to ``write``. Returns the trailer. Raises transfer errors."""
+        source, wanted, trailer = self._source, range(self.layout.num_chunks), b""
         for index in follow(
             source.ticket.buffer_id,
             wanted,
@@ -61,21 +56,21 @@ class KvReceiver:
                 write(partial(self.kv_import.write, index, memoryview(data)), self._stop)
         return trailer
 
-    # -- transfer.Sink: chunks are staged, for the pages of a sequence do not lie in a row
+    # -- transfer.Sink: chunks are staged, because the pages of a sequence are not contiguous
 
     def chunk(self, index: int) -> memoryview:
         staged = self._staged[index] = bytearray(self.layout.chunk_bytes(index))
         return memoryview(staged)
 
     def digest(self, index: int) -> bytes | None:
-        return None  # known only to the prefill worker: the frame carries it
+        return None  # only the prefill worker knows it; the frame carries it
 
     def accept(self, index: int) -> None:
-        """Nothing to mark: the generator hands the chunk on."""
+        """Nothing: ``receive`` passes the chunk on."""
 
 
 def _source(offer: decode_pb2.KvOffer, host_id: str) -> SourceAddress:
-    """The prefill worker; by its local door when both say that they are on the same host."""
+    """The prefill worker, by its local address if both name the same host."""
     source = offer.source
     local_address = offer.local_address if host_id and offer.host_id == host_id else ""
     return SourceAddress(source.holder_id, prefer_local(local_address, source.data_address), source.ticket)

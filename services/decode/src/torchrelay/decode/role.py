@@ -1,4 +1,4 @@
-"""The decode role: takes KV over from prefill workers and delivers all tokens but the first."""
+"""The decode role: receives KV from prefill workers and delivers all tokens but the first."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ from typing import Any
 
 import grpc
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.decode.kv_receiver import KvReceiver
 from torchrelay.engine.core import GroupSpec, KvPoolFull, NewToken
-from torchrelay.engine.instance import Instance
 from torchrelay.engine.kv.kv_import import KvImport
 from torchrelay.engine.kv.layout import KvLayout, KvSequence
-from torchrelay.worker.attempts.attempt import Attempt, group_id_of, now_us
-from torchrelay.worker.role import WorkerRole
-from torchrelay.worker.worker import Worker
+from torchrelay.worker.attempts.attempt import Attempt, group_id_of
+from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
 
 
 class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[misc]  # Run writes to its context
-    """Starts an attempt when both its AttemptStart and its whole KV are here, whichever came first."""
+    """Decodes an attempt once both its AttemptStart and all of its KV are here, in either order."""
 
     number = types_pb2.ROLE_DECODE
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: RoleContext) -> None:
         super().__init__(worker)
         self._kv_receivers: dict[str, KvReceiver] = {}
         self._waiting_for_pages: set[asyncio.Event] = set()
         self._threads = ThreadPoolExecutor(worker.settings.max_incoming, thread_name_prefix="kv")
+
+    @property
+    def num_kv_transfers(self) -> int:
+        return len(self._kv_receivers)
 
     def register(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
@@ -50,22 +53,22 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             await asyncio.to_thread(self._threads.shutdown)
 
     async def begin(self, attempt: Attempt) -> None:
-        """Nothing to do yet: the KV offer, or this worker's own prefill role, was waiting for the attempt."""
+        """Nothing: the KV offer, or this worker's prefill role, waits for the attempt and goes on."""
 
-    # -- taking KV over ----------------------------------------------------------------------------------------------
+    # -- receiving KV ----------------------------------------------------------------------------------------------
 
     async def Receive(
         self, request: decode_pb2.KvOffer, context: grpc.aio.ServicerContext[Any, Any]
     ) -> decode_pb2.KvAccept:
         hosted = self.worker.slot.require_instance(request.instance_id)
         if hosted.version.pack_id != request.pack_id:
-            raise Conflict("the KV was computed with other weights", field="pack_id")
+            raise Conflict("the KV was computed with another pack", field="pack_id")
         group_id = group_id_of(request.key)
         if request.source.ticket.buffer_id != group_id:
-            raise InvalidRequest("the ticket is for another attempt's KV", field="source")
+            raise InvalidRequest("the ticket is not for this attempt's KV", field="source")
         attempt = await self.wait_for_start(group_id)
         group = attempt.group()
-        kv_import, layout = await self._adopt(attempt, group, request)
+        kv_import, layout = await self._reserve_pages(attempt, group, request)
         worker = self.worker
         kv_receiver = KvReceiver(request, layout, kv_import, worker.receiver, worker.transport, worker.settings.host_id)
         if not self.is_running(attempt):
@@ -75,17 +78,18 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         self.spawn(attempt, self._receive_kv(attempt, kv_receiver), "kv")
         return decode_pb2.KvAccept()
 
-    async def _adopt(self, attempt: Attempt, group: GroupSpec, offer: decode_pb2.KvOffer) -> tuple[KvImport, KvLayout]:
-        """Reserves pages; waits for other attempts to end while there are too few."""
+    async def _reserve_pages(
+        self, attempt: Attempt, group: GroupSpec, offer: decode_pb2.KvOffer
+    ) -> tuple[KvImport, KvLayout]:
+        """Reserves the attempt's pages, waiting for others to free theirs while there are too few."""
         sequences = tuple(KvSequence(tuple(s.choices), s.num_context_tokens) for s in offer.sequences)
-
         reserved: list[KvImport] = []
 
         def reserve() -> tuple[KvImport, KvLayout]:
-            instance = self._instance()
+            instance = self.worker.engine.require_instance()
             layout = KvLayout(instance.kv_shape, offer.block_tokens, sequences)
             if layout != KvLayout.of(instance.kv_shape, offer.block_tokens, group):
-                raise InvalidRequest("the offered KV does not fit the attempt", field="sequences")
+                raise InvalidRequest("the offered KV does not match the attempt", field="sequences")
             reserved.append(instance.import_kv(group, layout))
             return reserved[0], layout
 
@@ -98,7 +102,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
                     return await self.worker.engine.call(reserve)
                 except KvPoolFull:
                     await freed.wait()
-        except asyncio.CancelledError:  # the prefill worker left; the engine may reserve yet
+        except asyncio.CancelledError:  # the prefill worker left, but the engine may still reserve
             self._release_reserved(reserved)
             raise
         finally:
@@ -106,7 +110,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         raise Conflict("the attempt was cancelled")
 
     def _release_reserved(self, reserved: list[KvImport]) -> None:
-        """Frees what is in the list once all commands posted before this have run."""
+        """Frees what is in the list after all commands posted so far have run."""
 
         def drop() -> None:
             for kv_import in reserved:
@@ -119,15 +123,9 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         for freed in self._waiting_for_pages:
             freed.set()
 
-    def _instance(self) -> Instance:
-        instance = self.worker.engine.instance
-        if instance is None:
-            raise Conflict("the instance was unloaded")
-        return instance
-
     async def _receive_kv(self, attempt: Attempt, kv_receiver: KvReceiver) -> None:
-        """Receives the KV, then lets the engine decode."""
-        begin_us = now_us()
+        """Receives the KV, then starts decoding."""
+        begin_us = now_unix_us()
         receive = asyncio.get_running_loop().run_in_executor(
             self._threads, kv_receiver.receive, self.worker.engine.write, self.worker.settings.kv_timeout_s
         )
@@ -137,12 +135,12 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             first_tokens = kv_receiver.layout.unpack_trailer(attempt.group_id, trailer)
         except (TorchrelayError, OSError) as error:
             if self.is_running(attempt):
-                message = f"the KV stopped coming: {error}"
+                message = f"the KV transfer failed: {error}"
                 self.fail(attempt, pb.RunError(code=pb.RunError.CODE_PREFILL_LOST, message=message))
             return
         if not self.is_running(attempt):
             return
-        end_us = now_us()
+        end_us = now_unix_us()
         attempt.phases.append(types_pb2.Phase(name="kv", begin_unix_us=begin_us, end_unix_us=end_us))
         record_span(
             "decode.kv_receive",
@@ -157,7 +155,7 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
             self._kv_receivers.pop(attempt.group_id, None)
 
     def _continuing_choices(self, attempt: Attempt, first_tokens: tuple[NewToken, ...]) -> dict[int, int]:
-        """The choices that go on after their first token: choice -> that token."""
+        """The choices that continue after their first token: choice -> that token."""
         continuing: dict[int, int] = {}
         for token in first_tokens:
             if token.choice in attempt.open_choices:
@@ -179,5 +177,5 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
         if kv_receiver is not None:
             kv_receiver.stop()
             self._release_reserved([kv_receiver.kv_import])
-        self.pages_freed()  # its own offer may be among those that wait
-        record_span("decode.run", attempt.start.traceparent, attempt.began_us * 1000, now_us() * 1000)
+        self.pages_freed()  # its own offer may be waiting
+        record_span("decode.run", attempt.start.traceparent, attempt.began_us * 1000, now_unix_us() * 1000)

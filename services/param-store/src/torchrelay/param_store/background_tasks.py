@@ -1,18 +1,20 @@
-"""What a store does without being asked: reports on NATS, stale uploads, lost workers' pins, the disk tier."""
+"""What a store does in the background: reports on NATS, upload expiry, recovered pins, the disk cache."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
+from functools import partial
 
 from torchrelay.common.net import load_reports
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.param_store.copies.pack_download import REMOTE
+from torchrelay.param_store.copies.copy_record import REMOTE
 from torchrelay.param_store.copies.recovery import release_unmapped
 from torchrelay.param_store.disk.cache import DiskCache
 from torchrelay.param_store.disk.cache_writer import write_to_cache
+from torchrelay.param_store.grpc.messages import store_report
 from torchrelay.param_store.store import Store
 from torchrelay.transfer.arena.slab import Slab
 
@@ -22,53 +24,53 @@ _DISK_SCAN_INTERVAL_S = 0.2
 
 
 async def publish_reports(store: Store) -> None:
-    """Publishes reports until cancelled; while NATS is away they are simply missed."""
+    """Publishes reports until cancelled; while NATS is away they are lost."""
     settings = store.settings
     subject = Subjects(settings.nats_prefix).store_load(settings.store_id)
     client = await connect(settings.nats_url, settings.store_id)
     try:
-        await load_reports.publish_reports(client, subject, store.activity, store.report)
+        await load_reports.publish_reports(client, subject, store.activity, partial(store_report, store))
     finally:
         await client.close()
 
 
 async def expire_uploads(store: Store) -> None:
-    """Removes uploads that nobody touched for the expiry time, until cancelled."""
+    """Removes uploads left untouched for the expiry time, until cancelled."""
     while True:
         await asyncio.to_thread(store.uploads.expire, time.time())
         await asyncio.sleep(min(EXPIRY_INTERVAL_S, store.settings.upload_expiry_s))
 
 
 async def release_recovered(store: Store) -> None:
-    """After the grace: packs of an earlier process that no worker holds again, nor still maps, may be evicted."""
-    left = True
-    while left:
+    """After the grace period: lets packs of an earlier process be evicted that no worker holds or maps."""
+    any_mapped = True
+    while any_mapped:
         await asyncio.sleep(store.settings.recovery_grace_s)
-        left = await asyncio.to_thread(release_unmapped, store.arena)
+        any_mapped = await asyncio.to_thread(release_unmapped, store.arena)
         store.changes.notify()
 
 
 async def fill_disk_cache(store: Store) -> None:
-    """Writes packs that came from the remote store to the disk tier, one after the other, until cancelled."""
+    """Writes packs that came from the remote store to the disk cache, one at a time, until cancelled."""
     if store.disk is None:
         return
-    tried: dict[str, Slab] = {}  # once for each time that a pack comes: a full disk is not asked again and again
+    tried: dict[str, Slab] = {}  # one try for each download: a full disk is not tried again and again
     with store.changes.listen() as changed:
         while True:
             changed.clear()
-            fresh = _downloaded_slabs(store)
-            for slab in fresh.values():
+            slabs = _downloaded_slabs(store)
+            for slab in slabs.values():
                 if tried.get(slab.pack_id) is not slab:
                     await _write(store.disk, slab)
-            tried = fresh
+            tried = slabs
             await asyncio.sleep(_DISK_SCAN_INTERVAL_S)
             await changed.wait()
 
 
 def _downloaded_slabs(store: Store) -> dict[str, Slab]:
-    """The whole packs in the arena that came from the remote store."""
-    came = {copy.record.pack_id for copy in store.arena_copies.copies() if copy.record.source == REMOTE}
-    return {slab.pack_id: slab for slab in store.arena.slabs() if slab.pack_id in came and slab.complete}
+    """The complete packs in the arena that came from the remote store."""
+    downloaded = {copy.record.pack_id for copy in store.arena_copies.copies() if copy.record.source == REMOTE}
+    return {slab.pack_id: slab for slab in store.arena.slabs() if slab.pack_id in downloaded and slab.complete}
 
 
 async def _write(cache: DiskCache, slab: Slab) -> None:

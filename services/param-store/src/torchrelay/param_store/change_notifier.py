@@ -1,4 +1,4 @@
-"""Tells coroutines that something changed, from any thread, without ever queueing more than one notice."""
+"""Tells coroutines that something changed, from any thread, with at most one notice queued."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 
 class ChangeNotifier:
-    """A signal with any number of listeners; notices that come faster than they are read become one."""
+    """A signal with any number of listeners; notices that come faster than they are read are merged."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -27,7 +27,7 @@ class ChangeNotifier:
 
     @contextmanager
     def listen(self) -> Iterator[asyncio.Event]:
-        """An event that is set at every change; the listener clears it, then looks."""
+        """An event that is set at every change; the listener clears it before it looks."""
         event = asyncio.Event()
         self._listeners.add(event)
         try:

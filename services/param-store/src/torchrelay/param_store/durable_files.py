@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and survive a power cut."""
+"""Files that appear complete or not at all, and survive a power cut."""
 
 from __future__ import annotations
 
@@ -15,6 +15,13 @@ def write_durably(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
     draft.replace(path)
     sync_folder(path.parent)
+
+
+def write_all(file: int, data: bytes | memoryview) -> None:
+    """Writes all of ``data`` where the descriptor stands; one system call may write less."""
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(file, remaining) :]
 
 
 def sync_folder(folder: Path) -> None:

@@ -24,7 +24,7 @@ async def serving(
     settings: StoreSettings,
     background: tuple[Work, ...] = (publish_reports, expire_uploads, release_recovered, fill_disk_cache),
 ) -> AsyncIterator[Addresses]:
-    """Brings up the store: arena, data plane, gRPC; then the work in the background."""
+    """Runs a store: arena, data plane, gRPC, then the background tasks."""
     async with AsyncExitStack() as stack:
         store = Store(settings, asyncio.get_running_loop())
         stack.push_async_callback(asyncio.to_thread, store.close)

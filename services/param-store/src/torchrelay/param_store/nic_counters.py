@@ -1,4 +1,4 @@
-"""What the host's network interfaces have carried, as Linux counts it."""
+"""Byte counters of the host's network interfaces, from Linux."""
 
 from __future__ import annotations
 
@@ -13,32 +13,30 @@ _MBIT = 1e6 / 8
 
 @dataclass(frozen=True, slots=True)
 class NicCounters:
-    """All interfaces but loopback, together. ``bytes_per_s``: their speed in either direction; 0: not known."""
+    """All interfaces but loopback, summed. ``link_bytes_per_s`` holds for either direction; 0: unknown."""
 
     bytes_sent: int
     bytes_received: int
-    bytes_per_s: float = 0.0
+    link_bytes_per_s: float = 0.0
 
 
 def read_nic_counters(counters: Path = _COUNTERS, devices: Path = _DEVICES) -> NicCounters | None:
-    """The counters now; None where the system has none.
-
-    A bond or a bridge carries what its devices carry: where there are devices of hardware only those count.
-    """
+    """The counters now; None where the system has none."""
     try:
         lines = counters.read_text().splitlines()
     except OSError:
         return None
     found = dict(_row(line) for line in lines if ":" in line)
     found.pop("lo", None)
-    real = [name for name in found if (devices / name / "device").exists()]
-    names = real or list(found)
+    # A bond or a bridge carries what its devices carry: where there is hardware, only hardware counts.
+    hardware = [name for name in found if (devices / name / "device").exists()]
+    names = hardware or list(found)
     if not names:
         return None
     return NicCounters(
         bytes_sent=sum(found[name][_SENT] for name in names),
         bytes_received=sum(found[name][_RECEIVED] for name in names),
-        bytes_per_s=sum(_speed_mbit(devices / name) for name in names) * _MBIT,
+        link_bytes_per_s=sum(_speed_mbit(devices / name) for name in names) * _MBIT,
     )
 
 
@@ -48,7 +46,7 @@ def _row(line: str) -> tuple[str, list[int]]:
 
 
 def _speed_mbit(device: Path) -> int:
-    """0: the device does not tell, is down, or is a virtual one that has none."""
+    """0: the device is down, or virtual and without a speed."""
     try:
         return max(int((device / "speed").read_text()), 0)
     except (OSError, ValueError):

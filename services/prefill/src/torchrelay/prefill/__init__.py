@@ -1,1 +1,1 @@
-"""The prefill role of a Torchrelay worker: prompt in, first token and KV out."""
+"""The prefill role of a Torchrelay worker: a prompt in, its first token and KV out."""

@@ -1,18 +1,18 @@
-"""The prefill side of a hand-over: the KV of one attempt, published chunk by chunk as its layers finish."""
+"""The prefill side of a KV transfer: one attempt's KV, published chunk by chunk as layers finish."""
 
 from __future__ import annotations
 
 import asyncio
 
 from torchrelay.control.v1 import decode_pb2, types_pb2
-from torchrelay.engine.core import NewToken
-from torchrelay.engine.kv.layout import KvBlock, KvLayout
+from torchrelay.engine.core import KvBlock, NewToken
+from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.transfer.buffers import MemoryBuffer
 from torchrelay.worker.attempts.attempt import Attempt
 
 
 class KvSendBuffer(MemoryBuffer):
-    """A KV buffer that tells when the decode worker has taken it: the stream that was sent the trailer has ended."""
+    """A KV buffer that knows when the decode worker has received it: the stream that carried the trailer has ended."""
 
     def __init__(self, buffer_id: str, layout: KvLayout) -> None:
         super().__init__(buffer_id, layout.chunk_sizes)
@@ -26,7 +26,7 @@ class KvSendBuffer(MemoryBuffer):
         return super().chunk(index)
 
     def acquire(self, owner: str) -> None:
-        """transfer.LeasedBuffer: a stream begins to read."""
+        """transfer.LeasedBuffer: a stream starts reading."""
 
     def release(self, owner: str) -> None:
         """transfer.LeasedBuffer: a stream has ended."""
@@ -35,7 +35,7 @@ class KvSendBuffer(MemoryBuffer):
 
 
 class KvSender:
-    """Gathers what one attempt hands over: KV blocks from the engine's thread, first tokens from the event loop."""
+    """Publishes one attempt's KV blocks, from the engine's thread, and its first tokens, from the event loop."""
 
     def __init__(self, attempt: Attempt, layout: KvLayout) -> None:
         self.attempt, self.layout = attempt, layout
@@ -44,7 +44,7 @@ class KvSender:
         self._first_tokens: list[NewToken] = []
 
     def publish(self, block: KvBlock) -> None:
-        """Called on the engine's thread for each finished block of one layer."""
+        """(engine's thread) Publishes a finished block of one layer."""
         self.buffer.publish(block.index, block.data)
 
     def add_first_token(self, token: NewToken) -> None:
@@ -55,7 +55,7 @@ class KvSender:
             self.complete.set()
 
     def abandon(self) -> None:
-        """The attempt is over: whoever still follows the buffer is told, unless it was taken."""
+        """The attempt is over: fails the buffer for its follower, unless that has received everything."""
         if not self.buffer.received.is_set():
             self.buffer.fail("the attempt ended")
         self.complete.set()
@@ -64,7 +64,7 @@ class KvSender:
     def offer(
         self, pack_id: str, holder_id: str, data_address: str, host_id: str = "", local_address: str = ""
     ) -> decode_pb2.KvOffer:
-        """Where the KV can be followed from; ``local_address``: where it can be from within ``host_id``."""
+        """The offer of the KV; ``local_address`` is for receivers on ``host_id``."""
         start = self.attempt.start
         return decode_pb2.KvOffer(
             key=start.key,

@@ -1,4 +1,4 @@
-"""The prefill role: runs prompts, delivers first tokens, hands KV to decode workers."""
+"""The prefill role: runs prompts, delivers first tokens and sends KV to decode workers."""
 
 from __future__ import annotations
 
@@ -9,33 +9,36 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict
 from torchrelay.common.net.rpc import error_from_rpc, open_channel
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.engine.core import Finish, GroupSpec, NewToken
-from torchrelay.engine.instance import Instance
 from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.kv_sender import KvSender
-from torchrelay.worker.attempts.attempt import Attempt, now_us
-from torchrelay.worker.role import WorkerRole
-from torchrelay.worker.worker import Worker
+from torchrelay.worker.attempts.attempt import Attempt
+from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
 
 
 class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  # Run writes to its context
-    """Owns the first new token of every choice; what follows it belongs to the decode role."""
+    """Delivers the first new token of every choice; the decode role delivers the others."""
 
     number = types_pb2.ROLE_PREFILL
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: RoleContext) -> None:
         super().__init__(worker)
         self._kv_senders: dict[str, KvSender] = {}
         self._budget = ByteBudget(worker.settings.kv_pool_bytes)
-        self._measured: set[str] = set()  # attempts whose first token is out
+        self._measured: set[str] = set()  # attempts whose first token has been delivered
         self._channels: dict[str, grpc.aio.Channel] = {}
+
+    @property
+    def num_kv_transfers(self) -> int:
+        return len(self._kv_senders)
 
     def register(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
@@ -56,19 +59,19 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             await self._begin_remote(attempt, group)
 
     async def _begin_local(self, attempt: Attempt, group: GroupSpec) -> None:
-        """The same worker decodes: the pages stay where they are, and only change their role."""
+        """This worker decodes too: the pages stay in place and change roles."""
         decode = self.worker.role(types_pb2.ROLE_DECODE)
         if decode is None:
             raise Conflict("this worker does not play the decode role", field="decode")
-        other = await decode.wait_for_start(group.group_id)
+        decoding = await decode.wait_for_start(group.group_id)
         if not self.is_running(attempt):
             return
-        if not decode.is_running(other):
-            raise Conflict("the attempt was ended at the decode role")
-        await self.worker.engine.call(lambda: self._instance().prefill(group))
+        if not decode.is_running(decoding):
+            raise Conflict("the decode role ended the attempt")
+        await self.worker.engine.call(lambda: self.worker.engine.require_instance().prefill(group))
 
     async def _begin_remote(self, attempt: Attempt, group: GroupSpec) -> None:
-        layout = await self.worker.engine.call(lambda: self._instance().kv_layout(group))
+        layout = await self.worker.engine.call(lambda: self.worker.engine.require_instance().kv_layout(group))
         if not self.is_running(attempt):
             return
         await self._budget.acquire(layout.num_kv_bytes)
@@ -78,18 +81,11 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         kv_sender = KvSender(attempt, layout)
         self._kv_senders[attempt.group_id] = kv_sender
         self.worker.buffers[attempt.group_id] = kv_sender.buffer
-        self.spawn(attempt, self._send_kv(kv_sender), "hand-over")
-
-        await self.worker.engine.call(lambda: self._instance().prefill(group, kv_sender.publish))
-
-    def _instance(self) -> Instance:
-        instance = self.worker.engine.instance
-        if instance is None:
-            raise Conflict("the instance was unloaded")
-        return instance
+        self.spawn(attempt, self._send_kv(kv_sender), "kv")
+        await self.worker.engine.call(lambda: self.worker.engine.require_instance().prefill(group, kv_sender.publish))
 
     async def _send_kv(self, kv_sender: KvSender) -> None:
-        """Offers the KV, then keeps it until the decode worker has taken all of it."""
+        """Offers the KV and keeps it until the decode worker has received all of it."""
         attempt, target = kv_sender.attempt, kv_sender.attempt.start.decode
         hosted = self.worker.slot.hosted
         pack_id = hosted.version.pack_id if hosted else ""
@@ -100,7 +96,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         try:
             await self._decode(target.grpc_address).Receive(offer, timeout=self.worker.settings.kv_timeout_s)
         except grpc.aio.AioRpcError as error:
-            message = f"the decode worker {target.worker_id} took no KV: {error_from_rpc(error).message}"
+            message = f"the decode worker {target.worker_id} refused the KV: {error_from_rpc(error).message}"
             lost_worker = ""
             if error.code() == grpc.StatusCode.UNAVAILABLE:
                 self._drop_channel(target.grpc_address)
@@ -118,9 +114,9 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             self.worker.usage.hand_off(attempt)
 
     def _drop_channel(self, address: str) -> None:
-        """A worker that is gone seldom comes back at the same address, and its channel would try for ever."""
+        """Closes the channel to a lost worker, which seldom returns at the same address."""
         channel = self._channels.pop(address, None)
-        if channel is not None:  # other offers may still wait for its answer, but no longer than their time
+        if channel is not None:  # other offers may still wait for a reply, up to their timeout
             grace_s = self.worker.settings.kv_timeout_s
             self.worker.spawn(channel.close(grace_s), f"channel to {address}")
 
@@ -136,7 +132,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     def record_phases(self, attempt: Attempt) -> None:
         if attempt.group_id not in self._measured:  # the first token of the attempt
             self._measured.add(attempt.group_id)
-            end_us = now_us()
+            end_us = now_unix_us()
             phase = types_pb2.Phase(name="prefill", begin_unix_us=attempt.began_us, end_unix_us=end_us)
             attempt.phases.append(phase)
             record_span("prefill.run", attempt.start.traceparent, attempt.began_us * 1000, end_us * 1000)
@@ -145,13 +141,13 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         kv_sender = self._kv_senders.get(attempt.group_id)
         if kv_sender is not None:
             kv_sender.add_first_token(dataclasses.replace(token, finish=finish))
-        elif finish is None:  # decoded here: the rest belongs to the decode role
+        elif finish is None:  # decoded here, by the decode role
             attempt.open_choices.discard(token.choice)
             if not attempt.open_choices:
                 self.forget(attempt)
 
     def is_done(self, attempt: Attempt) -> bool:
-        return attempt.group_id not in self._kv_senders  # else it ends when the decode worker has taken the trailer
+        return attempt.group_id not in self._kv_senders  # otherwise it ends once the KV is received
 
     def drop(self, attempt: Attempt) -> None:
         self.worker.buffers.pop(attempt.group_id, None)

@@ -1,4 +1,4 @@
-"""Every library of kernels that this CPU can run."""
+"""Every kernel library that this CPU can run."""
 
 from __future__ import annotations
 

@@ -1,19 +1,28 @@
-"""Instances that compute whole layers in one call, counted, and what they give."""
+"""Instances that compute whole layers in one call, counted, and their logits."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from tests.unit.engine.harness import Model, group_of, prompt_of, run
 from torchrelay.engine.core import SamplingParams
-from torchrelay.engine.execution.resident_model import ResidentModel
 from torchrelay.engine.instance import Instance
-from torchrelay.engine.kernels import fused_ops
-from torchrelay.engine.kernels.cpu import threads
+from torchrelay.engine.kernels import linear
+from torchrelay.engine.kernels.backends import Backends
+from torchrelay.engine.kernels.cpu import linear as cpu_linear
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+from torchrelay.engine.kernels.cpu.attention import CpuAttention
 from torchrelay.engine.kernels.cpu.layers import CpuLayers
 from torchrelay.engine.kernels.cpu.library import Kernels
+from torchrelay.engine.kernels.cpu.ops import CpuOps
+from torchrelay.engine.kernels.cpu.threads import ThreadBudget
 
 SAMPLING = SamplingParams(temperature=0, max_tokens=30)
 
@@ -21,9 +30,8 @@ SAMPLING = SamplingParams(temperature=0, max_tokens=30)
 class Counted(CpuLayers):
     """``calls``: how many layers each has computed; ``rows``: of how many rows."""
 
-    def __init__(self, kernels: Kernels, model: ResidentModel, active_processes: ActiveProcesses | None = None) -> None:
-        kinds = model.decoder._kind_of_layer
-        super().__init__(kernels, model.config, model.weights.dtype, kinds, active_processes)
+    def __init__(self, *arguments: Any, **limits: Any) -> None:
+        super().__init__(*arguments, **limits)
         self.calls: list[int] = []
         self.rows: list[int] = []
 
@@ -37,30 +45,55 @@ class Counted(CpuLayers):
 def logits_of(instance: Instance, num_groups: int) -> list[Tensor]:
     """Of every step, with prompts of several lengths that go beyond windows and page ends."""
     found: list[Tensor] = []
-    logits = instance._model.decoder.logits
+    logits = instance.model.decoder.logits
 
     def spy(hidden: Tensor) -> Tensor:
         found.append(logits(hidden))
         return found[-1]
 
-    instance._model.decoder.logits = spy  # type: ignore[method-assign]
+    instance.model.decoder.logits = spy  # type: ignore[method-assign]
     for number in range(num_groups):
         instance.prefill(group_of(prompt_of(5 + 9 * number, number), f"{number}/0", SAMPLING))
     run(instance)
-    instance._model.decoder.logits = logits  # type: ignore[method-assign]
+    instance.model.decoder.logits = logits  # type: ignore[method-assign]
     return found
 
 
-def instances(monkeypatch: pytest.MonkeyPatch, model: Model, built: Kernels) -> tuple[Instance, Instance, Counted]:
-    """One that computes step by step, and one that computes whole layers; both with the same kernels."""
-    for module in ("attention", "fused_ops", "linear", "cpu.attention"):
-        monkeypatch.setattr(f"torchrelay.engine.kernels.{module}.kernels", lambda: built)
-    monkeypatch.setattr(threads, "MAX_ONE_THREAD_BYTES", 0)
+def instances(
+    monkeypatch: pytest.MonkeyPatch,
+    model: Model,
+    built: Kernels,
+    *,
+    layers: Callable[..., int] | None = None,
+    max_products: int = 4096,
+    processes: ActiveProcesses | None = None,
+    limits: dict[str, int] | None = None,
+    **settings: Any,
+) -> tuple[Instance, Instance, Counted]:
+    """One that computes step by step, and one that computes whole layers; both with the same kernels.
+
+    ``layers`` takes the place of the kernel that computes them; ``processes`` and ``limits`` are ``CpuLayers``'.
+    """
+    monkeypatch.setattr(linear, "kernels", lambda: built)
     # A CPU that has arithmetic of the dtype leaves all but a few rows to torch.
-    monkeypatch.setattr("torchrelay.engine.kernels.linear.has_arithmetic", lambda dtype: False)
-    monkeypatch.setattr(fused_ops, "whole_layers_for", lambda *of: None)
-    plain = model.instance(token_budget=40, prefix_cache=False)
-    whole = model.instance(token_budget=40, prefix_cache=False)
-    counted = Counted(built, whole._model)
-    whole._model.decoder._whole_layers = counted
-    return plain, whole, counted
+    for module in linear, cpu_linear:
+        monkeypatch.setattr(module, "has_arithmetic", lambda dtype: False)
+    kernels = SimpleNamespace(level=built.level, layers=layers or built.layers)
+    counted: list[Counted] = []
+
+    def whole_layers(*arguments: Any) -> CpuLayers:
+        counted.append(Counted(kernels, *arguments, **(limits or {})))
+        return counted[0]
+
+    attention = partial(CpuAttention, library=built, max_products=max_products)
+    backends = Backends(attention, CpuOps(built))
+    settings = {"token_budget": 40, "prefix_cache": False} | settings
+    plain = model.instance(backends=backends, threads=budget(), **settings)
+    backends = replace(backends, whole_layers=whole_layers)
+    whole = model.instance(backends=backends, threads=budget(processes), active_processes=processes, **settings)
+    return plain, whole, counted[0]
+
+
+def budget(processes: ActiveProcesses | None = None) -> ThreadBudget:
+    """As of a model that is not too small for more threads than one."""
+    return ThreadBudget(0, processes, one_thread_bytes=0)

@@ -15,8 +15,8 @@ from torchrelay.engine.kernels.cpu.active_processes import ACTIVE_FOR_S, ActiveP
 _COMPUTE = """
 import sys
 from pathlib import Path
-from torchrelay.engine.kernels.cpu.active_processes import Neighbours
-print(Neighbours(Path(sys.argv[1]), num_places=2).count_computing(), flush=True)
+from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+print(ActiveProcesses(Path(sys.argv[1]), max_processes=2).count_computing(), flush=True)
 sys.stdin.read()
 """
 
@@ -36,7 +36,7 @@ def test_who_computes_is_counted_until_it_rests(tmp_path: Path) -> None:
     assert second.count_computing() == 1
 
 
-def test_whoever_begins_or_rests_tells_those_that_compute(tmp_path: Path) -> None:
+def test_a_start_or_a_rest_notifies_the_others(tmp_path: Path) -> None:
     mine, theirs = (ActiveProcesses(tmp_path / "cores") for _ in range(2))
     number = ctypes.c_int64.from_address(mine.change_address)
     seen = []
@@ -91,7 +91,7 @@ def test_who_computed_before_the_host_was_started_anew_counts_no_more(tmp_path: 
 
 
 def test_another_process_is_seen_and_leaves_its_place(tmp_path: Path) -> None:
-    """Killed, it is forgotten in a while, and whoever comes next takes its place."""
+    """Once killed it expires, and the next process takes its entry."""
     path = tmp_path / "cores"
     mine = ActiveProcesses(path, max_processes=2)
     assert mine.count_computing() == 1

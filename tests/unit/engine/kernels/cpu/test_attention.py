@@ -1,4 +1,4 @@
-"""Attention straight over the pages, against the reference backend; ``test_attention.py`` has the definition."""
+"""Attention on the pages in place, against the reference backend; ``test_attention.py`` has the definition."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from torchrelay.engine.kernels.attention import GatherAttention, Scoring, Span
-from torchrelay.engine.kernels.cpu import attention
+from torchrelay.engine.kernels.attention import Scoring, Span
 from torchrelay.engine.kernels.cpu.attention import CpuAttention
 from torchrelay.engine.kernels.cpu.library import Kernels
+from torchrelay.engine.kernels.gather_attention import GatherAttention
 
 CPU = torch.device("cpu")
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 64, 200)
@@ -21,7 +21,6 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 0.02, torch.float16: 0.002}
 @pytest.mark.parametrize("head_dim", [8, 24, 64, 96, 128, 256])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (37, 1)])
 def test_equals_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
     built: Kernels,
     heads: tuple[int, int],
     head_dim: int,
@@ -29,8 +28,6 @@ def test_equals_the_reference(
     dtype: torch.dtype,
 ) -> None:
     """Every length around a block's; between them a short prompt, and one that is left to the reference."""
-    monkeypatch.setattr(attention, "kernels", lambda: built)
-    monkeypatch.setattr(attention, "MAX_PRODUCTS", 1000)
     num_heads, num_kv_heads = heads
     random = np.random.default_rng(0)
     kv = torch.randn(2, 600, num_kv_heads, head_dim).to(dtype)
@@ -42,7 +39,7 @@ def test_equals_the_reference(
         row += num_rows
     queries = torch.randn(row, num_heads, head_dim).to(dtype)
     scoring = Scoring(head_dim**-0.5, cap)
-    backend, reference = CpuAttention(16), GatherAttention(16)
+    backend, reference = CpuAttention(16, built, max_products=1000), GatherAttention(16)
     for window in 40, None:
         plan = backend.plan(spans, window, dtype, CPU)
         assert plan.num_rows == row - 30 and len(plan.parts) == 1
@@ -52,27 +49,25 @@ def test_equals_the_reference(
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_threads_share_the_heads(monkeypatch: pytest.MonkeyPatch, built: Kernels) -> None:
+def test_threads_share_the_heads(built: Kernels) -> None:
     assert torch.get_num_threads() == 3
     for heads in (8, 2), (37, 1):
-        test_equals_the_reference(monkeypatch, built, heads, 128, None, torch.float32)
+        test_equals_the_reference(built, heads, 128, None, torch.float32)
 
 
-def test_a_threads_stack_holds_any_number_of_heads(monkeypatch: pytest.MonkeyPatch, built: Kernels) -> None:
-    monkeypatch.setattr(attention, "kernels", lambda: built)
+def test_a_threads_stack_holds_any_number_of_heads(built: Kernels) -> None:
     queries, kv = torch.randn(1, 1100, 1024), torch.randn(2, 3, 1, 1024)
-    backend, reference, spans = CpuAttention(16), GatherAttention(16), [Span(0, 1, np.arange(3))]
+    backend, reference, spans = CpuAttention(16, built), GatherAttention(16), [Span(0, 1, np.arange(3))]
     found = backend.attend(queries, kv, backend.plan(spans, None, torch.float32, CPU), Scoring(0.03))
     expected = reference.attend(queries, kv, reference.plan(spans, None, torch.float32, CPU), Scoring(0.03))
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_large_scores_neither_overflow_nor_vanish(monkeypatch: pytest.MonkeyPatch, built: Kernels) -> None:
-    monkeypatch.setattr(attention, "kernels", lambda: built)
+def test_large_scores_neither_overflow_nor_vanish(built: Kernels) -> None:
     kv = torch.zeros(2, 40, 1, 16)
     kv[0, :, 0, 0] = torch.linspace(-3000.0, 3000.0, 40)
     kv[1, :, 0, 0] = torch.arange(40.0)
-    backend = CpuAttention(16)
+    backend = CpuAttention(16, built)
     queries = torch.zeros(1, 1, 16)
     queries[0, 0, 0] = 10.0
     plan = backend.plan([Span(0, 1, np.arange(40))], None, torch.float32, CPU)

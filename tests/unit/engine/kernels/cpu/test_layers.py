@@ -1,10 +1,10 @@
-"""Whole layers in one call give what their steps give, to the bit."""
+"""Whole layers in one call give the same bits as op by op."""
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import replace
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +12,12 @@ from torch import Tensor
 
 from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.harness import group_of, prompt_of, run
-from tests.unit.engine.kernels.cpu.counted_layers import Counted, instances, logits_of
+from tests.unit.engine.kernels.cpu.counted_layers import instances, logits_of
 from tests.unit.engine.test_exactness import ModelOf
-from torchrelay.engine.execution import model_runner
-from torchrelay.engine.kernels.cpu import attention
 from torchrelay.engine.kernels.cpu.library import Kernels
-from torchrelay.engine.kernels.linear import PackedMatrix, linear
-from torchrelay.engine.weights.pack_weights import LayerWeights
+from torchrelay.engine.kernels.layer import LayerWeights
+from torchrelay.engine.kernels.linear import linear
+from torchrelay.engine.kernels.matrix import PackedMatrix
 from torchrelay.engine.weights.segment_gate import SegmentGate
 
 
@@ -28,8 +27,7 @@ def test_they_equal_their_steps(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, family: str, dtype: str
 ) -> None:
     """All layers are one call, of decode steps and short prompts; long ones and mixtures are left to steps."""
-    monkeypatch.setattr(attention, "MAX_PRODUCTS", 600)
-    plain, whole, counted = instances(monkeypatch, model_of(family, dtype=dtype), built)
+    plain, whole, counted = instances(monkeypatch, model_of(family, dtype=dtype), built, max_products=600)
     expected, found = logits_of(plain, 7), logits_of(whole, 7)
     assert len(found) == len(expected)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -57,7 +55,7 @@ def test_threads_share_the_layers(
 def test_fp32_is_left_to_the_steps(monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels) -> None:
     """Which ask for a layer's weights once more, and not for those of the layers above it."""
     _, whole, counted = instances(monkeypatch, model_of(), built)
-    weights, asked = whole._model.weights, []
+    weights, asked = whole.model.weights, []
     layer = weights.layer
 
     def spy(number: int) -> LayerWeights:
@@ -74,8 +72,7 @@ def test_more_rows_than_the_kernels_are_quickest_for(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
     """Are left to the steps; as many as that are not."""
-    _, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
-    counted._max_rows = 3
+    _, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built, limits={"max_rows": 3})
     logits_of(whole, 3)
     logits_of(whole, 4)
     computed = {rows for rows, num_layers in zip(counted.rows, counted.calls, strict=True) if num_layers}
@@ -87,8 +84,8 @@ def test_one_call_takes_so_many_layers_at_most(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, num_layers: int
 ) -> None:
     """Between calls groups are cancelled; of a large model, or of many rows, a call would take long."""
-    plain, whole, counted = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built)
-    counted._max_layers = num_layers
+    limits = {"max_layers": num_layers}
+    plain, whole, counted = instances(monkeypatch, model_of("gemma3", dtype="bfloat16"), built, limits=limits)
     expected, found = logits_of(plain, 3), logits_of(whole, 3)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
     assert max(counted.calls) == num_layers < whole.config.num_layers
@@ -121,7 +118,7 @@ def test_a_layer_in_another_form_is_left_to_the_steps(
     plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
     before = logits_of(whole, 3)
     num_layers = whole.config.num_layers
-    for weights in plain._model.weights, whole._model.weights:
+    for weights in plain.model.weights, whole.model.weights:
         first, last = weights.layer(0), weights.layer(num_layers - 1)
         assert isinstance(first.o, Tensor) and isinstance(last.o, Tensor)
         weights.replace_layer(0, replace(first, o=2 * first.o))
@@ -137,9 +134,9 @@ def test_a_layer_in_another_form_is_left_to_the_steps(
 def test_what_is_handed_over_leaves_after_so_many_layers(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, layers_at_once: int, calls: list[int]
 ) -> None:
-    plain, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
-    blocks: list[dict[int, bytes]] = []
-    monkeypatch.setattr(model_runner, "MIN_HANDOVER_BYTES", layers_at_once * 20 * whole._runner._token_bytes)
+    model, blocks = model_of(dtype="bfloat16"), list[dict[int, bytes]]()
+    min_bytes = layers_at_once * 20 * model.instance().kv_shape.bytes_per_token_layer
+    plain, whole, counted = instances(monkeypatch, model, built, min_handover_bytes=min_bytes)
     for instance in plain, whole:
         found: dict[int, bytes] = {}
         group = group_of(prompt_of(20))
@@ -155,10 +152,9 @@ def test_what_was_cached_leaves_with_the_first_chunk_and_counts(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
     model = model_of(dtype="bfloat16")
-    instances(monkeypatch, model, built)  # for the kernels that it sets
-    whole = model.instance(page_tokens=16)
-    whole._model.decoder._whole_layers = counted = Counted(built, whole._model)
-    monkeypatch.setattr(model_runner, "MIN_HANDOVER_BYTES", 40 * whole._runner._token_bytes)
+    settings: dict[str, Any] = {"token_budget": 512, "page_tokens": 16, "prefix_cache": True}
+    min_bytes = 40 * model.instance().kv_shape.bytes_per_token_layer
+    _, whole, counted = instances(monkeypatch, model, built, min_handover_bytes=min_bytes, **settings)
     for number in range(2):
         whole.prefill(group_of(prompt_of(40), f"{number}/0"), lambda block: None)
         run(whole)
@@ -169,11 +165,10 @@ def test_what_was_cached_leaves_with_the_first_chunk_and_counts(
 def test_layers_that_are_replaced_meanwhile_stay_until_they_are_computed_with(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels
 ) -> None:
-    _, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built)
-    weights, num_layers = whole._model.weights, whole.config.num_layers
     lived: list[bool] = []
 
     def layers(*arguments: object) -> int:
+        weights, num_layers = whole.model.weights, whole.config.num_layers
         old = [weakref.ref(weights.layer(layer)) for layer in range(num_layers)]
         for layer in range(num_layers):
             weights.replace_layer(layer, replace(weights.layer(layer)))
@@ -181,6 +176,6 @@ def test_layers_that_are_replaced_meanwhile_stay_until_they_are_computed_with(
         lived.extend(ref() is not None for ref in old)
         return num_done
 
-    counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
+    _, whole, counted = instances(monkeypatch, model_of(dtype="bfloat16"), built, layers=layers)
     logits_of(whole, 1)
-    assert num_layers in counted.calls and all(lived)
+    assert whole.config.num_layers in counted.calls and all(lived)

@@ -1,4 +1,4 @@
-"""A call of whole layers ends early, after a layer, when another process begins to compute beside it, or rests."""
+"""A call of whole layers ends early, after a layer, when another process starts to compute, or rests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from itertools import cycle
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.library import Kernels
-from torchrelay.engine.kernels.cpu.threads import MAX_ONE_THREAD_BYTES, ThreadBudget
 
 
 def beside(
@@ -28,8 +26,7 @@ def beside(
     cores: Path,
     at_call: Callable[[ActiveProcesses], object],
 ) -> tuple[Instance, Instance, Counted]:
-    """As ``instances``; the one of whole layers has a neighbour, with which something is done at each of its calls."""
-    plain, whole, _ = instances(monkeypatch, model, built)
+    """As ``instances``; ``at_call`` gets another process of the host at each call of the one of whole layers."""
     mine, theirs = (ActiveProcesses(cores) for _ in range(2))
 
     def layers(*arguments: object) -> int:
@@ -37,14 +34,11 @@ def beside(
         num_done: int = built.layers(*arguments)
         return num_done
 
-    whole._cores = ThreadBudget(MAX_ONE_THREAD_BYTES, mine)
-    counted = whole._model.decoder._whole_layers = Counted(built, whole._model, mine)
-    counted._kernels = SimpleNamespace(layers=layers)  # type: ignore[assignment]
-    return plain, whole, counted
+    return instances(monkeypatch, model, built, layers=layers, processes=mine)
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_a_call_ends_after_the_layer_in_which_a_neighbour_begins_or_rests(
+def test_a_call_ends_after_the_layer_in_which_another_process_starts_or_rests(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, tmp_path: Path
 ) -> None:
     """The cores are then divided anew, and another call computes the rest; what comes out is the same."""
@@ -61,10 +55,10 @@ def test_a_call_ends_after_the_layer_in_which_a_neighbour_begins_or_rests(
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_threads_that_are_called_back_in_the_midst_of_a_call_end_it_together(
+def test_threads_interrupted_within_a_call_end_it_together(
     monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, built: Kernels, tmp_path: Path
 ) -> None:
-    """Beside a neighbour that begins or rests while each is under way."""
+    """Another process starts or rests while each is running."""
     calls: SimpleQueue[ActiveProcesses | None] = SimpleQueue()
     model = model_of("gemma3", dtype="bfloat16")
     plain, whole, counted = beside(monkeypatch, model, built, tmp_path / "cores", calls.put)
@@ -77,7 +71,7 @@ def test_threads_that_are_called_back_in_the_midst_of_a_call_end_it_together(
     expected, toggling = logits_of(plain, 5), Thread(target=toggle)
     toggling.start()
     try:
-        for _ in range(20):  # one is enough nearly always
+        for _ in range(20):  # one is nearly always enough
             found = logits_of(whole, 5)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
             if 2 in counted.calls:

@@ -1,4 +1,4 @@
-"""Kernels are built and chosen where they can run; without them the engine computes as well."""
+"""Kernels are built and chosen where they can run; without them the engine computes the same."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ import torch
 from tests.support.checkpoints import FAMILIES
 from tests.unit.engine.harness import group_of, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import LENGTHS, ModelOf
-from torchrelay.engine.kernels import attention, fused_ops, linear
-from torchrelay.engine.kernels.attention import GatherAttention, default_backend
+from torchrelay.engine.kernels import backends, linear
+from torchrelay.engine.kernels.backends import backends_for, default_attention
+from torchrelay.engine.kernels.cpu import attention
 from torchrelay.engine.kernels.cpu import library as module
 from torchrelay.engine.kernels.cpu.attention import CpuAttention
 from torchrelay.engine.kernels.cpu.library import LEVELS, kernels
-from torchrelay.engine.kernels.fused_ops import fused_ops_for
+from torchrelay.engine.kernels.gather_attention import GatherAttention
 
 CPU = torch.device("cpu")
 
@@ -38,11 +39,11 @@ def test_all_were_built_and_the_quickest_is_taken() -> None:
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As where there was no compiler."""
+    """As if there had been no compiler."""
     nowhere = tuple(replace(level, name="none") for level in LEVELS)
     monkeypatch.setattr(module, "LEVELS", nowhere)
     kernels.cache_clear()
-    for user in (attention, fused_ops, linear):
+    for user in (attention, backends, linear):
         assert user.kernels is kernels
     yield
     kernels.cache_clear()
@@ -50,7 +51,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_kernels")
 def test_it_says_that_none_are_there(caplog: pytest.LogCaptureFixture) -> None:
-    assert kernels() is None and fused_ops_for(CPU) is None and default_backend(CPU) == "gather"
+    assert kernels() is None and backends_for(CPU).fused_ops is None and default_attention(CPU) == "gather"
     assert "no kernels were built" in caplog.text
 
 
@@ -59,7 +60,7 @@ def test_it_says_that_none_are_there(caplog: pytest.LogCaptureFixture) -> None:
 def test_plain_steps_are_exact(model_of: ModelOf, family: str) -> None:
     model = model_of(family)
     instance = model.instance(token_budget=20)
-    assert isinstance(instance._model.backend, GatherAttention)
+    assert isinstance(instance.model.backend, GatherAttention)
     expected = {}
     for number, length in enumerate(LENGTHS):
         expected[f"{number}/0", 0] = model.expected(prompt_of(length))
@@ -69,5 +70,5 @@ def test_plain_steps_are_exact(model_of: ModelOf, family: str) -> None:
 
 def test_with_kernels_they_compute(model_of: ModelOf, built: module.Kernels) -> None:
     instance = model_of().instance()
-    assert isinstance(instance._model.backend, CpuAttention)
-    assert instance._model.decoder._ops is not None
+    assert isinstance(instance.model.backend, CpuAttention)
+    assert instance.model.decoder.fused_ops is not None

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from tests.unit.engine.harness import assert_idle, group_of, outputs, prompt_of, run
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.core import SamplingParams
-from torchrelay.engine.kernels.attention import AttentionBackend, GatherAttention, Scoring, Span
+from torchrelay.engine.kernels.attention import AttentionBackend, Scoring, Span
+from torchrelay.engine.kernels.backends import backends_for
+from torchrelay.engine.kernels.gather_attention import GatherAttention
 from torchrelay.engine.kernels.triton.attention import TritonAttention, num_splits_for
 
 DEVICE = torch.device("cuda" if os.environ["TRITON_INTERPRET"] == "0" else "cpu")
@@ -31,7 +33,7 @@ def assert_alike(
     dtype: torch.dtype = torch.float32,
     tolerance: float = 1e-5,
 ) -> None:
-    """(rows, positions) per sequence, in scattered pages; what nobody has written is NaN."""
+    """(rows, positions) per sequence, in scattered pages; unwritten slots are NaN."""
     num_heads, num_kv_heads = heads
     random = np.random.default_rng(1)
     torch.manual_seed(1)
@@ -113,7 +115,9 @@ def test_splits(num_independent: int, num_programs: int, expected: int) -> None:
 def test_the_whole_decoder(model_of: ModelOf, family: str) -> None:
     """Greedy output equals transformers', with prompts in chunks beside decodes: windows, caps, odd head sizes."""
     model = model_of(family)
-    instance = model.instance(token_budget=40, page_tokens=8, attention="triton", device=str(DEVICE))
+    instance = model.instance(
+        token_budget=40, page_tokens=8, backends=backends_for(DEVICE, "triton"), device=str(DEVICE)
+    )
     expected = {}
     for number, length in enumerate((1, 17, 70)):
         prompt = prompt_of(length)

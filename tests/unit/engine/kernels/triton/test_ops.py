@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from tests.unit.engine.harness import group_of, outputs, prompt_of, run
 from tests.unit.engine.kernels.triton.test_attention import DEVICE
 from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.core import SamplingParams
-from torchrelay.engine.kernels import fused_ops
+from torchrelay.engine.kernels.backends import backends_for
 from torchrelay.engine.kernels.triton.ops import TritonOps
 from torchrelay.engine.model import mlp
 from torchrelay.engine.model.decoder import rms_norm
@@ -87,11 +89,12 @@ def test_gates(num_rows: int, size: int, activation: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "mixtral"])
-def test_the_whole_decoder(monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, family: str) -> None:
+def test_the_whole_decoder(model_of: ModelOf, family: str) -> None:
     """Prompts in chunks beside decodes: greedy output is still transformers'."""
-    monkeypatch.setattr(fused_ops, "fused_ops_for", lambda device: STEPS)
     model = model_of(family)
-    instance = model.instance(token_budget=20, device=str(DEVICE))
+    instance = model.instance(
+        token_budget=20, device=str(DEVICE), backends=replace(backends_for(DEVICE), fused_ops=STEPS)
+    )
     expected = {}
     for number, length in enumerate((1, 26)):
         prompt = prompt_of(length)

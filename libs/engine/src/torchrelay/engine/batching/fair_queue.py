@@ -1,11 +1,10 @@
-"""Whose turn it is: start-time fair queueing between tenants, first come first served within one.
+"""Start-time fair queueing between tenants, first come first served within one.
 
-After Goyal, Vin and Cheng, "Start-Time Fair Queueing" (SIGCOMM 1996); that tokens are the currency in which tenants of
-a language model are charged is from Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
+After Goyal, Vin and Cheng, "Start-Time Fair Queueing" (SIGCOMM 1996); charging tenants of a language model by tokens is
+from Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024).
 
-Every tenant has a *tag*: what it has been served, divided by its weight. The lowest tag is next. Virtual time is the
-tag of what was served last; a tenant that comes back starts there, so nobody saves up turns by being away, and nobody
-sheds a debt by leaving.
+Every tenant has a *tag*: the service it got, divided by its weight. The lowest tag is next. Virtual time is the tag of
+the last item served; a returning tenant starts there, so that absence neither saves up turns nor sheds a debt.
 """
 
 from __future__ import annotations
@@ -21,19 +20,17 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class _TenantQueue(Generic[T]):
-    """One tenant; ``joined`` breaks ties."""
-
     tag: float
-    joined: int
+    joined: int  # breaks ties
     items: OrderedDict[T, None] = field(default_factory=OrderedDict)
 
 
 class FairQueue(Generic[T]):
-    """Hashable items by tenant. Every operation takes O(log tenants), spread over all; the order is deterministic."""
+    """Hashable items by tenant. Operations take amortised O(log tenants); the order is deterministic."""
 
     def __init__(self) -> None:
-        self._flows: dict[str, _TenantQueue[T]] = {}
-        self._heap: list[tuple[float, int, str]] = []  # one entry per flow, at most as high as its tag
+        self._queues: dict[str, _TenantQueue[T]] = {}
+        self._heap: list[tuple[float, int, str]] = []  # one entry per tenant, not above its tag
         self._now = 0.0  # virtual time
         self._joined = count()
         self._num_items = 0
@@ -43,51 +40,56 @@ class FairQueue(Generic[T]):
 
     def __contains__(self, tenant_and_item: tuple[str, T]) -> bool:
         tenant, item = tenant_and_item
-        return tenant in self._flows and item in self._flows[tenant].items
+        return tenant in self._queues and item in self._queues[tenant].items
+
+    @property
+    def num_tenants(self) -> int:
+        """Those with items, or a tag to remember."""
+        return len(self._queues)
 
     def push(self, tenant: str, item: T, *, first: bool = False) -> None:
-        """Behind, or before, what else waits for the tenant."""
-        flow = self._flows.get(tenant)
-        if flow is None:
-            flow = self._flows[tenant] = _TenantQueue(self._now, next(self._joined))
-            heappush(self._heap, (flow.tag, flow.joined, tenant))
-        elif not flow.items:
-            flow.tag = max(flow.tag, self._now)
-        flow.items[item] = None
+        """Appends to the tenant's items, or puts the item ``first``."""
+        queue = self._queues.get(tenant)
+        if queue is None:
+            queue = self._queues[tenant] = _TenantQueue(self._now, next(self._joined))
+            heappush(self._heap, (queue.tag, queue.joined, tenant))
+        elif not queue.items:
+            queue.tag = max(queue.tag, self._now)
+        queue.items[item] = None
         if first:
-            flow.items.move_to_end(item, last=False)
+            queue.items.move_to_end(item, last=False)
         self._num_items += 1
 
     def head(self) -> T | None:
-        """Whose turn it is."""
+        """The item whose turn it is."""
         while self._heap:
             tag, joined, tenant = self._heap[0]
-            flow = self._flows[tenant]
-            if tag < flow.tag:
-                heapreplace(self._heap, (flow.tag, joined, tenant))
-            elif flow.items:
-                return next(iter(flow.items))
-            else:  # all others are as far: it may come back as if it were new
+            queue = self._queues[tenant]
+            if tag < queue.tag:
+                heapreplace(self._heap, (queue.tag, joined, tenant))
+            elif queue.items:
+                return next(iter(queue.items))
+            else:  # all others have caught up: it may return as new
                 heappop(self._heap)
-                del self._flows[tenant]
+                del self._queues[tenant]
                 self._now = max(self._now, tag)
         return None
 
     def charge(self, tenant: str, cost: float, weight: float) -> None:
-        """The tenant of the head is served by ``cost``; of the heavier it takes more until its tag rises as much."""
-        flow = self._flows[tenant]
-        self._now = max(self._now, flow.tag)
-        flow.tag += cost / weight
+        """Accounts for ``cost`` of service to the tenant of the head; a heavier tenant's tag rises less."""
+        queue = self._queues[tenant]
+        self._now = max(self._now, queue.tag)
+        queue.tag += cost / weight
 
     def remove(self, tenant: str, item: T) -> None:
-        """Takes an item out, wherever it stands; nothing happens when it is not here."""
-        flow = self._flows.get(tenant)
-        if flow is not None and item in flow.items:
-            del flow.items[item]
+        """Removes an item; nothing happens if it is not queued."""
+        queue = self._queues.get(tenant)
+        if queue is not None and item in queue.items:
+            del queue.items[item]
             self._num_items -= 1
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError``."""
-        assert sorted(name for _, _, name in self._heap) == sorted(self._flows), "a tenant has not one heap entry"
-        assert all(tag <= self._flows[name].tag for tag, _, name in self._heap), "a heap entry is ahead of its tenant"
-        assert self._num_items == sum(len(flow.items) for flow in self._flows.values()), "items are miscounted"
+        assert sorted(name for _, _, name in self._heap) == sorted(self._queues), "a tenant has not one heap entry"
+        assert all(tag <= self._queues[name].tag for tag, _, name in self._heap), "a heap entry is ahead of its tenant"
+        assert self._num_items == sum(len(queue.items) for queue in self._queues.values()), "items are miscounted"

@@ -1,4 +1,4 @@
-"""What holds between any two steps; called by tests."""
+"""Invariants between any two steps; called by tests."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from torchrelay.engine.batching.fair_queue import FairQueue
+from torchrelay.engine.batching.pages import PageAllocator
 from torchrelay.engine.batching.sequences import DecodeSequence, GroupState, PrefillContext, SequenceGroup
-from torchrelay.engine.kv.pool import PageAllocator
 
 
 def check_pages(allocator: PageAllocator, groups: Collection[SequenceGroup], held: Mapping[str, int]) -> None:
-    """Every page is free or in a table of a live sequence, and counted for its tenant. Raises ``AssertionError``."""
+    """Every page is free or in the table of a live sequence, and counted for its tenant. Raises ``AssertionError``."""
     tables = [table for group in groups for context in group.contexts for table in context.tables]
     allocator.check_integrity(tables + [decoding.table for group in groups for decoding in group.decodings])
     counted: Counter[str] = Counter()
     for group in groups:
         counted[group.spec.tenant_id] += group.num_pages
-        assert bool(group.num_pages) == (group.state is not GroupState.WAITING), "a group waits with pages"
+        assert bool(group.num_pages) == (group.state is not GroupState.WAITING), (
+            "a waiting group has pages, or another has none"
+        )
     assert +counted == held, "pages are counted for the wrong tenant"
 
 
@@ -28,7 +30,7 @@ def check_states(
     by_layer: Collection[SequenceGroup],
     decoding: Collection[DecodeSequence],
 ) -> None:
-    """Each group is where its state says it is, and nowhere else. Raises ``AssertionError``."""
+    """Each group is queued where its state says, and nowhere else. Raises ``AssertionError``."""
     waiting.check_integrity()
     prefilling.check_integrity()
     assert all(group.contexts or group.decodings for group in groups), "a group outlives its choices"
@@ -37,6 +39,6 @@ def check_states(
     assert len(queued) == len(waiting) and all((each.spec.tenant_id, each) in waiting for each in queued)
     running = [group for group in groups if group.state is GroupState.RUNNING]
     chunked = [context for group in running if group.until is None for context in group.contexts]
-    assert len(chunked) == len(prefilling), "a context is not where it should be"
+    assert len(chunked) == len(prefilling), "a context is missing from the prefill queue"
     assert all((each.group.spec.tenant_id, each) in prefilling for each in chunked)
     assert set(by_layer) == {group for group in running if group.until is not None and group.contexts}

@@ -1,4 +1,4 @@
-"""What ends groups between two layers of a step, or while it waits for one: cancels from other threads, deadlines."""
+"""Cancels from other threads and deadlines: they take effect between two layers, or while a step waits for one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from itertools import count
 
 from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import GroupState, SequenceGroup
-from torchrelay.engine.weights.segment_gate import SegmentGate
 
 _MIN_PRUNE_SIZE = 64
 
 
 class PendingCancels:
-    """Cancels that wait for the next layer boundary."""
+    """Cancels to apply at the next layer boundary."""
 
     def __init__(self) -> None:
         self._wanted: dict[tuple[str, int | None], None] = {}
@@ -30,14 +29,14 @@ class PendingCancels:
             self._wanted[group_id, choice] = None
 
     def discard(self, group_id: str, choice: int | None) -> None:
-        """It has been done: a later group of the same name is not meant."""
+        """Removes a cancel that was applied: it is not meant for a later group of that name."""
         if self._wanted:
             with self._lock:
                 self._wanted.pop((group_id, choice), None)
 
     def drain(self) -> list[tuple[str, int | None]]:
-        """All that wait, in order."""
-        if not self._wanted:  # asked at every layer: no lock for the common answer
+        """Takes all, in order."""
+        if not self._wanted:  # called at every layer: no lock in the common case
             return []
         with self._lock:
             taken, self._wanted = list(self._wanted), {}
@@ -45,7 +44,7 @@ class PendingCancels:
 
 
 class DeadlineQueue:
-    """When groups are late. Those that ended before are dropped when they come up, or are many."""
+    """Deadlines of groups. Those of ended groups are dropped when they come up, or grow many."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, SequenceGroup]] = []
@@ -65,13 +64,13 @@ class DeadlineQueue:
             self._limit = max(_MIN_PRUNE_SIZE, 2 * len(self._heap))
 
     def earliest_s(self) -> float | None:
-        """The next deadline of a group that is still there."""
+        """The next deadline of a live group."""
         while self._heap and self._heap[0][2].state is GroupState.GONE:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def due(self, now_s: float) -> list[SequenceGroup]:
-        """Takes out the groups whose deadline has come, the earliest first."""
+        """Takes the groups whose deadline has passed, the earliest first."""
         late = []
         while (earliest_s := self.earliest_s()) is not None and earliest_s <= now_s:
             late.append(heappop(self._heap)[2])
@@ -79,7 +78,7 @@ class DeadlineQueue:
 
 
 class Interruptions:
-    """Ends groups of one scheduler at layer boundaries; ``clock`` is what their deadlines are told by."""
+    """Ends groups of one scheduler at layer boundaries. Deadlines are by ``clock``."""
 
     def __init__(self, scheduler: BatchScheduler, clock: Callable[[], float]) -> None:
         self.cancels = PendingCancels()
@@ -89,7 +88,7 @@ class Interruptions:
         self._expired: list[str] = []
 
     def apply(self) -> bool:
-        """Called before each layer of a step, or those that one call computes. Whether anything ended."""
+        """Called before each layer of a step, or each call of several. Whether any group or choice ended."""
         ended = False
         for group_id, choice in self.cancels.drain():
             ended |= self._scheduler.cancel(group_id, choice)
@@ -100,25 +99,16 @@ class Interruptions:
                 ended = True
         return ended
 
-    def wait_for_segment(self, gate: SegmentGate, segment: int) -> bool:
-        """Settles, and again whenever something may end, until the segment is open. Whether anything ended: then it
-        may not be open yet.
-        """
-        while not self.apply():
-            if gate.is_open(segment) or gate.wait(segment, self.next_deadline_in_s(), lambda: len(self.cancels)):
-                return False
-        return True
-
     def next_deadline_in_s(self) -> float | None:
-        """Seconds to the next deadline, 0 when it has come; None without one."""
+        """Seconds to the next deadline, at least 0; None without one."""
         left_s = self.left_s(self.deadlines.earliest_s())
         return None if left_s is None else max(0.0, left_s)
 
     def left_s(self, deadline_s: float | None) -> float | None:
-        """Seconds from now, below zero when it has passed."""
+        """Seconds from now, negative once it has passed."""
         return None if deadline_s is None else deadline_s - self._clock()
 
     def take_expired(self) -> tuple[str, ...]:
-        """The groups that were late since the last call."""
+        """The groups that expired since the last call."""
         expired, self._expired = tuple(self._expired), []
         return expired

@@ -1,7 +1,7 @@
-"""Which running groups are set back so that a tenant that has nothing gets its share of the KV pages.
+"""Which running groups to preempt so that a tenant without pages gets its share.
 
-A group that is set back loses its pages, not its output: that becomes forced output, and its KV is computed again. Each
-group is set back at most once, and one that was sets back no other, so every group ends.
+A preempted group loses its pages, not its output: that becomes forced output, and its KV is recomputed. A group is
+preempted at most once and then preempts no other, so every group ends.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class PageHolding:
 
 
 def pick_victims(num_wanted: int, shares: Mapping[str, float], holdings: Sequence[PageHolding]) -> tuple[str, ...]:
-    """The groups that free ``num_wanted`` pages or more; none when those that may be set back would not do.
+    """The groups that free ``num_wanted`` pages or more; none if preemptible ones are too few.
 
-    ``shares`` says how many pages each tenant may hold while others wait. Each victim is the youngest group (it loses
-    least) of the tenant that is furthest above its share.
+    ``shares`` are the pages each tenant may hold while others wait. Each victim is the youngest group, which loses
+    least, of the tenant furthest above its share.
     """
     held: Counter[str] = Counter()
     preemptible: dict[str, list[PageHolding]] = {}
@@ -58,9 +58,9 @@ def groups_to_preempt(
     num_pages_lacking: int,
     can_be_preempted: Callable[[SequenceGroup], bool],
 ) -> tuple[SequenceGroup, ...]:
-    """The groups to set back for one whose tenant has no pages, of all groups there are.
+    """The groups to preempt for one whose tenant has no pages.
 
-    Those that were set back once are left alone, and those that had their turn while it waited already.
+    Not those preempted before, nor those admitted while it waited.
     """
     holdings = [
         PageHolding(
@@ -79,6 +79,6 @@ def groups_to_preempt(
 
 
 def fair_shares(num_pages: int, weights: Mapping[str, float]) -> dict[str, float]:
-    """The pages of each tenant, by its weight."""
+    """Pages per tenant, by weight."""
     total = sum(weights.values())
     return {tenant: num_pages * weight / total for tenant, weight in weights.items()}

@@ -1,20 +1,20 @@
-"""Pages for whole groups: all that a group can ever need, or none."""
+"""Page reservations: all pages that a group can ever need, or none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.sequences import PrefillContext, SequenceGroup, slots_of
 from torchrelay.engine.batching.validation import check_lengths
-from torchrelay.engine.kv.pool import PagedKv
 
 
 class Reservations:
-    """Gives groups their pages, those of known prefixes among them."""
+    """Reserves the pages of groups, reusing those of known prefixes."""
 
-    def __init__(self, pages: PagedKv, prefixes: PrefixCache, max_context_tokens: int) -> None:
+    def __init__(self, pages: PageTables, prefixes: PrefixCache, max_context_tokens: int) -> None:
         self._pages = pages
         self._prefixes = prefixes
         self._max_context_tokens = max_context_tokens
@@ -32,20 +32,20 @@ class Reservations:
         return sum(self._pages.pages_to_reserve(*_need(context)) for context in contexts)
 
     def could_run_again(self, group: SequenceGroup) -> bool:
-        """Whether there are pages enough for all it has left, even if its choices share none any more."""
+        """Whether the pool could hold all it has left, even if its choices shared no page."""
         if group.on_kv is not None:
-            return True  # it has only the contexts that it came with
+            return True  # it never decodes, so it needs no more than at first
         return group.num_choices * self._pages.pages_for(group.spec.num_kv_tokens) <= self._pages.allocator.num_pages
 
     def num_pages_lacking(self, group: SequenceGroup) -> int:
-        """Pages that would have to come free first; 0 or less: it fits."""
+        """Pages that must be freed first; 0 or less: it fits."""
         return self.pages_for(group.contexts) - self._pages.allocator.num_free
 
     def reserve(self, group: SequenceGroup) -> None:
         """Takes the pages. Raises ``KvPoolFull``."""
         group.num_pages = self.pages_for(group.contexts)
         for context in group.contexts:
-            # Layer by layer every position must be there as a hidden state: nothing of it is left out.
+            # Layer by layer, every position is needed as a hidden state: none can come from the cache.
             tokens = context.tokens if group.until is None else ()
             known = self._prefixes.find(group.spec.tenant_id, tokens)
             context.tables = self._pages.reserve(*_need(context), known)

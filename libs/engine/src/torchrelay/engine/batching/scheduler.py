@@ -1,14 +1,15 @@
-"""Who computes in the next batch, and who owns which pages."""
+"""The batch scheduler: who computes in the next batch, and who owns which pages."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import count
 
 from torchrelay.common.errors import Conflict
 from torchrelay.engine.batching.fair_queue import FairQueue
 from torchrelay.engine.batching.integrity import check_pages, check_states
+from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.preemption import groups_to_preempt
 from torchrelay.engine.batching.prefix_cache import PrefixCache
 from torchrelay.engine.batching.reservation import Reservations
@@ -22,25 +23,34 @@ from torchrelay.engine.batching.sequences import (
     slots_of,
 )
 from torchrelay.engine.core import KvPoolFull, NewToken
-from torchrelay.engine.kv.pool import PagedKv
 
 
 class BatchScheduler:
-    """Continuous batching, fair between tenants: in the pages they are given, and in the tokens of their prompts.
+    """Continuous batching, fair between tenants in pages and in prompt tokens.
 
-    A group is admitted once pages for all it can ever need are reserved. Hence an admitted group always finishes, and
-    decoding is never starved by prefills. Only where a tenant that has nothing waits for pages that another holds
-    beyond its share is a group set back.
+    A group is admitted once all pages it can ever need are reserved. Hence an admitted group always finishes, and
+    prefills never starve decoding. A group is preempted only where a tenant without pages waits while another holds
+    more than its share.
     """
 
-    def __init__(self, pages: PagedKv, prefixes: PrefixCache, token_budget: int, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        pages: PageTables,
+        prefixes: PrefixCache,
+        token_budget: int,
+        max_context_tokens: int,
+        copy_page: Callable[[int, int], None],
+        on_leave: Callable[[PrefillContext], None] = lambda context: None,
+    ) -> None:
+        """``copy_page(source, target)`` copies the KV of a page; ``on_leave`` gets each context that ends."""
         self._pages = pages
+        self._copy_page, self._on_leave = copy_page, on_leave
         self._prefixes = prefixes
         self._reservations = Reservations(pages, prefixes, max_context_tokens)
         self._token_budget = token_budget
         self._groups: dict[str, SequenceGroup] = {}
         self._waiting: FairQueue[SequenceGroup] = FairQueue()
-        self._prefilling: FairQueue[PrefillContext] = FairQueue()  # chunk by chunk; a chunk takes all layers
+        self._prefilling: FairQueue[PrefillContext] = FairQueue()  # chunk by chunk, each through all layers
         self._by_layer: dict[SequenceGroup, None] = {}  # layer by layer, in order of admission
         self._decoding: dict[DecodeSequence, None] = {}
         self._held: Counter[str] = Counter()  # pages by tenant, as reserved
@@ -48,7 +58,7 @@ class BatchScheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether the next plan computes anything; a group that waits for pages held by adoptions does not count."""
+        """Whether the next plan computes anything. A group that waits for pages of imports does not count."""
         if self._prefilling or self._decoding:
             return True
         group = self._waiting.head()
@@ -59,21 +69,25 @@ class BatchScheduler:
         """The groups that run layer by layer, in order of admission."""
         return tuple(self._by_layer)
 
+    @property
+    def groups(self) -> tuple[SequenceGroup, ...]:
+        return tuple(self._groups.values())
+
     def get(self, group_id: str) -> SequenceGroup | None:
         return self._groups.get(group_id)
 
     def submit(self, group: SequenceGroup) -> None:
-        """Queues a group for prefill. Raises ``InvalidRequest`` when it could never run here."""
+        """Queues a group for prefill. Raises ``InvalidRequest`` if it could never run here."""
         self._check(group)
         self._groups[group.spec.group_id] = group
         group.arrival_order = next(self._moments)
         self._waiting.push(group.spec.tenant_id, group)
 
     def receive(self, group: SequenceGroup) -> None:
-        """Reserves pages for a group computed elsewhere. Raises ``KvPoolFull``; those that wait for pages go first."""
+        """Reserves pages for a group computed elsewhere. Raises ``KvPoolFull``, also while others wait for pages."""
         self._check(group)
         if self._waiting:
-            raise KvPoolFull(f"{len(self._waiting)} groups wait for KV pages already")
+            raise KvPoolFull(f"{len(self._waiting)} groups are waiting for KV pages already")
         if self._reservations.num_pages_lacking(group) > 0:
             num_needed = self._reservations.pages_for(group.contexts)
             raise KvPoolFull(f"{num_needed} KV pages are needed, {self._pages.allocator.num_free} are free")
@@ -81,7 +95,7 @@ class BatchScheduler:
         self._reserve(group, GroupState.RECEIVING)
 
     def run(self, group: SequenceGroup) -> None:
-        """All that was computed of a group elsewhere is here: its contexts go on from their layer boundary."""
+        """What was computed elsewhere has arrived: the contexts continue from their layer boundary."""
         group.state = GroupState.RUNNING
         if group.until is not None:
             self._by_layer[group] = None
@@ -92,20 +106,20 @@ class BatchScheduler:
     # Batches
 
     def admit(self) -> None:
-        """Gives pages to who waits, in turn; nobody overtakes a group that does not fit yet."""
+        """Gives pages to waiting groups in turn; none overtakes a group that does not fit yet."""
         while (group := self._waiting.head()) is not None:
             if self._reservations.num_pages_lacking(group) > 0 and not self._preempt_for(group):
                 return
             self._waiting.remove(group.spec.tenant_id, group)
             self._reserve(group, GroupState.RUNNING)
-            if not group.was_preempted:  # it has paid for its pages before
+            if not group.was_preempted:  # it was charged for its pages before
                 self._waiting.charge(group.spec.tenant_id, group.num_pages, group.spec.weight)
             self.run(group)
 
     def plan(self) -> tuple[BatchPlan, ...]:
-        """The next batches: every running choice, and chunks of prompts while the token budget lasts.
+        """The next batches: every running choice, and chunks of prompts within the token budget.
 
-        Those that go on from a layer boundary have a batch of their own.
+        Chunks that continue from a layer boundary get a batch of their own.
         """
         self.admit()
         decoding = tuple(sorted(self._decoding, key=lambda each: each.num_computed))
@@ -124,11 +138,20 @@ class BatchScheduler:
                 self._prefilling.remove(context.group.spec.tenant_id, context)
                 self._prefilling.push(context.group.spec.tenant_id, context, first=True)
 
-    def computed(self, chunk: PrefillChunk) -> None:
-        chunk.context.num_computed = chunk.end
+    def commit(self, plan: BatchPlan, tokens: Sequence[NewToken]) -> None:
+        """Advances every sequence of a computed plan. ``tokens`` are as ``sampling.draws_of`` orders them."""
+        for chunk in plan.chunks:
+            chunk.context.num_computed = chunk.end
+        for decoding, token in zip(plan.decoding, tokens, strict=False):
+            self.advance(decoding, token)
+        for context in (chunk.context for chunk in plan.chunks if chunk.ends_context):
+            group = context.group
+            goes_on = [token for token in tokens if token.group_id == group.spec.group_id and token.finish is None]
+            first_tokens = {token.choice: token.token_id for token in goes_on}
+            self.start(context, {} if group.on_kv else first_tokens)
 
     def start(self, context: PrefillContext, first_tokens: Mapping[int, int]) -> None:
-        """A context is computed: each choice named goes on by itself from its first token, the others end."""
+        """A context is computed: choices with a first token start to decode, the others end."""
         group, spec, size = context.group, context.group.spec, self._pages.page_tokens
         if context.tables and group.has_all_kv:
             self._prefixes.keep(spec.tenant_id, context.tokens, context.tables[0])
@@ -137,7 +160,7 @@ class BatchScheduler:
         partial = context.num_tokens // size
         for choice, table in zip(runs, tables, strict=True):
             if context.num_tokens % size and table is not tables[0]:
-                self._pages.copy_page(tables[0][partial], table[partial])
+                self._copy_page(tables[0][partial], table[partial])
             output = [*context.forced, first_tokens[choice]]
             counts = Counter(output) if spec.sampling.penalised else None
             slots = slots_of(table, size)
@@ -148,7 +171,7 @@ class BatchScheduler:
         self._leave(context)
 
     def advance(self, decoding: DecodeSequence, token: NewToken) -> None:
-        """A running choice got its next token: it goes on, or ends and frees its pages."""
+        """A running choice got its next token: it continues, or ends and frees its pages."""
         decoding.num_computed += 1
         decoding.output.append(token.token_id)
         if decoding.counts is not None:
@@ -165,7 +188,7 @@ class BatchScheduler:
         self._update_state(decoding.group)
 
     def cancel(self, group_id: str, choice: int | None = None) -> bool:
-        """Frees the pages of a group, or of one choice, at once. False, and no error, when it is gone already."""
+        """Frees the pages of a group, or of one choice, at once. False if it is gone already."""
         group = self._groups.get(group_id)
         if group is None:
             return False
@@ -181,16 +204,16 @@ class BatchScheduler:
         self._drop(context, list(context.choices))
 
     def preempt(self, group_id: str) -> None:
-        """Frees the pages of a running group, which waits again, before others of its tenant: its output so far is
-        forced output now. Nothing happens to one that waits, or is gone.
+        """Frees the pages of a running group; it waits again, ahead of others of its tenant, with its output as forced
+        output. Nothing happens to a group that waits or is gone.
 
-        Raises ``Conflict`` when it could not run again: its prompt is not known here, or it has grown beyond the pool.
+        Raises ``Conflict`` if it could not run again: its prompt is unknown here, or it has outgrown the pool.
         """
         group = self._groups.get(group_id)
         if group is None or group.state is GroupState.WAITING:
             return
         if not self._can_be_preempted(group):
-            raise Conflict(f"{group_id} could not be computed again here")
+            raise Conflict(f"{group_id} cannot be recomputed here")
         left = group.contexts_left()
         for decoding in group.decodings:
             self._keep(group, (*group.spec.prompt, *decoding.output), decoding.num_computed, decoding.table)
@@ -208,19 +231,16 @@ class BatchScheduler:
         self._waiting.push(group.spec.tenant_id, group, first=True)
 
     def check_integrity(self) -> None:
-        """Every page is free or in a table of a live sequence, each group is where its state says it is.
-
-        Raises ``AssertionError``.
-        """
+        """See ``integrity``. Raises ``AssertionError``."""
         groups = self._groups.values()
         check_pages(self._pages.allocator, groups, self._held)
         self._prefixes.check_integrity()
         check_states(groups, self._waiting, self._prefilling, self._by_layer, self._decoding)
 
-    # Within
+    # Internals
 
     def _next_chunks(self) -> list[PrefillChunk]:
-        # However many choices decode, prefill goes on by at least a page.
+        # However many choices decode, prefill advances by at least a page.
         room = max(self._token_budget - len(self._decoding), self._pages.page_tokens)
         chunks: list[PrefillChunk] = []
         while room and (context := self._prefilling.head()) is not None:
@@ -239,7 +259,7 @@ class BatchScheduler:
         group.state, group.admission_order = state, next(self._moments)
 
     def _preempt_for(self, wanting: SequenceGroup) -> bool:
-        """Sets others back for a tenant that has no pages at all. Whether the group fits now."""
+        """Preempts others for a tenant that has no pages at all. Whether the group fits now."""
         if wanting.was_preempted or self._held[wanting.spec.tenant_id]:
             return False
         num_pages, num_pages_lacking = self._pages.allocator.num_pages, self._reservations.num_pages_lacking(wanting)
@@ -267,15 +287,15 @@ class BatchScheduler:
             self._leave(context)
 
     def _leave(self, context: PrefillContext) -> None:
-        """Takes a context out of its group, and out of wherever it stands."""
+        """Removes a context from its group and its queue."""
         group = context.group
-        context.hidden = None
+        self._on_leave(context)
         group.contexts.remove(context)
         self._prefilling.remove(group.spec.tenant_id, context)
         self._update_state(group)
 
     def _update_state(self, group: SequenceGroup) -> None:
-        """A group without contexts decodes; without those too, it is gone."""
+        """A group without contexts decodes; without decodings too, it is gone."""
         if group.contexts:
             return
         self._by_layer.pop(group, None)
@@ -293,5 +313,5 @@ class BatchScheduler:
 
     def _check(self, group: SequenceGroup) -> None:
         if group.spec.group_id in self._groups:
-            raise Conflict(f"group {group.spec.group_id} is here already")
+            raise Conflict(f"group {group.spec.group_id} exists already")
         self._reservations.check(group)

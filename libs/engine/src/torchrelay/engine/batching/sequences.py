@@ -1,12 +1,12 @@
 """Groups while they live in an instance: contexts being prefilled, and choices being decoded.
 
-    waiting --pages reserved--> running --last choice finished, handed over, passed on--> gone
+    waiting --pages reserved--> running --last choice finished, handed over, exported--> gone
        ^                         |  ^
-       '--------- set back ------'  '--all bytes there-- receiving (adopted, or taken at a layer boundary)
+       '-------- preempted ------'  '--all chunks written-- receiving (imported KV, or an imported prefill)
 
-A cancel or the deadline leads from everywhere to gone. The scheduler moves them; pages are released on every way out.
+A cancel or the deadline ends a group in any state. The scheduler moves groups; every way out releases the pages.
 
-Within a running group each context is computed, and then turns into one *decoding* per choice.
+Each context of a running group is computed, and then becomes one decode sequence per choice.
 """
 
 from __future__ import annotations
@@ -18,51 +18,46 @@ from enum import Enum, auto
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from torchrelay.engine.core import ChoiceSpec, GroupSpec
-from torchrelay.engine.kv.layout import KvBlock
+from torchrelay.common.latency_model import StepWork, attended_positions
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock
 
 Slots = npt.NDArray[np.int64]
 
 
 def slots_of(table: list[int], page_tokens: int) -> Slots:
-    """The slot of every position that a page table has room for."""
+    """The slot of every position of a page table."""
     pages = np.asarray(table, dtype=np.int64)
     return (pages[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)
 
 
 class GroupState(Enum):
-    """Where a group stands."""
-
     WAITING = auto()  # for pages
-    RECEIVING = auto()  # has pages; what another worker computed is on its way
+    RECEIVING = auto()  # has pages; what another worker computed is arriving
     RUNNING = auto()
     GONE = auto()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class PrefillContext:
-    """A prompt and forced output that one or more choices begin with.
+    """A prompt and forced output that one or more choices start with.
 
-    Before it is computed its tables are interchangeable: they share all full pages, and only the first one is written
-    to.
+    Until it is computed its tables are interchangeable: they share all full pages, and only the first is written to.
     """
 
     group: SequenceGroup
     sequence: int  # its number in the group's KvLayout
     choices: list[int]
     forced: tuple[int, ...]
-    begun: frozenset[int] = frozenset()  # choices whose first token is out already: the group was set back
+    begun: frozenset[int] = frozenset()  # choices whose first token was delivered before a preemption
     tables: list[list[int]] = field(default_factory=list)
     slots: Slots = field(default_factory=lambda: np.empty(0, np.int64))
-    num_cached: int = 0  # positions whose KV was there when the pages were reserved
+    num_cached: int = 0  # positions whose KV was cached when the pages were reserved
     num_computed: int = 0  # positions through all layers
-    hidden: Tensor | None = None  # [num_tokens, hidden] at the group's layer boundary; None at boundary 0
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Prompt and forced output; empty when adopted."""
+        """Prompt and forced output; empty if its KV is imported."""
         return self.group.spec.prompt + self.forced if self.group.spec.prompt else ()
 
     @property
@@ -75,12 +70,12 @@ class PrefillContext:
 
     @property
     def num_tables(self) -> int:
-        """Tables to reserve: one for the context alone when it is handed over."""
+        """Tables to reserve: one, of the context alone, if it is handed over."""
         return 1 if self.group.on_kv else len(self.choices)
 
     @property
     def num_kv_tokens(self) -> int:
-        """Positions each table must have room for."""
+        """Positions that each table must hold."""
         return self.num_tokens if self.group.on_kv else self.group.spec.num_kv_tokens
 
     @property
@@ -90,15 +85,15 @@ class PrefillContext:
 
 @dataclass(slots=True, eq=False)
 class DecodeSequence:
-    """One choice between two tokens: the last one of ``output`` is sampled, but its KV is not computed yet."""
+    """One choice between two tokens: the KV of ``output``'s last token is not computed yet."""
 
     group: SequenceGroup
     choice: int
     table: list[int]
     slots: Slots
-    num_computed: int  # positions whose KV is there
+    num_computed: int  # positions whose KV is computed
     output: list[int]  # forced tokens included
-    counts: Counter[int] | None = None  # of each token of the output so far, where penalties ask for it
+    counts: Counter[int] | None = None  # of each token of the output so far, if penalties need them
 
     @property
     def spec(self) -> GroupSpec:
@@ -119,21 +114,21 @@ class DecodeSequence:
 
 @dataclass(slots=True, eq=False)
 class SequenceGroup:
-    """One attempt. ``on_kv`` set: its KV is handed over, and it ends with its first tokens."""
+    """One attempt. With ``on_kv`` its KV is handed over, and it ends with its first tokens."""
 
     spec: GroupSpec
     on_kv: Callable[[KvBlock], None] | None = None
-    until: int | None = None  # set: its contexts run layer by layer, all of them at once, up to this boundary
-    layer: int = 0  # the boundary at which it came here, or that it has reached layer by layer
-    has_all_kv: bool = True  # False: the KV below the boundary it came at is with another worker
+    until: int | None = None  # set: its contexts run layer by layer, all at once, up to this boundary
+    layer: int = 0  # the boundary it was imported at, or has reached layer by layer
+    has_all_kv: bool = True  # False: the KV below its import boundary is at another worker
     state: GroupState = GroupState.WAITING
     num_pages: int = 0  # as reserved
-    arrival_order: int = 0  # when it came, and
-    admission_order: int = 0  # when it got its pages: the higher, the later
+    arrival_order: int = 0
+    admission_order: int = 0  # when it got its pages
     was_preempted: bool = False
     contexts: list[PrefillContext] = field(default_factory=list)  # not yet computed
     decodings: list[DecodeSequence] = field(default_factory=list)
-    handed_over: set[int] = field(default_factory=set)  # chunks of its KvLayout that the decode worker has had
+    handed_over: set[int] = field(default_factory=set)  # chunks of its KvLayout that the decode worker has
 
     @classmethod
     def of(
@@ -146,15 +141,15 @@ class SequenceGroup:
 
     @property
     def num_choices(self) -> int:
-        """Those that have not ended."""
+        """Choices that have not ended."""
         return len(self.decodings) + sum(len(context.choices) for context in self.contexts)
 
     @property
     def can_be_exported(self) -> bool:
         """Whether all of it is at one layer boundary, with nothing computed beyond.
 
-        What is handed over must be whole, too: the taker numbers the blocks of the contexts that it gets, the decode
-        worker those of all that it was offered.
+        A group that is handed over must also have all its contexts: the importer numbers the blocks of those that it
+        gets, the decode worker those of all that it was offered.
         """
         if self.decodings or not self.spec.prompt:
             return False
@@ -163,12 +158,12 @@ class SequenceGroup:
         return self.state is GroupState.WAITING or (self.state is GroupState.RUNNING and self.until is not None)
 
     def spec_left(self) -> GroupSpec:
-        """The group as another instance would begin it: with the contexts that are not computed yet."""
+        """The group as another instance would start it: with the contexts not computed yet."""
         choices = [ChoiceSpec(choice, each.forced) for each in self.contexts for choice in each.choices]
         return replace(self.spec, choices=tuple(choices))
 
     def contexts_left(self) -> list[PrefillContext]:
-        """What there is to compute if all its pages are lost: all output so far is forced output then."""
+        """What to compute if all pages are lost: all output so far becomes forced output."""
         left: dict[tuple[int, ...], PrefillContext] = {}
         for context in self.contexts:
             left[context.forced] = PrefillContext(
@@ -196,7 +191,7 @@ class PrefillChunk:
 
     @property
     def new_from(self) -> int:
-        """The first position whose KV is there by this chunk: with the first chunk comes what was cached."""
+        """The first position whose KV this chunk adds; the first chunk includes what was cached."""
         return 0 if self.begin == self.context.num_cached else self.begin
 
     @property
@@ -206,17 +201,27 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """What one batch computes: all running choices, the shortest first, and then chunks of prompts."""
+    """One batch: all running choices, the shortest first, then chunks of prompts."""
 
     decoding: tuple[DecodeSequence, ...]
     chunks: tuple[PrefillChunk, ...]
-    layer: int = 0  # the boundary that all of it is at
+    layer: int = 0  # the boundary it starts at
 
     def __bool__(self) -> bool:
         return bool(self.decoding or self.chunks)
 
+    @property
+    def work(self) -> StepWork:
+        """What the duration of its step is explained by. Read it before the sequences advance."""
+        return StepWork(
+            num_prefilled=sum(chunk.num_tokens for chunk in self.chunks),
+            num_prefill_attended=sum(attended_positions(chunk.begin, chunk.end) for chunk in self.chunks),
+            num_decoding=len(self.decoding),
+            num_decode_attended=sum(each.num_computed + 1 for each in self.decoding),
+        )
+
     def live_part(self) -> tuple[BatchPlan, list[int]]:
-        """What of it has not ended meanwhile, and the rows of that."""
+        """The part that has not ended meanwhile, and its rows."""
         rows = [row for row, each in enumerate(self.decoding) if each.is_live]
         row = len(self.decoding)
         for chunk in self.chunks:

@@ -1,3 +1,1 @@
-"""One step: resident model, model runner, stepper, decode graphs. May import every room above; only instance and
-warm_up import it.
-"""
+"""One step of one model: resident weights, runner, stepper, recorded decode steps."""

@@ -1,4 +1,4 @@
-"""Memory that a thread computes in, again and again."""
+"""Scratch memory of a thread, reused from call to call."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class Workspace(threading.local):
-    """Each thread has its own. Kept: memory taken anew for each use would be faulted in each time."""
+    """One per thread. It is kept: memory allocated per use would be faulted in each time."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
     def of(self, count: int) -> Tensor:
-        """``count`` numbers in fp32, until the thread's next call."""
+        """``count`` fp32 numbers, valid until the thread's next call."""
         if count > self._memory.shape[0]:
-            with torch.inference_mode(False):  # else it could be written to in that mode alone
+            with torch.inference_mode(False):  # an inference tensor could not be written to outside that mode
                 self._memory = torch.empty(count)
         return self._memory[:count]

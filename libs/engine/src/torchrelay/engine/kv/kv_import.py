@@ -1,4 +1,4 @@
-"""Groups whose KV was computed by another worker."""
+"""Import of a group's KV from the worker that computed it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine import profile
 from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import SequenceGroup
+from torchrelay.engine.buffers import as_tensor
 from torchrelay.engine.core import GroupSpec
 from torchrelay.engine.kernels.cpu.threads import one_thread
 from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import PagedKv
 from torchrelay.engine.profile import Activity
-from torchrelay.engine.weights.pack_weights import as_tensor
 
 
 class KvImport:
@@ -30,10 +30,10 @@ class KvImport:
         self._pages = pages
         self._scheduler = scheduler
         self._vocab_size = vocab_size
-        self.adopted = SequenceGroup.of(group)
-        self._contexts = tuple(self.adopted.contexts)
+        self.imported = SequenceGroup.of(group)
+        self._contexts = tuple(self.imported.contexts)
         self._missing = set(range(layout.num_kv_chunks))
-        scheduler.receive(self.adopted)
+        scheduler.receive(self.imported)
 
     @property
     def num_missing(self) -> int:
@@ -42,9 +42,9 @@ class KvImport:
 
     @torch.inference_mode()
     def write(self, index: int, data: memoryview | bytes) -> None:
-        """Puts one received KV chunk (not the trailer) into the pages, in any order; copies it.
+        """Copies one received KV chunk (not the trailer) into the pages, in any order.
 
-        Nothing happens after the group was cancelled. Raises ``DataCorrupted`` when the length is wrong.
+        Ignored after the group was cancelled. Raises ``DataCorrupted`` if the length is wrong.
         """
         if len(data) != self.layout.chunk_bytes(index):
             raise DataCorrupted(
@@ -64,15 +64,15 @@ class KvImport:
         profile.enter(before)
 
     def start(self, first_tokens: Mapping[int, int]) -> None:
-        """Begins decoding: choice -> its first new token. Choices it ended, or that are not named, free their pages.
+        """Starts decoding. Choices without a first token, or that it ends, free their pages.
 
-        Nothing happens when the group was cancelled. Raises ``Conflict`` while chunks are missing.
+        Ignored if the group was cancelled. Raises ``Conflict`` while chunks are missing.
         """
-        if self._missing and self.adopted.contexts:
+        if self._missing and self.imported.contexts:
             raise Conflict(f"{len(self._missing)} KV chunks of {self.group.group_id} are missing")
         if any(not 0 <= token < self._vocab_size for token in first_tokens.values()):
-            raise InvalidRequest("a first token is not in the vocabulary")
-        for context in tuple(self.adopted.contexts):
+            raise InvalidRequest(f"first tokens must be between 0 and {self._vocab_size - 1}")
+        for context in tuple(self.imported.contexts):
             goes_on = {
                 choice: token
                 for choice, token in first_tokens.items()
@@ -81,6 +81,6 @@ class KvImport:
             self._scheduler.start(context, goes_on)
 
     def drop(self) -> None:
-        """The KV will not come: frees the pages. Harmless after ``start``: what decodes already goes on."""
-        for context in tuple(self.adopted.contexts):
+        """The KV will not arrive: frees the pages. Harmless after ``start``: what decodes continues."""
+        for context in tuple(self.imported.contexts):
             self._scheduler.drop(context)

@@ -1,9 +1,8 @@
-"""How the KV of one group lies on the road from a prefill to a decode worker; imports no torch.
+"""The wire layout of one group's KV, from a prefill to a decode worker. Imports no torch.
 
-A KV buffer is a row of chunks: for each sequence, for each block of ``block_tokens`` positions, one chunk per layer,
-and then one *trailer* with the first tokens. A chunk is contiguous ``[2 (keys, values), tokens, kv_heads, head_dim]``
-in the model's dtype; the last block of a sequence is as short as it is. Both sides derive everything from the same
-few numbers, so none of it travels.
+A KV buffer is a list of chunks: for each sequence, for each block of ``block_tokens`` positions, one chunk per layer;
+then one *trailer* with the first tokens. A chunk is contiguous ``[2 (keys, values), tokens, kv_heads, head_dim]`` in
+the model's dtype; the last block of a sequence may be shorter. Both sides derive the layout, so it is never sent.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _FINISHES = (None, Finish.STOP, Finish.LENGTH, Finish.CANCELLED)
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """The numbers of a model that shape its KV."""
+    """What determines the shape of a model's KV."""
 
     num_layers: int
     num_kv_heads: int
@@ -32,7 +31,7 @@ class KvShape:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: str) -> KvShape:
-        """``dtype`` is the pack's: "F32", "BF16" or "F16"; KV is kept in it."""
+        """``dtype`` is the pack's, and the KV's: "F32", "BF16" or "F16"."""
         return cls(config.num_layers, config.num_kv_heads, config.head_dim, DTYPE_BYTES[dtype])
 
     @property
@@ -52,7 +51,7 @@ def kv_bytes_per_token(config: ModelConfig, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KvSequence:
-    """One context that is handed over; ``choices`` share it. The first new token is not in the context."""
+    """One context that is handed over, shared by ``choices``; without the first new token."""
 
     choices: tuple[int, ...]
     num_context_tokens: int
@@ -60,7 +59,7 @@ class KvSequence:
 
 @dataclass(frozen=True, slots=True)
 class KvLocation:
-    """Where the positions [token_begin, token_end) of one chunk belong."""
+    """The positions [token_begin, token_end) of one chunk."""
 
     sequence: int
     block: int
@@ -70,17 +69,8 @@ class KvLocation:
 
 
 @dataclass(frozen=True, slots=True)
-class KvBlock:
-    """A finished chunk on the prefill side. ``data`` may be read only during the call it is handed to: copy it out."""
-
-    group_id: str
-    index: int  # in the group's KvLayout
-    data: memoryview
-
-
-@dataclass(frozen=True, slots=True)
 class KvLayout:
-    """The chunks of one KV buffer, in the order they are computed when no prefill chunk is longer than a block."""
+    """The chunks of one KV buffer, in the order of computation if no prefill chunk exceeds a block."""
 
     shape: KvShape
     block_tokens: int
@@ -113,7 +103,7 @@ class KvLayout:
 
     @property
     def num_kv_bytes(self) -> int:
-        """Bytes of KV that cross, without the trailer."""
+        """Bytes of KV, without the trailer."""
         return sum(sequence.num_context_tokens for sequence in self.sequences) * self.shape.bytes_per_token
 
     def chunk_bytes(self, index: int) -> int:
@@ -127,7 +117,7 @@ class KvLayout:
         return (earlier + block) * self.shape.num_layers + layer
 
     def locate(self, index: int) -> KvLocation:
-        """Where a KV chunk belongs. Raises ``IndexError`` for the trailer and beyond."""
+        """The location of a KV chunk. Raises ``IndexError`` for the trailer and beyond."""
         block, layer = divmod(index, self.shape.num_layers)
         for number, sequence in enumerate(self.sequences):
             num_blocks = self.num_blocks(number)
@@ -136,10 +126,10 @@ class KvLayout:
                 end = min(begin + self.block_tokens, sequence.num_context_tokens)
                 return KvLocation(number, block, layer, begin, end)
             block -= num_blocks
-        raise IndexError(f"chunk {index} is none of the {self.num_kv_chunks} KV chunks")
+        raise IndexError(f"chunk {index} is not one of the {self.num_kv_chunks} KV chunks")
 
     def pack_trailer(self, first_tokens: Sequence[NewToken]) -> bytes:
-        """The last chunk: the first new token of each choice, in order. Raises ``KeyError`` if one lacks."""
+        """The last chunk: the first new token of each choice, in order. Raises ``KeyError`` if one is missing."""
         found = {token.choice: token for token in first_tokens}
         ordered = [found[choice] for sequence in self.sequences for choice in sequence.choices]
         return b"".join(
@@ -148,11 +138,11 @@ class KvLayout:
         )
 
     def unpack_trailer(self, group_id: str, data: bytes | memoryview) -> tuple[NewToken, ...]:
-        """The first tokens of a group. Raises ``DataCorrupted`` when they do not fit the layout."""
+        """The first tokens of a group. Raises ``DataCorrupted`` if they do not match the layout."""
         choices = [choice for sequence in self.sequences for choice in sequence.choices]
         if len(data) != _TRAILER.size * len(choices):
             raise DataCorrupted(f"the trailer of {group_id} has {len(data)} bytes, not {_TRAILER.size * len(choices)}")
         rows = list(_TRAILER.iter_unpack(data))
         if [row[0] for row in rows] != choices or any(row[3] >= len(_FINISHES) for row in rows):
-            raise DataCorrupted(f"the trailer of {group_id} does not fit the choices {choices}")
+            raise DataCorrupted(f"the trailer of {group_id} does not match the choices {choices}")
         return tuple(NewToken(group_id, choice, place, token, _FINISHES[end]) for choice, place, token, end in rows)

@@ -1,4 +1,4 @@
-"""How the prompts of one model lie on the road: their KV as it is handed over, and themselves as they are passed on."""
+"""Wire layouts of one model: for KV that is handed over, and for prompts that are exported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchrelay.engine.kv.prefill_layout import PrefillLayout
 
 
 class ModelLayouts:
-    """``block_tokens``: positions of a block that leaves here; in what comes it is whatever the other side says."""
+    """``block_tokens`` is the block size of what leaves here; what arrives may have another."""
 
     def __init__(self, shape: KvShape, hidden_size: int, block_tokens: int) -> None:
         self._shape, self._hidden_size, self._block_tokens = shape, hidden_size, block_tokens
@@ -26,9 +26,9 @@ class ModelLayouts:
     def check_kv(self, group: GroupSpec, offered: KvLayout) -> None:
         """Raises ``InvalidRequest``."""
         if offered.block_tokens < 1 or offered != KvLayout.of(self._shape, offered.block_tokens, group):
-            raise InvalidRequest(f"the KV offered for {group.group_id} does not fit the model and the request")
+            raise InvalidRequest(f"the KV offered for {group.group_id} does not match the model and the request")
 
     def check_prefill(self, group: GroupSpec, given: PrefillLayout, with_kv: bool) -> None:
         """Raises ``InvalidRequest``."""
         if given.block_tokens < 1 or given != self._prefill(group, given.boundary, with_kv, given.block_tokens):
-            raise InvalidRequest(f"what was passed on of {group.group_id} does not fit the model and the request")
+            raise InvalidRequest(f"the prefill exported for {group.group_id} does not match the model and the request")

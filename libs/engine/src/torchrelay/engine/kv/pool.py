@@ -1,27 +1,22 @@
-"""Paged KV memory: bytes taken once per slot, cut anew into pages for whatever model is loaded.
+"""Paged KV memory: allocated once per slot, partitioned into pages anew for each model.
 
-A page holds ``page_tokens`` positions of every layer. The cut is layer-major, ``[layers, 2, pages * page_tokens,
-kv_heads, head_dim]``, so that a layer's keys and values are two plain tensors and a position is one row (*slot*) of
-them. Pages are counted, since choices of one group share the full pages of their context, and groups those of a common
-prefix. Nothing is cleared between models: no kernel ever reads a slot that nobody has written.
+The partition is layer-major, ``[layers, 2, pages * page_tokens, kv_heads, head_dim]``: a layer's keys and values are
+two plain tensors, and a position is one row (*slot*) of them. Nothing is cleared between models: no kernel reads a slot
+that has not been written.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-
 import torch
 
-from torchrelay.engine.core import KvPoolFull
+from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.kv.layout import KvShape
 
 _FAULT_IN_STEP_BYTES = 64 << 20
 
 
 class KvPool:
-    """The bytes, once per slot."""
+    """The memory of one slot."""
 
     def __init__(self, num_bytes: int, device: str = "cpu") -> None:
         self.num_bytes = num_bytes
@@ -34,9 +29,9 @@ class KvPool:
             self._bytes[begin : begin + _FAULT_IN_STEP_BYTES].zero_()
 
     def partition(self, shape: KvShape, dtype: torch.dtype, page_tokens: int, has_scratch: bool = False) -> PagedKv:
-        """Pages for one model; an earlier cut must not be used any more. Costs no copy and touches no byte.
+        """Pages for one model; invalidates earlier partitions. Copies and touches nothing.
 
-        With ``has_scratch`` the last page is nobody's: see ``KvPages.scratch_slot``.
+        ``has_scratch`` keeps the last page out of use: see ``PageTables.scratch_slot``.
         """
         page_bytes = shape.bytes_per_token * page_tokens
         num_pages = self.num_bytes // page_bytes
@@ -46,123 +41,14 @@ class KvPool:
         return PagedKv(kv, max(0, num_pages - has_scratch), page_tokens)
 
 
-class PageAllocator:
-    """Which pages are free, and how many tables hold each of the others.
-
-    A *retained* page that nobody holds is idle: as good as free, but taken last, the longest idle first; then
-    ``on_reclaim`` is told.
-    """
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self.retained: set[int] = set()
-        self.on_reclaim: Callable[[int], None] = lambda page: None
-        self._idle: OrderedDict[int, None] = OrderedDict()
-        self._num_touched = 0  # pages from here on were never taken; saves listing them all at a cold start
-        self._free: list[int] = []
-        self._holders = array("I", bytes(4 * num_pages))
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free) + len(self._idle) + self.num_pages - self._num_touched
-
-    def take(self, count: int) -> list[int]:
-        """``count`` pages, each held once. Raises ``KvPoolFull`` and takes none when there are fewer."""
-        if count > self.num_free:
-            raise KvPoolFull(f"{count} KV pages are needed, {self.num_free} of {self.num_pages} are free")
-        pages = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        num_new = min(count - len(pages), self.num_pages - self._num_touched)
-        pages += range(self._num_touched, self._num_touched + num_new)
-        self._num_touched += num_new
-        pages += [self._reclaim() for _ in range(count - len(pages))]
-        for page in pages:
-            self._holders[page] = 1
-        return pages
-
-    def share(self, pages: Iterable[int]) -> None:
-        """One more table holds each of these, which are held or idle."""
-        for page in pages:
-            self._holders[page] += 1
-            self._idle.pop(page, None)
-
-    def release(self, pages: Sequence[int]) -> None:
-        """One table less holds each of these; the last one frees it, or leaves it idle."""
-        for page in reversed(pages):  # of a prefix the end goes first when pages are reclaimed
-            self._holders[page] -= 1
-            if self._holders[page]:
-                continue
-            if page in self.retained:
-                self._idle[page] = None
-            else:
-                self._free.append(page)
-
-    def retain(self, page: int) -> None:
-        """A page that is held shall stay idle when nobody holds it any more."""
-        self.retained.add(page)
-
-    def _reclaim(self) -> int:
-        page, _ = self._idle.popitem(last=False)
-        self.retained.remove(page)
-        self.on_reclaim(page)
-        return page
-
-    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
-        """Every page is free, idle or held as often as ``tables`` (all there are) say. Raises ``AssertionError``."""
-        held = Counter(page for table in tables for page in table)
-        free = {*self._free, *self._idle}
-        assert len(free) == len(self._free) + len(self._idle), "a page was freed twice"
-        assert self._idle.keys() <= self.retained, "an idle page is not retained"
-        assert not self.retained & set(self._free), "a retained page is free"
-        assert not free & held.keys(), f"pages {free & held.keys()} are free and in use"
-        for page in range(self._num_touched):
-            assert self._holders[page] == held[page], f"page {page}: {self._holders[page]} holders, {held[page]} tables"
-            assert held[page] or page in free, f"page {page} leaked"
-        assert all(page < self._num_touched for page in held), "a page was never taken"
-
-
 class PagedKv:
-    """One model's cut of the pool: the tensor and its pages."""
+    """One model's partition of the pool: the tensor, and the tables of its pages."""
 
     def __init__(self, kv: torch.Tensor, num_pages: int, page_tokens: int) -> None:
         self.kv = kv  # [layers, 2, pages * page_tokens, kv_heads, head_dim]
-        self.page_tokens = page_tokens
-        self.allocator = PageAllocator(num_pages)
-
-    @property
-    def scratch_slot(self) -> int:
-        """A slot of no page that is ever given out, for rows that nobody reads; only where the cut has one."""
-        return self.allocator.num_pages * self.page_tokens
-
-    def pages_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.page_tokens)
-
-    def pages_to_reserve(self, num_context_tokens: int, num_tokens: int, num_tables: int) -> int:
-        """Pages for ``num_tables`` sequences of up to ``num_tokens`` that share the full pages of their context."""
-        num_shared = num_context_tokens // self.page_tokens
-        return num_shared + num_tables * (self.pages_for(num_tokens) - num_shared)
-
-    def reserve(
-        self, num_context_tokens: int, num_tokens: int, num_tables: int, known: Sequence[int] = ()
-    ) -> list[list[int]]:
-        """Page tables as counted by ``pages_to_reserve``, which begin with the ``known`` pages.
-
-        Raises ``KvPoolFull`` and takes nothing when pages lack.
-        """
-        num_pages = self.pages_to_reserve(num_context_tokens, num_tokens, num_tables)
-        self.allocator.share(known)  # first: what is taken next might be they
-        try:
-            pages = [*known, *self.allocator.take(num_pages - len(known))]
-        except KvPoolFull:
-            self.allocator.release(known)
-            raise
-        num_shared = num_context_tokens // self.page_tokens
-        shared, own = pages[:num_shared], pages[num_shared:]
-        for _ in range(num_tables - 1):
-            self.allocator.share(shared)
-        num_own = len(own) // num_tables
-        return [shared + own[i * num_own : (i + 1) * num_own] for i in range(num_tables)]
+        self.tables = PageTables(num_pages, page_tokens)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copies all layers of one page: the partial last page of a shared context, once per further choice."""
-        size = self.page_tokens
+        """Copies one page in all layers: the partial last page of a shared context, for each further choice."""
+        size = self.tables.page_tokens
         self.kv[:, :, target * size : (target + 1) * size] = self.kv[:, :, source * size : (source + 1) * size]

@@ -1,4 +1,4 @@
-"""Prompts that another instance computed up to a layer boundary."""
+"""Import of prompts that another instance computed up to a layer boundary."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import torch
 
 from torchrelay.common.errors import Conflict, DataCorrupted
 from torchrelay.engine.batching.scheduler import BatchScheduler
-from torchrelay.engine.batching.sequences import PrefillContext, SequenceGroup
+from torchrelay.engine.batching.sequences import SequenceGroup
+from torchrelay.engine.buffers import as_tensor
+from torchrelay.engine.kv.hidden_states import HiddenStates
 from torchrelay.engine.kv.layout import KvLayout
 from torchrelay.engine.kv.pool import PagedKv
 from torchrelay.engine.kv.prefill_layout import PrefillLayout
-from torchrelay.engine.weights.pack_weights import as_tensor
 
 
 class PrefillImport:
-    """Pages reserved for a prompt, to be filled with what was passed on. All methods on the engine thread."""
+    """Pages reserved for a prompt, to be filled with its export. All methods on the engine thread."""
 
     def __init__(
         self,
@@ -22,18 +23,19 @@ class PrefillImport:
         layout: PrefillLayout,
         kv_layout: KvLayout,
         pages: PagedKv,
+        hidden_states: HiddenStates,
         scheduler: BatchScheduler,
     ) -> None:
         """Reserves at once. Raises ``KvPoolFull``, ``InvalidRequest`` or ``Conflict``."""
         self.layout = layout
         self._group = group
-        self._pages = pages
+        self._pages, self._hidden_states = pages, hidden_states
         self._scheduler = scheduler
         self._contexts = tuple(group.contexts)
         self._missing = set(range(layout.num_chunks))
         group.layer = layout.boundary
         group.has_all_kv = layout.with_kv or not layout.boundary
-        if group.on_kv is not None:  # the decode worker has the layers below from the other instance
+        if group.on_kv is not None:  # the exporter handed over the layers below
             indices = range(kv_layout.num_kv_chunks)
             group.handed_over = {index for index in indices if kv_layout.locate(index).layer < layout.boundary}
         scheduler.receive(group)
@@ -45,9 +47,9 @@ class PrefillImport:
 
     @torch.inference_mode()
     def write(self, index: int, data: memoryview | bytes) -> None:
-        """Puts one chunk where it belongs, in any order; copies it.
+        """Copies one chunk to its place, in any order.
 
-        Nothing happens after the group was cancelled. Raises ``DataCorrupted`` when the length is wrong.
+        Ignored after the group was cancelled. Raises ``DataCorrupted`` if the length is wrong.
         """
         if len(data) != self.layout.chunk_bytes(index):
             name, expected = self._group.spec.group_id, self.layout.chunk_bytes(index)
@@ -61,32 +63,23 @@ class PrefillImport:
         block = as_tensor(memoryview(data)).view(kv.dtype)
         if self.layout.holds_hidden(place):
             rows = block.view(place.token_end - place.token_begin, -1)
-            self._hidden(context, rows.shape[1])[place.token_begin : place.token_end] = rows.to(kv.device)
+            self._hidden_states.write(context, place.token_begin, rows.to(kv.device))
             return
-        # NOTE: what was cached here lies in pages that others read too.
+        # NOTE: cached positions are in pages that others read: they must not be written.
         skipped = min(max(context.num_cached - place.token_begin, 0), place.token_end - place.token_begin)
         block = block.view(2, -1, *kv.shape[3:])[:, skipped:].to(kv.device)
         slots = torch.from_numpy(context.slots[place.token_begin + skipped : place.token_end]).to(kv.device)
         kv[place.layer].index_copy_(1, slots, block)
 
     def start(self) -> None:
-        """The prompt goes on from its boundary. Nothing happens when it was cancelled.
-
-        Raises ``Conflict`` while chunks are missing.
-        """
-        if not self._group.contexts:
+        """Continues the prompt from its boundary. Raises ``Conflict`` while chunks are missing."""
+        if not self._group.contexts:  # it was cancelled
             return
         if self._missing:
             raise Conflict(f"{len(self._missing)} chunks of {self._group.spec.group_id} are missing")
         self._scheduler.run(self._group)
 
     def drop(self) -> None:
-        """What is missing will not come: frees the pages. Only before ``start``."""
+        """The missing chunks will not arrive: frees the pages. Only before ``start``."""
         for context in tuple(self._group.contexts):
             self._scheduler.drop(context)
-
-    def _hidden(self, context: PrefillContext, hidden_size: int) -> torch.Tensor:
-        if context.hidden is None:
-            kv = self._pages.kv
-            context.hidden = torch.empty(context.num_tokens, hidden_size, dtype=kv.dtype, device=kv.device)
-        return context.hidden

@@ -1,12 +1,11 @@
-"""How a prompt lies on the road when it changes hands at a layer boundary; imports no torch.
+"""The wire layout of a prompt that moves between instances at a layer boundary. Imports no torch.
 
-Layers [0, boundary) of all its positions were computed by one instance, which *passes it on*; another *takes* it and
-computes the rest. What travels is a row of chunks: for each context, for each block of ``block_tokens`` positions, the
-KV of each layer below the boundary as in a ``KvLayout``, and then the hidden states, ``[tokens, hidden]``. At boundary
-0 nothing was computed, and nothing travels.
+The exporter computed layers [0, boundary) of all its positions; the importer computes the rest. The chunks are: for
+each context, for each block of ``block_tokens`` positions, the KV of each layer below the boundary as in a
+``KvLayout``, then the hidden states, ``[tokens, hidden]``. At boundary 0 nothing was computed and nothing is sent.
 
-A prompt whose KV is handed over to a decode worker has given it the layers below the boundary already; the taker hands
-over the others, and needs the hidden states alone.
+If the KV is handed over to a decode worker, the exporter has sent it the layers below the boundary; the importer sends
+the others, and needs the hidden states alone.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class PrefillLayout:
 
     @property
     def num_planes(self) -> int:
-        """Chunks of one block: a plane per layer of KV, and the last one for the hidden states."""
+        """Chunks of one block: a plane per layer of KV, and one for the hidden states."""
         if not self.boundary:
             return 0
         return (self.boundary if self.with_kv else 0) + 1
@@ -56,9 +55,9 @@ class PrefillLayout:
         return (place.token_end - place.token_begin) * row_bytes
 
     def locate(self, index: int) -> KvLocation:
-        """Where a chunk belongs; its ``layer`` is the plane. Raises ``IndexError``."""
+        """The location of a chunk; its ``layer`` is the plane. Raises ``IndexError``."""
         if not 0 <= index < self.num_chunks:
-            raise IndexError(f"chunk {index} is none of the {self.num_chunks} chunks")
+            raise IndexError(f"chunk {index} is not one of the {self.num_chunks} chunks")
         return self._grid.locate(index)
 
     def holds_hidden(self, place: KvLocation) -> bool:
@@ -66,21 +65,21 @@ class PrefillLayout:
 
     @property
     def _grid(self) -> KvLayout:
-        """The same chunks in the same order, as if the hidden states were one layer more of KV."""
+        """The same chunks in the same order, with the hidden states as one more layer of KV."""
         return KvLayout(replace(self.shape, num_layers=self.num_planes), self.block_tokens, self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillExport:
-    """A prompt that has left an instance. ``spec`` is what a taker begins it as: the choices that are left, and their
-    output so far as forced output. It names no moment: the taker's clock is another one.
+    """A prompt that has left an instance. ``spec`` has the remaining choices, with their output as forced output. It
+    has no deadline, because the importer's clock differs.
     """
 
     spec: GroupSpec
-    left_s: float | None  # to its deadline, when it was passed on
+    left_s: float | None  # to its deadline, at the time of export
     layout: PrefillLayout
-    chunks: tuple[memoryview, ...]  # as the layout says
+    chunks: tuple[memoryview, ...]  # as in the layout
 
     def group_at(self, now_s: float) -> GroupSpec:
-        """The group by a taker's clock, on which it is ``now_s``."""
+        """The group by the importer's clock, which shows ``now_s``."""
         return self.spec if self.left_s is None else replace(self.spec, deadline_s=now_s + self.left_s)

@@ -1,3 +1,1 @@
-"""The one decoder of all architectures, and a batch as its tensors. May import weights, kernels, batching (plans),
-modelspec.
-"""
+"""The one decoder of all architectures, and a batch as its tensors."""

@@ -1,10 +1,9 @@
-"""A plan as tensors: what the model reads."""
+"""A batch plan as tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,25 +11,17 @@ from torch import Tensor
 
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk
 from torchrelay.engine.kernels.attention import AttentionBackend, Span
+from torchrelay.engine.kernels.layer import LayerView
 from torchrelay.engine.model.rope import Rope
 from torchrelay.modelspec.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What layers of one kind share: how far back they see (None: all the way), and their rotation."""
+    """What layers of one kind share: their attention window (None: unlimited) and rotation."""
 
     window: int | None
     rope: Rope
-
-
-@dataclass(frozen=True, slots=True)
-class LayerView:
-    """The batch as layers of one kind see it."""
-
-    cos: Tensor  # [rows, 1, head_dim / 2]
-    sin: Tensor
-    attention: Any  # the backend's own plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +30,10 @@ class Batch:
 
     plan: BatchPlan
     token_ids: Tensor  # int64 [rows]
-    write_slots: Tensor  # int64 [rows]: where each row's keys and values go
-    views: tuple[LayerView, ...]  # of each kind of layer
-    num_outputs: int  # rows that give logits: the running choices', and the last of each chunk that ends its context
-    output_rows: Tensor | None = None  # int64: which they are; None where all rows do
+    write_slots: Tensor  # int64 [rows]: the slot of each row's keys and values
+    views: tuple[LayerView, ...]  # by kind of layer
+    num_outputs: int  # rows with logits: running choices, and the last row of each chunk that ends its context
+    output_rows: Tensor | None = None  # int64: their indices; None: all rows
 
     @property
     def handed_over(self) -> Sequence[PrefillChunk]:
@@ -50,7 +41,7 @@ class Batch:
 
 
 def layer_kinds(config: ModelConfig, device: torch.device) -> tuple[tuple[LayerKind, ...], tuple[int, ...]]:
-    """The kinds of a model's layers, and which of them each layer is."""
+    """The kinds of a model's layers, and the index of each layer's kind."""
     rope = Rope(config.rope, config.head_dim, device)
     local = rope if config.local_rope is None else Rope(config.local_rope, config.head_dim, device)
     windows = tuple(dict.fromkeys(config.windows))
@@ -61,7 +52,7 @@ def layer_kinds(config: ModelConfig, device: torch.device) -> tuple[tuple[LayerK
 def make_batch(
     plan: BatchPlan, kinds: Sequence[LayerKind], backend: AttentionBackend, dtype: torch.dtype, device: torch.device
 ) -> Batch:
-    """Lays a plan out; ``dtype`` is the model's."""
+    """Lays out a plan; ``dtype`` is the model's."""
     token_ids = [each.last_token for each in plan.decoding]
     positions = [each.num_computed for each in plan.decoding]
     write_slots = [int(each.slots[each.num_computed]) for each in plan.decoding]

@@ -1,4 +1,4 @@
-"""The decoder that every supported architecture is, driven by its config.
+"""The one decoder of all supported architectures, driven by its config.
 
 Arithmetic follows transformers: norms and softmax in fp32, everything else in the model's dtype.
 """
@@ -11,19 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrelay.engine.kernels import fused_ops
 from torchrelay.engine.kernels.attention import AttentionBackend, Scoring
-from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+from torchrelay.engine.kernels.cpu.layers import CpuLayers
+from torchrelay.engine.kernels.fused_ops import FusedOps
+from torchrelay.engine.kernels.layer import LayerView, LayerWeights
 from torchrelay.engine.kernels.linear import linear
-from torchrelay.engine.model.batch import Batch, LayerView
+from torchrelay.engine.model.batch import Batch
 from torchrelay.engine.model.mlp import feed_forward
 from torchrelay.engine.model.rope import rotate
-from torchrelay.engine.weights.pack_weights import LayerWeights, PackWeights
+from torchrelay.engine.weights.pack_weights import PackWeights
 from torchrelay.modelspec.config import ModelConfig
 
 
 class Decoder:
-    """Embedding, layers and head, each usable by itself once its segment of the pack is there."""
+    """Embedding, layers and head, each usable once its segment of the pack has arrived."""
 
     def __init__(
         self,
@@ -32,15 +33,15 @@ class Decoder:
         kv: Tensor,
         backend: AttentionBackend,
         kind_of_layer: Sequence[int],
-        active_processes: ActiveProcesses | None = None,
+        fused_ops: FusedOps | None,
+        whole_layers: CpuLayers | None,
     ) -> None:
         self._config = config
         self._weights = weights
         self._kv = kv  # [layers, 2, slots, kv_heads, head_dim]
         self._backend = backend
         self._kind_of_layer = kind_of_layer
-        self._ops = fused_ops.fused_ops_for(kv.device)
-        self._whole_layers = fused_ops.whole_layers_for(kv.device, config, kv.dtype, kind_of_layer, active_processes)
+        self.fused_ops, self._whole_layers = fused_ops, whole_layers
         self._norm_kind = config.norm_eps, config.architecture.unit_offset_norms
         self._scoring = Scoring(config.query_scale, config.score_cap)
 
@@ -49,17 +50,17 @@ class Decoder:
         hidden = F.embedding(token_ids, self._weights.embedding())
         if not self._config.architecture.scaled_embeddings:
             return hidden
-        # Rounded to the dtype, as transformers has it, and a number: a tensor could not be made within a recorded step.
+        # Rounded to the dtype, as in transformers, and a plain number: a recorded step cannot create the tensor.
         return hidden * torch.tensor(self._config.hidden_size**0.5, dtype=hidden.dtype).item()
 
     def run_layers(self, begin: int, end: int, hidden: Tensor, batch: Batch) -> tuple[Tensor, int]:
-        """Layers [begin, end) as far as one go computes them, at least the first; gives the one after the last, too.
+        """As many of the layers [begin, end) as one call computes, at least one; also returns the next layer.
 
         [rows, hidden] -> the same; writes the batch's KV. Waits for the first layer's weights.
         """
         if self._whole_layers is not None:
             weights = self._weights.layers(begin, end)
-            hidden, num_done = self._whole_layers.run(begin, weights, self._kv, hidden, batch)
+            hidden, num_done = self._whole_layers.run(begin, weights, self._kv, hidden, batch.write_slots, batch.views)
             if num_done:
                 return hidden, begin + num_done
         return self.run_layer(begin, hidden, batch), begin + 1
@@ -71,7 +72,7 @@ class Decoder:
         if weights.attention_out_norm is not None:
             attended = self._norm(attended, weights.attention_out_norm)
         hidden, inner = self._add_norm(hidden, attended, weights.post_norm)
-        given = feed_forward(inner, weights, self._config.activation, self._config.experts, self._ops)
+        given = feed_forward(inner, weights, self._config.activation, self._config.experts, self.fused_ops)
         if weights.mlp_out_norm is not None:
             given = self._norm(given, weights.mlp_out_norm)
         return hidden + given
@@ -85,8 +86,8 @@ class Decoder:
     def _attention(self, weights: LayerWeights, kv: Tensor, hidden: Tensor, batch: Batch, view: LayerView) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         heads = linear(hidden, weights.qkv, weights.qkv_bias).view(hidden.shape[0], -1, self._config.head_dim)
-        if self._ops is not None:
-            queries = self._ops.place_heads(
+        if self.fused_ops is not None:
+            queries = self.fused_ops.place_heads(
                 heads, weights.qk_norm, *self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
             )
             return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
@@ -100,21 +101,21 @@ class Decoder:
         return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
 
     def _add_norm(self, x: Tensor, added: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """The sum, and its norm."""
-        if self._ops is not None:
-            return self._ops.add_norm(x, added, weight, *self._norm_kind)
+        """The sum and its norm."""
+        if self.fused_ops is not None:
+            return self.fused_ops.add_norm(x, added, weight, *self._norm_kind)
         x = x + added
         return x, self._norm(x, weight)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        norm = rms_norm if self._ops is None else self._ops.rms_norm
+        norm = rms_norm if self.fused_ops is None else self.fused_ops.rms_norm
         return norm(x, weight, *self._norm_kind)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, unit_offset: bool = False) -> Tensor:
-    """Root-mean-square norm over the last axis, in fp32; rounded to the input's dtype before the weight.
+    """Root-mean-square norm over the last axis, in fp32, rounded to the input's dtype before the weight is applied.
 
-    With ``unit_offset`` the weight counts from one, and is multiplied in before rounding.
+    With ``unit_offset`` one is added to the weight, and it is applied before rounding.
     """
     wide = x.to(torch.float32)
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

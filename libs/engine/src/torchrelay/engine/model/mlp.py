@@ -7,15 +7,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrelay.engine.kernels.fused_ops import FusedOps
-from torchrelay.engine.kernels.linear import Matrix, linear
-from torchrelay.engine.weights.pack_weights import LayerWeights
+from torchrelay.engine.kernels.layer import LayerWeights
+from torchrelay.engine.kernels.linear import linear
+from torchrelay.engine.kernels.matrix import Matrix
 from torchrelay.modelspec.config import ExpertConfig
 
 
 def feed_forward(
     hidden: Tensor, weights: LayerWeights, activation: str, experts: ExpertConfig | None, ops: FusedOps | None
 ) -> Tensor:
-    """[rows, hidden] to the same; ``steps`` if there are any where these tensors are."""
+    """[rows, hidden] -> the same; with fused ``ops`` if the device has them."""
     if experts is None or weights.router is None:
         return gated_mlp(hidden, weights.gate_up, weights.down, activation, ops)
     gate_up, down = weights.gate_up, weights.down
@@ -30,7 +31,7 @@ def feed_forward(
 
 
 def gated_mlp(hidden: Tensor, gate_up: Matrix, down: Matrix, activation: str, ops: FusedOps | None = None) -> Tensor:
-    """down(activation(gate(x)) * up(x)), gate and up being the halves of one projection."""
+    """down(activation(gate(x)) * up(x)); gate and up are the halves of one projection."""
     both = linear(hidden, gate_up)
     return linear(activate_and_multiply(both, activation) if ops is None else ops.gate(both, activation), down)
 
@@ -42,7 +43,7 @@ def activate_and_multiply(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def route(hidden: Tensor, router: Tensor, experts: ExpertConfig) -> tuple[Tensor, Tensor]:
-    """Which experts each row goes to, and their shares (fp32) in what it gets: both [rows, experts per token]."""
+    """The experts of each row, and their weights in its output (fp32): both [rows, experts per token]."""
     likely = linear(hidden, router).softmax(-1, dtype=torch.float32)
     shares, chosen = likely.topk(experts.per_token, dim=-1)
     if experts.norm_topk_prob:

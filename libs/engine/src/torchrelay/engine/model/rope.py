@@ -1,7 +1,7 @@
-"""Rotary position embedding: default, stretched evenly, and with Llama 3's scaling of the frequencies.
+"""Rotary position embedding: default, linearly scaled, and with Llama 3's scaling of the frequencies.
 
-Angles are computed for the positions of each batch: a few thousand cosines, against a table that would have to be
-built for the whole context at every cold start.
+Angles are computed per batch: a few thousand cosines, where a table for the whole context would be built at every cold
+start.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrelay.modelspec.config import RopeConfig, RopeScaling
 
 
 class Rope:
-    """The rotation of some layers of a model; ``inverse_frequencies`` is fp32 [head_dim / 2]."""
+    """The rotation of one kind of layer; ``inverse_frequencies`` is fp32 [head_dim / 2]."""
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
@@ -25,19 +25,19 @@ class Rope:
         self.inverse_frequencies = frequencies.to(device)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, each [tokens, 1, head_dim / 2]; computed in fp32, then rounded to ``dtype``."""
+        """Cosines and sines, each [tokens, 1, head_dim / 2], computed in fp32 and rounded to ``dtype``."""
         angles = positions[:, None, None].float() * self.inverse_frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates [tokens, heads, head_dim], whose halves are the two coordinates of each plane."""
+    """Rotates [tokens, heads, head_dim]; its halves are the two coordinates of each plane."""
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Long waves are stretched by ``factor``, short ones kept, those between blended (Llama 3.1)."""
+    """Long wavelengths are scaled by ``factor``, short ones kept, those between interpolated (Llama 3.1)."""
     wavelengths = 2 * math.pi / frequencies
     turns = scaling.original_max_position / wavelengths
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

@@ -1,1 +1,1 @@
-"""From logits to tokens. May import batching (sequences), core."""
+"""From logits to tokens."""

@@ -1,4 +1,4 @@
-"""Choosing the next token. The random number is f(seed, choice, position): the same on any batch, worker or attempt."""
+"""Sampling. The random number is f(seed, choice, position): independent of batch, worker and attempt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from torchrelay.engine.batching.sequences import DecodeSequence, PrefillContext
+from torchrelay.engine.batching.sequences import BatchPlan, PrefillContext
 from torchrelay.engine.core import NO_TOKEN, Finish, GroupSpec, Logprobs, NewToken, SamplingParams
 from torchrelay.engine.sampling.distributions import (
     apply_biases_and_penalties,
@@ -23,19 +23,19 @@ from torchrelay.engine.sampling.distributions import (
 )
 
 _COUNTER = struct.Struct("<QQQ")
-_MAX_ELEMENTS_CPU: Final = 1 << 19  # logits worked on at once: their copies shall stay in a core's cache
-_MAX_ELEMENTS: Final = 1 << 25  # and elsewhere, where memory is the only limit
+_MAX_ELEMENTS_CPU: Final = 1 << 19  # logits processed at once: their copies should fit a core's cache
+_MAX_ELEMENTS: Final = 1 << 25  # elsewhere, where memory is the only limit
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """One token to choose: from which row of the logits, and for which choice and output position of a group."""
+    """One token to sample: from a row of the logits, for a choice and output position of a group."""
 
     row: int
     group: GroupSpec
     choice: int
     position: int
-    counts: Mapping[int, int] | None = None  # of each token of the output so far, where penalties ask for it
+    counts: Mapping[int, int] | None = None  # of each token of the output so far, if penalties need them
     num_cached: int = 0
 
     @property
@@ -44,7 +44,7 @@ class TokenDraw:
 
     @property
     def is_plain(self) -> bool:
-        """Takes the likeliest token as it is: found for the whole batch at once."""
+        """Takes the most likely token as it is: found for the whole batch at once."""
         return self.params.greedy and not self.params.logit_bias and not self.params.penalised
 
     def token(self, token_id: int, logprobs: Logprobs | None) -> NewToken:
@@ -54,12 +54,20 @@ class TokenDraw:
         return NewToken(group_id, self.choice, self.position, token_id, finish, self.num_cached, logprobs)
 
 
-def draw_of_decoding(row: int, decoding: DecodeSequence) -> TokenDraw:
-    return TokenDraw(row, decoding.spec, decoding.choice, decoding.next_position, decoding.counts)
+def draws_of(plan: BatchPlan) -> list[TokenDraw]:
+    """For each row of logits: one draw per running choice, then the first tokens of each context that the plan ends."""
+    draws = [
+        TokenDraw(row, each.spec, each.choice, each.next_position, each.counts)
+        for row, each in enumerate(plan.decoding)
+    ]
+    ended = (chunk.context for chunk in plan.chunks if chunk.ends_context)
+    for row, context in enumerate(ended, len(plan.decoding)):
+        draws += _draws_of_context(row, context)
+    return draws
 
 
-def draws_of_context(row: int, context: PrefillContext) -> list[TokenDraw]:
-    """The first token of each choice that shares the context; they differ by the choice's random number alone."""
+def _draws_of_context(row: int, context: PrefillContext) -> list[TokenDraw]:
+    """The first token of each choice of the context; they differ only by the choice's random number."""
     spec = context.group.spec
     num_cached = min(context.num_cached, spec.num_prompt_tokens)
     counts = Counter(context.forced) if spec.sampling.penalised else None
@@ -78,8 +86,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
 def sample_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[NewToken]:
     """The token of each draw; ``logits`` is [rows, vocab].
 
-    Where a row is not finite its draws end with ``Finish.NOT_FINITE``: the likeliest of such numbers would be a token
-    that the model never meant.
+    Draws from a row that is not finite end with ``Finish.NOT_FINITE``: its maximum would be an arbitrary token.
     """
     if not draws:
         return []
@@ -101,14 +108,14 @@ def sample_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[NewToken]:
 
 
 def _bounded_batches(is_wanted: Sequence[bool], logits: Tensor) -> Iterator[list[int]]:
-    """The places of the draws that are wanted, so many at a time."""
+    """The indices of the wanted draws, in bounded batches."""
     places = [place for place, wanted in enumerate(is_wanted) if wanted]
     size = max(1, (_MAX_ELEMENTS_CPU if logits.device.type == "cpu" else _MAX_ELEMENTS) // logits.shape[1])
     return (places[begin : begin + size] for begin in range(0, len(places), size))
 
 
 def sample(logits: Tensor, draws: Sequence[TokenDraw]) -> list[int]:
-    """One token for each draw, whose rows are finite: biased and penalised, then the likeliest or a random one."""
+    """One token for each draw from a finite row: after biases and penalties, the most likely or a random one."""
     wanted = _rows(logits, draws).float()  # a copy, and ours to write to
     apply_biases_and_penalties(wanted, [draw.params for draw in draws], [draw.counts for draw in draws])
     random = [place for place, draw in enumerate(draws) if not draw.params.greedy]
@@ -130,7 +137,7 @@ def _listed(tokens: Tensor) -> list[int]:
 
 
 def _logprobs_of(logits: Tensor, chosen: Sequence[tuple[TokenDraw, int]]) -> Iterator[Logprobs]:
-    """The model's own probabilities, before temperature, penalties and biases."""
+    """The model's probabilities, before temperature, penalties and biases."""
     num_top = [draw.params.top_logprobs or 0 for draw, _ in chosen]
     token_ids = torch.tensor([token_id for _, token_id in chosen], device=logits.device)
     found = logprobs(_rows(logits, [draw for draw, _ in chosen]), token_ids, max(num_top))

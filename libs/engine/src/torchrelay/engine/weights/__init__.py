@@ -1,3 +1,1 @@
-"""A pack's bytes as tensors: gate per segment, copy to a device, reordering for oneDNN. May import kernels, buffers,
-profile, core, modelspec, transfer.manifest.
-"""
+"""A pack's bytes as tensors: arrival, copy to a device, reordered copies."""

@@ -1,14 +1,11 @@
 """A pack's bytes as tensors: views on a CPU, one copy per segment elsewhere.
 
-Nothing here touches a byte before its segment is loaded, so an instance can be built while its pack is still on the
-road.
+No byte is touched before its segment is loaded, so an instance can be built while its pack is still arriving.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import cast
 
@@ -16,9 +13,12 @@ import torch
 from torch import Tensor
 
 from torchrelay.common.errors import DataCorrupted
-from torchrelay.engine.kernels.linear import Matrix
+from torchrelay.engine.buffers import as_tensor
+from torchrelay.engine.kernels.layer import LayerWeights
+from torchrelay.engine.kernels.matrix import Matrix
+from torchrelay.engine.weights.device_link import CopyEvent, DeviceLink
 from torchrelay.engine.weights.segment_gate import SegmentGate
-from torchrelay.engine.weights.stager import CopyEvent, Stager, link_to
+from torchrelay.engine.weights.stager import Stager
 from torchrelay.modelspec.config import ModelConfig
 from torchrelay.modelspec.tensor_order import TensorSpec, tensors_by_segment
 from torchrelay.transfer.manifest import Manifest, TensorEntry
@@ -26,27 +26,11 @@ from torchrelay.transfer.manifest import Manifest, TensorEntry
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class LayerWeights:
-    """One decoder layer; projections are [out, in] as ``linear`` takes them."""
-
-    input_norm: Tensor
-    attention_out_norm: Tensor | None
-    post_norm: Tensor  # before the MLP
-    mlp_out_norm: Tensor | None
-    qkv: Matrix  # queries, keys and values of all heads, one below the other
-    qkv_bias: Tensor | None
-    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: the norm of each query and key head
-    o: Matrix
-    router: Tensor | None  # [experts, hidden]; with one, the next two have a first axis more: the expert
-    gate_up: Matrix
-    down: Matrix
-
-
 class PackWeights:
-    """The segments of one pack; ``load`` on any thread, the rest on the engine's, which waits for what lacks."""
+    """The segments of one pack. ``load`` on any thread, the rest on the engine's, which waits for missing segments."""
 
-    def __init__(self, manifest: Manifest, config: ModelConfig, data: memoryview, device: torch.device) -> None:
+    def __init__(self, manifest: Manifest, config: ModelConfig, data: memoryview, link: DeviceLink | None) -> None:
+        """``link`` copies to the device. None: computations read ``data`` in place."""
         self.dtype = TORCH_DTYPES[manifest.dtype]
         self.gate = SegmentGate(config.num_segments)
         self._config = config
@@ -56,14 +40,14 @@ class PackWeights:
         self._bytes: Tensor | None = as_tensor(data)
         self._groups: list[Mapping[str, Tensor]] = [{}] * config.num_segments
         self._layers: list[LayerWeights | None] = [None] * config.num_layers
-        self._head: Matrix | None = None  # where it was replaced
-        self._link = link_to(device)
-        self._stager = None if self._link is None else Stager(self._bytes, self._link, self.gate.fail)
+        self._head: Matrix | None = None  # if it was replaced
+        self._link = link
+        self._stager = None if link is None else Stager(self._bytes, link, self.gate.fail)
         self._submitted: set[int] = set()
-        self._events: dict[int, CopyEvent] = {}  # of segments that the computing thread has not seen yet
+        self._events: dict[int, CopyEvent] = {}  # of segments that the computing thread has not joined yet
 
     def load(self, segment: int) -> None:
-        """(any thread) Takes a verified segment into use; on a GPU this is its copy. Idempotent."""
+        """(any thread) Takes a verified segment into use; to a GPU it is copied. Idempotent."""
         if self._bytes is None or self.gate.is_open(segment) or segment in self._submitted:
             return
         span = self._manifest.segments[segment]
@@ -75,7 +59,7 @@ class PackWeights:
         self._stager.submit(span.begin, there, lambda: self._take(segment, there))
 
     def _take(self, segment: int, there: Tensor) -> None:
-        """The segment's bytes are ``there``, or will be for whoever joins the mark taken here."""
+        """The segment's bytes are in ``there``, or will be for whoever joins the event recorded here."""
         begin = self._manifest.segments[segment].begin
         groups = {
             name: self._view(there, begin, tuple(slots))
@@ -108,9 +92,9 @@ class PackWeights:
         return found
 
     def layers(self, begin: int, end: int) -> Sequence[LayerWeights]:
-        """Waits for the first of these layers; gives it and, once all of the pack is there, those after it.
+        """Waits for the first of these layers; returns it and, once the whole pack has arrived, those after it.
 
-        While the pack arrives, cores are divided between it and the computation before each layer.
+        While the pack arrives, the cores are divided between arrival and computation before each layer.
         """
         first = self.layer(begin)
         if not self.gate.all_open:
@@ -133,7 +117,7 @@ class PackWeights:
         return self._groups[-1]["head"]
 
     def replace_layer(self, layer: int, weights: LayerWeights) -> None:
-        """(any thread) The same weights in another form, from the next time that the layer is asked for."""
+        """(any thread) The same weights in another form, used from the next ``layer`` call on."""
         self._layers[layer] = weights
 
     def replace_head(self, head: Matrix) -> None:
@@ -141,7 +125,7 @@ class PackWeights:
         self._head = head
 
     def close(self) -> None:
-        """Lets go of the pack's memory; a later wait for a segment that is not open fails."""
+        """Releases the pack's memory; later waits for segments that are not open fail."""
         self.gate.fail("the instance was closed")
         if self._stager is not None:
             self._stager.close()
@@ -151,10 +135,10 @@ class PackWeights:
         self._head = None
 
     def _view(self, segment: Tensor, segment_begin: int, slots: tuple[TensorSpec, ...]) -> Tensor:
-        """One tensor over all of a group, stacked along the first axis."""
+        """One tensor over a whole group, stacked along the first axis."""
         entries = [self._entry(slot) for slot in slots]
         if any(before.offset + before.num_bytes != after.offset for before, after in pairwise(entries)):
-            raise DataCorrupted(f"{slots[0].name} and what is fused with it are not contiguous in the pack")
+            raise DataCorrupted(f"{slots[0].name} and the tensors fused with it must be contiguous in the pack")
         begin = entries[0].offset - segment_begin
         end = entries[-1].offset + entries[-1].num_bytes - segment_begin
         shape = (sum(slot.shape[0] for slot in slots), *slots[0].shape[1:])
@@ -168,18 +152,10 @@ class PackWeights:
         return entry
 
 
-def as_tensor(data: memoryview) -> Tensor:
-    """The buffer as uint8, not copied. Nobody writes to it: torch has no read-only tensors, and warns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
-        # A view of its own: torch does not keep one from being released.
-        return torch.frombuffer(data[:], dtype=torch.uint8)
-
-
 def _layer(groups: Mapping[str, Tensor], config: ModelConfig) -> LayerWeights:
     qk_norm = None
     if config.architecture.qk_norm:
-        # One norm over query and key heads together, since they lie side by side after the fused projection.
+        # One norm over query and key heads: they are adjacent after the fused projection.
         per_query = groups["q_norm"].expand(config.num_heads, -1)
         qk_norm = torch.cat([per_query, groups["k_norm"].expand(config.num_kv_heads, -1)])
     gate_up, down = groups["gate_up"], groups["down"]

@@ -1,8 +1,7 @@
-"""Weights in the order that the CPU's quickest kernels read them, made in the background while the arena's serve.
+"""Reordered copies of the weights for the CPU's quickest kernels, made in the background while the originals serve.
 
-Copies take as many bytes as the weights they stand in for. They are made where the CPU has arithmetic of the weights'
-dtype: oneDNN's kernels want them in blocks. Elsewhere, and in fp32, weights stay where they are: no kernel read a copy
-of them more quickly.
+Copies take as many bytes as the weights. They pay where the CPU has arithmetic of the weights' dtype: oneDNN's kernels
+want blocks. Elsewhere, and in fp32, no kernel read a copy more quickly than the original.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import math
 import os
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -19,12 +19,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from torchrelay.engine.kernels.linear import Matrix, PackedMatrix, has_arithmetic
-from torchrelay.engine.weights.pack_weights import LayerWeights, PackWeights
+from torchrelay.engine.kernels.cpu.library import has_arithmetic
+from torchrelay.engine.kernels.layer import LayerWeights
+from torchrelay.engine.kernels.matrix import Matrix, PackedMatrix
+from torchrelay.engine.weights.pack_weights import PackWeights
 
-# The request that woke the model comes first: both want all cores.
+# The request that woke the model goes first: both want all cores.
 REORDER_DELAY_S: Final = 1.0
-MEMORY_HEADROOM: Final = 2.0  # times the weights must be available: the copies, and as much for whoever comes next
+MEMORY_HEADROOM: Final = 2.0  # times the weights must be available: the copies, and room for the next model
 MEMINFO: Final = Path("/proc/meminfo")
 
 
@@ -39,51 +41,72 @@ class OneDnnMatrix(PackedMatrix):
         return out
 
 
-def reordered(weight: Matrix) -> Matrix:
-    """A quicker copy of an [out, in] weight, or the weight itself where there is none."""
-    if not isinstance(weight, Tensor) or not gains_from_reorder(weight.dtype) or not weight.is_cpu:
+def gains_from_reorder(dtype: torch.dtype) -> bool:
+    """Whether any CPU kernel reads a copy of such weights more quickly than the weights in place."""
+    return dtype != torch.float32 and has_arithmetic(dtype) and torch._C._has_mkldnn
+
+
+def reordered(weight: Matrix, gains: Callable[[torch.dtype], bool] = gains_from_reorder) -> Matrix:
+    """A quicker copy of an [out, in] weight, or the weight itself if there is none."""
+    if not isinstance(weight, Tensor) or not gains(weight.dtype) or not weight.is_cpu:
         return weight
     return OneDnnMatrix(weight)
 
 
-def gains_from_reorder(dtype: torch.dtype) -> bool:
-    """Whether any CPU kernel reads a copy of such weights more quickly than the weights where they lie."""
-    return dtype != torch.float32 and has_arithmetic(dtype) and torch._C._has_mkldnn
-
-
-def reordered_layer(layer: LayerWeights) -> LayerWeights:
-    """The layer with its projections reordered. A mixture's experts stay: each sees too few rows."""
-    layer = replace(layer, qkv=reordered(layer.qkv), o=reordered(layer.o))
+def reordered_layer(layer: LayerWeights, gains: Callable[[torch.dtype], bool] = gains_from_reorder) -> LayerWeights:
+    """The layer with its projections reordered. A mixture's experts stay: each gets too few rows."""
+    layer = replace(layer, qkv=reordered(layer.qkv, gains), o=reordered(layer.o, gains))
     if layer.router is not None:
         return layer
-    return replace(layer, gate_up=reordered(layer.gate_up), down=reordered(layer.down))
+    return replace(layer, gate_up=reordered(layer.gate_up, gains), down=reordered(layer.down, gains))
+
+
+def available_bytes(meminfo: Path = MEMINFO) -> float:
+    """Memory that the system could give without swapping; infinite where it does not say."""
+    try:
+        found = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
+        return float(found.split()[1]) * 1024
+    except (OSError, StopIteration):
+        return math.inf
 
 
 class Reorderer:
-    """Swaps the layers of one instance, one by one, on a thread of its own; whoever computes sees old or new."""
+    """Replaces the layers of one instance, one by one, on a thread of its own; a step sees the old or the new."""
 
-    def __init__(self, weights: PackWeights, num_layers: int) -> None:
+    def __init__(
+        self,
+        weights: PackWeights,
+        num_layers: int,
+        delay_s: float = REORDER_DELAY_S,
+        gains: Callable[[torch.dtype], bool] = gains_from_reorder,
+        available_bytes: Callable[[], float] = available_bytes,
+    ) -> None:
         self._weights, self._num_layers = weights, num_layers
+        self._delay_s, self._gains, self._available_bytes = delay_s, gains, available_bytes
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="reorder", daemon=True)
 
     def start(self) -> None:
-        """(any thread) All weights are there. Idempotent."""
+        """(any thread) All weights have arrived. Idempotent."""
         with self._lock:
             if not self._is_started and not self._stop.is_set():
                 self._thread.start()
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread.is_alive()
 
     @property
     def _is_started(self) -> bool:
         return self._thread.ident is not None
 
     def join(self) -> None:
-        """Until all layers are swapped, once it is started."""
+        """Waits until all layers are replaced. Only after ``start``."""
         self._thread.join()
 
     def close(self) -> None:
-        """Ends the thread after the layer it is at; it does not read the arena any more."""
+        """Ends the thread after its current layer: nothing reads the arena afterwards."""
         self._stop.set()
         with self._lock:
             if not self._is_started:
@@ -92,36 +115,27 @@ class Reorderer:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        if not gains_from_reorder(self._weights.dtype) or self._stop.wait(REORDER_DELAY_S):
+        if not self._gains(self._weights.dtype) or self._stop.wait(self._delay_s):
             return
-        if available_bytes() < MEMORY_HEADROOM * self._weights.num_bytes:
+        if self._available_bytes() < MEMORY_HEADROOM * self._weights.num_bytes:
             return
         _lower_priority()
         for layer in range(self._num_layers):
             if self._stop.is_set():
                 return
-            self._weights.replace_layer(layer, reordered_layer(self._weights.layer(layer)))
-        self._weights.replace_head(reordered(self._weights.head()))
+            self._weights.replace_layer(layer, reordered_layer(self._weights.layer(layer), self._gains))
+        self._weights.replace_head(reordered(self._weights.head(), self._gains))
 
 
 def trim_heap() -> None:
-    """What was freed goes back to the system: the allocator would keep it, as much as the weights, in a free slot."""
+    """Returns freed memory to the system: in a free slot the allocator would keep as much as the weights took."""
     if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)  # glibc's own
-
-
-def available_bytes(meminfo: Path = MEMINFO) -> float:
-    """Memory that the system could give without swapping; infinite where it does not tell."""
-    try:
-        found = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable:"))
-        return float(found.split()[1]) * 1024
-    except (OSError, StopIteration):
-        return math.inf
+        trim(0)  # glibc only
 
 
 def _lower_priority() -> None:
-    """This thread computes on one core, and gives way to the engine's: a step waits for its slowest thread."""
-    # NOTE: for this thread alone; a team of OpenMP threads of its own would make every step of the engine's slower.
+    """This thread computes on one core and yields to the engine's: a step waits for its slowest thread."""
+    # NOTE: per thread; an OpenMP team of its own would slow down every step of the engine.
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

@@ -1,4 +1,4 @@
-"""Which segments of the pack may be computed with; set by whoever verifies bytes, awaited by the engine thread."""
+"""Which segments of the pack are ready: set by the thread that verifies them, awaited by the engine thread."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torchrelay.engine import profile
 from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.profile import Activity
 
-_MAX_WAIT_S: Final = 3600.0  # nobody sleeps longer in one go: what a lock can be waited for is bounded
+_MAX_WAIT_S: Final = 3600.0  # a lock's timeout is bounded
 
 
 class SegmentGate:
-    """One flag per segment. A segment once open stays open; after ``fail`` the others never open.
+    """One flag per segment. An open segment stays open; after ``fail`` the others never open.
 
-    ``on_change`` is called after each of these, on the thread that brought it: for those who do not wait here.
+    ``on_change`` is called after each change, on the thread that made it.
     """
 
     def __init__(self, num_segments: int) -> None:
@@ -38,7 +38,7 @@ class SegmentGate:
         return self._open[segment]
 
     def is_settled(self, segment: int) -> bool:
-        """Whether it is open or never will be: nobody would wait for it."""
+        """Whether it is open or never will be: ``wait`` would not block."""
         return self._open[segment] or self._failure is not None
 
     def open(self, segment: int) -> None:
@@ -52,14 +52,14 @@ class SegmentGate:
         self._notify()
 
     def fail(self, reason: str) -> None:
-        """(any thread) Wakes whoever waits for a segment that is not open."""
+        """(any thread) Waits for segments that are not open raise ``LoadFailed``."""
         with self._changed:
             self._failure = reason
             self._changed.notify_all()
         self._notify()
 
     def wake(self) -> None:
-        """(any thread) Whoever waits looks again whether there is a reason to stop."""
+        """(any thread) Waiting threads check again for a reason to stop."""
         with self._changed:
             self._changed.notify_all()
 
@@ -68,7 +68,7 @@ class SegmentGate:
     ) -> bool:
         """True once the segment is open; False after ``at_most_s``, or when woken with a reason to stop.
 
-        Raises ``LoadFailed`` when the segment will never be open.
+        Raises ``LoadFailed`` if the segment will never be open.
         """
         if self._open[segment]:
             return True

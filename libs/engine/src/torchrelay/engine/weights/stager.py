@@ -1,9 +1,8 @@
-"""The copy of a pack from its arena to a GPU, overlapped with the arrival of what is not there yet.
+"""The copy of a pack from its arena to a GPU, overlapped with the arrival of the rest of the pack.
 
-The arena is a mapped file, not pinned: a GPU would read it through one small bounce buffer of the driver. Threads of
-our own copy it piece by piece into pinned buffers, from which the GPU takes it while they fill the next ones. Pinning
-the arena itself takes longer than that copy, so it pays only where somebody else has done it before: memory that is
-found pinned is copied from where it lies.
+The arena is a mapped file, not pinned: a GPU would read it through one small bounce buffer of the driver. Our own
+threads copy it piece by piece into pinned buffers, which the GPU drains while they fill the next ones. Pinning the
+arena takes longer than that copy; only memory that is pinned already is copied from in place.
 
     submit --pieces--> threads: arena -> pinned buffer --link's stream--> device, then ``arrived``
 """
@@ -13,127 +12,26 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchrelay.common.errors import DataCorrupted
+from torchrelay.engine.weights.device_link import CopyEvent, DeviceLink
 
 PIECE_BYTES: Final = 8 << 20
-# One core copies about 10 GB/s, a link to a GPU carries 25 to 55; the other half of the cores brings the bytes.
+# One core copies about 10 GB/s, a link to a GPU carries 25 to 55; the other half of the cores receives the pack.
 NUM_THREADS: Final = max(1, min(8, (os.cpu_count() or 1) // 2))
-_BUFFERS_PER_THREAD: Final = 2  # one is filled while the other is on its way
-
-
-class CopyEvent(ABC):
-    """A place in the order of a link's copies."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """(any thread) Returns once everything before it is over."""
-
-    @abstractmethod
-    def join(self) -> None:
-        """(computing thread) What this thread gives the device from now on begins after it; returns at once."""
-
-
-class DeviceLink(ABC):
-    """Copies to one device, one after the other, beside its computations. Methods from any thread."""
-
-    @abstractmethod
-    def pinned(self, num_bytes: int) -> Tensor:
-        """uint8 memory that copies run from by themselves."""
-
-    @abstractmethod
-    def is_pinned(self, memory: Tensor) -> bool:
-        """Whether copies run from this memory by themselves."""
-
-    @abstractmethod
-    def space(self, num_bytes: int) -> Tensor:
-        """uint8 memory of the device; copies begin after whatever computes with it until now."""
-
-    @abstractmethod
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Starts a copy from pinned memory, which must stay as it is until a later mark has passed."""
-
-    @abstractmethod
-    def event(self) -> CopyEvent:
-        """The place after everything started so far."""
-
-    @abstractmethod
-    def ordered(self) -> AbstractContextManager[Any]:
-        """Computations that this thread starts inside take their place in the order of the copies."""
-
-
-class CudaCopyEvent(CopyEvent):
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._event: torch.cuda.Event = stream.record_event()
-        self._device = stream.device
-
-    def wait(self) -> None:
-        self._event.synchronize()
-
-    def join(self) -> None:
-        torch.cuda.current_stream(self._device).wait_event(self._event)
-
-
-class CudaLink(DeviceLink):
-    """A stream of its own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-
-    def is_pinned(self, memory: Tensor) -> bool:
-        return memory.is_pinned()
-
-    def space(self, num_bytes: int) -> Tensor:
-        # The allocator gives out again what a step under way has let go of: its computations, one after the other, are
-        # over by then, but a stream of its own would write amid them.
-        device = self._stream.device
-        space = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self._stream.wait_stream(torch.cuda.current_stream(device))
-        return space
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-
-    def event(self) -> CopyEvent:
-        return CudaCopyEvent(self._stream)
-
-    def ordered(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
-
-    def register(self, memory: Tensor) -> bool:
-        """Pins memory where it lies, until ``unregister``; its mapping must be writable.
-
-        False where the system does not let us.
-        """
-        found = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)  # type: ignore[no-untyped-call]
-        return int(found) == 0
-
-    def unregister(self, memory: Tensor) -> None:
-        """The memory must be as it was registered, and no copy from it under way."""
-        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
-
-
-def link_to(device: torch.device) -> DeviceLink | None:
-    """A link to a device; None: it computes where the arena lies."""
-    return CudaLink(device) if device.type == "cuda" else None
+_BUFFERS_PER_THREAD: Final = 2  # one is filled while the other is being copied
 
 
 @dataclass(slots=True)
 class _RangeCopy:
-    """One range on its way."""
+    """One range being copied."""
 
     begin: int
     target: Tensor
@@ -152,11 +50,11 @@ class Stager:
         piece_bytes: int = PIECE_BYTES,
         num_threads: int = NUM_THREADS,
     ) -> None:
-        """``fail`` is told, on one of the threads, why nothing more will come."""
+        """``fail`` is called with the reason, on one of the threads, when no more copies will be made."""
         self._source, self._link, self._fail = source, link, fail
         self._piece_bytes = piece_bytes
         self._pieces: queue.SimpleQueue[tuple[_RangeCopy, int] | None] = queue.SimpleQueue()
-        self._order = threading.Lock()  # a transfer's last copy is started last
+        self._order = threading.Lock()  # the last copy of a range is started last
         self._num_threads = num_threads
         self._threads: list[threading.Thread] = []
         self._stopped = threading.Event()
@@ -164,14 +62,14 @@ class Stager:
     def submit(self, begin: int, target: Tensor, arrived: Callable[[], None]) -> None:
         """(any thread) Copies the source from ``begin`` on into all of ``target``, uint8 on the device.
 
-        ``arrived`` is called when that is on its way, in the order of the copies: what it starts on the device, and
-        whoever joins a mark that it takes, finds the bytes there.
+        ``arrived`` is called, in the order of the copies, once all are started: what it starts on the device, and
+        whoever joins an event recorded in it, finds the bytes there.
         """
         self._start()
         offsets = range(0, max(len(target), 1), self._piece_bytes)
-        transfer = _RangeCopy(begin, target, arrived, len(offsets))
+        copy = _RangeCopy(begin, target, arrived, len(offsets))
         for offset in offsets:
-            self._pieces.put((transfer, offset))
+            self._pieces.put((copy, offset))
 
     def _start(self) -> None:
         with self._order:
@@ -181,7 +79,7 @@ class Stager:
                 self._threads[-1].start()
 
     def close(self) -> None:
-        """Ends the threads and lets go of the source; what is not on its way yet never will be. Idempotent."""
+        """Ends the threads and releases the source; copies not started yet are dropped. Idempotent."""
         with self._order:
             self._stopped.set()
         for _ in self._threads:
@@ -200,25 +98,25 @@ class Stager:
             pinned_buffers.wait()
         except DataCorrupted as error:
             self._fail(error.message)
-        except (RuntimeError, MemoryError) as error:  # torch's, for everything that a device refuses
+        except (RuntimeError, MemoryError) as error:  # torch's, for whatever a device refuses
             self._fail(f"the copy to the device failed: {error}")
 
-    def _send(self, pinned_buffers: _PinnedBuffers, transfer: _RangeCopy, offset: int) -> None:
-        target = transfer.target[offset : offset + self._piece_bytes]
-        begin = transfer.begin + offset
+    def _send(self, pinned_buffers: _PinnedBuffers, copy: _RangeCopy, offset: int) -> None:
+        target = copy.target[offset : offset + self._piece_bytes]
+        begin = copy.begin + offset
         piece = self._source[begin : begin + len(target)]
         ready = piece if self._link.is_pinned(piece) else pinned_buffers.fill(piece)
         with self._order:
             self._link.copy(target, ready)
             pinned_buffers.sent(self._link.event())
-            transfer.num_left -= 1
-            if not transfer.num_left:
+            copy.num_left -= 1
+            if not copy.num_left:
                 with self._link.ordered():
-                    transfer.arrived()
+                    copy.arrived()
 
 
 class _PinnedBuffers:
-    """One thread's buffers, taken in turn."""
+    """One thread's buffers, used in rotation."""
 
     def __init__(self, link: DeviceLink, num_bytes: int) -> None:
         self._link, self._num_bytes = link, num_bytes
@@ -228,22 +126,22 @@ class _PinnedBuffers:
 
     def fill(self, piece: Tensor) -> Tensor:
         """A copy of the piece in the next buffer; waits until that is free."""
-        if not self._buffers:  # not before it is known that they are needed: pinning them takes milliseconds
+        if not self._buffers:  # only once they are needed: pinning them takes milliseconds
             self._buffers = [self._link.pinned(self._num_bytes) for _ in range(_BUFFERS_PER_THREAD)]
         event = self._events[self._turn]
         if event is not None:
             event.wait()
         filled = self._buffers[self._turn][: len(piece)]
-        np.copyto(filled.numpy(), piece.numpy())  # one memcpy without the interpreter's lock; torch would wake a team
+        np.copyto(filled.numpy(), piece.numpy())  # one memcpy without the GIL; torch would wake its thread pool
         return filled
 
     def sent(self, event: CopyEvent) -> None:
-        """What was filled last is on its way until the mark."""
+        """The buffer filled last is in use until the event."""
         self._events[self._turn] = event
         self._turn = (self._turn + 1) % _BUFFERS_PER_THREAD
 
     def wait(self) -> None:
-        """Until no buffer is on its way any more."""
+        """Until no buffer is in use."""
         for event in self._events:
             if event is not None:
                 event.wait()

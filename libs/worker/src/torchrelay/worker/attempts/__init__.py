@@ -1,1 +1,1 @@
-"""running attempts, gateway outboxes, stop strings, usage registers; imports common, engine.core; not metrics, slot"""
+"""Running attempts, the outboxes of their gateways, stop strings and usage registers."""

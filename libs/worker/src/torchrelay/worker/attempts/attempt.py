@@ -1,4 +1,4 @@
-"""The attempts that one role is running, and how engine tokens become outputs for their gateways."""
+"""The attempts that one role runs, and how engine tokens become outputs for their gateways."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.tokens.text import StopChecker
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
@@ -19,16 +20,12 @@ FINISH_REASONS = {
     Finish.LENGTH: pb.FINISH_REASON_LENGTH,
     Finish.CANCELLED: pb.FINISH_REASON_CANCELLED,
 }
+DEADLINE_ERROR = pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
 
 
 def group_id_of(key: types_pb2.AttemptKey) -> str:
-    """The engine's name of an attempt, and the id of its KV buffer."""
+    """The engine's id of an attempt, and the id of its KV buffer."""
     return f"{key.request_id}/{key.attempt}"
-
-
-def now_us() -> int:
-    """Unix time in microseconds."""
-    return time.time_ns() // 1000
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +35,11 @@ class Attempt:
     start: pb.AttemptStart
     outbox: Outbox
     stops: dict[int, StopChecker]
-    began_us: int = field(default_factory=now_us)
+    began_us: int = field(default_factory=now_unix_us)
     open_choices: set[int] = field(default_factory=set)
     phases: list[types_pb2.Phase] = field(default_factory=list)
     deadline: asyncio.TimerHandle | None = None
-    is_started: bool = False  # its stop checkers are there; tokens may come
+    is_started: bool = False  # its stop checkers are in place; tokens may arrive
     is_prefilled: bool = False  # the engine has computed its prompt
 
     def __post_init__(self) -> None:
@@ -78,23 +75,23 @@ class Attempt:
         )
 
     def left_s(self) -> float | None:
-        """Seconds to its deadline, below zero when it has passed; None without one."""
+        """Seconds to its deadline, negative once it has passed; None without one."""
         if not self.start.deadline_unix_ms:
             return None
         return self.start.deadline_unix_ms / 1000 - time.time()
 
     def finish_of(self, token: NewToken) -> Finish | None:
-        """How ``token`` ends its choice: because a stop string is complete, or as the engine says."""
+        """Why ``token`` ends its choice: a stop string is complete, or the engine says so. None: it goes on."""
         checker = self.stops.get(token.choice)
         stopped = checker.step(token.token_id) if checker else False
         return Finish.STOP if stopped else token.finish
 
     def num_forced(self, choice: int) -> int:
-        """Output tokens the choice brought along; its first new token has this position."""
+        """Forced output tokens of the choice, which is also the position of its first new token."""
         return next(len(spec.forced_output) for spec in self.start.choices if spec.choice == choice)
 
     def output(self, token: NewToken, finish: Finish | None) -> pb.ChoiceOutput:
-        """The message for one new token; it carries the phases measured since the last."""
+        """The message for one new token, with the phases measured since the last."""
         phases, self.phases = self.phases, []
         return pb.ChoiceOutput(
             key=self.start.key,
@@ -108,23 +105,18 @@ class Attempt:
         )
 
     def failure(self, error: pb.RunError) -> list[pb.ChoiceOutput]:
-        """What tells the gateway that the choices still open go no further here."""
+        """The messages that end the open choices with an error."""
         return [
             pb.ChoiceOutput(key=self.start.key, choice=choice, finish_reason=pb.FINISH_REASON_ERROR, error=error)
             for choice in sorted(self.open_choices)
         ]
 
 
-def deadline_error() -> pb.RunError:
-    """Why an attempt ends at its deadline."""
-    return pb.RunError(code=pb.RunError.CODE_DEADLINE, message="the request's deadline passed")
-
-
 def non_finite_logits_error(token: NewToken) -> pb.RunError:
-    """Why an attempt ends for whose next token the model gave no finite numbers."""
+    """The error of an attempt whose logits are NaN or infinite."""
     message = (
-        f"the model's logits are not finite (NaN or infinity) at output position {token.position}: its numbers overflow"
-        " with this prompt, and no token can be chosen"
+        f"the model's logits are not finite (NaN or infinity) at output position {token.position}: they overflow"
+        " with this prompt, and no token can be sampled"
     )
     return pb.RunError(code=pb.RunError.CODE_INTERNAL, message=message)
 
@@ -153,7 +145,7 @@ class Attempts:
         return self._by_group.get(group_id)
 
     def mark_prefilled(self, group_ids: Iterable[str]) -> None:
-        """The engine has computed these prompts."""
+        """Marks the prompts that the engine has computed."""
         for group_id in group_ids:
             if attempt := self._by_group.get(group_id):
                 attempt.is_prefilled = True
@@ -169,9 +161,9 @@ class Attempts:
 
 
 def dispatch_outputs(outputs: Iterable[tuple[Outbox, pb.ChoiceOutput]]) -> None:
-    """Puts each output into its gateway's box: one message per gateway and engine step."""
-    boxes: dict[Outbox, list[pb.ChoiceOutput]] = defaultdict(list)
+    """Puts each output into its gateway's outbox: one message per gateway and engine step."""
+    by_outbox: dict[Outbox, list[pb.ChoiceOutput]] = defaultdict(list)
     for outbox, output in outputs:
-        boxes[outbox].append(output)
-    for outbox, gathered in boxes.items():
-        outbox.put(gathered)
+        by_outbox[outbox].append(output)
+    for outbox, batch in by_outbox.items():
+        outbox.put(batch)

@@ -1,8 +1,9 @@
-"""The tokenizer of the hosted model: workers need it only to judge stop strings."""
+"""The tokenizer of the hosted model, which a worker needs only to match stop strings."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import grpc
@@ -19,10 +20,11 @@ if TYPE_CHECKING:
 
 
 class HostedTokenizer:
-    """Keeps the tokenizer of the hosted model once somebody asked for it."""
+    """The tokenizer of the hosted model, read on first use."""
 
-    def __init__(self, store: ParamStoreAsyncStub) -> None:
-        self._store = store
+    def __init__(self, read: Callable[[str], Awaitable[bytes]]) -> None:
+        """``read`` gives the verified ``tokenizer.json`` of a digest."""
+        self.read = read
         self._digest = ""
         self._tokenizer: Tokenizer | None = None
         self._lock = asyncio.Lock()
@@ -30,7 +32,7 @@ class HostedTokenizer:
     async def checkers(
         self, digest: str, stop_strings: list[str], forced: dict[int, list[int]]
     ) -> dict[int, StopChecker]:
-        """One checker per choice, brought to where its forced output ends. Raises ``TorchrelayError``."""
+        """One checker per choice, advanced past its forced output. Raises ``TorchrelayError``."""
         if not stop_strings:
             return {}
         tokenizer = await self._get(digest)
@@ -44,19 +46,18 @@ class HostedTokenizer:
         async with self._lock:
             tokenizer = self._tokenizer
             if tokenizer is None or self._digest != digest:
-                encoded = await self._read(digest)
+                encoded = await self.read(digest)
                 tokenizer = self._tokenizer = await asyncio.to_thread(load_tokenizer, encoded)
                 self._digest = digest
             return tokenizer
 
-    async def _read(self, digest: str) -> bytes:
-        parts: list[bytes] = []
-        try:
-            async for part in self._store.ReadFile(pb.ReadFileRequest(digest=digest)):
-                parts.append(part.data)
-        except grpc.aio.AioRpcError as error:
-            raise error_from_rpc(error) from error
-        encoded = b"".join(parts)
-        if blake3(encoded).hexdigest() != digest:
-            raise DataCorrupted("the store's tokenizer does not match its digest", field="tokenizer.json")
-        return encoded
+
+async def read_file(store: ParamStoreAsyncStub, digest: str) -> bytes:
+    """A tokenizer's file from this host's store, verified. Raises ``TorchrelayError``."""
+    try:
+        encoded = b"".join([part.data async for part in store.ReadFile(pb.ReadFileRequest(digest=digest))])
+    except grpc.aio.AioRpcError as error:
+        raise error_from_rpc(error) from error
+    if blake3(encoded).hexdigest() != digest:
+        raise DataCorrupted("the store's tokenizer does not match its digest", field="tokenizer.json")
+    return encoded

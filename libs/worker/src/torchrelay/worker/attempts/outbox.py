@@ -1,4 +1,4 @@
-"""What goes back to one gateway: outputs gathered until its stream can take them."""
+"""Outputs for one gateway, gathered until its stream can take them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torchrelay.control.v1 import generation_pb2 as pb
 
 
 class Outbox:
-    """Outputs for one gateway's stream; one ``StepOutput`` carries all that came since the last.
+    """Outputs for one gateway's stream; each ``StepOutput`` carries everything since the last.
 
-    A slow gateway finds more outputs in one message, never more messages; the total is bounded by the ``max_tokens`` of
-    its own attempts.
+    A slow gateway gets larger messages, not more of them; ``max_tokens`` of its attempts bounds the total.
     """
 
     def __init__(self, gateway_id: str) -> None:
@@ -26,7 +25,7 @@ class Outbox:
             self._filled.set()
 
     async def take(self) -> pb.StepOutput:
-        """Waits for at least one output, then takes them all."""
+        """Waits for an output, then takes all there are."""
         await self._filled.wait()
         self._filled.clear()
         outputs, self._pending = self._pending, []

@@ -1,10 +1,11 @@
-"""Usage registers on JetStream: how far each choice got, for the case that its gateway does not live to settle it."""
+"""Usage registers on JetStream: how far each choice got, in case its gateway dies before it settles the request."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import nats.errors
@@ -18,7 +19,7 @@ from torchrelay.worker.attempts.attempt import Attempt
 
 log = get_logger(__name__)
 PUBLISH_INTERVAL_S = 1.0
-MAX_UNSENT_REGISTERS = 1 << 16  # while NATS is away; beyond them the oldest are dropped
+MAX_UNSENT_REGISTERS = 1 << 16  # while NATS is away; the oldest are dropped first
 
 
 @dataclass(slots=True)
@@ -28,14 +29,13 @@ class _OpenRegister:
 
 
 class UsagePublisher:
-    """Publishes the register of every choice at its first token, every second, and at its end.
+    """Publishes the register of every choice at its first token, every second, and at its end."""
 
-    Registers are merged by maximum, so a lost or repeated one never makes a bill wrong, only late; publishing therefore
-    never holds a token back, and waits for no acknowledgement.
-    """
+    # Registers merge by maximum, so a lost or repeated one makes a bill late, never wrong. Publishing therefore never
+    # delays a token and waits for no acknowledgement.
 
     def __init__(self, client: Client, subjects: Subjects) -> None:
-        self._client, self._subjects = client, subjects
+        self.client, self._subjects = client, subjects
         self._entries: dict[tuple[str, int], _OpenRegister] = {}
         self._urgent: deque[pb.UsageRegister] = deque(maxlen=MAX_UNSENT_REGISTERS)
         self._wake = asyncio.Event()
@@ -46,12 +46,12 @@ class UsagePublisher:
         return len(self._entries)
 
     def advance(self, attempt: Attempt, output: pb.ChoiceOutput) -> None:
-        """Notes what was put into the gateway's box."""
-        slot = (output.key.request_id, output.choice)
-        entry = self._entries.get(slot)
+        """Advances a choice's register by what was put into its gateway's outbox."""
+        key = (output.key.request_id, output.choice)
+        entry = self._entries.get(key)
         first = entry is None
         if entry is None:
-            entry = self._entries[slot] = _OpenRegister(
+            entry = self._entries[key] = _OpenRegister(
                 pb.UsageRegister(
                     request_id=output.key.request_id,
                     choice=output.choice,
@@ -65,23 +65,22 @@ class UsagePublisher:
         register.output_position = max(register.output_position, output.first_position + len(output.token_ids))
         register.cause = output.finish_reason
         if output.finish_reason:
-            del self._entries[slot]
+            del self._entries[key]
         if first or output.finish_reason:
             entry.published_position = register.output_position
             self._urgent.append(pb.UsageRegister.FromString(register.SerializeToString()))
             self._wake.set()
 
     def forget(self, attempt: Attempt, cause: pb.FinishReason.ValueType) -> None:
-        """The attempt ended here without a last token: publishes where its open choices stand."""
+        """The attempt ended without a last token: publishes the registers of its open choices."""
         for choice in attempt.open_choices:
-            entry = self._entries.pop((attempt.start.key.request_id, choice), None)
-            if entry is not None:
+            if entry := self._entries.pop((attempt.start.key.request_id, choice), None):
                 entry.register.cause = cause
                 self._urgent.append(entry.register)
                 self._wake.set()
 
     def hand_off(self, attempt: Attempt) -> None:
-        """Another worker goes on with the open choices, and publishes what follows."""
+        """Another worker continues the open choices and publishes from here on."""
         for choice in attempt.open_choices:
             self._entries.pop((attempt.start.key.request_id, choice), None)
 
@@ -89,13 +88,11 @@ class UsagePublisher:
         """Publishes until cancelled."""
         due_s = time.monotonic() + PUBLISH_INTERVAL_S
         while True:
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, due_s - time.monotonic())):
                     await self._wake.wait()
-            except TimeoutError:
-                pass
             self._wake.clear()
-            if time.monotonic() >= due_s:  # however often something urgent woke it
+            if time.monotonic() >= due_s:  # however often urgent registers woke it
                 self._gather_advanced()
                 due_s = time.monotonic() + PUBLISH_INTERVAL_S
             await self.flush()
@@ -108,7 +105,7 @@ class UsagePublisher:
                 self._urgent.append(entry.register)
 
     async def flush(self) -> None:
-        """Publishes what is due; what cannot be published now stays for the next time."""
+        """Publishes what is due; what fails is kept for the next flush."""
         try:
             while self._urgent:
                 register = self._urgent.popleft()
@@ -118,7 +115,7 @@ class UsagePublisher:
 
     async def _publish(self, register: pb.UsageRegister) -> None:
         try:
-            await self._client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
-        except BaseException:  # cancelled too: published twice does no harm, never published does
+            await self.client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
+        except BaseException:  # cancellation too: publishing twice is harmless, losing it is not
             self._urgent.appendleft(register)
             raise

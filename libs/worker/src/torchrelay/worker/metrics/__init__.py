@@ -1,1 +1,1 @@
-"""step metrics, time shares, latency fits; imports engine.core/profile and common only; lowest"""
+"""Step metrics, time shares and latency fits: the lowest layer of the worker."""

@@ -1,4 +1,4 @@
-"""What the worker has done since its start, and how fast: counters of the report, exported as metrics too."""
+"""Counters and rates of engine steps, for the worker's report and its exported metrics."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MEDIAN_WINDOW_STEPS = 64
 
 @dataclass(frozen=True, slots=True)
 class InstanceLabels:
-    """Whose steps are counted: what is in the slot."""
+    """The instance in the slot, as metrics label it."""
 
     instance_id: str
     model: str
@@ -31,7 +31,7 @@ class InstanceLabels:
 
 
 class StepMetrics:
-    """Counters since the process started, medians over the last steps, and what they teach."""
+    """Counters since the process started, medians over recent steps, and the latency model fitted to them."""
 
     def __init__(self, token_budget: int = 512) -> None:
         self.num_positions_prefilled = 0
@@ -56,11 +56,11 @@ class StepMetrics:
             "torchrelay_worker_latency_prediction_error",
             [self._observe_errors],
             unit="1",
-            description="Mean |measured - predicted| / predicted of late steps, by phase.",
+            description="Mean |measured - predicted| / predicted of recent steps, by phase.",
         )
 
     def record_step(self, result: StepResult, instance_labels: InstanceLabels | None = None) -> None:
-        """Counts one engine step, of the instance at ``seat``."""
+        """Counts one engine step of the instance that ``instance_labels`` names."""
         self.num_positions_prefilled += result.num_positions_prefilled
         self.num_positions_decoded += result.num_positions_decoded
         if result.step_s <= 0:
@@ -82,26 +82,24 @@ class StepMetrics:
         self._step_time.add((instance_labels.model, instance_labels.roles, _phase_of(result)), result.profile)
 
     def time_shares_of(self, instance_labels: InstanceLabels | None) -> TimeShares:
-        """Where the time of an instance's steps goes of late."""
-        known = (
-            instance_labels is not None
-            and self._instance_labels is not None
-            and self._instance_labels.instance_id == instance_labels.instance_id
-        )
-        return self._time_shares if known else NO_SHARES
+        """Shares of recent engine time of an instance; ``NO_SHARES`` unless it made the last step."""
+        last = self._instance_labels
+        if instance_labels is None or last is None or last.instance_id != instance_labels.instance_id:
+            return NO_SHARES
+        return self._time_shares
 
     def latency(self, instance_labels: InstanceLabels | None) -> LatencyModel | None:
-        """What is known of how long its pack's steps take here."""
+        """The latency model of the instance's pack on this worker; None before its first sample."""
         return self._latency_fits.model(instance_labels.pack_id) if instance_labels is not None else None
 
     @property
     def step_s(self) -> float:
-        """Median of the last pure decode steps; 0 before the first."""
+        """Median of recent pure decode steps; 0 before the first."""
         return median(self._decode_steps_s) if self._decode_steps_s else 0.0
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Median rate of the last steps with prefill; 0 before the first."""
+        """Median rate of recent steps with prefill; 0 before the first."""
         return median(self._prefill_rates) if self._prefill_rates else 0.0
 
     def _observe_positions(self, _: CallbackOptions) -> Iterable[Observation]:

@@ -1,13 +1,15 @@
-"""The time of the engine by what it was spent on, as a metric that is read when it is collected."""
+"""Engine time by activity, as an observable counter."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 
+from cachetools import FIFOCache
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from torchrelay.engine.profile import StepProfile
+from torchrelay.engine.core import StepProfile
 from torchrelay.worker.metrics.time_shares import seconds_of
 
 _MAX_SERIES = 512
@@ -15,35 +17,30 @@ Labels = tuple[str, str, str]  # model, roles, phase
 
 
 class StepTimeCounter:
-    """Sums by model, roles and phase.
+    """Seconds by model, roles and phase."""
 
-    Not by instance: there is a new one with each load, and nobody would ever see most of the series grow. Kept as plain
-    sums, since one step of a small model is hardly longer than five counters of the SDK take.
-    """
+    # Not by instance: each load makes a new one, and most series would never grow. Plain sums, because updating five
+    # counters of the SDK takes nearly as long as one step of a small model.
 
     def __init__(self) -> None:
-        self._sums: dict[Labels, list[float]] = {}
+        self._sums: FIFOCache[Labels, list[float]] = FIFOCache(_MAX_SERIES)
+        self._lock = threading.Lock()  # series come on the event loop and are collected on another thread
         metrics.get_meter("torchrelay.worker").create_observable_counter(
-            "torchrelay_worker_engine_time",
-            [self._observe],
-            unit="s",
-            description="Time of the engine, by what it was spent on.",
+            "torchrelay_worker_engine_time", [self._observe], unit="s", description="Engine time, by activity."
         )
 
     def add(self, labels: Labels, profile: StepProfile) -> None:
         sums = self._sums.get(labels)
         if sums is None:
-            if len(self._sums) == _MAX_SERIES:
-                del self._sums[next(iter(self._sums))]
-            sums = self._sums[labels] = [0.0] * 5
-        sums[0] += profile.compute_s
-        sums[1] += profile.memory_s
-        sums[2] += profile.kv_transfer_s
-        sums[3] += profile.io_wait_s
-        sums[4] += profile.scheduling_s
+            with self._lock:
+                sums = self._sums[labels] = [0.0] * 5
+        for index, seconds in enumerate(seconds_of(profile).values()):
+            sums[index] += seconds
 
     def _observe(self, _: CallbackOptions) -> Iterable[Observation]:
-        for (model, roles, phase), sums in list(self._sums.items()):
+        with self._lock:
+            series = list(self._sums.items())
+        for (model, roles, phase), sums in series:
             labels = {"model": model, "roles": roles, "phase": phase}
-            for share, seconds in seconds_of(StepProfile(*sums)).items():
-                yield Observation(seconds, {**labels, "share": share})
+            for activity, seconds in seconds_of(StepProfile(*sums)).items():
+                yield Observation(seconds, {**labels, "activity": activity})

@@ -1,18 +1,18 @@
-"""Where the engine's time goes of late, and what that is called."""
+"""Shares of recent engine time by activity, and the bottleneck they show."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from torchrelay.engine.profile import StepProfile
+from torchrelay.engine.core import StepProfile
 
 _HALF_LIFE_S = 2.0  # of time in steps
-_BOTTLENECK_SHARE = 0.3  # without it steps would be 1.4 times as fast
+_BOTTLENECK_SHARE = 0.3  # without it, steps would be 1.4 times as fast
 
 
 @dataclass(frozen=True, slots=True)
 class TimeShares:
-    """Parts of the time in steps, which add up to 1; all 0 before the first step."""
+    """Shares of the time in steps. They add up to 1; all are 0 before the first step."""
 
     compute: float = 0.0
     memory: float = 0.0
@@ -20,33 +20,21 @@ class TimeShares:
     io_wait: float = 0.0
     scheduling: float = 0.0
 
-    @classmethod
-    def of(cls, profile: StepProfile) -> TimeShares:
-        """Raises ``ZeroDivisionError`` for a profile of no duration."""
-        return cls(*(seconds / profile.total_s for seconds in seconds_of(profile).values()))
-
     def after(self, profile: StepProfile) -> TimeShares:
-        """With one more step; the older ones fade by half with each two seconds of time in steps."""
+        """With one more step; a step's weight halves with every two seconds of time in steps."""
         if not profile.total_s:
             return self
-        if self == NO_SHARES:
-            return TimeShares.of(profile)
-        kept = 0.5 ** (profile.total_s / _HALF_LIFE_S)
+        kept = 0.0 if self == NO_SHARES else 0.5 ** (profile.total_s / _HALF_LIFE_S)
         added = (1 - kept) / profile.total_s
-        return TimeShares(
-            self.compute * kept + profile.compute_s * added,
-            self.memory * kept + profile.memory_s * added,
-            self.kv_transfer * kept + profile.kv_transfer_s * added,
-            self.io_wait * kept + profile.io_wait_s * added,
-            self.scheduling * kept + profile.scheduling_s * added,
-        )
+        seconds = seconds_of(profile)
+        return TimeShares(*(getattr(self, name) * kept + seconds[name] * added for name in seconds))
 
 
 NO_SHARES = TimeShares()
 
 
 def seconds_of(profile: StepProfile) -> dict[str, float]:
-    """Seconds by the name of the share, in the order of ``Shares``."""
+    """Seconds by activity, in the order of ``TimeShares``."""
     return {
         "compute": profile.compute_s,
         "memory": profile.memory_s,
@@ -57,12 +45,12 @@ def seconds_of(profile: StepProfile) -> dict[str, float]:
 
 
 def bottleneck(shares: TimeShares) -> str:
-    """The name of what to look at first; empty before the first step.
+    """The activity to look at first; empty before the first step.
 
-    The largest share beside the computing itself, as soon as it is 30% of the time; else "compute".
+    The largest share other than compute if it is at least 30% of the time; else "compute".
     """
-    beside = {name: share for name, share in asdict(shares).items() if name != "compute"}
-    largest = max(beside, key=beside.__getitem__)
-    if beside[largest] >= _BOTTLENECK_SHARE:
+    overhead = {name: share for name, share in asdict(shares).items() if name != "compute"}
+    largest = max(overhead, key=overhead.__getitem__)
+    if overhead[largest] >= _BOTTLENECK_SHARE:
         return largest
     return "compute" if shares != NO_SHARES else ""

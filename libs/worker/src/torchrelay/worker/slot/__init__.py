@@ -1,1 +1,1 @@
-"""the instance in the slot: state machine, loading, engine thread; may import metrics, settings"""
+"""The instance in the slot: its state machine, its loading, and the thread that runs it."""

@@ -1,8 +1,7 @@
-"""The thread that owns the engine: everything that touches torch happens on it, between or within its steps.
+"""The thread that owns the engine: everything that touches torch runs on it, in its steps or between them."""
 
-All of it, the warm-up too: a second thread that computed even once keeps a team of OpenMP threads of its own, and with
-more of them than cores, waiting for one another means sleeping: half as much again on every step of a CPU.
-"""
+# The warm-up too: a second thread that computes even once keeps its own team of OpenMP threads. With more threads than
+# cores they sleep while they wait for one another, which makes every step on a CPU half as long again.
 
 from __future__ import annotations
 
@@ -10,33 +9,38 @@ import asyncio
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from typing import TypeVar
 
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.errors import Conflict, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.engine.core import LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
 
 log = get_logger(__name__)
 T = TypeVar("T")
-MAX_PENDING_KV_WRITES = 256
 _STOP_POLL_S = 0.1
-_MAX_IDLE_WAIT_S = 3600.0  # a queue cannot be waited at for as long as a deadline may be away
+_MAX_IDLE_WAIT_S = 3600.0  # Queue.get takes no timeout as long as a deadline may be away
 
 
 class EngineThread:
-    """Runs ``instance.step()`` while there is work or a group is late, and commands between steps.
+    """Runs ``instance.step()`` while there is work or a deadline has passed, and commands between steps.
 
     ``on_step`` and ``on_fault`` are called on the event loop, in the order of the steps.
     """
 
-    def __init__(self, on_step: Callable[[StepResult], None], on_fault: Callable[[Exception], None]) -> None:
+    def __init__(
+        self,
+        on_step: Callable[[StepResult], None],
+        on_fault: Callable[[Exception], None],
+        max_pending_writes: int = 256,
+    ) -> None:
         self.instance: Instance | None = None  # set and read on the engine's thread
         self._on_step, self._on_fault = on_step, on_fault
         self._loop = asyncio.get_running_loop()
-        # The event loop never waits here, nor is refused: what it posts is bounded by the attempts, a few for each.
+        # Unbounded, so that the event loop never blocks: each attempt posts only a few commands.
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._writes = threading.BoundedSemaphore(MAX_PENDING_KV_WRITES)
+        self._writes = threading.BoundedSemaphore(max_pending_writes)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -44,10 +48,16 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread after the commands already given; later ones are not run."""
+        """Ends the thread after the commands already posted; later ones do not run."""
         self._closed.set()
         self._commands.put(None)
         self._thread.join()
+
+    def require_instance(self) -> Instance:
+        """(engine's thread) The instance. Raises ``Conflict`` if it was unloaded."""
+        if self.instance is None:
+            raise Conflict("the instance was unloaded")
+        return self.instance
 
     def post(self, command: Callable[[], object]) -> None:
         """Runs ``command`` before the next step."""
@@ -55,15 +65,15 @@ class EngineThread:
             self._commands.put(lambda: self._guarded(command))
 
     def wake(self) -> None:
-        """(any thread) The instance may have work now, though nothing was asked of it."""
+        """(any thread) The instance may have work now."""
         self.post(lambda: None)
 
     def write(self, command: Callable[[], object], stop: threading.Event) -> None:
-        """(threads that receive) Like ``post``, but waits while ``MAX_WRITES`` of these wait already.
+        """(receiving threads) Like ``post``, but blocks while ``max_pending_writes`` of these are queued.
 
-        So a step that waits for layers holds back the senders of KV rather than filling the memory. Does nothing once
-        ``stop`` is set or the thread is closed.
+        Does nothing once ``stop`` is set or the thread is closed.
         """
+        # While a step waits for layers, KV must back up at its senders instead of filling this worker's memory.
         while not self._writes.acquire(timeout=_STOP_POLL_S):
             if stop.is_set() or self._closed.is_set():
                 return
@@ -77,29 +87,28 @@ class EngineThread:
     async def call(self, command: Callable[[], T]) -> T:
         """Runs ``command`` before the next step and returns what it returns or raises.
 
-        It runs even if the caller is cancelled meanwhile. Raises ``Unavailable`` when the thread has ended.
+        It runs even if the caller is cancelled. Raises ``Unavailable`` when the thread has ended.
         """
         if self._closed.is_set():
             raise Unavailable("this worker is shutting down")
-        future: asyncio.Future[T] = self._loop.create_future()
+        future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # a caller that is cancelled now cannot cancel the command
 
         def run() -> None:
             try:
-                result = command()
+                future.set_result(command())
             except Exception as error:
-                self._loop.call_soon_threadsafe(_settle, future, None, error)
-            else:
-                self._loop.call_soon_threadsafe(_settle, future, result, None)
+                future.set_exception(error)
 
         self.post(run)
-        return await future
+        return await asyncio.wrap_future(future)
 
     def _run(self) -> None:
         while self._run_commands():
             self._step()
 
     def _run_commands(self) -> bool:
-        """Runs what waits; without work, sleeps until a command comes or a deadline. False: time to end."""
+        """Runs queued commands; without work, sleeps until one comes or a deadline passes. False: closed."""
         while True:
             max_sleep_s = None if self.instance is None else self.instance.max_sleep_s()
             try:
@@ -116,12 +125,10 @@ class EngineThread:
         assert self.instance is not None
         try:
             result = self.instance.step()
-        except LoadFailed as error:
-            self.instance = None
-            self._loop.call_soon_threadsafe(self._on_fault, error)
         except Exception as error:
-            # The batch cannot be trusted any more, and nobody knows which sequence broke it: the slot is given up.
-            log.error("engine_step_failed", exc_info=True)
+            # The batch is in an unknown state and the guilty sequence is not known: give the instance up.
+            if not isinstance(error, LoadFailed):
+                log.error("engine_step_failed", exc_info=True)
             self.instance = None
             self._loop.call_soon_threadsafe(self._on_fault, error)
         else:
@@ -133,12 +140,3 @@ class EngineThread:
         except Exception as error:
             log.error("engine_command_failed", exc_info=True)
             self._loop.call_soon_threadsafe(self._on_fault, error)
-
-
-def _settle(future: asyncio.Future[Any], result: object, error: Exception | None) -> None:
-    if future.done():  # the caller left
-        return
-    if error is None:
-        future.set_result(result)
-    else:
-        future.set_exception(error)

@@ -1,22 +1,24 @@
-"""Takes a model into the slot: holds its pack at this host's store, maps it, and follows the chunks as they come."""
+"""Loads a model into the slot: holds its pack at this host's store, maps it, and opens its layers as they arrive."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import grpc
+import stamina
 
+from torchrelay.common.clock import now_unix_us
+from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc import error_from_rpc
-from torchrelay.common.process.telemetry import get_logger, span_of
+from torchrelay.common.process.telemetry import span_of
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.engine.core import LoadFailed
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kv.pool import KvPool
 from torchrelay.transfer.arena.mapped_slab import MappedSlab
-from torchrelay.worker.attempts.attempt import now_us
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.slot import LOADING, READY, Slot
@@ -26,42 +28,44 @@ if TYPE_CHECKING:
 
     HoldCall = grpc.aio.UnaryStreamCall[pb.HoldRequest, pb.HoldReply]
 
-log = get_logger(__name__)
-HOLD_RETRY_S = 0.5
+
+_HOLD_LOST = (grpc.aio.AioRpcError, Unavailable)
 
 
+@dataclass(slots=True)
 class Loader:
     """One load, from Hold to the last layer; keeps the pack pinned until it is cancelled."""
 
-    def __init__(
-        self,
-        slot: Slot,
-        engine: EngineThread,
-        pool: KvPool,
-        store: ParamStoreAsyncStub,
-        settings: WorkerSettings,
-        active_processes: ActiveProcesses | None,
-    ) -> None:
-        self._slot, self._engine, self._pool, self._store = slot, engine, pool, store
-        self._settings, self._active_processes = settings, active_processes
-        self._instance: Instance | None = None
-        self._slab: MappedSlab | None = None
-        self._mapped_at = ("", 0)  # arena file and offset that are mapped
-        self._next_segment = 0
-        self._why_closed = "the instance was unloaded"
-        self.closing = False  # cleaning up; must not be cancelled again
+    _slot: Slot
+    _engine: EngineThread
+    _pool: KvPool
+    _store: ParamStoreAsyncStub
+    _settings: WorkerSettings
+    _active_processes: ActiveProcesses | None
+    _retry_s: float = 0.5
+    slab: MappedSlab | None = None
+    closing: bool = False  # releasing the instance; must not be cancelled again
+    _instance: Instance | None = None
+    _mapped_at: tuple[str, int] = ("", 0)  # arena file and offset
+    _next_segment: int = 0
+    _why_closed: str = "the instance was unloaded"
 
     async def run(self, pack_id: str, traceparent: str) -> None:
-        """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes do not come."""
+        """Loads, then holds the pack until cancelled. Raises ``LoadFailed`` when the bytes stop coming."""
         request = pb.HoldRequest(pack_id=pack_id, owner_id=self._settings.worker_id)
         hold = self._store.Hold(request)
         try:
             with span_of("worker.load", traceparent, pack_id=pack_id):
                 await self._load(hold)
-            while True:
-                await self._hold_until_lost(hold)
-                hold = self._store.Hold(request, wait_for_ready=True)
-                await self._check_mapping(hold)
+            # The mapping outlives the store; a store that comes back must learn of the pin again.
+            async for attempt in stamina.retry_context(
+                _HOLD_LOST, attempts=None, timeout=None, wait_initial=self._retry_s, wait_exp_base=1, wait_jitter=0
+            ):
+                with attempt:
+                    if attempt.num > 1:
+                        hold = self._store.Hold(request, wait_for_ready=True)
+                        await self._check_mapping(hold)
+                    await self._wait_until_lost(hold)
         except LoadFailed as error:
             self._why_closed = error.message
             raise
@@ -70,58 +74,55 @@ class Loader:
             try:
                 await self._close()
             finally:
-                hold.cancel()  # only now: without the pin the range may be given to another pack
+                hold.cancel()  # only now: without the pin the store may give the range to another pack
 
-    async def _hold_until_lost(self, hold: HoldCall) -> None:
-        """Keeps the pin. The mapping outlives the store; a store that comes back must learn of the pin again."""
-        try:
-            async for _ in hold:
-                pass
-        except grpc.aio.AioRpcError as error:
-            log.warning("hold_lost", why=error.details())
-        await asyncio.sleep(HOLD_RETRY_S)
+    async def _wait_until_lost(self, hold: HoldCall) -> None:
+        """Keeps the pin until the store ends the hold. Raises ``AioRpcError`` or ``Unavailable`` then."""
+        async for _ in hold:
+            pass
+        raise Unavailable("the store ended the hold")
 
     async def _check_mapping(self, hold: HoldCall) -> None:
-        """The pack must lie where it was mapped: else its range may hold another one. Raises ``LoadFailed``."""
-        assert self._slab is not None
+        """The pack must lie where it is mapped, or its range may hold another one. Raises ``LoadFailed``."""
+        assert self.slab is not None
         try:
             reply = await anext(aiter(hold))
         except (grpc.aio.AioRpcError, StopAsyncIteration) as error:
             if isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.UNAVAILABLE:
-                return  # the store went away again: once more
+                raise  # the store has gone away again
             raise LoadFailed("the store no longer holds the pack that this instance computes with") from error
         if (reply.arena_path, reply.slab_offset) != self._mapped_at:
-            raise LoadFailed("the store holds the pack at another place than this instance has mapped")
+            raise LoadFailed("the store holds the pack at another offset than this instance has mapped")
 
     async def _load(self, hold: HoldCall) -> None:
         try:
             await self._follow(hold.__aiter__())
         except grpc.aio.AioRpcError as error:
-            raise LoadFailed(f"the store gave no pack: {error_from_rpc(error).message}") from error
+            raise LoadFailed(f"the store did not deliver the pack: {error_from_rpc(error).message}") from error
         except StopAsyncIteration:
             raise LoadFailed("the store ended the hold before the pack was complete") from None
 
     async def _follow(self, replies: AsyncIterator[pb.HoldReply]) -> None:
-        """Maps the pack at the first reply, and opens its segments as the next ones come."""
-        begin = now_us()
+        """Maps the pack at the first reply and opens its segments as further replies announce them."""
+        begin = now_unix_us()
         reply = await anext(replies)
         self._slot.add_phase("hold", begin)
-        begin = now_us()
+        begin = now_unix_us()
         self._mapped_at = (reply.arena_path, reply.slab_offset)
-        slab = self._slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)
+        slab = self.slab = MappedSlab(reply.arena_path, reply.slab_offset, reply.slab_bytes)
         num_segments = len(slab.manifest.segments)
         await self._engine.call(lambda: self._build(slab))
         self._slot.add_phase("map", begin)
         if self._slot.hosted is not None:
             self._slot.hosted.settled.set()
-        begin = now_us()
+        begin = now_unix_us()
         self._advance(reply.num_segments_ready, num_segments, begin)
         while self._next_segment < num_segments:
             reply = await anext(replies)
             if reply.error:
                 raise LoadFailed(reply.error)
             self._advance(reply.num_segments_ready, num_segments, begin)
-        if self._slot.state == LOADING:  # else it drains already
+        if self._slot.state == LOADING:  # it may be draining already
             await self._slot.move(READY)
 
     def _build(self, slab: MappedSlab) -> None:
@@ -138,7 +139,7 @@ class Loader:
         )
 
     def _advance(self, num_ready: int, num_segments: int, begin_us: int) -> None:
-        """Opens every further segment that is whole. What watchers see of it, they see in the next report."""
+        """Opens every segment that has become complete. Watchers see it in the next report."""
         assert self._instance is not None and self._slot.hosted is not None
         for segment in range(self._next_segment, num_ready):
             self._instance.segment_ready(segment)
@@ -151,13 +152,13 @@ class Loader:
 
     async def _close(self) -> None:
         if self._instance is not None:
-            self._instance.fail(self._why_closed)  # frees a step that waits for layers
+            self._instance.fail(self._why_closed)  # ends a step that waits for layers
         await self._engine.call(self._forget)
-        if self._slab is not None:
-            self._slab.close()
+        if self.slab is not None:
+            self.slab.close()
 
     def _forget(self) -> None:
-        """On the engine's thread, where a build that nobody waits for any more has been run before."""
+        """On the engine's thread: a build whose caller was cancelled has finished there by now."""
         instance, self._instance = self._instance, None
         if instance is not None:
             if self._engine.instance is instance:

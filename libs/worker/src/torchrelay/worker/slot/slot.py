@@ -2,10 +2,10 @@
 
     Free --Load--> Loading --all segments there--> Ready --Unload--> Draining --last request ended--> Free
                       |                                                  ^
-                      |--the bytes stopped coming--> Free (with the error)
+                      |--the bytes stopped coming--> Free (with an error)
                       `--Unload------------------------------------------'
 
-The scheduler moves it by Load, Unload and SetRoles; the loader and the drain move it on. Watchers hear of every change.
+The scheduler moves it by Load and Unload, the loader and the drain move it on. Watchers see every change.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from torchrelay.common.errors import Conflict, StaleEpoch
+from torchrelay.common.clock import now_unix_us
+from torchrelay.common.epoch_fence import EpochFence
+from torchrelay.common.errors import Conflict
 from torchrelay.control.v1 import reports_pb2, types_pb2
-from torchrelay.worker.attempts.attempt import now_us
 from torchrelay.worker.metrics.step_metrics import InstanceLabels
 
 FREE = reports_pb2.SlotState.STATE_FREE
@@ -34,56 +35,50 @@ class HostedInstance:
     roles: list[types_pb2.Role.ValueType]
     num_layers_ready: int = 0
     phases: list[types_pb2.Phase] = field(default_factory=list)
-    settled: asyncio.Event = field(default_factory=asyncio.Event)  # mapped and built, or given up
+    settled: asyncio.Event = field(default_factory=asyncio.Event)  # built, or given up
 
-    def labels_for_metrics(self) -> InstanceLabels:
-        """Whose steps its engine's are, for the meters."""
+    def metric_labels(self) -> InstanceLabels:
+        """How metrics label its engine steps."""
         roles = "+".join(types_pb2.Role.Name(role).removeprefix("ROLE_").lower() for role in sorted(self.roles))
         return InstanceLabels(self.instance_id, self.version.model, self.version.pack_id, roles)
 
 
 class Slot:
-    """Who is in the slot and in what state; lets watchers wait for changes."""
+    """The hosted instance and its state; watchers can wait for changes."""
 
     def __init__(self) -> None:
         self.state: reports_pb2.SlotState.State.ValueType = FREE
         self.hosted: HostedInstance | None = None
-        self.instance_labels: InstanceLabels | None = None  # of the same; asked for at every step
+        self.instance_labels: InstanceLabels | None = None  # of the same; read at every step
         self.error = ""  # why the load of ``failed_instance_id`` failed; cleared by the next Load
         self.failed_instance_id = ""
-        self.epoch = 0
+        self.epoch = EpochFence()
         self._changed = asyncio.Condition()
         self._version = 0
         self._is_closed = False
 
-    def check_epoch(self, epoch: int) -> None:
-        """Raises ``StaleEpoch`` for a scheduler that is no longer the active one."""
-        if epoch < self.epoch:
-            raise StaleEpoch(f"epoch {epoch} is over, the scheduler now has {self.epoch}", field="epoch")
-        self.epoch = epoch
-
     def require_instance(self, instance_id: str) -> HostedInstance:
-        """The instance in the slot. Raises ``Conflict`` when it is not ``instance_id``."""
+        """The instance in the slot. Raises ``Conflict`` if it is not ``instance_id``."""
         if self.hosted is None or self.hosted.instance_id != instance_id:
-            held = self.hosted.instance_id if self.hosted else "nothing"
-            raise Conflict(f"this worker holds {held}, not {instance_id}", field="instance_id")
+            hosted_id = self.hosted.instance_id if self.hosted else "no instance"
+            raise Conflict(f"this worker hosts {hosted_id}, not {instance_id}", field="instance_id")
         return self.hosted
 
     def serving_instance(self, instance_id: str, role: types_pb2.Role.ValueType) -> HostedInstance | None:
-        """The instance, when it is ``instance_id``, takes requests and plays ``role``."""
+        """The instance ``instance_id`` if it is here, takes requests and plays ``role``."""
         hosted = self.hosted
         if hosted is None or hosted.instance_id != instance_id or self.state not in (LOADING, READY):
             return None
         return hosted if role in hosted.roles else None
 
     async def begin_load(self, hosted: HostedInstance) -> None:
-        """Free -> Loading. Raises ``Conflict`` when the slot is taken."""
+        """Free -> Loading. Raises ``Conflict`` if the slot is taken."""
         if self.state != FREE:
             raise Conflict(
                 f"the slot is taken by {self.hosted.instance_id if self.hosted else '?'}", field="instance_id"
             )
         self.hosted, self.error, self.failed_instance_id = hosted, "", ""
-        self.instance_labels = hosted.labels_for_metrics()
+        self.instance_labels = hosted.metric_labels()
         await self.move(LOADING)
 
     async def release(self, error: str = "") -> None:
@@ -101,28 +96,27 @@ class Slot:
     async def set_roles(self, roles: Sequence[types_pb2.Role.ValueType]) -> None:
         if self.hosted is not None:
             self.hosted.roles = list(roles)
-            self.instance_labels = self.hosted.labels_for_metrics()
+            self.instance_labels = self.hosted.metric_labels()
         await self.notify_watchers()
 
     def add_phase(self, name: str, begin_us: int) -> None:
-        """Notes that the named part of the load began at ``begin_us`` and ends now."""
+        """Records a phase of the load that began at ``begin_us`` and ends now."""
         if self.hosted is not None:
-            phase = types_pb2.Phase(name=name, begin_unix_us=begin_us, end_unix_us=now_us())
-            self.hosted.phases.append(phase)
+            self.hosted.phases.append(types_pb2.Phase(name=name, begin_unix_us=begin_us, end_unix_us=now_unix_us()))
 
     async def notify_watchers(self) -> None:
-        """Tells watchers that something changed."""
+        """Wakes the watchers."""
         async with self._changed:
             self._version += 1
             self._changed.notify_all()
 
     async def close(self) -> None:
-        """The worker ends: what watches it ends too, which the scheduler takes for a farewell."""
+        """Ends the watchers' streams, by which the scheduler knows that the worker leaves."""
         self._is_closed = True
         await self.notify_watchers()
 
     async def changes(self) -> AsyncIterator[None]:
-        """Yields at once, then after every change (several changes may fall into one), until the slot is closed."""
+        """Yields at once, then after every change (several may be merged), until the slot is closed."""
         seen = -1
         while True:
             async with self._changed:

@@ -1,1 +1,1 @@
-"""copies of packs in the arena: download from peers/remote, pins, recovery; may import remote and transfer; not disk"""
+"""Copies of packs in the arena: downloads from peers and the remote store, holds, recovery."""

@@ -1,4 +1,4 @@
-"""All copies of packs in this host's arena: which are filled, from where, and which failed."""
+"""The copies of packs in this host's arena: which are held, which are downloading, which failed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from torchrelay.common.errors import Overloaded
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
-from torchrelay.param_store.copies.pack_download import CopyRecord, DownloadPlan, PackDownload
+from torchrelay.param_store.copies.copy_record import CopyRecord
+from torchrelay.param_store.copies.pack_download import DownloadPlan, PackDownload
 from torchrelay.param_store.remote.remote_store import RemoteStore
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.arena.slab import Slab
@@ -32,7 +33,7 @@ class CopyReport:
 
 
 class ArenaCopies:
-    """Owns the filling threads. Methods may run on any thread."""
+    """Owns the download threads. Methods may run on any thread."""
 
     def __init__(
         self,
@@ -58,6 +59,11 @@ class ArenaCopies:
         self._lock = threading.Lock()
         self.num_bytes_received = 0
 
+    def downloads(self) -> list[PackDownload]:
+        """Those that run now."""
+        with self._lock:
+            return [download for download, _ in self._downloads.values()]
+
     def relay(
         self,
         pack_id: str,
@@ -67,12 +73,11 @@ class ArenaCopies:
         num_striped: int = 1,
         transfer_class: TransferClass = TransferClass.URGENT,
     ) -> Future[bool]:
-        """Sees to it that the pack is filled. The future ends once its range is reserved; True: it was whole already.
+        """Downloads the pack. The future ends once its range is reserved; True: it was complete already.
 
-        Asking again while a filling runs adds the peers named to its alternates, before those it has, and raises the
-        number followed at once, and an urgent one makes it urgent; after one that has failed or is being stopped, a new
-        one runs.
-        Raises ``Overloaded`` when as many run as may.
+        While a download of the pack runs, its peers are put before those it has, ``num_striped`` may rise, and an
+        urgent relay makes it urgent; after one that failed or is being stopped, a new one starts. Raises
+        ``Overloaded`` when ``max_relays`` run.
         """
         with self._lock:
             running = self._downloads.get(pack_id)
@@ -82,11 +87,11 @@ class ArenaCopies:
                 return running[0].reserved
             slab = self._arena.get(pack_id)
             if slab is not None and slab.complete:
-                whole: Future[bool] = Future()
-                whole.set_result(True)
-                return whole
+                complete: Future[bool] = Future()
+                complete.set_result(True)
+                return complete
             if self._closed or len(self._downloads) >= self._max_relays:
-                raise Overloaded(f"this store fills {format_count(len(self._downloads), 'pack')} already")
+                raise Overloaded(f"this store already downloads {format_count(len(self._downloads), 'pack')}")
             plan = DownloadPlan(
                 pack_id,
                 tuple(sources),
@@ -104,10 +109,10 @@ class ArenaCopies:
         record = self._records[plan.pack_id] = CopyRecord(plan.pack_id)
         download = PackDownload(plan, self._arena, self._remote, record, self._count_bytes, self._on_change)
         thread = threading.Thread(
-            target=self._run, args=(download, after), name=f"fill-{plan.pack_id[:8]}", daemon=True
+            target=self._run, args=(download, after), name=f"download-{plan.pack_id[:8]}", daemon=True
         )
-        download.reserved.set_running_or_notify_cancel()  # from now on, who stops waiting for it cannot cancel it
-        thread.start()  # first, for it may fail
+        download.reserved.set_running_or_notify_cancel()  # a caller that stops waiting cannot cancel it now
+        thread.start()  # first: it may fail
         self._downloads[plan.pack_id] = (download, thread)
         return download.reserved
 
@@ -120,16 +125,16 @@ class ArenaCopies:
             if self._downloads[pack_id][0] is download:
                 del self._downloads[pack_id]
             slab = self._arena.get(pack_id)
-            if slab is not None and not slab.complete and not self._closed:  # a kept arena keeps what it has
-                self._arena.drop(pack_id, when_unpinned=True)  # it is held, or its followers are not yet told
+            if slab is not None and not slab.complete and not self._closed:  # a kept arena keeps partial packs
+                self._arena.drop(pack_id, when_unpinned=True)  # it may be held, or followed
             self._forget_old_failures()
         self._on_change()
 
     def hold(self, pack_id: str, owner_id: str) -> tuple[Slab, str]:
-        """Pins the pack; give both back to ``release``. Raises ``NotFound`` when it is not in the arena."""
+        """Pins the pack; pass both to ``release``. Raises ``NotFound`` if it is not in the arena."""
         with self._lock:
             self._num_holds += 1
-            owner = f"{_HOLD}{owner_id}/{self._num_holds}"  # one worker may hold twice for a moment, after a restart
+            owner = f"{_HOLD}{owner_id}/{self._num_holds}"  # a restarted worker may briefly hold twice
             self._arena.pin(pack_id, owner)
             slab = self._arena.get(pack_id)
             assert slab is not None  # it is pinned
@@ -144,7 +149,7 @@ class ArenaCopies:
         self._on_change()
 
     def drop(self, pack_id: str) -> bool:
-        """Ends the filling, if one runs, and gives the range back; False: it is held or read, or not there. Blocks."""
+        """Ends a running download and frees the range; False: it is held, read or absent. Blocks."""
         with self._lock:
             if self._num_pins(pack_id):
                 return False
@@ -156,48 +161,48 @@ class ArenaCopies:
         with self._lock:
             if pack_id not in self._downloads:
                 self._records.pop(pack_id, None)
-            gone = self._arena.drop(pack_id) or (running is not None and self._arena.get(pack_id) is None)
+            dropped = self._arena.drop(pack_id) or (running is not None and self._arena.get(pack_id) is None)
         self._on_change()
-        return gone
+        return dropped
 
     def failure(self, pack_id: str) -> str:
-        """Why the last filling of this pack failed; empty when it did not."""
+        """Why the last download of this pack failed; empty if it did not."""
         with self._lock:
             record = self._records.get(pack_id)
             return record.error if record else ""
 
     def copies(self) -> list[CopyReport]:
-        """What is in the arena or on its way there, and what failed lately."""
+        """The packs in the arena or downloading, and recent failures."""
         with self._lock:
             slabs = {slab.pack_id: slab for slab in self._arena.slabs()}
             for pack_id, record in list(self._records.items()):
                 if pack_id not in slabs and pack_id not in self._downloads and not record.error:
                     del self._records[pack_id]  # evicted
-            found = [self._copy(slab) for slab in slabs.values()]
+            present = [self._copy(slab) for slab in slabs.values()]
             absent = [record for pack_id, record in self._records.items() if pack_id not in slabs]
-            return found + [CopyReport(replace(record), 0, 0) for record in absent]
+            return present + [CopyReport(replace(record), 0, 0) for record in absent]
 
     def _copy(self, slab: Slab) -> CopyReport:
         record = self._records.get(slab.pack_id)
-        shown = replace(record) if record else CopyRecord(slab.pack_id, slab.num_bytes, slab.num_chunks)
-        shown.error = shown.error or slab.error
-        return CopyReport(shown, slab.num_verified, self._num_pins(slab.pack_id))
+        reported = replace(record) if record else CopyRecord(slab.pack_id, slab.num_bytes, slab.num_chunks)
+        reported.error = reported.error or slab.error
+        return CopyReport(reported, slab.num_verified, self._num_pins(slab.pack_id))
 
     def _num_pins(self, pack_id: str) -> int:
         return sum(owner.startswith(_HOLD) for owner in self._arena.owners(pack_id))
 
     def recheck(self) -> None:
-        """Hashes what an earlier process left in the arena; what is incomplete will not come by itself. Blocks."""
+        """Verifies what an earlier process left in the arena and fails incomplete packs. Blocks."""
         for slab in self._arena.slabs():
             slab.recheck()
             with self._lock:
                 if not slab.complete and slab.pack_id not in self._downloads:
-                    slab.fail("the store was restarted while it was filled")
+                    slab.fail("the store restarted during the download")
             self._on_change()
             log.info("slab_rechecked", pack_id=slab.pack_id, num_verified=slab.num_verified, num_chunks=slab.num_chunks)
 
     def close(self) -> None:
-        """Stops all fillings and waits for their threads."""
+        """Stops all downloads and waits for their threads."""
         with self._lock:
             self._closed = True
             running = list(self._downloads.values())

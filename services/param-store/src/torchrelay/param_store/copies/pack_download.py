@@ -1,14 +1,13 @@
-"""The filling of one pack of the arena: one thread that walks the given sources until every chunk is verified.
+"""The download of one pack into the arena: one thread tries the sources in turn until every chunk is verified.
 
-opening (manifest, range) -> filling -> complete
-            |                    `----> failed (or dropped): what is missing will not come, until a later Relay
+reserving (manifest, range) -> downloading -> complete
+            |                       `-------> failed (or dropped): incomplete until a later Relay
             `-> refused: nothing was reserved
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -16,11 +15,13 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import groupby, takewhile
 
+from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger, record_span
+from torchrelay.param_store.copies.copy_record import REMOTE, CopyRecord
 from torchrelay.param_store.copies.remote_download import download_from_remote
+from torchrelay.param_store.remote.keys import manifest_key, pack_key
 from torchrelay.param_store.remote.remote_store import RemoteStore
-from torchrelay.param_store.remote.versions import manifest_key, pack_key
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.arena.slab import Slab
 from torchrelay.transfer.fetch.follow import (
@@ -33,44 +34,21 @@ from torchrelay.transfer.fetch.follow import (
     follow,
 )
 from torchrelay.transfer.fetch.sources import SourceUpdates
-from torchrelay.transfer.fetch.statistics import TransferStats
 from torchrelay.transfer.manifest import pack_id_of
 from torchrelay.transfer.transport.interface import TransferClass, Transport
 from torchrelay.transfer.transport.tcp import TcpTransport
 
 log = get_logger(__name__)
-REMOTE = "remote"
-STARVATION_TIMEOUT_S = (
-    10.0  # a peer that is alive is left for the next source when no chunk has come from anywhere for so long
-)
-SILENCE_TIMEOUT_S = 2.0  # one of which nothing is heard, if others come after all peers: the remote store
+STARVATION_TIMEOUT_S = 10.0  # without a chunk from anywhere, after which a live peer is left for the next source
+SILENCE_TIMEOUT_S = 2.0  # after which a silent peer is left, if another source remains
 DOWNLOAD_PIN = "download"  # pins the slab while its chunks arrive
-
-
-@dataclass(slots=True)
-class CopyRecord:
-    """What is told of one pack's copy beside what its slab says. Times are unix microseconds, 0: not yet."""
-
-    pack_id: str
-    pack_bytes: int = 0
-    num_chunks: int = 0
-    error: str = ""
-    begin_unix_us: int = 0
-    first_unix_us: int = 0
-    end_unix_us: int = 0
-    stats: TransferStats = field(default_factory=TransferStats)  # what each source has brought
-
-    @property
-    def source(self) -> str:
-        """The holder that has brought most, or ``REMOTE``."""
-        return self.stats.largest
 
 
 @dataclass(frozen=True, slots=True)
 class DownloadPlan:
     """Where a pack comes from. None among the sources stands for the remote store.
 
-    Of the first peers, ``num_striped`` are followed at once; the others, and the remote store, are for repair.
+    ``num_striped`` of the first peers are followed at once; the others and the remote store are for repair.
     """
 
     pack_id: str
@@ -78,20 +56,20 @@ class DownloadPlan:
     receiver: Receiver
     num_remote_readers: int
     relay_id: str = ""
-    keep_retained: bool = False  # rather fail than evict what the scheduler guards
-    transport: Transport | None = None  # how peers are followed; None: plain TCP
+    keep_retained: bool = False  # fail rather than evict retained packs
+    transport: Transport | None = None  # to peers; None: plain TCP
     num_striped: int = 1
     transfer_class: TransferClass = TransferClass.URGENT
 
     def groups(self) -> Iterator[tuple[SourceAddress, ...]]:
-        """Neighbouring peers, to be followed with one another as alternates; empty: the remote store."""
-        for remote, group in groupby(self.sources, key=lambda source: source is None):
-            yield () if remote else tuple(source for source in group if source is not None)
+        """Consecutive peers, which are followed together as alternates; an empty group: the remote store."""
+        for is_remote, group in groupby(self.sources, key=lambda source: source is None):
+            yield () if is_remote else tuple(source for source in group if source is not None)
 
 
 @dataclass(slots=True)
 class PackDownload:
-    """Runs ``run`` on a thread of its own; ``reserved`` tells when the range is there: True if the pack was whole."""
+    """``run`` is for a thread of its own; ``reserved`` ends once the range is there: True if the pack was complete."""
 
     plan: DownloadPlan
     arena: Arena
@@ -105,22 +83,22 @@ class PackDownload:
 
     @property
     def is_ending(self) -> bool:
-        """Whether it has failed, or is being stopped: it brings nothing more."""
+        """Whether it has failed or is being stopped."""
         return self.stop.is_set() or bool(self.record.error)
 
     def run(self) -> None:
-        """Never raises: what goes wrong is told by ``reserved``, the record and the slab."""
-        self.record.begin_unix_us = _now_us()
+        """Never raises: ``reserved``, the record and the slab carry the error."""
+        self.record.begin_unix_us = now_unix_us()
         slab: Slab | None = None
         try:
             slab = self._reserve()
             self.reserved.set_result(slab.complete)
-            self._fill(slab)
+            self._download(slab)
         except Exception as error:
             self._failed(error, slab)
         else:
-            self.record.end_unix_us = _now_us()
-            self._trace(complete=True)
+            self.record.end_unix_us = now_unix_us()
+            self.trace(complete=True)
         finally:
             if slab is not None:
                 self.arena.unpin(self.plan.pack_id, DOWNLOAD_PIN)
@@ -135,16 +113,17 @@ class PackDownload:
             self.reserved.set_exception(error if isinstance(error, TorchrelayError) else Unavailable(message))
         else:
             slab.fail(message)
-        self._trace(complete=False)
+        self.trace(complete=False)
 
-    def _trace(self, *, complete: bool) -> None:
+    def trace(self, *, complete: bool) -> None:
+        """Records the span of the whole download."""
         record = self.record
-        begin, end = record.begin_unix_us * 1000, _now_us() * 1000
-        about = {"pack_id": record.pack_id, "relay_id": self.plan.relay_id, "source": record.source}
-        record_span("param_store.relay", "", begin, end, **about, complete=complete)
+        begin, end = record.begin_unix_us * 1000, now_unix_us() * 1000
+        attributes = {"pack_id": record.pack_id, "relay_id": self.plan.relay_id, "source": record.source}
+        record_span("param_store.relay", "", begin, end, **attributes, complete=complete)
 
     def _reserve(self) -> Slab:
-        """The slab of an earlier, interrupted filling, or a new one by the manifest of the first source that has it."""
+        """The slab of an interrupted download, or a new one by the manifest of the first source that has it."""
         slab = self.arena.get(self.plan.pack_id)
         head = self._head() if slab is None else slab.head
         slab = self.arena.reserve(head, DOWNLOAD_PIN, self.plan.keep_retained)
@@ -153,27 +132,27 @@ class PackDownload:
         return slab
 
     def _head(self) -> bytes:
-        failures, is_gone = [], False
+        failures, is_unpublished = [], False
         for source in self.plan.sources:
             try:
                 head = self._head_from(source)
             except (TorchrelayError, OSError) as error:
                 failures.append(f"{_source_name(source)}: {error}")
-                is_gone |= source is None and isinstance(error, NotFound)
+                is_unpublished |= source is None and isinstance(error, NotFound)
                 continue
             if pack_id_of(head) == self.plan.pack_id:
                 return head
             failures.append(f"{_source_name(source)}: its manifest is damaged")
-        # What the remote store has not is not published: whoever wants the pack need not ask other stores.
-        kind = NotFound if is_gone else Unavailable
-        raise kind(f"no source gave the manifest of pack {self.plan.pack_id}: {'; '.join(failures)}")
+        # A pack missing from the remote store is not published: asking other stores is pointless.
+        kind = NotFound if is_unpublished else Unavailable
+        raise kind(f"no source has the manifest of pack {self.plan.pack_id}: {'; '.join(failures)}")
 
     def _head_from(self, source: SourceAddress | None) -> bytes:
         if source is None:
             return self.remote.get_bytes(manifest_key(self.plan.pack_id))
         return fetch_head(source, self.plan.receiver, FollowOptions(self.plan.transport or TcpTransport()), self.stop)
 
-    def _fill(self, slab: Slab) -> None:
+    def _download(self, slab: Slab) -> None:
         failures = []
         groups = deque(self.plan.groups())
         while groups and not self.stop.is_set() and (missing := slab.missing()):
@@ -181,23 +160,23 @@ class PackDownload:
             name = peers[0].holder_id if peers else REMOTE
             try:
                 if peers:
-                    self._fill_from_peers(peers, slab, missing, SILENCE_TIMEOUT_S if groups else STALL_S)
+                    self._download_from_peers(peers, slab, missing, SILENCE_TIMEOUT_S if groups else STALL_S)
                 else:
-                    self._fill_from_remote(slab, missing)
+                    self._download_from_remote(slab, missing)
             except (TorchrelayError, OSError) as error:
                 failures.append(f"{name}: {error}")
                 log.warning("source_failed", pack_id=slab.pack_id, source=name, error=str(error))
             if (not peers or not groups) and (late := self.updates.take()):
                 groups.appendleft(tuple(late))
                 if not peers:
-                    groups.insert(1, ())  # the remote store has what they lack
-        if slab.complete:  # even when it was stopped at that very moment
+                    groups.insert(1, ())  # back to the remote store for what they lack
+        if slab.complete:  # even if it was stopped at that moment
             return
         if self.stop.is_set():
             raise Unavailable("the download was stopped")
         raise Unavailable(f"no source has the missing chunks: {'; '.join(failures)}")
 
-    def _fill_from_peers(
+    def _download_from_peers(
         self, peers: Sequence[SourceAddress], slab: Slab, missing: Sequence[int], stall_s: float
     ) -> None:
         plan = self.plan
@@ -213,10 +192,10 @@ class PackDownload:
             options,
             TransferControl(self.stop, self.updates, self.record.stats),
         ):
-            pass  # each was told of as it was accepted, by the thread that received it
+            pass  # the sink has announced each chunk, on the thread that received it
 
-    def _fill_from_remote(self, slab: Slab, missing: Sequence[int]) -> None:
-        """All that is missing, or as much of it as comes until peers are named."""
+    def _download_from_remote(self, slab: Slab, missing: Sequence[int]) -> None:
+        """Downloads what is missing until it is complete or peers are named."""
         stats = self.record.stats
 
         def on_chunk(index: int) -> None:
@@ -244,14 +223,14 @@ class PackDownload:
 
     def _on_chunk(self, slab: Slab, index: int) -> None:
         if not self.record.first_unix_us:
-            self.record.first_unix_us = _now_us()
+            self.record.first_unix_us = now_unix_us()
         self.on_bytes(len(slab.chunk(index)))
         self.on_change()
 
 
 @dataclass(frozen=True, slots=True)
 class _NotifyingSink:
-    """The slab as a ``Sink`` that tells of each chunk at once: the iteration may wait for a source that is silent."""
+    """The slab as a ``Sink`` that announces each chunk at once: the iteration may be waiting for a silent source."""
 
     slab: Slab
     notify: Callable[[Slab, int], None]
@@ -269,7 +248,3 @@ class _NotifyingSink:
 
 def _source_name(source: SourceAddress | None) -> str:
     return REMOTE if source is None else source.holder_id
-
-
-def _now_us() -> int:
-    return time.time_ns() // 1000

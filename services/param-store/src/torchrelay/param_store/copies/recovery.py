@@ -1,4 +1,4 @@
-"""After a crash of the store: which packs of the old arena are still looked into by processes of this host."""
+"""After a crash of the store: which packs of the old arena are still mapped by processes of this host."""
 
 from __future__ import annotations
 
@@ -9,33 +9,31 @@ from torchrelay.transfer.arena.arena import RECOVERED, Arena
 
 
 def release_unmapped(arena: Arena) -> bool:
-    """Unpins the recovered packs that no other process maps any more; True: some are still mapped.
-
-    A worker outlives its store and computes with the mapped bytes on, so its pack must stay where it is until the
-    worker holds it again, unmaps it or is gone.
-    """
+    """Unpins the recovered packs that no other process maps; True: some are still mapped."""
+    # A worker outlives its store and goes on computing with the mapped bytes, so its pack must stay in place until the
+    # worker holds it again, unmaps it or ends.
     mapped = mapped_ranges(arena.path)
-    left = False
+    any_mapped = False
     for slab in arena.slabs():
         if RECOVERED not in arena.owners(slab.pack_id):
             continue
         end = slab.offset + slab.num_slab_bytes
         if any(begin < end and slab.offset < mapped_end for begin, mapped_end in mapped):
-            left = True
+            any_mapped = True
         else:
             arena.unpin(slab.pack_id, RECOVERED)
-    return left
+    return any_mapped
 
 
 def mapped_ranges(path: Path) -> list[tuple[int, int]]:
-    """The byte ranges [begin, end) of a file that other processes map, as far as this one may look."""
+    """The byte ranges [begin, end) of a file that other processes map, as far as this one may see."""
     found: list[tuple[int, int]] = []
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) == os.getpid():
             continue
         try:
             lines = (process / "maps").read_text(errors="replace").splitlines()
-        except OSError:  # it has ended meanwhile, or is another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
         for line in lines:  # begin-end permissions offset device inode path
             fields = line.split(maxsplit=5)

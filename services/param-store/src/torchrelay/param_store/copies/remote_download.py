@@ -1,4 +1,4 @@
-"""Fills a pack from the remote store: several reads under way, straight into the arena, each verified as it lands."""
+"""Downloads a pack from the remote store: concurrent reads straight into the arena, each chunk verified."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrelay.common.quantities import format_count
 from torchrelay.param_store.remote.remote_store import RangeReader
 from torchrelay.transfer.buffers import Sink
 
-_MAX_LISTED_CHUNKS = 8  # damaged chunks in an error
+_MAX_LISTED_CHUNKS = 8  # in an error about damage
 
 
 def download_from_remote(
@@ -28,12 +28,11 @@ def download_from_remote(
 ) -> None:
     """Reads the wanted chunks in order, ``num_readers`` at a time: while one thread hashes, the others read.
 
-    Ends early, without an error, when ``stop`` is set. A chunk that does not match its digest is read again where that
-    may help; a damaged one is left out and the others still come; then raises ``DataCorrupted``. Whatever else the
-    reader or the sink raises ends it at once. ``wanted`` is asked for the next chunk only when a reader is free.
+    Returns early when ``stop`` is set. A chunk that does not match its digest is read again if that may help; damaged
+    chunks are skipped, and ``DataCorrupted`` is raised after the others have come. Any other error of the reader or the
+    sink ends the download at once. ``wanted`` is asked for the next chunk only when a reader is free.
 
-    NOTE: bytes land in the sink's own memory before they are verified. Nobody else may bring a chunk that was taken
-    from ``wanted``.
+    NOTE: bytes land in the sink's memory before they are verified, so nobody else may deliver a chunk of ``wanted``.
     """
     todo = iter(wanted)
     damaged: list[int] = []
@@ -69,7 +68,7 @@ def download_from_remote(
     for done in reads:
         done.result()
     if damaged:
-        named = sorted(damaged)[:_MAX_LISTED_CHUNKS]
-        where = ", ".join(map(str, named)) + (", ..." if len(named) < len(damaged) else "")
+        listed = sorted(damaged)[:_MAX_LISTED_CHUNKS]
+        where = ", ".join(map(str, listed)) + (", ..." if len(listed) < len(damaged) else "")
         num = format_count(len(damaged), "chunk")
         raise DataCorrupted(f"pack {pack_id} is damaged in the remote store: {num} ({where})")

@@ -1,1 +1,1 @@
-"""disk tier: cached packs, its writer, RemoteStore decorator; may import remote, durable_files"""
+"""The disk tier: cached packs, their writer, and a remote store that reads through them."""

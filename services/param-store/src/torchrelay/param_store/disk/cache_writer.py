@@ -1,8 +1,4 @@
-"""Writes packs of the arena to the disk tier: in the background, after they were filled from the remote store.
-
-The writer copies one chunk at a time out of the arena and pins the slab only for that moment: a pack that is dropped or
-evicted meanwhile is given up, and nobody waits for the disk.
-"""
+"""Copies packs from the arena to the disk cache, in the background."""
 
 from __future__ import annotations
 
@@ -15,16 +11,17 @@ from pathlib import Path
 from torchrelay.common.errors import TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.disk.cache import DiskCache
+from torchrelay.param_store.durable_files import write_all
 from torchrelay.transfer.arena.slab import Slab
 from torchrelay.transfer.manifest import MAX_CHUNK_BYTES
 
 log = get_logger(__name__)
 _OWNER = "disk"
-_SYNC_EVERY_BYTES = 64 << 20  # so that hardly more waits in the page cache
+_SYNC_EVERY_BYTES = 64 << 20  # bounds what waits in the page cache
 
 
 def write_to_cache(cache: DiskCache, slab: Slab, stop: threading.Event) -> bool:
-    """Writes a complete slab's pack; True: it is on disk, whole and durable. Takes as long as the disk does.
+    """Writes a complete slab's pack durably, at the disk's speed.
 
     False, and nothing is left of it: the disk is full or faulty, the slab was dropped, or ``stop`` was set.
     """
@@ -47,30 +44,25 @@ def write_to_cache(cache: DiskCache, slab: Slab, stop: threading.Event) -> bool:
 def _write(draft: Path, slab: Slab, stop: threading.Event) -> None:
     buffer = memoryview(bytearray(MAX_CHUNK_BYTES))
     with _opened(draft) as file:
-        os.posix_fallocate(file, 0, slab.num_bytes)  # a disk that is too full says so now
+        os.posix_fallocate(file, 0, slab.num_bytes)  # fails now if the disk is too full
         synced = 0
         for index in range(slab.num_chunks):
             if stop.is_set():
-                raise Unavailable("the store is being closed")
+                raise Unavailable("the store is closing")
             span = slab.manifest.chunk_range(index)
             piece = buffer[: span.end - span.begin]
+            # Pinned for one chunk only: a pack may be dropped or evicted meanwhile, so that nobody waits for the disk.
             slab.acquire(_OWNER)
             try:
                 piece[:] = slab.chunk(index)
             finally:
                 slab.release(_OWNER)
-            _write_all(file, piece, span.begin)
+            write_all(file, piece)
             if span.end - synced >= _SYNC_EVERY_BYTES:
                 os.fdatasync(file)
                 os.posix_fadvise(file, synced, span.end - synced, os.POSIX_FADV_DONTNEED)
                 synced = span.end
         os.fsync(file)
-
-
-def _write_all(file: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(file, data, offset)
-        data, offset = data[count:], offset + count
 
 
 @contextmanager

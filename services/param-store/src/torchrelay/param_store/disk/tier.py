@@ -1,12 +1,11 @@
-"""The remote store behind this host's disk: packs that lie there are read from it, and everything else is passed on.
+"""A remote store that reads packs from this host's disk cache where it can.
 
-A chunk of the disk's copy that does not match its digest, or is not there, condemns the copy: it is removed, and that
-chunk and all later ones come from the remote store.
+A chunk of the cached copy that is missing or does not match its digest discards the copy: that chunk and all later ones
+come from the remote store.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,14 +14,14 @@ from torchrelay.common.errors import DataCorrupted
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.disk.cache import DiskCache
 from torchrelay.param_store.remote.file_reader import FileReader
+from torchrelay.param_store.remote.keys import parse_pack_key
 from torchrelay.param_store.remote.remote_store import RangeReader, RemoteStore
 
 log = get_logger(__name__)
-_PACK_KEY = re.compile(r"packs/([0-9a-f]{64})(\.manifest)?")
 
 
 class DiskTier(RemoteStore):
-    """Reads through ``cache``; writes go to ``remote`` alone. A pack that is here is read while the remote is away."""
+    """Reads through ``cache``; writes go to ``remote`` only. Cached packs can be read while ``remote`` is away."""
 
     def __init__(self, remote: RemoteStore, cache: DiskCache) -> None:
         self._remote = remote
@@ -35,31 +34,32 @@ class DiskTier(RemoteStore):
         self._remote.put_bytes(key, data)
 
     def get_bytes(self, key: str) -> bytes:
-        name = _PACK_KEY.fullmatch(key)
-        here = self._cache.manifest(name[1]) if name and name[2] else None
-        return self._remote.get_bytes(key) if here is None else here
+        pack_id, is_manifest = parse_pack_key(key)
+        cached = self._cache.manifest(pack_id) if is_manifest else None
+        return self._remote.get_bytes(key) if cached is None else cached
 
     def open_range(self, key: str) -> RangeReader:
-        name = _PACK_KEY.fullmatch(key)
-        copy = self._cache.open(name[1]) if name and not name[2] else None
-        if name is None or copy is None:
+        pack_id, is_manifest = parse_pack_key(key)
+        copy = self._cache.open(pack_id) if pack_id and not is_manifest else None
+        if copy is None:
             return self._remote.open_range(key)
-        return TieredReader(copy, self._cache, name[1], self._remote, key)
+        return TieredReader(copy, self._cache, pack_id, self._remote, key)
 
     def size(self, key: str) -> int:
         return self._remote.size(key)
 
     def delete(self, key: str) -> None:
         self._remote.delete(key)
-        if name := _PACK_KEY.fullmatch(key):
-            self._cache.discard(name[1])
+        pack_id, _ = parse_pack_key(key)
+        if pack_id:
+            self._cache.discard(pack_id)
 
     def list(self, prefix: str) -> Iterator[str]:
         return self._remote.list(prefix)
 
 
 class TieredReader(RangeReader):
-    """One pack, from its copy on disk for as long as that is good."""
+    """Reads one pack from its copy on disk until that proves damaged."""
 
     def __init__(self, copy: FileReader, cache: DiskCache, pack_id: str, remote: RemoteStore, key: str) -> None:
         self._copy = copy
@@ -67,33 +67,30 @@ class TieredReader(RangeReader):
         self._pack_id = pack_id
         self._remote = remote
         self._key = key
-        self._origin: RangeReader | None = None  # opened when the copy is found bad
+        self._origin: RangeReader | None = None  # opened when the copy proves damaged
         self._lock = threading.Lock()
 
     def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
         if self._origin is None:
             try:
                 self._copy.read_into(offset, view, stop)
-                return
             except (DataCorrupted, OSError) as error:
-                self._discard_copy(str(error))
-        self._from_origin(offset, view, stop)
+                self._discard_copy(str(error)).read_into(offset, view, stop)
+        else:
+            self._origin.read_into(offset, view, stop)
 
     def read_again(self, offset: int, view: memoryview, stop: threading.Event) -> bool:
-        self._discard_copy(f"the chunk at byte {offset} does not match its digest")
-        self._from_origin(offset, view, stop)
+        self._discard_copy(f"the chunk at byte {offset} does not match its digest").read_into(offset, view, stop)
         return True
 
-    def _discard_copy(self, reason: str) -> None:
+    def _discard_copy(self, reason: str) -> RangeReader:
+        """Returns the reader of the remote store's pack, which replaces the copy."""
         with self._lock:
             if self._origin is None:
                 log.warning("disk_pack_damaged", pack_id=self._pack_id, reason=reason)
                 self._cache.discard(self._pack_id)
                 self._origin = self._remote.open_range(self._key)
-
-    def _from_origin(self, offset: int, view: memoryview, stop: threading.Event) -> None:
-        assert self._origin is not None  # the copy was condemned
-        self._origin.read_into(offset, view, stop)
+            return self._origin
 
     def close(self) -> None:
         self._copy.close()

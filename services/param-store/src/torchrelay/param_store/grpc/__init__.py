@@ -1,1 +1,1 @@
-"""RPCs of control.v1.ParamStore; may import everything but main/background_tasks"""
+"""The RPCs of control.v1.ParamStore and their messages."""

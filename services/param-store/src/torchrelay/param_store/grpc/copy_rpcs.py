@@ -11,17 +11,17 @@ import grpc
 from torchrelay.common.errors import InvalidRequest, NotFound, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2 as pb
-from torchrelay.control.v1 import reports_pb2, types_pb2
-from torchrelay.param_store.remote.versions import checked_digest
+from torchrelay.control.v1 import reports_pb2
+from torchrelay.param_store.grpc.messages import source_address, store_report
+from torchrelay.param_store.remote.keys import checked_digest
 from torchrelay.param_store.store import Store
 from torchrelay.transfer.arena.slab import Slab
-from torchrelay.transfer.fetch.follow import SourceAddress
 from torchrelay.transfer.transport.interface import TransferClass
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
 _MAX_LEASE_S = 3600.0
-_MIN_REPORT_INTERVAL_S = 0.05  # at most 20 reports a second to each watcher
+_MIN_REPORT_INTERVAL_S = 0.05  # for each watcher
 
 
 class CopyRpcs:
@@ -36,7 +36,7 @@ class CopyRpcs:
             slab, owner = arena_copies.hold(request.pack_id, request.owner_id)
         except NotFound:
             if failure := arena_copies.failure(request.pack_id):
-                raise Unavailable(f"pack {request.pack_id} is not here: {failure}") from None
+                raise Unavailable(f"pack {request.pack_id} is not in the arena: {failure}") from None
             raise
         log.info("pack_held", pack_id=request.pack_id, owner_id=request.owner_id)
         try:
@@ -44,12 +44,12 @@ class CopyRpcs:
                 sent = None
                 while True:
                     changed.clear()
-                    now = (slab.num_segments_ready, slab.error)
+                    state = (slab.num_segments_ready, slab.error)
                     if sent is None and slab.error:
                         raise Unavailable(slab.error)
-                    if now != sent:
-                        sent = now
-                        yield self._hold_reply(slab, *now)
+                    if state != sent:
+                        sent = state
+                        yield self._hold_reply(slab, *state)
                     await changed.wait()
         finally:
             arena_copies.release(slab, owner)
@@ -67,9 +67,10 @@ class CopyRpcs:
     async def Relay(self, request: pb.RelayRequest, context: Context) -> pb.RelayReply:
         self.store.epoch.check(request.epoch)
         checked_digest(request.pack_id, "pack_id")
-        sources = [_source(source) for source in request.sources if source.holder_id != self.store.settings.store_id]
+        own_id = self.store.settings.store_id
+        sources = [source_address(source) for source in request.sources if source.holder_id != own_id]
         if not sources:
-            raise InvalidRequest("a relay needs at least one source other than the store itself", field="sources")
+            raise InvalidRequest("sources must name at least one other than this store", field="sources")
         reserved = self.store.arena_copies.relay(
             request.pack_id,
             sources,
@@ -93,7 +94,7 @@ class CopyRpcs:
     async def Retain(self, request: pb.RetainRequest, context: Context) -> pb.RetainReply:
         self.store.epoch.check(request.epoch)
         if not 0 <= request.lease_s <= _MAX_LEASE_S:
-            raise InvalidRequest(f"a guard is leased for at most {_MAX_LEASE_S:g} seconds", field="lease_s")
+            raise InvalidRequest(f"lease_s must be between 0 and {_MAX_LEASE_S:g}", field="lease_s")
         self.store.arena.retention.renew(request.pack_ids, request.lease_s)
         self.store.changes.notify()
         return pb.RetainReply()
@@ -104,13 +105,6 @@ class CopyRpcs:
         with self.store.changes.listen() as changed:
             while True:
                 changed.clear()
-                yield self.store.report()
+                yield store_report(self.store)
                 await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
                 await changed.wait()
-
-
-def _source(source: types_pb2.Source) -> SourceAddress | None:
-    """None: the remote store."""
-    if not source.data_address:
-        return None
-    return SourceAddress(source.holder_id, source.data_address, source.ticket)

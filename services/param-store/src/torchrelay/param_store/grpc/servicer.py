@@ -1,4 +1,4 @@
-"""``control.v1.ParamStore``: its calls by concern, put together."""
+"""The servicer of ``control.v1.ParamStore``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrelay.param_store.store import Store
 
 
 class ParamStoreServicer(UploadRpcs, VersionRpcs, CopyRpcs, param_store_pb2_grpc.ParamStoreServicer):
-    """Serves one store."""
+    """All RPCs of one store."""
 
     def __init__(self, store: Store) -> None:
         self.store = store

@@ -1,4 +1,4 @@
-"""Taking something on a thread, in a call that its client may cancel at any moment."""
+"""Acquires a resource on a thread, in a call that its client may cancel at any time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ T = TypeVar("T")
 
 
 async def acquire_on_thread(acquire: Callable[[], T], release: Callable[[T], object]) -> T:
-    """What ``taking`` returns, run on a thread. A cancelled caller never sees it, so it is given back then.
-
-    A thread cannot be cancelled: without this, what it takes after the caller has gone would stay taken for ever.
-    """
+    """What ``acquire`` returns, called on a thread; if the caller is cancelled, ``release`` gets it instead."""
+    # A thread cannot be cancelled: what it acquires after the caller has gone would never be released.
     running = asyncio.get_running_loop().run_in_executor(None, acquire)
     try:
         return await asyncio.shield(running)

@@ -1,4 +1,4 @@
-"""The RPCs by which models come in."""
+"""The RPCs that upload models."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import grpc
 from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.grpc.messages import file_state, upload_state, version_description
 from torchrelay.param_store.grpc.thread_acquire import acquire_on_thread
-from torchrelay.param_store.grpc.version_rpcs import version_description
 from torchrelay.param_store.remote.versions import Version
 from torchrelay.param_store.store import Store
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, is_weights
 from torchrelay.param_store.uploads.file_writer import FileWriter
 from torchrelay.param_store.uploads.packer_process import PackJob, run_packer
-from torchrelay.param_store.uploads.staged_upload import FileProgress, StagedUpload
+from torchrelay.param_store.uploads.staged_upload import StagedUpload
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
@@ -38,15 +38,15 @@ class UploadRpcs:
             self.store.uploads.begin, request.upload_id, request.tenant_id, files, request.quota_bytes
         )
         log.info("upload_begun", upload_id=request.upload_id, tenant_id=request.tenant_id, num_files=len(files))
-        return _upload_state(upload)
+        return upload_state(upload)
 
     async def DescribeUpload(self, request: pb.DescribeUploadRequest, context: Context) -> pb.UploadState:
-        return _upload_state(self.store.uploads.get(request.upload_id))
+        return upload_state(self.store.uploads.get(request.upload_id))
 
     async def PutFile(self, request_iterator: AsyncIterator[pb.PutFileRequest], context: Context) -> pb.FileState:
         first = await anext(request_iterator, None)
         if first is None or first.WhichOneof("part") != "open":
-            raise InvalidRequest("the first message must name the upload and the file", field="open")
+            raise InvalidRequest("the first message of PutFile must be open", field="open")
         upload = self.store.uploads.get(first.open.upload_id)
         writer = await acquire_on_thread(
             lambda: upload.open_file(first.open.path, first.open.offset),
@@ -56,16 +56,16 @@ class UploadRpcs:
             try:
                 await _receive(writer, request_iterator)
             except OSError as error:
-                raise Unavailable(f"{first.open.path}: the store cannot write it: {error.strerror}") from error
+                raise Unavailable(f"{first.open.path}: cannot be written: {error.strerror}") from error
             finally:
                 await asyncio.to_thread(writer.close)
-        return _file_state(upload.file_progress(first.open.path))
+        return file_state(upload.file_progress(first.open.path))
 
     async def Commit(self, request: pb.CommitRequest, context: Context) -> AsyncIterator[pb.CommitProgress]:
         upload = self.store.uploads.get(request.upload_id)
-        if upload.record.version_id:  # committed before; the answer was lost
-            known = await asyncio.to_thread(self.store.versions.describe, upload.record.version_id)
-            yield pb.CommitProgress(stage="publish", version=version_description(known))
+        if upload.record.version_id:  # committed earlier; the reply was lost
+            version = await asyncio.to_thread(self.store.versions.describe, upload.record.version_id)
+            yield pb.CommitProgress(stage="publish", version=version_description(version))
             return
         begin_unix_ns = time.time_ns()
         await acquire_on_thread(upload.begin_commit, lambda _: upload.end_commit())
@@ -83,7 +83,7 @@ class UploadRpcs:
         finally:
             if not packed:
                 await asyncio.to_thread(upload.end_commit)
-        # Shielded: once publishing has begun, it ends and is noted, whether or not somebody still listens.
+        # Shielded: once publishing has begun it must end and be recorded, even if the client has gone.
         loop = asyncio.get_running_loop()
         version = await asyncio.shield(loop.run_in_executor(None, self._publish, upload, begin_unix_ns))
         num_bytes = version.manifest.num_bytes
@@ -107,12 +107,16 @@ class UploadRpcs:
             version = self.store.versions.publish(upload.pack_path, {name: upload.files / name for name in names})
             version_id = version.version_id
         except OSError as error:
-            raise Unavailable(f"the model cannot be published: {error.strerror}") from error
+            raise Unavailable(f"the version cannot be published: {error.strerror}") from error
         finally:
             upload.end_commit(version_id)
-        about = {"upload_id": upload.record.upload_id, "tenant_id": upload.record.tenant_id, "version_id": version_id}
-        record_span("param_store.commit", "", begin_unix_ns, time.time_ns(), **about)
-        log.info("version_published", pack_id=version.pack_id, pack_bytes=version.manifest.num_bytes, **about)
+        attributes = {
+            "upload_id": upload.record.upload_id,
+            "tenant_id": upload.record.tenant_id,
+            "version_id": version_id,
+        }
+        record_span("param_store.commit", "", begin_unix_ns, time.time_ns(), **attributes)
+        log.info("version_published", pack_id=version.pack_id, pack_bytes=version.manifest.num_bytes, **attributes)
         return version
 
 
@@ -120,20 +124,8 @@ async def _receive(writer: FileWriter, parts: AsyncIterator[pb.PutFileRequest]) 
     await asyncio.to_thread(writer.resume)
     async for part in parts:
         if part.WhichOneof("part") != "data" or len(part.data) > MAX_PART_BYTES:
-            raise InvalidRequest(f"after the first, messages carry 1 to {MAX_PART_BYTES} bytes of data", field="data")
+            raise InvalidRequest(
+                f"messages after the first must carry 1 to {MAX_PART_BYTES} bytes of data", field="data"
+            )
         await asyncio.to_thread(writer.write, part.data)
     await asyncio.to_thread(writer.finish)
-
-
-def _upload_state(upload: StagedUpload) -> pb.UploadState:
-    files = [_file_state(progress) for progress in upload.progress()]
-    return pb.UploadState(upload_id=upload.record.upload_id, files=files)
-
-
-def _file_state(progress: FileProgress) -> pb.FileState:
-    return pb.FileState(
-        path=progress.path,
-        num_bytes=progress.num_bytes,
-        num_bytes_received=progress.num_bytes_received,
-        complete=progress.complete,
-    )

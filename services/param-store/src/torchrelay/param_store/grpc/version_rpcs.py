@@ -10,8 +10,7 @@ import grpc
 
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2 as pb
-from torchrelay.control.v1 import types_pb2
-from torchrelay.param_store.remote.versions import Version
+from torchrelay.param_store.grpc.messages import version_description
 from torchrelay.param_store.store import Store
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -37,27 +36,3 @@ class VersionRpcs:
         num_bytes = await asyncio.to_thread(self.store.versions.delete, request.version_id)
         log.info("version_deleted", version_id=request.version_id, num_bytes_freed=num_bytes)
         return pb.DeleteVersionReply(num_bytes_freed=num_bytes)
-
-
-def version_description(version: Version) -> pb.VersionDescription:
-    """The version as the catalog and the scheduler know it."""
-    config = version.config
-    return pb.VersionDescription(
-        version_id=version.version_id,
-        pack_id=version.pack_id,
-        pack_bytes=version.manifest.num_bytes,
-        architecture=version.manifest.architecture,
-        dtype=version.manifest.dtype,
-        shape=types_pb2.ModelShape(
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            kv_dtype_bytes=version.kv_dtype_bytes,
-            max_context_tokens=config.max_context_tokens,
-            vocab_size=config.vocab_size,
-        ),
-        routing_block_tokens=version.document.routing_block_tokens,
-        file_digests=version.document.files,
-        eos_token_ids=version.eos_token_ids,
-        stored_bytes=version.stored_bytes,
-    )

@@ -2,9 +2,9 @@
 
     in   {"folder", "pack_path", "largest_slot_bytes", "memory_bytes"}
     out  {"stage", "done", "total"} ...   then one of
-         {"packed": {"pack_id"}}                 the manifest lies beside the pack, suffix .manifest
+         {"packed": {"pack_id"}}                 the manifest is beside the pack, suffix .manifest
          {"refused": {"file", "detail"}}
-         {"failed": reason}                      the machine's fault: no space, say
+         {"failed": reason}                      the machine's fault, such as a full disk
 
 The exit status is 0 in all three cases.
 """
@@ -28,12 +28,12 @@ _PROGRESS_BYTES = 16 << 20
 
 
 def emit(**line: Any) -> None:
-    """One line to the store. When it is gone, the broken pipe ends this process."""
+    """Writes one line to the store. If the store is gone, the broken pipe ends this process."""
     print(json.dumps(line), flush=True)
 
 
 def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, Any]:
-    """Validates ``folder`` and writes the pack and its manifest. Raises ``Refused``."""
+    """Validates ``folder`` and writes the pack and its manifest. Raises ``PackRefused``."""
     document, config = read_model_config(folder)
     check_eos(folder, document, config.vocab_size)
     check_other_documents(folder)

@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from torchrelay.param_store.packer.core import INDEX_FILE, SINGLE_FILE, PackRefused, StoredTensor, quoted
+from torchrelay.param_store.model_files import INDEX_FILE, SINGLE_FILE
+from torchrelay.param_store.packer.core import PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.documents import read_document
 from torchrelay.param_store.packer.safetensors_header import read_tensors
 
@@ -14,7 +15,7 @@ _SHARD = re.compile(r"model-(\d{5})-of-(\d{5})\.safetensors")
 
 
 def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors by name. Raises ``Refused`` when files, shards and index do not fit together."""
+    """All tensors by name. Raises ``PackRefused`` if files, shards and index are inconsistent."""
     files = weight_files(sorted(path.name for path in folder.iterdir()))
     tensors: dict[str, StoredTensor] = {}
     for file in files:
@@ -30,24 +31,26 @@ def read_checkpoint(folder: Path) -> dict[str, StoredTensor]:
 
 
 def weight_files(names: list[str]) -> list[str]:
-    """The files that hold weights, in order; shards must be complete."""
-    found = [(name, match) for name in names if (match := _SHARD.fullmatch(name))]
+    """The files that hold weights, in order. Raises ``PackRefused`` for an incomplete set of shards."""
+    shard_names = [(name, match) for name in names if (match := _SHARD.fullmatch(name))]
     if SINGLE_FILE in names:
-        if found:
-            raise PackRefused(found[0][0], f"the upload has shards and {SINGLE_FILE}; it must be one or the other")
+        if shard_names:
+            raise PackRefused(
+                shard_names[0][0], f"the upload has shards and {SINGLE_FILE}; it must be one or the other"
+            )
         return [SINGLE_FILE]
-    if not found:
+    if not shard_names:
         raise PackRefused(SINGLE_FILE, "it is missing from the upload, and there are no shards")
-    count = int(found[0][1][2])
-    shards = {int(match[1]): name for name, match in found if int(match[2]) == count}
-    if len(shards) != len(found):
-        stray = next(name for name, match in found if int(match[2]) != count)
+    count = int(shard_names[0][1][2])
+    shards = {int(match[1]): name for name, match in shard_names if int(match[2]) == count}
+    if len(shards) != len(shard_names):
+        stray = next(name for name, match in shard_names if int(match[2]) != count)
         raise PackRefused(stray, f"other shards say that there are {count}")
     for number in range(1, count + 1):
         if number not in shards:
             raise PackRefused(f"model-{number:05}-of-{count:05}.safetensors", "this shard is missing from the upload")
     if len(shards) != count:
-        raise PackRefused(found[0][0], f"shards are numbered outside 1 to {count}")
+        raise PackRefused(shard_names[0][0], f"shards are numbered outside 1 to {count}")
     return [shards[number] for number in sorted(shards)]
 
 

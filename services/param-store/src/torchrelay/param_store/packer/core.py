@@ -1,4 +1,4 @@
-"""The nouns of the packer."""
+"""Tensors, pack plans and refusals."""
 
 from __future__ import annotations
 
@@ -6,15 +6,11 @@ from dataclasses import dataclass
 
 from torchrelay.transfer.manifest import Segment, TensorEntry
 
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
-
-
-_MAX_DETAIL = 500  # characters; what a detail quotes is the tenant's
+_MAX_DETAIL = 500  # characters; details quote the tenant's files
 
 
 class PackRefused(Exception):
-    """The folder cannot be published: ``file`` is where the fault lies, ``detail`` says what it is, cut short."""
+    """The folder cannot be published: ``file`` is the faulty one, ``detail`` the fault, truncated."""
 
     def __init__(self, file: str, detail: str) -> None:
         detail = detail if len(detail) <= _MAX_DETAIL else f"{detail[:_MAX_DETAIL]}..."
@@ -25,7 +21,7 @@ class PackRefused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of the upload; ``offset`` counts from the beginning of its file."""
+    """One tensor of the upload; ``offset`` counts from the start of its file."""
 
     name: str
     dtype: str
@@ -47,6 +43,6 @@ class PackPlan:
 
 
 def quoted(name: object) -> str:
-    """A name out of the upload as it may stand in a message: printable, and not longer than a line."""
+    """A name from the upload for use in a message: printable and at most a line long."""
     text = repr(name)
     return text if len(text) <= 120 else f"{text[:117]}..."

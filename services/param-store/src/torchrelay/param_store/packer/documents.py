@@ -1,4 +1,4 @@
-"""The JSON documents and the template of an upload: read strictly, within bounds."""
+"""The JSON documents and the template of an upload, read strictly and within limits."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from typing import Any
 import msgspec
 
 from torchrelay.modelspec.config import ModelConfig, UnsupportedModel, read_config
+from torchrelay.param_store.model_files import (
+    CONFIG,
+    GENERATION,
+    MAX_FILE_BYTES,
+    PASSED_ON,
+    TEMPLATE,
+    TOKENIZER,
+    eos_token_ids,
+)
 from torchrelay.param_store.packer.core import PackRefused, quoted
 
-MAX_DOCUMENT_BYTES = 4 << 20
-MAX_TOKENIZER_BYTES = 64 << 20
-MAX_TEMPLATE_BYTES = 256 << 10
 _MAX_NUMBER = 2**31 - 1
-CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 
 
 def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
-    """A JSON object without duplicate keys and without NaN or infinity, of a depth that Python's parser bounds."""
+    """A JSON object without duplicate keys, NaN or infinity, of a depth that Python's parser limits."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             counts = Counter(name for name, _ in pairs)
             twice = next(name for name, count in counts.items() if count > 1)
             raise PackRefused(file, f"the key {quoted(twice)} appears twice in one object")
-        return found
+        return members
 
     def finite(text: str) -> float:
         value = float(text)
@@ -43,7 +48,7 @@ def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
             encoded.decode("utf-8"), object_pairs_hook=unique, parse_float=finite, parse_constant=finite
         )
     except RecursionError:
-        raise PackRefused(file, "its JSON is nested too deep") from None
+        raise PackRefused(file, "its JSON is nested too deeply") from None
     except UnicodeDecodeError:
         raise PackRefused(file, "it is not UTF-8 text") from None
     except ValueError as error:
@@ -54,23 +59,23 @@ def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
 
 
 def read_document(folder: Path, file: str) -> dict[str, Any]:
-    """One of the small documents. Raises ``Refused``, also when it is missing."""
-    return parse_object(file, read_bounded(folder, file, MAX_DOCUMENT_BYTES))
+    """One of the small documents. Raises ``PackRefused``, also if it is missing."""
+    return parse_object(file, _read_bounded(folder, file))
 
 
-def read_bounded(folder: Path, file: str, max_bytes: int) -> bytes:
-    """All bytes of a file that is at most ``max_bytes`` long."""
+def _read_bounded(folder: Path, file: str) -> bytes:
+    """All bytes of a file. Raises ``PackRefused`` if it is longer than its kind may be."""
     try:
         size = (folder / file).stat().st_size
     except FileNotFoundError:
         raise PackRefused(file, "it is missing from the upload") from None
-    if size > max_bytes:
-        raise PackRefused(file, f"it has {size:,} bytes; at most {max_bytes:,} are read")
+    if size > MAX_FILE_BYTES[file]:
+        raise PackRefused(file, f"it has {size:,} bytes; at most {MAX_FILE_BYTES[file]:,} are read")
     return (folder / file).read_bytes()
 
 
 def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """config.json as uploaded, and the numbers in it that shape the model."""
+    """config.json as uploaded, and the model that it describes."""
     document = read_document(folder, CONFIG)
     try:
         config = read_config(document)
@@ -85,24 +90,15 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     for field, value in numbers.items():
         if not 0 < value <= _MAX_NUMBER:
             raise PackRefused(CONFIG, f"{field}: {quoted(value)} is out of range")
-    try:  # the manifest carries it, so it must survive the manifest's encoding
+    try:  # the manifest carries it, so it must be encodable
         msgspec.json.encode(document)
     except (ValueError, OverflowError, TypeError) as error:
-        raise PackRefused(CONFIG, f"a value cannot be kept: {error}") from None
+        raise PackRefused(CONFIG, f"a value cannot be encoded: {error}") from None
     return document, config
 
 
-def eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> list[Any]:
-    """The tokens that end an answer: of generation_config.json when it names them, else of config.json."""
-    for document in (generation, config):
-        found = document.get("eos_token_id")
-        if found is not None:
-            return found if isinstance(found, list) else [found]
-    return []
-
-
 def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
-    """Every token that ends an answer must be one that the model can give."""
+    """Every end-of-sequence token must be in the vocabulary."""
     generation = _optional(folder, GENERATION)
     for token in eos_token_ids(generation, config):
         if type(token) is not int or not 0 <= token < vocab_size:
@@ -126,30 +122,28 @@ class _TokenizerModel(msgspec.Struct):
 
 
 class _Tokenizer(msgspec.Struct):
-    """Of a tokenizer only what counts its tokens; the rest is skipped without being built."""
+    """The parts of a tokenizer that list its tokens; the rest is skipped."""
 
     model: _TokenizerModel
     added_tokens: list[_AddedToken] = []
 
 
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """tokenizer.json must parse and give no id that the embeddings do not have.
-
-    It may have fewer: embeddings are padded. And it may have special tokens beyond them, which a text becomes only by
-    spelling one out: Gemma 3's text models have one for images. The gateway refuses a prompt with such a token.
-    """
+    """tokenizer.json must parse, and its token ids must lie within ``vocab_size``, except those of special tokens."""
+    # Special tokens beyond the embeddings arise only from text that spells them out (Gemma 3's text models have one for
+    # images), and the gateway refuses prompts with such a token.
     path = folder / TOKENIZER
     if not path.exists():
         raise PackRefused(TOKENIZER, "it is missing from the upload")
     size = path.stat().st_size
-    if not 0 < size <= MAX_TOKENIZER_BYTES:
-        raise PackRefused(TOKENIZER, f"it has {size:,} bytes; expected are 1 to {MAX_TOKENIZER_BYTES:,}")
-    # Mapped, not read: a large vocabulary would else stand in memory twice.
+    if not 0 < size <= MAX_FILE_BYTES[TOKENIZER]:
+        raise PackRefused(TOKENIZER, f"it has {size:,} bytes; expected are 1 to {MAX_FILE_BYTES[TOKENIZER]:,}")
+    # Mapped, not read: otherwise a large vocabulary would be in memory twice.
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         try:
             tokenizer = msgspec.json.decode(content, type=_Tokenizer)
         except RecursionError:
-            raise PackRefused(TOKENIZER, "its JSON is nested too deep") from None
+            raise PackRefused(TOKENIZER, "its JSON is nested too deeply") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PackRefused(TOKENIZER, f"it is not a tokenizer of the tokenizers library: {error}") from None
     vocab, added = tokenizer.model.vocab, tokenizer.added_tokens
@@ -161,8 +155,7 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
         wrong = lowest if lowest < 0 else highest
         raise PackRefused(
             TOKENIZER,
-            f"token id {quoted(wrong)} lies outside the vocab_size {vocab_size} of config.json: the tokenizer has"
-            " tokens"
+            f"token id {quoted(wrong)} is outside the vocab_size {vocab_size} of config.json: the tokenizer has tokens"
             " that the model has no embedding for",
         )
 
@@ -174,12 +167,11 @@ def _span(ids: list[int]) -> tuple[int, int]:
 
 
 def check_other_documents(folder: Path) -> None:
-    """The documents that the platform only passes on must at least be what their names say."""
-    for file in (GENERATION, "tokenizer_config.json", "special_tokens_map.json"):
+    """Documents that are only passed on must at least be valid JSON, and the template UTF-8."""
+    for file in PASSED_ON:
         _optional(folder, file)
-    template = "chat_template.jinja"
-    if (folder / template).exists():
+    if (folder / TEMPLATE).exists():
         try:
-            read_bounded(folder, template, MAX_TEMPLATE_BYTES).decode("utf-8")
+            _read_bounded(folder, TEMPLATE).decode("utf-8")
         except UnicodeDecodeError:
-            raise PackRefused(template, "it is not UTF-8 text") from None
+            raise PackRefused(TEMPLATE, "it is not UTF-8 text") from None

@@ -1,4 +1,4 @@
-"""Lays the tensors of a checkpoint out in execution order."""
+"""The layout of a checkpoint's tensors in execution order."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ GROUP_ALIGN_BYTES = 64
 
 
 def plan_pack(config: ModelConfig, tensors: dict[str, StoredTensor], weights_file: str) -> PackPlan:
-    """Where each tensor lies in the pack; segments begin on pages, groups on 64 bytes, and the pack is whole pages.
+    """The offset of each tensor. Segments and the pack's end are page aligned, groups aligned to 64 bytes.
 
-    ``weights_file`` is named for a tensor that no file has. Raises ``Refused`` when a tensor is missing, has another
-    shape or dtype than the config asks for, or is not known to the architecture.
+    ``weights_file`` is named in the refusal of a missing tensor. Raises ``PackRefused`` for a tensor that is missing,
+    has another shape or dtype than the config requires, or is unknown to the architecture.
     """
     entries: list[TensorEntry] = []
     sources: list[StoredTensor] = []
@@ -47,15 +47,15 @@ def _matching(
     stored = tensors.get(slot.name)
     if stored is None:
         raise PackRefused(
-            weights_file, f"tensor {quoted(slot.name)} is missing; config.json asks for shape {slot.shape}"
+            weights_file, f"tensor {quoted(slot.name)} is missing; config.json requires shape {slot.shape}"
         )
     if stored.shape != slot.shape:
-        detail = f"shape {stored.shape} differs from {slot.shape}, which config.json asks for"
+        detail = f"shape {stored.shape} differs from {slot.shape}, which config.json requires"
         raise PackRefused(stored.file, f"tensor {quoted(slot.name)}: {detail}")
     if stored.dtype not in DTYPE_BYTES:
         known = ", ".join(DTYPE_BYTES)
         raise PackRefused(
-            stored.file, f"tensor {quoted(slot.name)}: dtype {stored.dtype} is not served; served are {known}"
+            stored.file, f"tensor {quoted(slot.name)}: dtype {stored.dtype} is not supported; supported are {known}"
         )
     if before and stored.dtype != before[0].dtype:
         detail = f"dtype {stored.dtype} differs from {before[0].dtype} of {before[0].name}; all weights must share one"
@@ -65,7 +65,7 @@ def _matching(
 
 def _refuse_surplus(config: ModelConfig, tensors: dict[str, StoredTensor], needed: set[str]) -> None:
     for name, stored in tensors.items():
-        # Older exports store the rotary frequencies, and a tied head once more; both are computed from the rest.
+        # Older exports store the rotary frequencies and a copy of a tied head; both are derived from the rest.
         harmless = name.endswith(".rotary_emb.inv_freq") or (config.tied_embeddings and name == "lm_head.weight")
         if name not in needed and not harmless:
             raise PackRefused(stored.file, f"tensor {quoted(name)} is not part of {config.architecture.name}")

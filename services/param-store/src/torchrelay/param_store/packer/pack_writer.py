@@ -1,4 +1,4 @@
-"""Streams tensors into a pack file, chunk by chunk through one buffer; looks at every weight and digests the chunks."""
+"""Streams tensors into a pack file, chunk by chunk through one buffer: checks every weight, digests every chunk."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
+from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.finite_values import first_not_finite
 from torchrelay.transfer.manifest import chunk_bytes_for
@@ -18,7 +19,7 @@ from torchrelay.transfer.manifest import chunk_bytes_for
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Part of a chunk that comes from one tensor, of which ``num_skipped`` bytes went before."""
+    """The part of a chunk that comes from one tensor, after its first ``num_skipped`` bytes."""
 
     begin: int
     end: int
@@ -31,7 +32,7 @@ def write_pack(
 ) -> tuple[int, tuple[bytes, ...]]:
     """Writes the pack to ``path``, durably. Returns the chunk size and each chunk's BLAKE3 digest.
 
-    Raises ``Refused`` at the first weight that is not a finite number.
+    Raises ``PackRefused`` at the first weight that is not finite.
     """
     chunk_bytes = chunk_bytes_for(plan.num_bytes)
     buffer = memoryview(bytearray(chunk_bytes))
@@ -47,14 +48,14 @@ def write_pack(
             _fill(chunk, pieces, files)
             _check_numbers(chunk, pieces)
             digests.append(blake3(chunk).digest())
-            _write_all(out.fileno(), chunk)
+            write_all(out.fileno(), chunk)
             on_progress(end)
         os.fsync(out.fileno())
     return chunk_bytes, tuple(digests)
 
 
 def _chunks(plan: PackPlan, chunk_bytes: int) -> Iterator[tuple[int, int, list[_Piece]]]:
-    """Each chunk's range of the pack and the pieces in it, relative to the chunk's beginning."""
+    """Each chunk's range of the pack and its pieces, relative to the chunk's start."""
     tensor = 0
     for begin in range(0, plan.num_bytes, chunk_bytes):
         end = min(begin + chunk_bytes, plan.num_bytes)
@@ -65,7 +66,7 @@ def _chunks(plan: PackPlan, chunk_bytes: int) -> Iterator[tuple[int, int, list[_
             if first < last:
                 pieces.append(_Piece(first - begin, last - begin, source, first - entry.offset))
             if entry.offset + entry.num_bytes > end:
-                break  # it goes on in the next chunk
+                break  # it continues in the next chunk
             tensor += 1
         yield begin, end, pieces
 
@@ -84,7 +85,7 @@ def _read_all(descriptor: int, into: memoryview, piece: _Piece) -> None:
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], piece.source.offset + piece.num_skipped + done)
         if count == 0:
-            raise PackRefused(piece.source.file, "it became shorter while it was read")
+            raise PackRefused(piece.source.file, "the file was truncated while it was read")
         done += count
 
 
@@ -96,8 +97,3 @@ def _check_numbers(chunk: memoryview, pieces: list[_Piece]) -> None:
             index += piece.num_skipped // DTYPE_BYTES[source.dtype]
             detail = f"tensor {quoted(source.name)}: element {index:,} is {what}; all weights must be finite numbers"
             raise PackRefused(source.file, detail)
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]

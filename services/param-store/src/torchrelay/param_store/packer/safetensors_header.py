@@ -1,7 +1,7 @@
-"""The header of one safetensors file, read without trusting it.
+"""The header of one safetensors file, read as untrusted input.
 
 The format: 8 bytes of header length (little endian), a JSON object {name: {dtype, shape, data_offsets}}, then the
-bytes of the tensors, which must fill the rest of the file without a hole, an overlap or a byte too many
+bytes of the tensors, which must fill the rest of the file without holes, overlaps or surplus bytes
 (https://github.com/huggingface/safetensors).
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from torchrelay.param_store.packer.core import PackRefused, StoredTensor, quoted
 from torchrelay.param_store.packer.documents import parse_object
 
-# The format allows 100 MB; the largest model that we know of needs 200 KB, and what is parsed costs ten times its size.
+# The format allows 100 MB; the largest known model needs 200 KB, and parsing takes ten times the header's size.
 MAX_HEADER_BYTES = 8 << 20
 _MAX_RANK = 8
 _DTYPE_BYTES = {
@@ -26,7 +26,7 @@ _DTYPE_BYTES = {
 
 
 def read_tensors(folder: Path, file: str) -> list[StoredTensor]:
-    """The tensors of a file in the order of their bytes. Raises ``Refused`` for anything that does not add up."""
+    """The tensors of a file by offset. Raises ``PackRefused`` for any inconsistency."""
     header, body = _read_header(folder, file)
     num_body_bytes = (folder / file).stat().st_size - body
     metadata = header.pop("__metadata__", {})
@@ -66,7 +66,7 @@ def _read_header(folder: Path, file: str) -> tuple[dict[str, Any], int]:
 
 
 def _tensor(file: str, body: int, name: str, entry: Any) -> StoredTensor:
-    """One entry of the header; its bytes must be as many as its shape and dtype say."""
+    """One entry of the header, whose byte range must match its shape and dtype."""
 
     def refuse(detail: str) -> PackRefused:
         return PackRefused(file, f"tensor {quoted(name)}: {detail}")
@@ -75,10 +75,10 @@ def _tensor(file: str, body: int, name: str, entry: Any) -> StoredTensor:
         raise refuse("its entry must have exactly dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPE_BYTES:
-        raise refuse(f"dtype {quoted(dtype)} is not known")
-    if not _whole_numbers(shape) or len(shape) > _MAX_RANK:
-        raise refuse(f"shape {quoted(shape)} is not a list of at most {_MAX_RANK} whole numbers")
-    if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise refuse(f"dtype {quoted(dtype)} is unknown")
+    if not _are_non_negative_integers(shape) or len(shape) > _MAX_RANK:
+        raise refuse(f"shape {quoted(shape)} is not a list of at most {_MAX_RANK} non-negative integers")
+    if not _are_non_negative_integers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise refuse(f"data_offsets {quoted(offsets)} are not a range")
     begin, end = offsets
     needed = math.prod(shape) * _DTYPE_BYTES[dtype]
@@ -87,5 +87,5 @@ def _tensor(file: str, body: int, name: str, entry: Any) -> StoredTensor:
     return StoredTensor(name, dtype, tuple(shape), file, body + begin, end - begin)
 
 
-def _whole_numbers(value: Any) -> bool:
+def _are_non_negative_integers(value: Any) -> bool:
     return isinstance(value, list) and all(type(number) is int and 0 <= number < 2**63 for number in value)

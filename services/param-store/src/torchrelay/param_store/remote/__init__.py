@@ -1,3 +1,1 @@
-"""the remote store: interface + registry, folder and object backends, keys and published versions; may import packer
-(file names), durable_files
-"""
+"""The remote store: its interface and backends, its keys, and the published versions in it."""

@@ -1,9 +1,8 @@
-"""Ranges of one file, read past the page cache by way of small buffers that are used again and again.
+"""Ranges of one file, read past the page cache through small reused buffers."""
 
-Straight into the arena would save a copy of some 10 GB/s, but the device then writes to half a gigabyte of memory that
-neither the host of a virtual machine nor its caches have at hand: measured there, the same reads took 180 to 365 ms
-instead of 140 to 165 by way of buffers, copy included.
-"""
+# Reading straight into the arena would save a copy at some 10 GB/s, but lets the device write to half a gigabyte of
+# memory that is warm neither in the caches nor in a virtual machine's host: the same reads took 180 to 365 ms there,
+# and 140 to 165 through buffers, copy included.
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ log = get_logger(__name__)
 
 
 class ReadBuffers:
-    """Page-aligned memory for reads under way, one buffer each; ``max_kept`` of them stay for later ones."""
+    """Page-aligned buffers, one for each running read; up to ``max_kept`` idle ones are reused."""
 
     def __init__(self, max_kept: int = 4) -> None:
         self._kept: deque[memoryview] = deque(maxlen=max_kept)
@@ -44,7 +43,7 @@ class ReadBuffers:
 
 
 class FileReader(RangeReader):
-    """Reads past the page cache where the offset is on a page and the file system can, through it else."""
+    """Reads past the page cache if the offset is page aligned and the file system can; otherwise through it."""
 
     def __init__(self, path: Path, key: str, buffers: ReadBuffers) -> None:
         self._key = key
@@ -55,9 +54,9 @@ class FileReader(RangeReader):
         except FileNotFoundError:
             raise NotFound(f"the remote store has no {key}") from None
         try:
-            self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _DIRECT) if _DIRECT else -1
+            self.direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | _DIRECT) if _DIRECT else -1
         except OSError:  # tmpfs before Linux 6.6, some network file systems
-            self._direct = -1
+            self.direct = -1
 
     def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
         done = 0
@@ -69,13 +68,13 @@ class FileReader(RangeReader):
             done += count
 
     def _read(self, offset: int, view: memoryview) -> int:
-        if self._direct < 0 or self._refused or offset % PAGE_BYTES:
+        if self.direct < 0 or self._refused or offset % PAGE_BYTES:
             return os.preadv(self._cached, [view], offset)
         with self._buffers.borrowed() as buffer:
             wanted = min(len(view), len(buffer))
-            in_pages = -(-wanted // PAGE_BYTES) * PAGE_BYTES
+            num_page_bytes = -(-wanted // PAGE_BYTES) * PAGE_BYTES
             try:
-                count = min(os.preadv(self._direct, [buffer[:in_pages]], offset), wanted)
+                count = min(os.preadv(self.direct, [buffer[:num_page_bytes]], offset), wanted)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
@@ -84,13 +83,13 @@ class FileReader(RangeReader):
             return count
 
     def _without_direct(self, offset: int, view: memoryview) -> int:
-        """Some file systems take the flag and refuse the read: this one, or one whose blocks are larger than a page."""
-        if not self._refused:  # readers that met it at once say it several times: harmless
+        """Reads through the page cache: some file systems accept the flag and refuse the read."""
+        if not self._refused:  # concurrent readers may log it twice
             log.info("direct_reads_refused", key=self._key)
             self._refused = True
         return os.preadv(self._cached, [view], offset)
 
     def close(self) -> None:
         os.close(self._cached)
-        if self._direct >= 0:
-            os.close(self._direct)
+        if self.direct >= 0:
+            os.close(self.direct)

@@ -1,4 +1,4 @@
-"""A folder as remote store: the embedded default, or a network file system. Packs are read past the page cache."""
+"""A folder as remote store: the embedded default, or a network file system."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -31,32 +32,24 @@ class FolderStore(RemoteStore):
 
     @classmethod
     def from_url(cls, url: str, options: RemoteOptions) -> FolderStore:
-        """``file:///an/absolute/folder``, or ``file:a/relative/one``; there is nothing to choose."""
+        """``file:///an/absolute/folder`` or ``file:a/relative/one``; no option applies."""
         parts = urlsplit(url)
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise InvalidRequest(f"{url!r} does not name a folder of this machine", field="remote_url")
         return cls(Path(unquote(parts.path)))
 
     def put_file(self, key: str, path: Path) -> None:
-        draft = self._draft()
-        try:
+        with self._publishing(key) as draft:
             try:
-                os.link(path, draft)  # on the same file system nothing is copied
+                os.link(path, draft)  # no copy on the same file system
             except OSError as error:
                 if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
                     raise
                 shutil.copyfile(path, draft)
-            self._publish(draft, key)
-        finally:
-            draft.unlink(missing_ok=True)
 
     def put_bytes(self, key: str, data: bytes) -> None:
-        draft = self._draft()
-        try:
+        with self._publishing(key) as draft:
             draft.write_bytes(data)
-            self._publish(draft, key)
-        finally:
-            draft.unlink(missing_ok=True)
 
     def get_bytes(self, key: str) -> bytes:
         try:
@@ -84,23 +77,27 @@ class FolderStore(RemoteStore):
     def _path(self, key: str) -> Path:
         parts = key.rstrip("/").split("/")
         if any(part in ("", ".", "..") for part in parts) or "\0" in key:
-            raise InvalidRequest(f"{key!r} is not a key", field="key")
+            raise InvalidRequest(f"{key!r} is not a valid key", field="key")
         return self._root.joinpath(*parts)
 
-    def _draft(self) -> Path:
-        return self._root / _DRAFTS / new_id("drf")
-
-    def _publish(self, draft: Path, key: str) -> None:
-        final = self._path(key)
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with draft.open("rb") as file:
-            os.fsync(file.fileno())
-        draft.replace(final)
-        # NOTE: rename does nothing when both are links to one file; the draft is unlinked by the caller then.
-        sync_folder(final.parent)
+    @contextmanager
+    def _publishing(self, key: str) -> Iterator[Path]:
+        """A draft for the block to write, which then becomes the object."""
+        draft = self._root / _DRAFTS / new_id("drf")
+        try:
+            yield draft
+            final = self._path(key)
+            final.parent.mkdir(parents=True, exist_ok=True)
+            with draft.open("rb") as file:
+                os.fsync(file.fileno())
+            draft.replace(final)
+            sync_folder(final.parent)
+        finally:
+            # NOTE: also after a rename, which does nothing if both are links to one file.
+            draft.unlink(missing_ok=True)
 
     def _remove_abandoned(self, now_unix_s: float) -> None:
-        """Drafts whose store died while it wrote them. Others may be another store's, at work."""
+        """Removes drafts of stores that died while writing. Younger ones may be another store's work in progress."""
         for draft in (self._root / _DRAFTS).iterdir():
             if now_unix_s - draft.stat().st_mtime > _DRAFT_EXPIRY_S and draft.stat().st_nlink == 1:
                 draft.unlink(missing_ok=True)

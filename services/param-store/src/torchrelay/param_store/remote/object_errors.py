@@ -1,4 +1,4 @@
-"""What obstore raises, in the platform's words, and whether trying again may help."""
+"""Errors of obstore as errors of the platform, and whether a retry may help."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOO_SLOW, _TOO_MANY, _NO_SUCH_RANGE = 408, 429, 416
 
 
 def is_transient(error: Exception) -> bool:
-    """Trying again may help: the server is overloaded or broken, cannot be reached, or was cut off."""
+    """Whether a retry may help: the server is overloaded, broken or unreachable, or the reply was cut off."""
     if isinstance(error, FileNotFoundError | PermissionDeniedError | UnauthenticatedError | InvalidPathError):
         return False
     status = _status(error)
@@ -29,7 +29,7 @@ def is_transient(error: Exception) -> bool:
 
 
 def platform_error(error: Exception, key: str, scheme: str) -> TorchrelayError:
-    """One of ``OBJECT_ERRORS``, met with the object of this key."""
+    """The platform's error for one of ``OBJECT_ERRORS`` about the object of this key."""
     detail = _detail(error)
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return Unavailable(
@@ -42,7 +42,7 @@ def platform_error(error: Exception, key: str, scheme: str) -> TorchrelayError:
     if isinstance(error, FileNotFoundError):
         return NotFound(f"the remote store has no {key}")
     if isinstance(error, InvalidPathError):
-        return InvalidRequest(f"{key!r} is not a key", field="key")
+        return InvalidRequest(f"{key!r} is not a valid key", field="key")
     if _status(error) == _NO_SUCH_RANGE:
         return DataCorrupted(f"{key} of the remote store is shorter than its manifest says")
     if is_transient(error):
@@ -56,6 +56,6 @@ def _status(error: Exception) -> int | None:
 
 
 def _detail(error: Exception) -> str:
-    """obstore's first line, without what the server wrote and what a URL may keep secret."""
+    """The first line of obstore's message, without the server's reply and the URL's query."""
     first = str(error).partition("\n")[0]
     return _QUERY.sub("", _REPLY.sub("", first)).rstrip(" :")

@@ -1,9 +1,7 @@
-"""Ranges of one remote object, carried on from the byte where a reply was cut.
+"""Ranges of one remote object; a reply that is cut off resumes at its last byte."""
 
-obstore hands out the reply in pieces of its own memory, and each is copied into the view: one copy, of some 10 GB/s,
-is what the library allows. Pieces instead of whole chunks keep that memory small, let a stop be seen at once, and let
-a cut reply go on where it ended instead of beginning anew.
-"""
+# obstore returns replies in its own memory, so one copy, at some 10 GB/s, cannot be avoided. Pieces smaller than a
+# chunk keep that memory small, notice a stop at once, and let a cut reply resume instead of starting over.
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _INITIAL_BACKOFF_S, _MAX_BACKOFF_S = 0.1, 3.0
 
 @dataclass(slots=True)
 class Backoff:
-    """How long to go on trying: until nothing has come for ``give_up_s``. Pauses double, up to some seconds."""
+    """Exponential backoff that gives up after ``give_up_s`` without progress."""
 
     give_up_s: float
     since_s: float
@@ -36,14 +34,14 @@ class Backoff:
         self.since_s, self.num_failures = now_s, 0
 
     def pause_s(self, now_s: float) -> float | None:
-        """How long to wait after one more failure, at most (the caller waits a random part of it); None: give up."""
+        """The longest pause after one more failure, of which the caller waits a random part; None: give up."""
         pause_s = min(_INITIAL_BACKOFF_S * 2.0**self.num_failures, _MAX_BACKOFF_S)
         self.num_failures += 1
         return None if now_s + pause_s - self.since_s > self.give_up_s else pause_s
 
 
 class ObjectReader(RangeReader):
-    """``client`` makes one try of each request and gives up when it is silent; trying again is done here."""
+    """``client`` tries each request once and times out on silence; retries are made here."""
 
     def __init__(self, client: Client, key: str, scheme: str, give_up_s: float) -> None:
         self._client = client
@@ -61,7 +59,7 @@ class ObjectReader(RangeReader):
                     done += len(piece)
                     backoff.progress(time.monotonic())
                     if stop.is_set():
-                        raise Unavailable(f"the reading of {self._key} was stopped")
+                        raise Unavailable(f"reading {self._key} was stopped")
             except OBJECT_ERRORS as error:
                 self._wait(error, backoff, stop)
             else:
@@ -73,16 +71,16 @@ class ObjectReader(RangeReader):
         return iter(reply.stream(min_chunk_size=_PIECE_BYTES))
 
     def _wait(self, error: Exception, backoff: Backoff, stop: threading.Event) -> None:
-        """Raises the error in the platform's words where trying again is of no use."""
+        """Waits for the next try. Raises the platform's error if there is none."""
         longest_s = backoff.pause_s(time.monotonic()) if is_transient(error) else None
         if longest_s is None:
             raise platform_error(error, self._key, self._scheme) from error
-        if stop.wait(random.uniform(longest_s / 2, longest_s)):  # readers that failed together return apart
-            raise Unavailable(f"the reading of {self._key} was stopped") from error
+        if stop.wait(random.uniform(longest_s / 2, longest_s)):  # jitter: readers fail together
+            raise Unavailable(f"reading {self._key} was stopped") from error
 
     def read_again(self, offset: int, view: memoryview, stop: threading.Event) -> bool:
-        self.read_into(offset, view, stop)  # the damage may have happened on the way
+        self.read_into(offset, view, stop)  # the damage may have happened in transit
         return True
 
     def close(self) -> None:
-        """The connections belong to the store's pool."""
+        """Nothing: the connections belong to the store's pool."""

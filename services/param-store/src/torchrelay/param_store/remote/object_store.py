@@ -1,7 +1,7 @@
-"""An object store as remote store: S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage.
+"""An object store as remote store: S3 and compatible servers, Google Cloud Storage, Azure Blob Storage.
 
-obstore reads credentials and regions where its users expect it to: the environment (AWS_*, GOOGLE_*, AZURE_*) and the
-machine's own role. Retries of whole requests are obstore's; those of ranges, which carry on, are the reader's.
+obstore reads credentials and regions from the environment (AWS_*, GOOGLE_*, AZURE_*) and the machine's role. It retries
+whole requests; the reader retries ranges, because it can resume them.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ _ENDPOINT = {"s3": "endpoint", "gs": "base_url", "az": "endpoint"}
 
 
 class ObjectStore(RemoteStore):
-    """Keys are object names below the prefix of the URL. Puts overwrite: what was damaged is mended by a new upload."""
+    """Keys are object names below the URL's prefix. Puts overwrite, so that a new upload repairs damaged objects."""
 
     def __init__(self, url: str, options: RemoteOptions) -> None:
         self._scheme = urlsplit(url).scheme
         self._give_up_s = options.give_up_s
-        silence: ClientConfig = {"read_timeout": timedelta(seconds=options.timeout_s), "timeout": "1h"}
-        # While a part is sent nothing is read, so silence says nothing: writes are limited as wholes.
-        whole: ClientConfig = {"timeout": timedelta(seconds=max(_PART_TIMEOUT_S, options.timeout_s))}
+        reading: ClientConfig = {"read_timeout": timedelta(seconds=options.timeout_s), "timeout": "1h"}
+        # While a part is sent nothing is read, so silence means nothing: writes have a total timeout.
+        writing: ClientConfig = {"timeout": timedelta(seconds=max(_PART_TIMEOUT_S, options.timeout_s))}
         retries = _retries(options.give_up_s)
-        self._ranges = _client(url, options, silence, {"max_retries": 0})
-        self._reads = _client(url, options, silence, retries)
-        self._writes = _client(url, options, whole, retries)
+        self._ranges = _client(url, options, reading, {"max_retries": 0})
+        self._reads = _client(url, options, reading, retries)
+        self._writes = _client(url, options, writing, retries)
 
     @classmethod
     def from_url(cls, url: str, options: RemoteOptions) -> ObjectStore:
-        """``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``; the prefix may be missing."""
+        """``s3://bucket/prefix``, ``gs://bucket/prefix`` or ``az://container/prefix``; the prefix is optional."""
         if not urlsplit(url).netloc:
             raise InvalidRequest(f"{url!r} names no bucket", field="remote_url")
         return cls(url, options)
@@ -76,7 +76,7 @@ class ObjectStore(RemoteStore):
         with self._translating(key):
             try:
                 obstore.delete(self._reads, key)
-            except FileNotFoundError as error:  # S3 does not tell, the others do
+            except FileNotFoundError as error:  # S3 does not report it, the others do
                 if "NoSuchBucket" in str(error):
                     raise
 
@@ -97,20 +97,16 @@ def _client(url: str, options: RemoteOptions, limits: ClientConfig, retries: Ret
     config: Any = {}  # obstore types one per provider
     if options.endpoint:
         config[_ENDPOINT[urlsplit(url).scheme]] = options.endpoint
-        if urlsplit(options.endpoint).scheme == "http":  # said in so many words; the environment must say it twice
+        if urlsplit(options.endpoint).scheme == "http":  # an explicit http URL is consent
             limits = {**limits, "allow_http": True}
     try:
         client: Client = from_url(url, config=config, client_options=limits, retry_config=retries)
         return client
     except (BaseError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise InvalidRequest(f"the remote store {url!r} cannot be used: {reason}", field="remote_url") from error
+        raise InvalidRequest(f"remote_url {url!r} is not usable: {reason}", field="remote_url") from error
 
 
 def _retries(give_up_s: float) -> RetryConfig:
-    backoff: BackoffConfig = {
-        "init_backoff": timedelta(seconds=0.1),
-        "max_backoff": timedelta(seconds=3),
-        "base": 2,
-    }
+    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3), "base": 2}
     return {"max_retries": 10, "retry_timeout": timedelta(seconds=give_up_s), "backoff": backoff}

@@ -1,13 +1,13 @@
-"""The remote store: where published packs and files lie for good. An interface, and a registry of what is behind it.
+"""The remote store, which keeps published packs and files for good: the interface, and a registry of backends.
 
     packs/<pack id>             the pack's bytes
     packs/<pack id>.manifest    its manifest, whose BLAKE3 is the pack id
-    files/<digest>              small files of versions, by their BLAKE3
-    versions/<version id>.json  what a version consists of; its BLAKE3 is the version id
+    files/<digest>              small files of versions, by BLAKE3
+    versions/<version id>.json  the packs and files of a version; its BLAKE3 is the version id
 
-Every key is made of its content's digest, so writing twice has the effect of once. Methods block: call them on threads.
-``Unavailable`` is raised when the store is away, slow or broken for longer than its options allow; a folder's faults
-are the system's, ``OSError``.
+Every key is the digest of its content, so writes are idempotent. Methods block: call them on threads. They raise
+``Unavailable`` when an object store is away, slow or broken for longer than its options allow, and ``OSError`` for a
+folder's faults.
 """
 
 from __future__ import annotations
@@ -25,42 +25,39 @@ from torchrelay.common.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class RemoteOptions:
-    """How a store behind a network is reached; a folder has no use for it."""
+    """Options of object stores."""
 
-    endpoint: str = ""  # base URL of a server of one's own; empty: the provider's, or what its environment says
-    timeout_s: float = 10.0  # of silence, after which a request is tried again
-    give_up_s: float = 30.0  # without any progress, after which trying again ends
+    endpoint: str = ""  # base URL of your own server; empty: the provider's, or from its environment variables
+    timeout_s: float = 10.0  # of silence, after which a request is retried
+    give_up_s: float = 30.0  # without progress, after which retries end
 
 
 class RangeReader(ABC):
-    """One object, opened to be read in ranges by several threads at once."""
+    """One object, whose ranges several threads may read at once."""
 
     @abstractmethod
     def read_into(self, offset: int, view: memoryview, stop: threading.Event) -> None:
         """Fills the whole view.
 
-        Raises ``DataCorrupted`` when the object ends before, ``NotFound``, ``Unavailable`` (also once ``stop`` is set),
+        Raises ``DataCorrupted`` if the object is too short, ``NotFound``, ``Unavailable`` (also once ``stop`` is set),
         ``OSError``.
         """
 
     def read_again(self, offset: int, view: memoryview, stop: threading.Event) -> bool:
-        """For bytes that did not match their digest: reads them once more; False: they would be the same.
-
-        Raises what ``read_into`` raises.
-        """
+        """Reads again what did not match its digest; False if it would be the same. Raises as ``read_into``."""
         return False
 
     @abstractmethod
     def close(self) -> None:
-        """No read is under way any more."""
+        """Called when no read is running."""
 
 
 class RemoteStore(ABC):
-    """Objects by key. ``NotFound`` is raised for a key that is not there."""
+    """Objects by key; a missing key raises ``NotFound``."""
 
     @abstractmethod
     def put_file(self, key: str, path: Path) -> None:
-        """Stores a file's bytes: durable and whole when this returns, not visible before; ``path`` stays."""
+        """Stores a copy of a file, durable when this returns and not visible before."""
 
     @abstractmethod
     def put_bytes(self, key: str, data: bytes) -> None:
@@ -68,25 +65,25 @@ class RemoteStore(ABC):
 
     @abstractmethod
     def get_bytes(self, key: str) -> bytes:
-        """A small object whole."""
+        """All of a small object."""
 
     @abstractmethod
     def open_range(self, key: str) -> RangeReader:
-        """Behind a network, a missing object is told by the first read."""
+        """A reader of the object; an object store finds out that it is missing on the first read."""
 
     @abstractmethod
     def size(self, key: str) -> int: ...
 
     @abstractmethod
     def delete(self, key: str) -> None:
-        """Without effect when it is not there."""
+        """Without effect if it is missing."""
 
     @abstractmethod
     def list(self, prefix: str) -> Iterator[str]:
         """The keys that begin with ``prefix``, which ends with a slash."""
 
 
-# Imported when a URL asks for them: scheme -> (module, class).
+# Backends, imported on first use: scheme -> (module, class).
 _OBJECTS = ("torchrelay.param_store.remote.object_store", "ObjectStore")
 _STORES = {
     "file": ("torchrelay.param_store.remote.folder_store", "FolderStore"),
@@ -97,11 +94,13 @@ _STORES = {
 
 
 def open_remote(url: str, options: RemoteOptions | None = None) -> RemoteStore:
-    """The store that ``url`` names; nothing is sent yet. Raises ``InvalidRequest`` for what names none."""
+    """The store that ``url`` names, not contacted yet. Raises ``InvalidRequest`` for a URL that names none."""
     scheme = urlsplit(url).scheme
     if scheme not in _STORES:
         known = ", ".join(f"{name}:" for name in _STORES)
-        raise InvalidRequest(f"no remote store for {url!r}; known are {known}", field="remote_url")
+        raise InvalidRequest(
+            f"{url!r} is not a supported remote_url; supported schemes are {known}", field="remote_url"
+        )
     module, name = _STORES[scheme]
     store: RemoteStore = getattr(import_module(module), name).from_url(url, options or RemoteOptions())
     return store

@@ -1,9 +1,8 @@
-"""Published versions: immutable documents in the remote store that name packs and files by their digests."""
+"""Published versions: immutable documents in the remote store that name packs and files by digest."""
 
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,21 +10,21 @@ from pathlib import Path
 import msgspec
 from blake3 import blake3
 
-from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound, TorchrelayError, Unavailable
+from torchrelay.common.errors import DataCorrupted, NotFound, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS
 from torchrelay.modelspec.config import ModelConfig, read_config
 from torchrelay.modelspec.tensor_order import DTYPE_BYTES
-from torchrelay.param_store.packer.documents import GENERATION, eos_token_ids
+from torchrelay.param_store.model_files import GENERATION, eos_token_ids
+from torchrelay.param_store.remote.keys import file_key, manifest_key, pack_key, version_key
 from torchrelay.param_store.remote.remote_store import RemoteStore
 from torchrelay.transfer.manifest import Manifest, decode_manifest, pack_id_of
 
 log = get_logger(__name__)
-_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
-    """What a version consists of. ``encode()`` is canonical; its BLAKE3 is the version's id."""
+    """The packs and files of a version. ``encode()`` is canonical; its BLAKE3 is the version's id."""
 
     format_version: int = 1
     weights: dict[str, str]  # variant, such as "BF16/tp1/rank0" -> pack id
@@ -37,7 +36,7 @@ class VersionDocument(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """A version with what its pack's manifest and its config say."""
+    """A version with its pack's manifest and its model's config."""
 
     version_id: str
     document: VersionDocument
@@ -52,28 +51,6 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
         return DTYPE_BYTES[self.manifest.dtype]
 
 
-def pack_key(pack_id: str) -> str:
-    return f"packs/{checked_digest(pack_id, 'pack_id')}"
-
-
-def manifest_key(pack_id: str) -> str:
-    return f"{pack_key(pack_id)}.manifest"
-
-
-def file_key(digest: str) -> str:
-    return f"files/{checked_digest(digest, 'digest')}"
-
-
-def version_key(version_id: str) -> str:
-    return f"versions/{checked_digest(version_id, 'version_id')}.json"
-
-
-def checked_digest(digest: str, field: str) -> str:
-    if not _DIGEST.fullmatch(digest):
-        raise InvalidRequest(f"{field} must be 64 lower-case hex digits", field=field)
-    return digest
-
-
 class Versions:
     """Publishes, describes and deletes versions. Methods block; one change at a time.
 
@@ -86,10 +63,10 @@ class Versions:
         self._lock = threading.Lock()
 
     def publish(self, pack_path: Path, files: dict[str, Path]) -> Version:
-        """Makes a version of a pack and its files; its document comes last, and nothing is published before it.
+        """Publishes a pack and its files as a version. The document comes last: it alone makes the version visible.
 
-        Raises ``OSError`` or ``Unavailable`` when the remote store takes no more; what no version names is removed
-        again, as far as the store lets it.
+        Raises ``OSError`` or ``Unavailable`` when the remote store fails; then removes what no version names, as far as
+        the store allows.
         """
         manifest = pack_path.with_suffix(".manifest").read_bytes()
         pack_id = pack_id_of(manifest)
@@ -114,14 +91,11 @@ class Versions:
         try:
             for key in _keys(document) - self._named(self._ids()):
                 self._remote.delete(key)
-        except (
-            OSError,
-            TorchrelayError,
-        ) as error:  # the remote store is away: the next upload of the model has use of it
+        except (OSError, TorchrelayError) as error:  # the next upload of the model reuses what is left
             log.warning("unpublished_left_behind", error=str(error))
 
     def describe(self, version_id: str) -> Version:
-        """Raises ``NotFound``, or ``DataCorrupted`` when the remote store's bytes are not what their keys say."""
+        """Raises ``NotFound``, or ``DataCorrupted`` if the remote store's bytes do not match their keys."""
         document = self._document(version_id)
         pack_id = next(iter(document.weights.values()))
         encoded = self._remote.get_bytes(manifest_key(pack_id))
@@ -149,12 +123,12 @@ class Versions:
         return data
 
     def delete(self, version_id: str) -> int:
-        """Removes the version, and the packs and files that no other version names; returns the bytes freed."""
+        """Deletes the version and the packs and files that no other version names; returns the bytes freed."""
         with self._lock:
-            gone = self._document(version_id)
+            document = self._document(version_id)
             named = self._named(other for other in self._ids() if other != version_id)
-            self._remote.delete(version_key(version_id))  # first: a version never names what is not there
-            return sum(self._delete(key) for key in sorted(_keys(gone) - named))
+            self._remote.delete(version_key(version_id))  # first: a version must never name what is missing
+            return sum(self._delete(key) for key in sorted(_keys(document) - named))
 
     def _named(self, version_ids: Iterable[str]) -> set[str]:
         """The keys of all packs and files of these versions."""
@@ -182,7 +156,7 @@ class Versions:
 
 
 def _keys(document: VersionDocument) -> set[str]:
-    """Where the document's packs and files lie."""
+    """The keys of the document's packs and files."""
     files = {file_key(digest) for digest in document.files.values()}
     packs = document.weights.values()
     return files | {pack_key(pack_id) for pack_id in packs} | {manifest_key(pack_id) for pack_id in packs}

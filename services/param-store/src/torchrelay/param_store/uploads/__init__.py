@@ -1,1 +1,1 @@
-"""uploads under way: declared files, staging, file digests, the packer process; may import packer, durable_files"""
+"""Uploads: declared files, their staging on disk, and the packer process that turns them into packs."""

@@ -1,4 +1,4 @@
-"""Which files an upload may have. Decided before the first byte is taken in."""
+"""The files that an upload may have, checked before its first byte is accepted."""
 
 from __future__ import annotations
 
@@ -8,29 +8,18 @@ from collections.abc import Sequence
 import msgspec
 
 from torchrelay.common.errors import QuotaExceeded, UploadRefused
+from torchrelay.param_store.model_files import CONFIG, INDEX_FILE, MAX_FILE_BYTES, TOKENIZER
 from torchrelay.param_store.packer.checkpoint import weight_files
-from torchrelay.param_store.packer.core import INDEX_FILE, PackRefused, quoted
-from torchrelay.param_store.packer.documents import MAX_DOCUMENT_BYTES, MAX_TEMPLATE_BYTES, MAX_TOKENIZER_BYTES
+from torchrelay.param_store.packer.core import PackRefused, quoted
+from torchrelay.param_store.remote.keys import is_digest
 
 MAX_FILES = 512
-_MAX_BYTES = {
-    "config.json": MAX_DOCUMENT_BYTES,
-    "generation_config.json": MAX_DOCUMENT_BYTES,
-    "tokenizer.json": MAX_TOKENIZER_BYTES,
-    "tokenizer_config.json": MAX_DOCUMENT_BYTES,
-    "special_tokens_map.json": MAX_DOCUMENT_BYTES,
-    "chat_template.jinja": MAX_TEMPLATE_BYTES,
-    "vocab.json": MAX_TOKENIZER_BYTES,
-    "merges.txt": MAX_TOKENIZER_BYTES,
-    INDEX_FILE: MAX_DOCUMENT_BYTES,
-}
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|pkl|pickle|ckpt)", re.IGNORECASE)
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class DeclaredFile(msgspec.Struct, frozen=True):
-    """A file that the client says it will send."""
+    """A file that the client announces."""
 
     path: str
     num_bytes: int
@@ -38,21 +27,21 @@ class DeclaredFile(msgspec.Struct, frozen=True):
 
 
 def is_weights(path: str) -> bool:
-    """Whether the file's tensors go into the pack; all others are kept as they are."""
+    """Whether the file goes into the pack; all others are published unchanged."""
     return _WEIGHTS.fullmatch(path) is not None or path == INDEX_FILE
 
 
 def check_declared(files: Sequence[DeclaredFile], quota_bytes: int, max_upload_bytes: int) -> None:
-    """Raises ``UploadRefused`` naming the first wrong file, ``QuotaExceeded`` when together they are too large."""
+    """Raises ``UploadRefused`` naming the first wrong file, or ``QuotaExceeded``."""
     if len(files) > MAX_FILES:
-        raise UploadRefused(f"an upload has at most {MAX_FILES} files, not {len(files)}", field="files")
+        raise UploadRefused(f"an upload may have at most {MAX_FILES} files, not {len(files)}", field="files")
     for file in files:
         _check_name(file.path)
         _check_numbers(file)
     names = [file.path for file in files]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UploadRefused(f"{twice}: it is declared twice", field=twice)
-    for needed in ("config.json", "tokenizer.json"):
+    for needed in (CONFIG, TOKENIZER):
         if needed not in names:
             raise UploadRefused(f"{needed}: it is missing from the upload", field=needed)
     try:
@@ -70,17 +59,17 @@ def _check_name(path: str) -> None:
     if _PICKLED.fullmatch(path):
         detail = "pickled weights are never loaded, because they can run code; save the model as safetensors"
         raise UploadRefused(f"{quoted(path)}: {detail} (save_pretrained(..., safe_serialization=True))", field=path)
-    if path not in _MAX_BYTES and not _WEIGHTS.fullmatch(path):
+    if path not in MAX_FILE_BYTES and not _WEIGHTS.fullmatch(path):
         plain = path and not set(path) & set("/\\\0") and path not in (".", "..")
         detail = "it is not one of the files that a model consists of" if plain else "it is not a plain file name"
         raise UploadRefused(f"{quoted(path)}: {detail}", field=path if path.isprintable() else "files")
 
 
 def _check_numbers(file: DeclaredFile) -> None:
-    limit = _MAX_BYTES.get(file.path)
+    limit = MAX_FILE_BYTES.get(file.path)
     if limit is not None and file.num_bytes > limit:
         raise UploadRefused(
             f"{file.path}: it has {file.num_bytes:,} bytes; at most {limit:,} are taken", field=file.path
         )
-    if not _SHA256.fullmatch(file.sha256):
+    if not is_digest(file.sha256):
         raise UploadRefused(f"{file.path}: sha256 must be 64 lower-case hex digits", field=file.path)

@@ -1,4 +1,4 @@
-"""The writing of one file of an upload."""
+"""Writes and digests one file of an upload."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchrelay.common.errors import Conflict, UploadRefused
+from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.uploads.declared_files import DeclaredFile
 
 _READ_BYTES = 1 << 20
 
 
 class FileWriter:
-    """Appends to one file and digests it. ``close`` may come from another thread, at any time, and more than once."""
+    """Appends to one file and digests it. ``close`` may be called from any thread, at any time, repeatedly."""
 
     def __init__(
         self,
@@ -25,7 +26,7 @@ class FileWriter:
         on_complete: Callable[[], None],
         on_close: Callable[[], None],
     ) -> None:
-        """``path`` has ``num_bytes_received`` already. ``on_complete`` is called once it is whole and durable."""
+        """``path`` holds ``num_bytes_received`` already. ``on_complete`` is called once it is complete and durable."""
         self._path, self._declared = path, declared
         self._num_bytes = num_bytes_received
         self._on_complete, self._on_close = on_complete, on_close
@@ -35,7 +36,7 @@ class FileWriter:
         self._lock = threading.Lock()
 
     def resume(self) -> None:
-        """Digests what an earlier call left. Takes about a second per gigabyte."""
+        """Digests the bytes of earlier calls, in about a second per gigabyte."""
         with self._path.open("rb", buffering=0) as stored:
             buffer = memoryview(bytearray(_READ_BYTES))
             left = self._num_bytes
@@ -47,7 +48,7 @@ class FileWriter:
                 left -= count
 
     def write(self, data: bytes) -> None:
-        """Raises ``UploadRefused`` when there are more bytes than declared, ``Conflict`` after ``close``."""
+        """Raises ``UploadRefused`` for more bytes than declared, ``Conflict`` after ``close``."""
         with self._lock:
             if self._closed:
                 raise Conflict(f"{self._declared.path}: the upload has ended", field="upload_id")
@@ -57,15 +58,13 @@ class FileWriter:
                     field=self._declared.path,
                 )
             self._sha256.update(data)
-            rest = memoryview(data)
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            write_all(self._file.fileno(), data)
             self._num_bytes += len(data)
 
     def finish(self) -> None:
-        """The client has no more: when all bytes are there, compares the digest and makes the file durable.
+        """Ends the call: once all bytes are here, checks the digest and makes the file durable.
 
-        Raises ``UploadRefused`` when the digest differs; the bytes are dropped then, and the file can be sent again.
+        Raises ``UploadRefused`` if the digest differs; then the bytes are dropped and the file can be sent again.
         """
         with self._lock:
             if self._closed or self._num_bytes < self._declared.num_bytes:
@@ -82,7 +81,7 @@ class FileWriter:
             self._on_complete()
 
     def close(self) -> None:
-        """What was written stays."""
+        """Keeps what was written."""
         self._closed = True  # ends a resume
         with self._lock:
             self._file.close()

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, U
 
 @dataclass(frozen=True, slots=True)
 class PackProgress:
-    """``stage`` is "validate" or "pack"; bytes of the pack."""
+    """``stage`` is "validate" or "pack"; the bytes are the pack's."""
 
     stage: str
     num_bytes_done: int
@@ -26,7 +26,7 @@ class PackProgress:
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """The packer writes the pack to ``pack_path`` and its manifest beside it (suffix .manifest)."""
+    """The packer writes the pack to ``pack_path`` and its manifest beside it, with the suffix .manifest."""
 
     folder: Path
     pack_path: Path
@@ -34,18 +34,11 @@ class PackJob:
     memory_bytes: int
 
     def encode(self) -> bytes:
-        return json.dumps(
-            {
-                "folder": str(self.folder),
-                "pack_path": str(self.pack_path),
-                "largest_slot_bytes": self.largest_slot_bytes,
-                "memory_bytes": self.memory_bytes,
-            }
-        ).encode()
+        return json.dumps(asdict(self), default=str).encode()
 
 
 class PackerQueue:
-    """One packer at a time, so that their memory does not add up; a bounded number of commits waits."""
+    """Runs one packer at a time, to bound memory; a limited number of commits may wait."""
 
     def __init__(self, max_waiting: int) -> None:
         self._turn = asyncio.Lock()
@@ -54,9 +47,9 @@ class PackerQueue:
 
     @asynccontextmanager
     async def acquired(self) -> AsyncIterator[None]:
-        """Waits for the turn and has it inside the block. Raises ``Overloaded`` when too many wait already."""
+        """Waits for its turn and holds it in the block. Raises ``Overloaded`` if too many wait."""
         if self._num_waiting >= self._max_waiting:
-            raise Overloaded(f"as many commits wait to be packed as may: {self._num_waiting}", retry_after_s=10.0)
+            raise Overloaded(f"too many commits are waiting for the packer: {self._num_waiting}", retry_after_s=10.0)
         self._num_waiting += 1
         try:
             await self._turn.acquire()
@@ -69,12 +62,12 @@ class PackerQueue:
 
 
 async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
-    """Validates and packs; the pack is whole when the iteration has ended. Closing the iterator kills the packer.
+    """Validates and packs; the pack is complete when the iteration ends. Closing the iterator kills the packer.
 
     Raises ``UploadRefused`` for what is wrong with the upload, ``Unavailable`` for what is wrong with this machine.
     """
     command = (sys.executable, "-m", "torchrelay.param_store.packer")
-    # numpy's algebra takes memory for every core as it is imported, and is not used.
+    # On import, OpenBLAS takes memory for every core; numpy's linear algebra is not used here.
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=asyncio.subprocess.PIPE,
@@ -92,7 +85,7 @@ async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
             else:
                 _check_result(line)
                 return
-        raise TorchrelayError(f"the packer ended early, with status {await process.wait()}")
+        raise TorchrelayError(f"the packer exited early with status {await process.wait()}")
     finally:
         with suppress(ProcessLookupError):
             process.kill()

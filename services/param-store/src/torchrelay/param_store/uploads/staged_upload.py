@@ -1,4 +1,4 @@
-"""One upload on disk: its folder with ``state.json`` and the bytes so far, and who writes them."""
+"""One upload on disk: its folder with ``state.json`` and the bytes so far, and its writers."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torchrelay.param_store.uploads.file_writer import FileWriter
 
 
 class UploadRecord(msgspec.Struct, frozen=True):
-    """What of an upload is kept in its state.json; how much of a file is there is its length on disk."""
+    """The content of state.json; how much of a file has arrived is its length on disk."""
 
     upload_id: str
     tenant_id: str
     files: tuple[DeclaredFile, ...]
     complete: tuple[str, ...] = ()
-    version_id: str = ""  # once published; the files are gone then
+    version_id: str = ""  # once published; then the files are removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class StagedUpload:
 
     @classmethod
     def begin(cls, folder: Path, record: UploadRecord) -> StagedUpload:
-        (folder / "files").mkdir(parents=True, exist_ok=True)  # an earlier try may have ended here, on a full disk
+        (folder / "files").mkdir(parents=True, exist_ok=True)  # an earlier try may have failed here on a full disk
         upload = cls(folder, record)
         upload._save(record)
         return upload
 
     @classmethod
     def load(cls, folder: Path) -> StagedUpload:
-        """Raises ``OSError`` or ``msgspec.DecodeError`` when the folder is no upload."""
+        """Raises ``OSError`` or ``msgspec.DecodeError`` if the folder is not an upload."""
         return cls(folder, msgspec.json.decode((folder / "state.json").read_bytes(), type=UploadRecord))
 
     @property
@@ -71,7 +71,7 @@ class StagedUpload:
         file = self.declared(path)
         if path in self.record.complete:
             return FileProgress(path, file.num_bytes, file.num_bytes, True)
-        return FileProgress(path, file.num_bytes, _length(self.files / path), False)
+        return FileProgress(path, file.num_bytes, _size_and_mtime(self.files / path)[0], False)
 
     def declared(self, path: str) -> DeclaredFile:
         for file in self.record.files:
@@ -81,14 +81,16 @@ class StagedUpload:
 
     def last_touched_unix_s(self) -> float:
         paths = [self.folder / "state.json", *(self.files / file.path for file in self.record.files)]
-        return max(map(_modified_unix_s, paths))
+        return max(_size_and_mtime(path)[1] for path in paths)
 
     def open_file(self, path: str, offset: int) -> FileWriter | None:
-        """A writer that goes on at ``offset``, which must be what is there already; None: the file is complete."""
+        """A writer that continues at ``offset``, the bytes received so far; None: the file is complete."""
         with self._lock:
             progress = self.file_progress(path)
             if self._aborted or self.committing or self.record.version_id:
-                raise Conflict("the upload takes no more bytes: it is being committed, or has ended", field="upload_id")
+                raise Conflict(
+                    "the upload accepts no more bytes: it is being committed or has ended", field="upload_id"
+                )
             if path in self._writers:
                 raise Conflict(f"{path}: another call is sending this file", field="path")
             if offset != progress.num_bytes_received:
@@ -106,20 +108,21 @@ class StagedUpload:
             return writer
 
     def begin_commit(self) -> None:
-        """Raises ``UploadRefused`` naming the first incomplete file, ``Conflict`` when a commit runs already."""
+        """Raises ``UploadRefused`` naming the first incomplete file, ``Conflict`` if a commit is running."""
         for progress in self.progress():
             if not progress.complete:
                 have, need = progress.num_bytes_received, progress.num_bytes
                 raise UploadRefused(
-                    f"{progress.path}: it is not complete, {have:,} of {need:,} bytes are here", field=progress.path
+                    f"{progress.path}: the file is not complete: {have:,} of {need:,} bytes have arrived",
+                    field=progress.path,
                 )
         with self._lock:
             if self.committing or self._aborted:
-                raise Conflict("the upload is being committed, or has ended", field="upload_id")
+                raise Conflict("the upload is being committed or has ended", field="upload_id")
             self.committing = True
 
     def end_commit(self, version_id: str = "") -> None:
-        """With a version: notes it and removes the files. Without: back to where it was."""
+        """With a version: records it and removes the files. Without: the upload can be committed again."""
         with self._lock:
             if version_id and not self._aborted:
                 self._save(msgspec.structs.replace(self.record, version_id=version_id))
@@ -154,15 +157,9 @@ class StagedUpload:
         self.record = record
 
 
-def _modified_unix_s(path: Path) -> float:
+def _size_and_mtime(path: Path) -> tuple[int, float]:
     try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # not begun yet, or removed by an abort just now
-        return 0.0
-
-
-def _length(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
+        status = path.stat()
+    except FileNotFoundError:  # not begun, or just removed by an abort
+        return 0, 0.0
+    return status.st_size, status.st_mtime

@@ -1,4 +1,4 @@
-"""All uploads under way: begun by the gateway, found again after a restart, removed when nobody comes back."""
+"""All open uploads: begun by the gateway, found again after a restart, removed when abandoned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RESERVED_DISK_BYTES = 256 << 20
 
 
 class StagingArea:
-    """The staging folder of a store. Methods block on the disk, and may run on any thread."""
+    """The staging folder of a store. Methods block on the disk and may run on any thread."""
 
     def __init__(self, root: Path, max_upload_bytes: int, expiry_s: float) -> None:
         self._root = root
@@ -41,7 +41,7 @@ class StagingArea:
             log.warning("upload_unreadable", folder=folder.name, error=str(error))
             shutil.rmtree(folder, ignore_errors=True)
             return
-        upload.end_commit()  # drops what a packer that died with the store left
+        upload.end_commit()  # removes drafts of a packer that died with the store
         self._uploads[upload.record.upload_id] = upload
 
     @property
@@ -49,28 +49,28 @@ class StagingArea:
         return sum(not upload.record.version_id for upload in list(self._uploads.values()))
 
     def begin(self, upload_id: str, tenant_id: str, files: Sequence[DeclaredFile], quota_bytes: int) -> StagedUpload:
-        """Raises ``UploadRefused`` or ``QuotaExceeded`` for what cannot be published, ``Unavailable`` without room."""
+        """Raises ``UploadRefused`` or ``QuotaExceeded`` for a wrong declaration, ``Unavailable`` without disk space."""
         if not _UPLOAD_ID.fullmatch(upload_id):
             raise InvalidRequest("upload_id must be 1 to 64 letters, digits, '-' or '_'", field="upload_id")
         check_declared(files, quota_bytes, self._max_upload_bytes)
         record = UploadRecord(upload_id, tenant_id, tuple(files))
         with self._lock:
-            known = self._uploads.get(upload_id)
-            if known is None:
+            existing = self._uploads.get(upload_id)
+            if existing is None:
                 self._check_room(sum(file.num_bytes for file in files))
                 try:
                     self._uploads[upload_id] = StagedUpload.begin(self._root / upload_id, record)
                 except OSError as error:
                     raise Unavailable(f"the store cannot begin the upload: {error.strerror}") from error
-            elif (known.record.tenant_id, known.record.files) != (record.tenant_id, record.files):
-                raise Conflict("an upload of this id was begun with other files", field="upload_id")
+            elif (existing.record.tenant_id, existing.record.files) != (record.tenant_id, record.files):
+                raise Conflict("an upload with this id was begun with other files", field="upload_id")
             return self._uploads[upload_id]
 
     def _check_room(self, num_bytes: int) -> None:
         free = shutil.disk_usage(self._root).free - _RESERVED_DISK_BYTES
         needed = 2 * num_bytes  # the upload, and its pack
         if needed > free:
-            raise Unavailable(f"the store has {max(free, 0):,} bytes of disk left and the upload needs {needed:,}")
+            raise Unavailable(f"the store has {max(free, 0):,} bytes of disk free and the upload needs {needed:,}")
 
     def get(self, upload_id: str) -> StagedUpload:
         upload = self._uploads.get(upload_id)
@@ -79,7 +79,7 @@ class StagingArea:
         return upload
 
     def abort(self, upload_id: str) -> None:
-        """Removes the upload and its bytes; without effect when there is none."""
+        """Removes the upload and its bytes; without effect if there is none."""
         upload = self._uploads.get(upload_id)
         if upload is not None:
             upload.remove()
@@ -87,13 +87,13 @@ class StagingArea:
                 self._uploads.pop(upload_id, None)
 
     def expire(self, now_unix_s: float) -> list[str]:
-        """Removes uploads that were not touched for the expiry time; returns their ids."""
+        """Removes uploads left untouched for the expiry time; returns their ids."""
         expired = []
         for upload in list(self._uploads.values()):
             upload_id = upload.record.upload_id
             if now_unix_s - upload.last_touched_unix_s() <= self._expiry_s:
                 continue
-            with suppress(Conflict):  # it is being committed: not stale after all
+            with suppress(Conflict):  # it is being committed, so it is in use
                 self.abort(upload_id)
                 expired.append(upload_id)
                 log.info("upload_expired", upload_id=upload_id)

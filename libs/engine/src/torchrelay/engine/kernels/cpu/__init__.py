@@ -1,1 +1,1 @@
-"""A layer's steps as compiled kernels, for CPUs with AVX2 or AVX-512."""
+"""Kernels in C for CPUs with AVX2 or AVX-512, and the threads they get."""

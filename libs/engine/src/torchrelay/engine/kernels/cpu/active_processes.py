@@ -1,8 +1,8 @@
-"""Who computes on this host's cores right now: a file that the processes of one host share.
+"""Which processes compute on this host's cores right now, in a file that they share.
 
-Two teams of threads on the same cores wait for each other's time slices at every barrier, of which a step has a
-hundred: two workers on two cores gave a quarter to a half of the tokens of one. So each takes its part while the other
-computes; a number that changes whenever one begins or rests calls those back that compute for long.
+Two thread teams on the same cores wait for each other's time slices at every barrier, about a hundred per step: two
+workers on two cores gave a quarter to a half of the tokens of one. So each takes its share of the cores while others
+compute. A number that changes whenever one starts or rests interrupts long calls of the others.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Final
 import numpy as np
 
 MAX_PROCESSES: Final = 64
-# A process that was killed, or waits for bytes, is thought to compute for so long. Longer than any layer should take.
+# How long a process that was killed, or waits for bytes, still counts: longer than any layer should take.
 ACTIVE_FOR_S: Final = 1.0
 
 
 class ActiveProcesses:
-    """One process's place in the file: its pid, and until when others are to count it.
+    """One process's entry in the file: its pid, and the time until which others count it.
 
-    At ``change_address`` lies an int64, when somebody last began or rested: it is no more ``change_seen`` once somebody
-    has since this process last counted.
+    At ``change_address`` is an int64, the time when a process last started or rested. It differs from ``change_seen``
+    if that happened since this process last counted.
     """
 
     def __init__(
         self, path: Path, clock: Callable[[], float] = time.monotonic, max_processes: int = MAX_PROCESSES
     ) -> None:
-        """Takes a place that nobody has, or whose process is gone. Raises ``OSError`` when there is none."""
+        """Takes an entry that is free, or whose process is gone. Raises ``OSError`` if there is none."""
         self._clock = clock
         with path.open("a+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -42,10 +42,10 @@ class ActiveProcesses:
                 pids = np.frombuffer(memory, np.int64, max_processes)
                 self._until_s = np.frombuffer(memory, np.float64, max_processes, offset=8 * max_processes)
                 self._change = np.frombuffer(memory, np.int64, 1, offset=16 * max_processes)
-                free = [place for place, pid in enumerate(pids.tolist()) if not _is_running(pid)]
+                free = [index for index, pid in enumerate(pids.tolist()) if not _is_running(pid)]
                 if not free:
-                    raise OSError(f"{path} has no place left: {max_processes} processes compute on this host")
-                # Of a boot before this one, whose clock had gone further: they would count for as long as that had run.
+                    raise OSError(f"{path} is full: {max_processes} processes compute on this host")
+                # Entries of an earlier boot, by a clock that was further ahead, would count for that long.
                 self._until_s[self._until_s > clock() + ACTIVE_FOR_S] = 0.0
                 self._entry = free[0]
                 self.change_address, self.change_seen = int(self._change.ctypes.data), int(self._change[0])
@@ -55,23 +55,23 @@ class ActiveProcesses:
                 fcntl.flock(file, fcntl.LOCK_UN)  # NOTE: closing does not: the mapping keeps the file open
 
     def count_computing(self) -> int:
-        """This process computes from now on; how many do, with it."""
+        """This process computes from now on. How many do, this one included."""
         now_s = self._clock()
         begins = self._until_s[self._entry] <= now_s
-        self._until_s[self._entry] = now_s + ACTIVE_FOR_S  # before it is said: whoever hears of it counts it
+        self._until_s[self._entry] = now_s + ACTIVE_FOR_S  # before notifying: whoever is notified counts it
         if begins:
             self._notify()
-        self.change_seen = int(self._change[0])  # before counting: what comes later calls back
+        self.change_seen = int(self._change[0])  # before counting: later changes interrupt
         return int(np.count_nonzero(self._until_s > now_s))
 
     def rest(self) -> None:
-        """It computes no more."""
+        """This process stopped computing."""
         if self._until_s[self._entry]:
             self._until_s[self._entry] = 0.0
             self._notify()
 
     def _notify(self) -> None:
-        self._change[0] = time.monotonic_ns()  # no count: of two who add at the same moment one would be lost
+        self._change[0] = time.monotonic_ns()  # not a counter: of two simultaneous increments one would be lost
 
 
 def _is_running(pid: int) -> bool:

@@ -1,13 +1,13 @@
-/* Attention of rows that each see positions of their own: of sequences that are decoded, and of short prompts. */
+/* Attention of rows that each see positions of their own: decoding sequences and short prompts. */
 #pragma once
 
 #include "matmul.h" /* vectors */
 
-/* Taken at a time; what is computed for them, 256 bytes for each number of a head, lies on the stack. */
+/* Processed at a time; their results, 256 bytes for each number of a head, are on the stack. */
 #define POSITIONS 32
 #define HEADS 16
 
-/* Numbers as whole vectors in fp32; what is beyond `count` is zero. */
+/* Widens numbers to whole fp32 vectors, zero beyond `count`. */
 INLINE void widen_line(int D, const void *from, long count, long num_vectors, float factor, floats *line) {
     float *numbers = (float *)line;
     long whole = D == F16 ? count / LANES : 0;
@@ -16,12 +16,12 @@ INLINE void widen_line(int D, const void *from, long count, long num_vectors, fl
     for (long i = count; i < num_vectors * LANES; i++) numbers[i] = 0.0f;
 }
 
-/* The lines of a head come into the cache: its positions lie too far apart for the hardware to see a stream. */
+/* Prefetches a head: its positions are too far apart for the hardware to detect a stream. */
 INLINE void fetch_line(int D, const void *from, long count) {
     for (long i = 0; i < count; i += 64 / SIZE(D)) __builtin_prefetch(at(D, from, i));
 }
 
-/* The query heads of one row that share a kv head; a softmax that goes along (Milakov and Gimelshein, 2018). */
+/* The query heads of one row that share a kv head; online softmax (Milakov and Gimelshein, 2018). */
 INLINE void attend_heads(int D, const void *queries, const void *keys, const void *values, const int64_t *slots,
                          long num_slots, long stride, long num_heads, long head_dim, float scale, float cap, void *out) {
     long across = (head_dim + LANES - 1) / LANES;
@@ -73,7 +73,7 @@ INLINE void attend_heads(int D, const void *queries, const void *keys, const voi
         for (long i = 0; i < head_dim; i++) put(D, out, h * head_dim + i, ((float *)sums[h])[i] / weights[h]);
 }
 
-/* The common sizes of heads are compiled by themselves. */
+/* Common head sizes are compiled separately. */
 INLINE void attend_sized(int D, const void *queries, const void *keys, const void *values, const int64_t *slots,
                          long num_slots, long stride, long num_heads, long head_dim, float scale, float cap, void *out) {
     switch (head_dim) {
@@ -83,10 +83,10 @@ INLINE void attend_sized(int D, const void *queries, const void *keys, const voi
     }
 }
 
-/* What a team's threads compute for some rows, a kv head of one row at a time. */
+/* The work of a thread team, one kv head of one row at a time. */
 struct heads {
-    const int64_t *rows;         /* of the queries and of the results */
-    const int64_t *const *slots; /* that each of these rows sees */
+    const int64_t *rows;         /* of the queries and the results */
+    const int64_t *const *slots; /* seen by each of these rows */
     const int64_t *num_slots;
     long num_rows, num_heads, num_kv_heads, head_dim;
     float scale, cap;

@@ -1,4 +1,4 @@
-"""Attention straight over the pages, of sequences with a row each and of short prompts; of others by the reference."""
+"""Attention that reads the pages in place, for sequences of one row and short prompts; others go to the reference."""
 
 from __future__ import annotations
 
@@ -11,46 +11,44 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchrelay.engine.kernels.attention import (
-    AttentionBackend,
-    GatherAttention,
-    GatherPart,
-    Scoring,
-    Span,
-    visible_span,
-)
+from torchrelay.engine.kernels.attention import AttentionBackend, Scoring, Span, visible_span
 from torchrelay.engine.kernels.cpu.library import DTYPES, Kernels, address, kernels
+from torchrelay.engine.kernels.gather_attention import GatherAttention, GatherPart
 
-# Of a prompt: more products of rows and positions are quicker where torch computes them.
+# Of a prompt, rows times positions: beyond it torch is quicker.
 MAX_PRODUCTS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
-    """``table`` has a column for each row computed here: which, where its slots lie in memory, how many these are."""
+    """``table`` has a column for each row computed here: its index, the address of its slots, and their number."""
 
     num_rows: int
     table: npt.NDArray[np.int64]  # [3, rows]
     addresses: tuple[int, int, int]  # of the table's rows
-    slots: Sequence[npt.NDArray[np.int64]]  # what it points into
+    slots: Sequence[npt.NDArray[np.int64]]  # keeps alive what it points to
     parts: Sequence[GatherPart]
 
 
 class CpuAttention(AttentionBackend):
-    """Only where there are ``kernels``. Softmax and sums in fp32, keys and values read once where they lie."""
+    """Needs ``kernels``. Softmax and sums in fp32; keys and values are read once, in place.
 
-    def __init__(self, page_tokens: int = 1) -> None:
+    Prompts of more than ``max_products`` products of rows and positions are left to the reference.
+    """
+
+    def __init__(self, page_tokens: int = 1, library: Kernels | None = None, max_products: int = MAX_PRODUCTS) -> None:
         super().__init__(page_tokens)
-        found = kernels()
-        assert found is not None, "asked for only where they are"
+        found = library or kernels()
+        assert found is not None, "registered only where kernels were built"
         self._kernels: Kernels = found
+        self._max_products = max_products
         self._gather = GatherAttention(page_tokens)
 
     def plan(self, spans: Sequence[Span], window: int | None, dtype: torch.dtype, device: torch.device) -> CpuPlan:
         singles = [visible_span(span, window) for span in spans if span.num_rows == 1]
         several = [span for span in spans if span.num_rows > 1]
-        short = [span for span in several if span.num_rows * len(span.slots) <= MAX_PRODUCTS]
-        long = [span for span in several if span.num_rows * len(span.slots) > MAX_PRODUCTS]
+        short = [span for span in several if span.num_rows * len(span.slots) <= self._max_products]
+        long = [span for span in several if span.num_rows * len(span.slots) > self._max_products]
         numbers = [(span.first_row, span.slots.ctypes.data, len(span.slots)) for span in singles]
         of_rows = np.asarray(numbers, np.int64).reshape(-1, 3)
         if short:
@@ -84,7 +82,7 @@ class CpuAttention(AttentionBackend):
 
 
 def _each_row(span: Span, window: int | None) -> npt.NDArray[np.int64]:
-    """Of each of its rows, which sees one position more than the one before, within the window."""
+    """A column for each row: it sees one position more than the row before, within the window."""
     number = np.arange(span.num_rows)
     end = len(span.slots) - span.num_rows + 1 + number
     begin = np.zeros_like(end) if window is None else np.maximum(end - window, 0)

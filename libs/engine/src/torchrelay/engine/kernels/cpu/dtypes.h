@@ -1,4 +1,4 @@
-/* Numbers of three kinds, each read as fp32 and rounded once; and what is computed of them. */
+/* Three dtypes, read as fp32 and rounded once, and functions over them. */
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +11,7 @@
 enum dtype { F32, BF16, F16 };
 
 #define INLINE static inline __attribute__((always_inline))
-/* Calls a function once with each dtype as a constant, so that each is compiled by itself. */
+/* Calls a function with the dtype as a constant, so that each is compiled separately. */
 #define BY_DTYPE(dtype, call)                                                                                          \
     do {                                                                                                               \
         if ((dtype) == F32) { enum { D = F32 }; call; }                                                                \
@@ -19,14 +19,14 @@ enum dtype { F32, BF16, F16 };
         else { enum { D = F16 }; call; }                                                                               \
     } while (0)
 
-/* The same for the dtypes of two bytes alone. */
+/* The same for the two-byte dtypes only. */
 #define BY_HALF(dtype, call)                                                                                           \
     do {                                                                                                               \
         if ((dtype) == BF16) { enum { D = BF16 }; call; }                                                              \
         else { enum { D = F16 }; call; }                                                                               \
     } while (0)
 
-/* Less is not worth waking a second thread for. */
+/* Elements below which a second thread does not pay. */
 #define SMALL 32768
 
 INLINE uint32_t bits_of(float x) {
@@ -41,7 +41,7 @@ INLINE float of_bits(uint32_t bits) {
     return x;
 }
 
-/* fp16 bit by bit: compilers before gcc 12 do not know it, and those after convert one number at a time. */
+/* fp16 in integer arithmetic: gcc before 12 lacks it, and later ones convert one number at a time. */
 INLINE float of_f16(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, size = half & 0x7fff;
     uint32_t normal = (size << 13) + (112 << 23), subnormal = bits_of((float)(int32_t)size * 0x1p-24f);
@@ -49,11 +49,11 @@ INLINE float of_f16(uint16_t half) {
     return of_bits(sign | (size < 0x7c00 ? bits : size << 13 | 0x7f800000));
 }
 
-/* To the nearest, to an even one between two. */
+/* Rounds to nearest, ties to even. */
 INLINE uint16_t f16_of(float x) {
     uint32_t sign = bits_of(x) >> 16 & 0x8000, size = bits_of(x) & 0x7fffffff;
     uint32_t normal = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
-    uint32_t subnormal = bits_of(of_bits(size) + 0.5f) - bits_of(0.5f); /* a half's next number is 2 to the -24 away */
+    uint32_t subnormal = bits_of(of_bits(size) + 0.5f) - bits_of(0.5f); /* next to 0.5 an fp32 is 2^-24 away */
     uint32_t bits = size < 0x38800000 ? subnormal : normal;
     bits = size < 0x47800000 ? bits : 0x7c00;
     return (uint16_t)(sign | (x == x ? bits : 0x7e00));
@@ -65,7 +65,7 @@ INLINE float get(int D, const void *from, long i) {
     return D == F16 ? of_f16(bits) : of_bits((uint32_t)bits << 16);
 }
 
-/* To the nearest bf16, to an even one between two. */
+/* Rounds to nearest, ties to even. */
 INLINE uint16_t bf16_of(float x) {
     uint32_t bits = bits_of(x);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -84,7 +84,7 @@ INLINE float rounded(int D, float x) {
 
 #define SIZE(D) ((D) == F32 ? 4 : 2)
 
-/* Where the i-th number counted from `base` is. */
+/* The address of the i-th number from `base`. */
 INLINE const void *at(int D, const void *base, long i) {
     return (const char *)base + i * SIZE(D);
 }
@@ -93,8 +93,8 @@ INLINE void *place(int D, void *base, long i) {
     return (char *)base + i * SIZE(D);
 }
 
-/* e to the x, within 2 units of the last place: 2 to a whole number times a polynomial around zero (Cephes' expf).
- * Infinite from 88.4 on, but never zero. */
+/* exp(x) within 2 ulp: a power of two times a polynomial around zero (Cephes' expf). Infinite from 88.4 on, but never
+ * zero. */
 INLINE float exponential(float x) {
     x = x > 89.0f ? 89.0f : x;
     x = x < -87.0f ? -87.0f : x;

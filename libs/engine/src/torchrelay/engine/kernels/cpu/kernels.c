@@ -1,22 +1,22 @@
-/* What a layer computes on an x86-64 CPU, where torch's own steps cost more than reading the weights does.
+/* Kernels of a decoder layer for x86-64 CPUs, where torch's operations cost more than reading the weights.
  *
- * Weights are read from where they lie, once, and widened to fp32 on their way into the core; sums are fp32, in an order
- * that does not depend on how many rows are computed together. Results are rounded where the plain steps of model.py
- * and mlp.py round. What is not finite stays so.
+ * Weights are read once, in place, and widened to fp32 on their way into the core. Sums are fp32, in an order that does
+ * not depend on how many rows are computed together. Results are rounded where the plain operations of model/decoder.py
+ * and model/mlp.py round. NaN and infinity propagate.
  *
- * Called from kernels.py, which has the shapes. OpenMP's team is torch's own: both load libgomp.so.1.
+ * Called from library.py, which declares the arguments. The OpenMP team is torch's: both load libgomp.so.1.
  */
 #include "attention.h"
 #include "matmul.h"
 #include "ops.h"
 
-/* Whole layers of rows that each see positions of their own
+/* Whole layers, of rows that each see positions of their own
  *
- * As one call with one team: between calls Python runs with whatever the weights that streamed by have left in the
- * cache, or waits for its lock.
+ * One call with one thread team: between calls Python runs on a cache that the weights have swept, or waits for its
+ * lock.
  */
 
-/* As layers.py has them; what a model has not is NULL. */
+/* As in layers.py; NULL for what a model does not have. */
 struct layer {
     const void *input_norm, *qkv, *qkv_bias, *qk_norm, *o, *attention_out_norm, *post_norm, *gate_up, *down, *mlp_out_norm;
 };
@@ -43,16 +43,16 @@ struct batch {
     long layer_stride, plane; /* of kv, in numbers */
     floats *wide;
     char *memory;
-    const int64_t *change; /* NULL, or what others change when the cores are to be divided anew */
+    const int64_t *change; /* NULL, or changes when the cores are to be divided anew */
     int64_t change_seen;
 };
 
-/* What is computed on the way. */
+/* Intermediate results. */
 struct steps {
     void *normed, *given, *sum, *heads, *queries, *attended, *gate_up, *gated;
 };
 
-/* The next `count` 16-bit numbers of the memory. */
+/* Takes the next `count` 16-bit numbers of the memory. */
 INLINE void *next(char **memory, long count) {
     void *here = *memory;
     *memory += (2 * count + 63) / 64 * 64;
@@ -73,7 +73,7 @@ INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, c
 #define NORM(x, added, weight, sum, out) norm_row(D, x, added, weight, hidden, s->eps, s->unit_offset, sum, out)
 #define ROW(of, size) place(D, t->of, r * (size))
 #define HIDDEN place(D, b->hidden, r * hidden)
-/* A call for each row, then its results are widened. */
+/* A call for each row, then widens its results. */
 #define ROWS_OF(results, size, call)                                                                                   \
     _Pragma("omp for schedule(static)") for (long first = 0; first < b->num_rows; first += rows_together(b->num_rows)) { \
         for (long r = first; r < first + rows_together(b->num_rows) && r < b->num_rows; r++) call;                     \
@@ -114,8 +114,8 @@ INLINE void layer_by_team(int D, const struct layer *w, const struct shape *s, c
 #undef LINEAR
 }
 
-/* `num_layers` layers from `first` on, or, where something changes meanwhile, as many as are computed by then; how many.
- * `kinds` tells the view of each. */
+/* Computes `num_layers` layers from `first` on, or fewer if `change` changes meanwhile; returns how many. `kinds` has
+ * the view of each layer. */
 long torchrelay_layers(const struct layer *layers, const int64_t *kinds, long first, long num_layers,
                        const struct shape *s, const struct batch *b) {
     long all = s->heads + 2 * s->kv_heads, across = s->heads * s->head_dim, most = omp_get_max_threads();
@@ -134,7 +134,7 @@ long torchrelay_layers(const struct layer *layers, const int64_t *kinds, long fi
     memset(chunks, 0, sizeof chunks);
 #pragma omp parallel
     for (long layer = first; layer < first + __atomic_load_n(&num_layers, __ATOMIC_RELAXED); layer++) {
-        /* The others look at it again after this layer's barriers. */
+        /* The other threads read num_layers again after this layer's barriers. */
 #pragma omp master
         if (b->change && __atomic_load_n(b->change, __ATOMIC_RELAXED) != b->change_seen)
             __atomic_store_n(&num_layers, layer - first + 1, __ATOMIC_RELAXED);

@@ -1,7 +1,7 @@
-"""Whole layers in one call, of batches whose attention is all computed here: a decode step, or a short prompt.
+"""Whole layers in one call, for batches whose attention is all computed here: a decode step, or a short prompt.
 
-Between two calls Python runs with whatever the weights that streamed by have left in the cache, or waits for its lock:
-a step of 24 layers took 27.5 ms by its steps, 23.7 a layer at a time, and takes 20.5 like this.
+Between two calls Python runs on a cache that the weights have swept, or waits for its lock: a step of 24 layers took
+27.5 ms op by op, 23.7 ms a layer at a time, and takes 20.5 ms like this.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from torch import Tensor
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
 from torchrelay.engine.kernels.cpu.attention import CpuPlan
 from torchrelay.engine.kernels.cpu.library import DTYPES, Kernels, address
-from torchrelay.engine.kernels.cpu.linear import supports_weight
-from torchrelay.engine.kernels.linear import max_kernel_rows
+from torchrelay.engine.kernels.cpu.linear import max_kernel_rows, supports_weight
+from torchrelay.engine.kernels.layer import LayerView, LayerWeights
 from torchrelay.engine.kernels.workspace import Workspace
-from torchrelay.engine.model.batch import Batch, LayerView
-from torchrelay.engine.weights.pack_weights import LayerWeights
 from torchrelay.modelspec.config import ModelConfig
 
 _WEIGHTS: Final = (
@@ -36,10 +34,10 @@ _WEIGHTS: Final = (
     "down",
     "mlp_out_norm",
 )
-# Of one call: between two of them groups are cancelled. Of many rows, which are bound by arithmetic, as many fewer.
+# Weights of one call: groups are cancelled between calls. Many rows, bound by arithmetic, get proportionally fewer.
 MAX_CALL_BYTES: Final = 1 << 30
 _FEW_ROWS: Final = 32
-_PADDING: Final = 8 * 32  # numbers: each of the eight results begins with a line of the cache
+_PADDING: Final = 8 * 32  # numbers: each of the eight buffers begins at a cache line
 _wide, _memory = Workspace(), Workspace()
 
 
@@ -70,7 +68,7 @@ class _Batch(Structure):
 
 
 class CpuLayers:
-    """The layers of one dense model whose weights have 16 bits."""
+    """The layers of one dense model with 16-bit weights."""
 
     def __init__(
         self,
@@ -79,18 +77,21 @@ class CpuLayers:
         dtype: torch.dtype,
         kind_of_layer: Sequence[int],
         active_processes: ActiveProcesses | None,
+        max_rows: int | None = None,
+        max_layers: int | None = None,
     ) -> None:
+        """``max_rows`` of a batch, and ``max_layers`` of one call; None: what is quickest."""
         self._kernels, self._active_processes = kernels, active_processes
-        self._max_rows = max_kernel_rows(kernels.level, dtype)
+        self._max_rows = max_rows or max_kernel_rows(kernels.level, dtype)
         across = config.num_heads * config.head_dim
         in_kv = config.num_kv_heads * config.head_dim
         self._widest = max(config.hidden_size, config.intermediate_size, across)
         num_weights = config.hidden_size * (2 * across + 2 * in_kv + 3 * config.intermediate_size)
-        self._max_layers = max(1, MAX_CALL_BYTES // (num_weights * dtype.itemsize))
-        self._room = 3 * (config.hidden_size + across + config.intermediate_size) + 2 * in_kv  # as kernels.c divides it
+        self._max_layers = max_layers or max(1, MAX_CALL_BYTES // (num_weights * dtype.itemsize))
+        self._room = 3 * (config.hidden_size + across + config.intermediate_size) + 2 * in_kv  # as in kernels.c
         self._kinds = (c_int64 * len(kind_of_layer))(*kind_of_layer)
         self._layers = (_Layer * len(kind_of_layer))()
-        # Whose addresses these are; not kept alive: the pack's memory is let go of before this.
+        # The weights at these addresses. Weak: the pack's memory is released before this object.
         self._known: list[Callable[[], LayerWeights | None]] = [lambda: None] * len(kind_of_layer)
         self._shape = _Shape(
             config.hidden_size,
@@ -107,29 +108,35 @@ class CpuLayers:
         )
 
     def run(
-        self, first: int, weights: Sequence[LayerWeights], kv: Tensor, hidden: Tensor, batch: Batch
+        self,
+        first: int,
+        weights: Sequence[LayerWeights],
+        kv: Tensor,
+        hidden: Tensor,
+        write_slots: Tensor,
+        views: Sequence[LayerView],
     ) -> tuple[Tensor, int]:
-        """What layers from ``first`` on give, bit for bit as step by step, and how many of them: those before one that
-        is not computed here, as many as one call should take, or those before the cores are to be divided anew.
+        """The hidden states after layers from ``first`` on, the same bits as op by op, and how many layers that were.
 
-        ``kv`` is that of all layers, [layers, 2, slots, kv_heads, head_dim]; ``hidden`` is [rows, hidden]. The caller
-        holds ``weights`` meanwhile: the reorder thread may put others in their place.
+        It stops before a layer that is not computed here, after as many layers as one call should take, or when the
+        cores are to be divided anew. ``kv`` is [layers, 2, slots, kv_heads, head_dim]; ``hidden`` is [rows, hidden].
+        The caller keeps ``weights`` alive meanwhile: the reorder thread may replace them.
         """
         num_rows = hidden.shape[0]
-        applies = num_rows <= self._max_rows and all(_is_all_on_cpu_kernels(view, num_rows) for view in batch.views)
+        applies = num_rows <= self._max_rows and all(_is_all_on_cpu_kernels(view, num_rows) for view in views)
         max_layers = max(1, self._max_layers * _FEW_ROWS // max(_FEW_ROWS, num_rows))
         num_layers = self._learn(first, weights[:max_layers]) if applies else 0
         if not num_layers:
             return hidden, 0
-        views = (_View * len(batch.views))(
-            *(_View(address(view.cos), address(view.sin), *view.attention.addresses) for view in batch.views)
+        found = (_View * len(views))(
+            *(_View(address(view.cos), address(view.sin), *view.attention.addresses) for view in views)
         )
         hidden = hidden.clone(memory_format=torch.contiguous_format)
         active_processes = self._active_processes
         rows = _Batch(
             num_rows,
-            address(batch.write_slots),
-            *(addressof(views), address(hidden), address(kv)),
+            address(write_slots),
+            *(addressof(found), address(hidden), address(kv)),
             *kv.stride()[:2],
             address(_wide.of(num_rows * self._widest)),
             address(_memory.of((num_rows * self._room + _PADDING) // 2)),
@@ -140,8 +147,8 @@ class CpuLayers:
         return hidden, done
 
     def _learn(self, first: int, weights: Sequence[LayerWeights]) -> int:
-        """How many of these layers are computed here, up to one that is not; notes where they lie."""
-        if [layer() for layer in self._known[first : first + len(weights)]] == weights:  # as nearly every time
+        """How many of these layers are computed here, up to the first that is not; notes their addresses."""
+        if [layer() for layer in self._known[first : first + len(weights)]] == weights:  # nearly always
             return len(weights)
         for number, layer in enumerate(weights, first):
             if self._known[number]() is not layer:

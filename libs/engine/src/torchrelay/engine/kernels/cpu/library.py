@@ -1,7 +1,7 @@
-"""The library made of ``kernels.c``, if it was built and this CPU can run it.
+"""The library built from ``kernels.c``, if it was built and this CPU can run it.
 
-It is built when the package is installed, where there is gcc, once per level of instructions: v3 is AVX2, v4
-AVX-512. Whoever calls hands over contiguous tensors of one dtype.
+The package's installation builds it, where there is gcc, once per instruction set level: v3 is AVX2, v4 AVX-512.
+Callers pass contiguous tensors of one dtype.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _ARGUMENTS: Final[dict[str, list[Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class IsaLevel:
-    """``linear_rows``: of more, widening a block of weights once for all of them was quicker."""
+    """``linear_rows``: with more rows it is quicker to widen a block of weights once for all of them."""
 
     name: str
-    needs: tuple[str, ...]  # as torch.cpu.get_capabilities has them
+    needs: tuple[str, ...]  # as torch.cpu.get_capabilities names them
     linear_rows: int
 
     @property
@@ -43,22 +43,22 @@ class IsaLevel:
 
     @property
     def runs_here(self) -> bool:
-        """Whether it was built, and this CPU has its instructions."""
+        """Whether it was built and this CPU has its instructions."""
         found = torch.cpu.get_capabilities()
         return self.file.exists() and all(found.get(name) for name in self.needs)
 
 
 _V3: Final = ("avx2", "bmi", "bmi2", "f16c", "fma3", "lzcnt")
 _V4: Final = ("avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl")
-LEVELS: Final = (IsaLevel("v4", (*_V3, *_V4), 256), IsaLevel("v3", _V3, 48))  # the quickest first
+LEVELS: Final = (IsaLevel("v4", (*_V3, *_V4), 256), IsaLevel("v3", _V3, 48))  # quickest first
 
 
 class Kernels:
-    """The functions of one library. ``layers`` returns how many it has computed, the others nothing."""
+    """The functions of one library. ``layers`` returns how many it computed, the others nothing."""
 
     def __init__(self, level: IsaLevel) -> None:
         self.level = level
-        # NOTE: after torch, whose OpenMP this shares: two teams of threads would spin against each other.
+        # NOTE: loaded after torch, to share its OpenMP: two thread teams would spin against each other.
         library = ctypes.CDLL(str(level.file))
         self.linear, self.norm, self.place_heads, self.gate, self.attend, self.layers = (
             _function(library, name, arguments) for name, arguments in _ARGUMENTS.items()
@@ -67,16 +67,24 @@ class Kernels:
 
 @cache
 def kernels() -> Kernels | None:
-    """The quickest that run here; None where none do."""
+    """The quickest that run here; None if none do."""
     log = logging.getLogger(__name__)
     for level in LEVELS:
         if level.runs_here:
             try:
                 return Kernels(level)
-            except OSError as error:  # of another platform, or half written
+            except OSError as error:  # built for another platform, or truncated
                 log.warning("%s cannot be loaded: %s", level.file.name, error)
-    log.warning("no kernels were built for this CPU: computing with torch's steps, slower")
+    log.warning("no kernels were built for this CPU: computing with torch's operations, slower")
     return None
+
+
+@cache
+def has_arithmetic(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies the dtype natively. True when unknown."""
+    found = torch.cpu.get_capabilities()
+    wanted = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}.get(dtype)
+    return wanted is None or found.get("architecture") != "x86_64" or any(found.get(name) for name in wanted)
 
 
 def address(tensor: Tensor | None) -> int | None:

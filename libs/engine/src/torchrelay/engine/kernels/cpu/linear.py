@@ -1,4 +1,4 @@
-"""Products with weights that are read where they lie, and widened on their way into the core."""
+"""Linear layers with 16-bit weights, read in place and widened on their way into the core."""
 
 from __future__ import annotations
 
@@ -7,20 +7,26 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from torchrelay.engine.kernels.cpu.library import DTYPES, Kernels, address
+from torchrelay.engine.kernels.cpu.library import DTYPES, IsaLevel, Kernels, address, has_arithmetic
 from torchrelay.engine.kernels.workspace import Workspace
 
-_STEP: Final = 32  # so many weights of a row are taken at a time, at most
+FEW_ROWS: Final = 4
+_STEP: Final = 32  # weights of a row taken at a time, at most
 _scratch = Workspace()
 
 
 def supports_weight(weight: Tensor) -> bool:
-    """Whether the kernel computes with an [out, in] weight. For fp32 torch's own are as quick."""
+    """Whether the kernel takes an [out, in] weight. For fp32 torch's own is as quick."""
     return weight.dtype != torch.float32 and weight.shape[1] % _STEP == 0
 
 
+def max_kernel_rows(level: IsaLevel, dtype: torch.dtype) -> int:
+    """Up to how many rows the kernel is quickest: few are bound by reading the weights, many by arithmetic."""
+    return FEW_ROWS if has_arithmetic(dtype) else level.linear_rows
+
+
 def cpu_linear(kernels: Kernels, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """``linear`` of [rows, in] and [out, in]; a row's result is the same whatever rows are computed with it."""
+    """``linear`` of [rows, in] and [out, in]. A row's result does not depend on the other rows."""
     (num_rows, size), num_out = x.shape, weight.shape[0]
     x = x.contiguous()
     out = x.new_empty(num_rows, num_out)

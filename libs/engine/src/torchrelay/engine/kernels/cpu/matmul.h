@@ -1,10 +1,10 @@
-/* Linear layers, of weights with two bytes each: for fp32 there are better kernels. */
+/* Linear layers with 16-bit weights; for fp32 there are better kernels. */
 #pragma once
 
 #include "dtypes.h"
 
-/* A register's numbers, and the tiles of sums that stay in registers: so many rows of x, each times so many of weights.
- * Few rows are computed at once, many in groups. */
+/* LANES: numbers per register. FEW, MANY, OUTPUTS_OF: the tiles of sums kept in registers, rows of x times rows of
+ * weights. Few rows are computed at once, many in groups. */
 #ifdef __AVX512F__
 #define LANES 16
 #define FEW 8
@@ -26,15 +26,15 @@
 typedef float floats __attribute__((vector_size(4 * LANES), aligned(4)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 
-/* Half of the next numbers: of bf16 those at even places or those at odd ones, each a half of a 32-bit lane. */
+/* Half of the next numbers: for bf16 the even or the odd ones, each one half of a 32-bit lane. */
 INLINE floats take(int D, const void *from, int half) {
     if (D == F16) return WIDENED((const char *)from + half * 2 * LANES);
     words pairs;
-    memcpy(&pairs, from, sizeof pairs); /* they may just have been written as 16-bit numbers */
+    memcpy(&pairs, from, sizeof pairs); /* not a cast: they may just have been written as 16-bit numbers */
     return (floats)(half ? pairs & 0xffff0000u : pairs << 16);
 }
 
-/* Rows widened, their vectors in turn: the first of each row, the second of each row. */
+/* Widens rows, vectors interleaved: the first of each row, then the second of each row. */
 INLINE void widen(int D, const void *from, long rows, long size, floats *wide) {
     for (long v = 0; v < size / LANES; v += 2, wide += 2 * rows)
         for (long r = 0; r < rows; r++) {
@@ -44,7 +44,7 @@ INLINE void widen(int D, const void *from, long rows, long size, floats *wide) {
         }
 }
 
-/* The totals of as many vectors as they have lanes, as the lanes of one. Each round halves their number. */
+/* The totals of LANES vectors, as the lanes of one. Each round halves their number. */
 INLINE floats totals(floats *each) {
     const words lane = LANE_NUMBERS;
 #pragma GCC unroll 4
@@ -67,7 +67,7 @@ INLINE void add_products(int rows, int outputs, const floats *x, const floats *w
     }
 }
 
-/* A tile's results from its sums. */
+/* Reduces a tile's sums to its results. */
 INLINE void finish(int D, int rows, int outputs, const floats *sums, const void *bias, void *out, long stride) {
     float results[TILE];
     uint16_t numbers[TILE];
@@ -85,7 +85,7 @@ INLINE void finish(int D, int rows, int outputs, const floats *sums, const void 
     for (int r = 0; r < rows; r++) memcpy(place(D, out, r * stride), numbers + r * outputs, outputs * sizeof *numbers);
 }
 
-/* Calls a function with how many rows there are as a constant. */
+/* Calls a function with the number of rows as a constant. */
 #define ROWS(num, call)                                                                                                \
     case num: {                                                                                                        \
         enum { R = num };                                                                                              \
@@ -102,29 +102,29 @@ INLINE void finish(int D, int rows, int outputs, const floats *sums, const void 
     switch (rows) { ROWS(1, call) ROWS(2, call) ROWS(3, call) ROWS(4, call) }
 #endif
 
-/* How many chunks of a part are taken; alone on its line of the cache. */
+/* How many chunks of a part are taken; on a cache line of its own. */
 struct taken {
     long chunks;
 } __attribute__((aligned(64)));
 
-/* One linear layer, as a team computes it. */
+/* One linear layer, as a thread team computes it. */
 struct linear {
     long size, num_out;
     const void *weights, *bias;
     void *out;
-    struct taken *taken, *next; /* of each part: zero before, and of the team's next layer, to be set to zero */
+    struct taken *taken, *next; /* by part: zero at first; and the next layer's, to be zeroed */
 };
 
 #define AHEAD 8 /* outputs */
 
-/* Weights that come into the cache while others are computed with, a line at each of two places at a time. The hardware's
- * own prefetching ends with every page of 4 KB, and a row is hardly longer. */
+/* Weights to prefetch while others are computed with, a cache line at each of two places at a time. The hardware's
+ * prefetcher stops at every 4 KB page, and a row is hardly longer. */
 struct ahead {
     const char *next, *end;
     long apart;
 };
 
-/* A tile's sums. Where the weights are wanted `once`, by this tile alone, as many lines come into the cache as it takes. */
+/* A tile's sums. If its weights are read `once`, by this tile alone, it prefetches as many lines as it reads. */
 INLINE void tile(int D, int rows, int outputs, int once, const floats *x, long size, const void *weights,
                  struct ahead *ahead, floats *sums) {
     floats own[TILE] = {0};
@@ -169,7 +169,7 @@ INLINE void group(int D, int rows, int once, const floats *x, const struct linea
     }
 }
 
-/* Outputs from `begin` to `end` of all rows: the weights wait in the core's cache for the next group. */
+/* Outputs from `begin` to `end` of all rows: the weights stay in the core's cache for the next group. */
 INLINE void outputs_between(int D, long num_rows, const floats *wide, const struct linear *l, long begin, long end) {
     const char *rest = at(D, l->weights, end * l->size);
     long num_bytes = (end - begin) * l->size * 2, apart = num_rows > 3 * MANY ? 0 : num_bytes / 2;
@@ -185,9 +185,9 @@ INLINE void outputs_between(int D, long num_rows, const floats *wide, const stru
 
 #define CHUNK 48 /* outputs: whole tiles of 3 or 4 */
 
-/* What this thread of a team computes of a layer; `wide` are the rows of x, widened in groups.
+/* This thread's share of a layer; `wide` has the rows of x, widened in groups.
  *
- * Each thread has its part of the outputs, and takes chunks of the others' when it has done: a core may be lent out.
+ * Each thread has a part of the outputs, and steals chunks of the others' once done: a core may be preempted.
  */
 INLINE void any_linear(int D, long num_rows, const floats *wide, const struct linear *l) {
     long me = omp_get_thread_num(), team = omp_get_num_threads(), num_chunks = (l->num_out + CHUNK - 1) / CHUNK;
@@ -214,12 +214,12 @@ INLINE void linear_by_team(int D, long num_rows, const floats *wide, const struc
     else f16_linear(num_rows, wide, l);
 }
 
-/* How many rows of x lie together in `wide`. */
+/* How many rows of x form a group in `wide`. */
 INLINE long rows_together(long num_rows) {
     return num_rows <= FEW ? FEW : MANY;
 }
 
-/* Widens the group of rows that begins with row `r`. */
+/* Widens the group of rows that starts with row `r`. */
 INLINE void widen_group(int D, const void *x, long r, long num_rows, long size, floats *wide) {
     long together = rows_together(num_rows);
     widen(D, at(D, x, r * size), num_rows - r < together ? num_rows - r : together, size, wide + r * (size / LANES));

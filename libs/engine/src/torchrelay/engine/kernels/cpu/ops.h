@@ -1,4 +1,4 @@
-/* The small steps of a layer: norms, heads, and the gate of an MLP. */
+/* Fused operations of a layer: norms, heads, and the gate of an MLP. */
 #pragma once
 
 #include "dtypes.h"
@@ -89,7 +89,7 @@ void torchrelay_place_heads(int dtype, const void *heads, const void *norms, flo
 
 /* The gate of an MLP */
 
-/* Of one row; GELU in its approximation by tanh, which is 2 sigmoid(2 x) - 1. */
+/* One row. GELU is approximated by tanh(x) = 2 sigmoid(2 x) - 1. */
 INLINE void gate_row(int D, const void *gates, const void *ups, long size, int is_silu, void *out) {
 #pragma omp simd
     for (long i = 0; i < size; i++) {

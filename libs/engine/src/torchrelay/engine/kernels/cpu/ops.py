@@ -1,4 +1,4 @@
-"""The small steps of a layer on a CPU: each of torch's calls would cost more than its arithmetic."""
+"""Fused operations on a CPU, where a torch call costs more than its arithmetic."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Triton kernels of a GPU. As kernels.cpu."""
+"""Triton kernels for GPUs."""

@@ -1,6 +1,6 @@
 """Attention over paged KV by Triton: flash decoding for sequences with one row, tiled prefill for the others.
 
-On a CPU it runs in Triton's interpreter, where the environment asks for that (``TRITON_INTERPRET=1``): for tests.
+On a CPU it runs in Triton's interpreter, for tests (``TRITON_INTERPRET=1``).
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ _UNBOUNDED: Final = 1 << 30  # positions
 _MAX_SPLITS: Final = 64
 _PROGRAMS_PER_PROCESSOR: Final = 2
 _INTERPRETED_PROGRAMS: Final = 4
-_MIN_DOT: Final = 16  # rows and columns that a matrix unit takes at least
-_PREFILL_TILE_BYTES: Final = 32 << 10  # of queries; keys and values take as much again, twice
+_MIN_DOT: Final = 16  # least rows and columns of a matrix unit
+_PREFILL_TILE_BYTES: Final = 32 << 10  # of queries; keys and values take twice as much again
 _DECODE_TILE_BYTES: Final = 16 << 10  # of keys
-# Iterations under way at once: page tables are read before the keys and values that they tell of.
+# Iterations in flight: page tables are read before the keys and values they point to.
 _DECODE_STAGES: Final = 5
 _PREFILL_STAGES: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPart:
-    """Sequences with several rows each; their sheet is described in ``triton_kernels``."""
+    """Sequences of several rows each; for the sheet see ``attention_kernels``."""
 
     sheet: Tensor
     nums_rows: tuple[int, ...]  # of each sequence
     _blocks: dict[int, Tensor] = field(default_factory=dict)  # the same for all layers
 
     def blocks(self, block_rows: int) -> Tensor:
-        """int32 [blocks, 2], sequence and first row: the rows in blocks of at most so many.
+        """int32 [blocks, 2], sequence and first row: the rows in blocks of at most ``block_rows``.
 
-        The last first, since they see most and take longest.
+        The last rows come first: they see most and take longest.
         """
         if block_rows not in self._blocks:
             pairs = [(number, row) for number, rows in enumerate(self.nums_rows) for row in range(0, rows, block_rows)]
@@ -62,13 +62,13 @@ class PagedPlan:
 
 @dataclass(frozen=True, slots=True)
 class FixedPlan(PagedPlan):
-    """A plan of sequences with one row each that is filled anew for each batch, and beyond it with ``blank``."""
+    """A plan of sequences of one row each that is refilled for each batch, and beyond it with ``blank``."""
 
-    blank: Tensor = field(kw_only=True)  # int32 [sequences, 4]: a sequence that only sees the scratch slot
+    blank: Tensor = field(kw_only=True)  # int32 [sequences, 4]: sequences that see the scratch slot alone
 
 
 class TritonAttention(AttentionBackend):
-    """One instance per model; what it reads are page tables."""
+    """One instance per model. It reads page tables."""
 
     replays = True
 
@@ -193,9 +193,9 @@ class TritonAttention(AttentionBackend):
 
 
 def num_splits_for(num_independent: int, num_programs: int) -> int:
-    """Into how many shares a sequence's positions are cut: a power of two, so that so many programs keep a GPU busy.
+    """Into how many parts to split a sequence's positions: a power of two that keeps ``num_programs`` busy.
 
-    By the shape of the batch alone, never by lengths: the same for a batch that is replayed with other lengths.
+    By the shape of the batch, never by lengths: a recorded batch is replayed with other lengths.
     """
     wanted: int = triton.next_power_of_2(-(-num_programs // num_independent))
     return min(wanted, _MAX_SPLITS)
@@ -208,19 +208,19 @@ def _num_programs(device: torch.device) -> int:
 
 
 def _product_dtype(kv: Tensor) -> Any:
-    """The dtype of products: that of the KV, but the interpreter has no matrix product of bf16."""
+    """The dtype of products: the KV's, except that the interpreter has no bf16 matrix product."""
     if kv.dtype == torch.bfloat16 and kv.is_cuda:
         return tl.bfloat16
     return tl.float16 if kv.dtype == torch.float16 else tl.float32
 
 
 def _rows_in(tile_bytes: int, row_bytes: int) -> int:
-    """Rows of a tile in the nearest core memory: a power of two (row_bytes is one), 16 to 128."""
+    """Rows of a tile in shared memory: 16 to 128, a power of two as ``row_bytes`` is."""
     return min(max(tile_bytes // row_bytes, _MIN_DOT), 128)
 
 
 def _padded(num_pages: int) -> int:
-    """Widths in steps, so that kernels are not specialised anew for each."""
+    """Widths in steps, so that kernels are not specialised for each."""
     return -(-(num_pages + SHEET_HEADER) // 16) * 16 - SHEET_HEADER
 
 

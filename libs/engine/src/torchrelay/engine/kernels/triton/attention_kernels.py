@@ -1,9 +1,8 @@
-"""Triton kernels: attention over paged KV, and the small steps of a layer that would each cost a launch or three.
+"""Triton kernels: attention over paged KV.
 
-A *sheet* tells the attention kernels which sequences there are: int32 [sequences, 3 + pages], each row being the first
-of the sequence's rows in the batch, how many there are, how many positions it has (those of its rows included), and
-its page table. Softmax is kept in fp32 and in base two; ``MULTIPLIED`` is the
-dtype that matrices are multiplied in. What a page holds beyond the last position is never used.
+A *sheet* describes the sequences: int32 [sequences, 3 + pages], each row being the sequence's first row in the batch,
+its number of rows, its number of positions (these rows included), and its page table. Softmax is in fp32 and base two;
+``MULTIPLIED`` is the dtype of matrix products. A page's content beyond the last position is never used.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _HEADER: tl.constexpr = tl.constexpr(SHEET_HEADER)
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _squeezed(scores: tl.tensor, scale: tl.tensor, cap: tl.tensor, CAPPED: tl.constexpr) -> tl.tensor:
-    """Scaled, capped by a tanh where there is a cap, and in base two."""
+    """Scores scaled, capped by a tanh if ``CAPPED``, and in base two."""
     scores = scores * scale
     if CAPPED:
         faded = tl.exp(-2.0 * tl.abs(scores) / cap)
@@ -33,7 +32,7 @@ def decode_split(
     kv: tl.tensor,  # [2, slots, kv heads, head_dim]
     sheet: tl.tensor,
     partial: tl.tensor,  # fp32 out [sequences, kv heads * group, splits, head_dim]
-    weights: tl.tensor,  # fp32 out, the same without head_dim: base-two logarithm of what each split weighs
+    weights: tl.tensor,  # fp32 out, the same without head_dim: base-two logarithm of each split's weight
     scale: tl.tensor,
     cap: tl.tensor,
     window: tl.tensor,
@@ -50,9 +49,9 @@ def decode_split(
     BLOCK_DIM: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ) -> None:
-    """One sequence with one row, one kv head with the query heads that share it, and one share of the positions.
+    """One sequence of one row, one kv head with the query heads that share it, and one split of the positions.
 
-    Flash decoding (Dao et al. 2023): the shares run side by side and are merged by ``decode_merge``.
+    Flash decoding (Dao et al. 2023): the splits run in parallel and are merged by ``decode_merge``.
     """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     entry = sheet + sequence * sheet_stride
@@ -110,7 +109,7 @@ def decode_merge(
     SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ) -> None:
-    """One sequence and one head: the mean of its shares, each by its weight."""
+    """One sequence and one head: the weighted mean of its splits."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(sheet + sequence * sheet_stride).to(tl.int64)
     splits, dims = tl.arange(0, SPLITS), tl.arange(0, BLOCK_DIM)
@@ -128,7 +127,7 @@ def prefill(
     queries: tl.tensor,  # [rows, heads, head_dim]
     kv: tl.tensor,  # [2, slots, kv heads, head_dim]
     sheet: tl.tensor,
-    blocks: tl.tensor,  # int32 [blocks, 2]: which sequence, and which of its rows is the block's first
+    blocks: tl.tensor,  # int32 [blocks, 2]: the sequence, and the block's first row in it
     out: tl.tensor,  # as queries
     scale: tl.tensor,
     cap: tl.tensor,
@@ -145,7 +144,7 @@ def prefill(
     BLOCK_DIM: tl.constexpr,
     BLOCK_KV: tl.constexpr,
 ) -> None:
-    """Some rows of one sequence and one head, over all that they see: the context before them and themselves."""
+    """A block of rows of one sequence and one head, over all that they see: the context before them and themselves."""
     block, head = tl.program_id(0), tl.program_id(1)
     sequence, first_row = tl.load(blocks + 2 * block), tl.load(blocks + 2 * block + 1)
     entry = sheet + sequence * sheet_stride
@@ -176,7 +175,7 @@ def prefill(
         age = own[:, None] - positions[None, :]
         scores = tl.where((age >= 0) & (age < window) & is_there[None, :], scores, float("-inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
-        # A row sees nothing in this block where a window ended before it, or where it is no row at all.
+        # A row sees nothing here if its window begins later, or if it is padding.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         faded = tl.exp2(highest - base)
         shares = tl.exp2(scores - base[:, None])

@@ -1,7 +1,7 @@
-"""Triton kernels of the small steps between a layer's matrices: each would else be several launches on a GPU.
+"""Triton kernels of the operations between a layer's matrix products.
 
-Sums and functions in fp32; rounded where the plain steps of ``model`` and ``mlp`` round, but for the rotation, which
-rounds once.
+Sums and functions are fp32, rounded where the plain operations of ``model`` round, except the rotation, which rounds
+once.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ def _weighed(normed: tl.tensor, weight: tl.tensor, dtype: tl.constexpr, UNIT_OFF
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _sigmoid(x: tl.tensor) -> tl.tensor:
-    return 1.0 / (1.0 + tl.exp(-tl.maximum(x, -80.0)))  # below it fp32 has nothing to tell, and exp overflows
+    return 1.0 / (1.0 + tl.exp(-tl.maximum(x, -80.0)))  # below it the result is 0 in fp32, and exp overflows
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def norm_rows(
     x: tl.tensor,  # [rows, size]
-    added: tl.tensor,  # the same, to be added to x first; read only where ADDS
+    added: tl.tensor,  # as x, added to it first; read only if ADDS
     weight: tl.tensor,  # [size]
-    total: tl.tensor,  # out where ADDS: x + added
+    total: tl.tensor,  # out if ADDS: x + added
     out: tl.tensor,
     eps: tl.tensor,
     SIZE: tl.constexpr,
@@ -37,7 +37,7 @@ def norm_rows(
     ADDS: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ) -> None:
-    """The root-mean-square norm of one row, perhaps of a sum."""
+    """The root-mean-square norm of one row, or of a sum."""
     columns = tl.arange(0, BLOCK)
     is_there = columns < SIZE
     places = tl.program_id(0).to(tl.int64) * SIZE + columns
@@ -56,7 +56,7 @@ def norm_rows(
 @triton.jit  # type: ignore[untyped-decorator]
 def place_heads(
     heads: tl.tensor,  # [rows, heads + 2 * kv heads, head_dim]: queries, keys, values
-    norms: tl.tensor,  # [heads + kv heads, head_dim]; read only where NORMED
+    norms: tl.tensor,  # [heads + kv heads, head_dim]; read only if NORMED
     cos: tl.tensor,  # [rows, head_dim / 2]
     sin: tl.tensor,
     slots: tl.tensor,  # int64 [rows]
@@ -71,7 +71,7 @@ def place_heads(
     NORMED: tl.constexpr,
     UNIT_OFFSET: tl.constexpr,
 ) -> None:
-    """One head of one row to where it belongs: queries and keys normed and rotated, keys and values into their slot."""
+    """One head of one row: queries and keys are normalised and rotated, keys and values go to their slot."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     is_there = columns < HALF
@@ -105,7 +105,7 @@ def place_heads(
 
 @triton.jit  # type: ignore[untyped-decorator]
 def gate_rows(gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr) -> None:
-    """activation(gate) * up of a block of one row; the halves of [rows, 2 * SIZE]."""
+    """activation(gate) * up for a block of one row of [rows, 2 * SIZE]."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_there = columns < SIZE
     row = tl.program_id(0).to(tl.int64)
@@ -114,7 +114,7 @@ def gate_rows(gate_up: tl.tensor, out: tl.tensor, SIZE: tl.constexpr, BLOCK: tl.
     up = tl.load(own + SIZE, mask=is_there, other=0.0).to(tl.float32)
     if SILU:
         activated = gate * _sigmoid(gate)
-    else:  # the approximation of GELU by tanh, which is 2 sigmoid(2 x) - 1
+    else:  # GELU's approximation by tanh(x) = 2 sigmoid(2 x) - 1
         activated = gate * _sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
     dtype: tl.constexpr = out.dtype.element_ty
     tl.store(out + row * SIZE + columns, (activated.to(dtype).to(tl.float32) * up).to(dtype), mask=is_there)

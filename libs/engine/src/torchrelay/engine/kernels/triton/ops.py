@@ -1,4 +1,4 @@
-"""The small steps of a layer on a GPU: each of torch's would be several launches."""
+"""Fused operations on a GPU: each would be several launches of torch's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GATE_BLOCK: Final = 1024
 
 
 class TritonOps(FusedOps):
-    """Triton's kernels; compiled when first called."""
+    """Triton kernels, compiled on first use."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
         return _norm(x, None, weight, eps, unit_offset)[1]

@@ -6,7 +6,7 @@ from torchrelay.common.errors import StaleEpoch
 
 
 class EpochFence:
-    """The highest epoch that a command carried."""
+    """Remembers the highest epoch that a command carried and refuses lower ones."""
 
     def __init__(self) -> None:
         self.highest = 0
@@ -14,5 +14,5 @@ class EpochFence:
     def check(self, epoch: int) -> None:
         """Raises ``StaleEpoch`` for a command of a lower epoch."""
         if epoch < self.highest:
-            raise StaleEpoch(f"epoch {epoch} is over: epoch {self.highest} has begun", field="epoch")
+            raise StaleEpoch(f"epoch {epoch} is stale; the current epoch is {self.highest}", field="epoch")
         self.highest = epoch

@@ -1,0 +1,68 @@
+"""Which implementation of each operation a device gets.
+
+Triton, and attention backends by name, are imported when first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Final
+
+import torch
+
+from torchrelay.engine.kernels.attention import AttentionBackend
+from torchrelay.engine.kernels.capture import Capturer, capturer_for
+from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses
+from torchrelay.engine.kernels.cpu.layers import CpuLayers
+from torchrelay.engine.kernels.cpu.library import kernels
+from torchrelay.engine.kernels.cpu.ops import CpuOps
+from torchrelay.engine.kernels.fused_ops import FusedOps
+from torchrelay.modelspec.config import ModelConfig
+
+ATTENTION_BACKENDS: Final = {
+    "cpu": "torchrelay.engine.kernels.cpu.attention:CpuAttention",
+    "gather": "torchrelay.engine.kernels.gather_attention:GatherAttention",
+    "triton": "torchrelay.engine.kernels.triton.attention:TritonAttention",
+}
+
+# Of a model, its dtype, the kind of each layer, and the processes it shares the CPU with.
+WholeLayers = Callable[[ModelConfig, torch.dtype, Sequence[int], ActiveProcesses | None], CpuLayers]
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """What computes on one device. None: nothing of the kind does, and plain operations take its place."""
+
+    attention: Callable[[int], AttentionBackend]  # of a number of tokens per page
+    fused_ops: FusedOps | None = None
+    whole_layers: WholeLayers | None = None  # several layers in one call
+    capturer: Capturer | None = None  # records decode steps
+
+
+def backends_for(device: torch.device, attention: str | None = None) -> Backends:
+    """The quickest of everything on a device; ``attention`` names another backend. Raises ``KeyError``."""
+    backend, capturer = attention_backend(attention or default_attention(device)), capturer_for(device)
+    if device.type == "cuda":
+        from torchrelay.engine.kernels.triton.ops import TritonOps
+
+        return Backends(backend, TritonOps(), capturer=capturer)
+    found = kernels() if device.type == "cpu" else None
+    if found is None:
+        return Backends(backend, capturer=capturer)
+    return Backends(backend, CpuOps(found), lambda *of: CpuLayers(found, *of), capturer)
+
+
+def attention_backend(name: str) -> Callable[[int], AttentionBackend]:
+    """Makes a backend by its registered name. Raises ``KeyError``."""
+    module, _, cls = ATTENTION_BACKENDS[name].partition(":")
+    backend: Callable[[int], AttentionBackend] = getattr(import_module(module), cls)
+    return backend
+
+
+def default_attention(device: torch.device) -> str:
+    """The name of the quickest backend on a device."""
+    if device.type == "cuda":
+        return "triton"
+    return "gather" if kernels() is None else "cpu"

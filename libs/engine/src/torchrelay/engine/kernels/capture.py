@@ -1,0 +1,47 @@
+"""Recording of a device's kernel launches, to replay them with one launch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+Replay = Callable[[], Tensor]
+
+
+class Capturer(ABC):
+    @abstractmethod
+    def capture(self, compute: Callable[[], Tensor]) -> Replay:
+        """Records what ``compute`` launches. Calling the result repeats it, and returns the same tensor each time."""
+
+
+class CudaCapturer(Capturer):
+    """CUDA graphs in one memory pool: the result of a replay is valid until the next one."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, compute: Callable[[], Tensor]) -> Replay:
+        # First run it unrecorded, also on a side stream: this compiles kernels and allocates workspaces.
+        current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            compute()
+        current.wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads may copy to the device meanwhile, which is not part of this recording.
+        with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+            result = compute()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+
+def capturer_for(device: torch.device) -> Capturer | None:
+    """None: steps are not recorded on such a device."""
+    return CudaCapturer() if device.type == "cuda" else None

@@ -1,0 +1,36 @@
+"""What one decoder layer computes with: its weights, and its view of the batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torchrelay.engine.kernels.matrix import Matrix
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class LayerWeights:
+    """Projections are [out, in], as ``linear`` takes them."""
+
+    input_norm: Tensor
+    attention_out_norm: Tensor | None
+    post_norm: Tensor  # before the MLP
+    mlp_out_norm: Tensor | None
+    qkv: Matrix  # queries, keys and values of all heads, stacked
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]: the norm of each query and key head
+    o: Matrix
+    router: Tensor | None  # [experts, hidden]; with it, the next two have a leading axis of experts
+    gate_up: Matrix
+    down: Matrix
+
+
+@dataclass(frozen=True, slots=True)
+class LayerView:
+    """The batch as layers of one kind see it."""
+
+    cos: Tensor  # [rows, 1, head_dim / 2]
+    sin: Tensor
+    attention: Any  # the plan of the attention backend

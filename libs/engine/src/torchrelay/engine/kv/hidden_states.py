@@ -1,0 +1,29 @@
+"""Hidden states of prompts that stand at a layer boundary above 0."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from torchrelay.engine.batching.sequences import PrefillContext
+
+
+class HiddenStates:
+    """One tensor per context, [num_tokens, hidden]. All methods on the engine thread."""
+
+    def __init__(self) -> None:
+        self._tensors: WeakKeyDictionary[PrefillContext, Tensor] = WeakKeyDictionary()
+
+    def of(self, context: PrefillContext) -> Tensor:
+        return self._tensors[context]
+
+    def write(self, context: PrefillContext, begin: int, rows: Tensor) -> None:
+        """Sets the positions from ``begin`` on."""
+        found = self._tensors.get(context)
+        if found is None:
+            found = self._tensors[context] = rows.new_empty(context.num_tokens, *rows.shape[1:])
+        found[begin : begin + len(rows)] = rows
+
+    def drop(self, context: PrefillContext) -> None:
+        self._tensors.pop(context, None)

@@ -1,0 +1,98 @@
+"""Copies from the host to one device, in order, beside its computations."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class CopyEvent(ABC):
+    """A position in the order of a link's copies."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """(any thread) Returns once everything before it has completed."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """(computing thread) What this thread launches from now on runs after it; returns at once."""
+
+
+class DeviceLink(ABC):
+    """Copies to one device, in order, beside its computations. Methods from any thread."""
+
+    @abstractmethod
+    def pinned(self, num_bytes: int) -> Tensor:
+        """uint8 host memory that the device copies from asynchronously."""
+
+    @abstractmethod
+    def is_pinned(self, memory: Tensor) -> bool:
+        """Whether the device copies from this memory asynchronously."""
+
+    @abstractmethod
+    def space(self, num_bytes: int) -> Tensor:
+        """uint8 device memory; copies into it begin after what is computing with it now."""
+
+    @abstractmethod
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Starts a copy from pinned memory, which must not change until a later event has passed."""
+
+    @abstractmethod
+    def event(self) -> CopyEvent:
+        """The position after everything started so far."""
+
+    @abstractmethod
+    def ordered(self) -> AbstractContextManager[Any]:
+        """Computations that this thread launches inside run in the order of the copies."""
+
+
+class CudaCopyEvent(CopyEvent):
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event: torch.cuda.Event = stream.record_event()
+        self._device = stream.device
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class CudaLink(DeviceLink):
+    """Copies on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def is_pinned(self, memory: Tensor) -> bool:
+        return memory.is_pinned()
+
+    def space(self, num_bytes: int) -> Tensor:
+        # The allocator reuses memory that the running step has freed. Work on the step's own stream is ordered after
+        # it; this stream must wait.
+        device = self._stream.device
+        space = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return space
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+
+    def event(self) -> CopyEvent:
+        return CudaCopyEvent(self._stream)
+
+    def ordered(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+
+def link_to(device: torch.device) -> DeviceLink | None:
+    """A link to a device. None: it computes in the arena itself."""
+    return CudaLink(device) if device.type == "cuda" else None

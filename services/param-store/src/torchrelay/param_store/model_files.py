@@ -1,0 +1,24 @@
+"""The files of an uploaded model: names, size limits, and what the store itself reads in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+PASSED_ON = (GENERATION, "tokenizer_config.json", "special_tokens_map.json")  # documents for the gateway
+MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
+    **dict.fromkeys((CONFIG, INDEX_FILE, *PASSED_ON), 4 << 20),
+    **dict.fromkeys((TOKENIZER, "vocab.json", "merges.txt"), 64 << 20),
+    TEMPLATE: 256 << 10,
+}
+
+
+def eos_token_ids(generation: dict[str, Any], config: dict[str, Any]) -> list[Any]:
+    """The tokens that end an answer: those of generation_config.json if it names any, else of config.json."""
+    for document in (generation, config):
+        token_ids = document.get("eos_token_id")
+        if token_ids is not None:
+            return token_ids if isinstance(token_ids, list) else [token_ids]
+    return []

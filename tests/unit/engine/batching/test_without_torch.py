@@ -1,0 +1,84 @@
+"""Batching runs where torch cannot be imported: as in a simulation, which computes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+_PROGRAM = """
+import sys
+from importlib.abc import MetaPathFinder
+
+
+class Blocker(MetaPathFinder):
+    def find_spec(self, fullname, path, target=None):
+        if fullname.partition(".")[0] in ("torch", "triton", "grpc", "google"):
+            raise ModuleNotFoundError(f"{fullname} is not there", name=fullname)
+
+
+sys.meta_path.insert(0, Blocker())
+
+from torchrelay.engine.batching.interruptions import Interruptions
+from torchrelay.engine.batching.layerwise import plans_within_budget
+from torchrelay.engine.batching.pages import PageTables
+from torchrelay.engine.batching.prefix_cache import PrefixCache
+from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
+from torchrelay.engine.core import ChoiceSpec, GroupSpec, NewToken, SamplingParams
+from torchrelay.engine.execution.stepper import Runner, Stepper
+from torchrelay.engine.kv.model_layouts import ModelLayouts
+
+NUM_LAYERS, BUDGET = 2, 32
+layers = []
+
+
+class Sevens(Runner):
+    def run(self, plan):
+        places = [(each.spec, each.choice, each.next_position) for each in plan.decoding]
+        for context in [chunk.context for chunk in plan.chunks if chunk.ends_context]:
+            places += [(context.group.spec, choice, context.num_forced) for choice in context.choices]
+        return plan, [NewToken(s.group_id, c, p, 7, s.sampling.finish_of(7, p)) for s, c, p in places]
+
+    def run_one_layer(self, groups, token_budget):
+        plans = list(plans_within_budget(groups, token_budget))
+        layers.append([sum(chunk.num_tokens for chunk in plan.chunks) for plan in plans])
+        for group in groups:
+            group.layer += 1
+
+    def end(self, groups):
+        contexts = [context for group in groups for context in group.contexts]
+        return self.run(BatchPlan((), tuple(PrefillChunk(each, 0, each.num_tokens) for each in contexts)))
+
+
+copied, left = [], []
+tables = PageTables(100, page_tokens=16)
+scheduler = BatchScheduler(
+    tables,
+    PrefixCache(tables.allocator, 16),
+    BUDGET,
+    1000,
+    copy_page=lambda source, target: copied.append((source, target)),
+    on_leave=left.append,
+)
+stepper = Stepper(scheduler, Sevens(), Interruptions(scheduler, lambda: 0.0), lambda layer: True, NUM_LAYERS, BUDGET)
+for name, length, until in (("chunked/0", 40, None), ("by layers/0", 50, NUM_LAYERS)):
+    sampling = SamplingParams(max_tokens=3)
+    spec = GroupSpec(name, tuple(range(length)), length, sampling, (ChoiceSpec(0), ChoiceSpec(1)))
+    scheduler.submit(SequenceGroup.of(spec, until=until))
+found = {}
+while stepper.has_work:
+    for token in stepper.step().tokens:
+        found.setdefault((token.group_id, token.choice), []).append(token.token_id)
+    scheduler.check_integrity()
+assert found == {(name, choice): [7] * 3 for name in ("chunked/0", "by layers/0") for choice in range(2)}, found
+assert layers == [[32, 18]] * NUM_LAYERS, layers
+assert len(copied) == len(left) == 2  # the partial page of each context, for its second choice
+assert tables.allocator.num_free == 100
+print("torch" in sys.modules)
+"""
+
+
+def test_scheduler_and_layers_run_without_torch() -> None:
+    found = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "False"
