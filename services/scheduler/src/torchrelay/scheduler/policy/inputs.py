@@ -1,7 +1,4 @@
-"""Everything that can happen to the policy, as one tagged union of frozen records.
-
-What carries times of its own (``admitted_at``, ``seen_at``) was stamped by the scheduler's clock.
-"""
+"""Everything that can happen to the policy: one tagged union. Times in it are by the scheduler's clock."""
 
 from __future__ import annotations
 
@@ -13,9 +10,6 @@ from torchrelay.scheduler.policy.prediction import Outcome
 
 class _Input(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
     pass
-
-
-# Requests
 
 
 class Admit(_Input, frozen=True):
@@ -46,9 +40,6 @@ class GatewayConnected(_Input, frozen=True):
 
 class GatewayDisconnected(_Input, frozen=True):
     gateway_id: str
-
-
-# The cluster
 
 
 class WorkerReported(_Input, frozen=True):
@@ -82,9 +73,6 @@ class StoreGone(_Input, frozen=True):
     """Nobody listens at the store's address any more; its arena, and the instances in it, may live on."""
 
     store_id: str
-
-
-# Outcomes of commands
 
 
 class LoadAccepted(_Input, frozen=True):
@@ -129,9 +117,6 @@ class CopyFailed(_Input, frozen=True):
 
 class RetainFailed(_Input, frozen=True):
     store_id: str
-
-
-# Time
 
 
 class Tick(_Input, frozen=True):
