@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from pathlib import Path
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, FilePath, ValidationInfo, field_validator
 
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -16,7 +16,7 @@ class SchedulerSettings(ServiceSettings):
 
     port: int = Field(0, description="gRPC port; 0: any free one.")
     record: Path | None = Field(None, description="Write every input of the policy to this file, for --replay.")
-    replay: Path | None = Field(
+    replay: FilePath | None = Field(
         None, description="Apply the inputs in this file, print their effects as lines of JSON, and exit."
     )
     cluster_key: str = Field(
