@@ -60,7 +60,7 @@ def test_predictions_are_made_measured_and_near(platform: Platform, tenant: Tena
             predicted_ms, measured_ms = in_ms(reason, what)
             assert predicted_ms < measured_ms + 20 and measured_ms < predicted_ms + 100, reason
     assert_near([explained(platform, request_id)["predict"] for request_id in warm[NUM_WARM // 2 :]])
-    assert "128 tokens thought cached" in explained(platform, again)["predict"]
+    assert "128 tokens expected in the cache" in explained(platform, again)["predict"]
     reports = [report for report in next(platform.views()).workers if report.slot.model == model]
     assert reports
     for report in reports:

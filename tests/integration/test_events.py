@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.integration.test_replication import three_stores
-from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, Door, cluster
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster
 from torchrelay.cli.main import app
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
@@ -60,7 +60,7 @@ async def test_a_relays_events_appear_at_the_command_line(
     )
     async with three_stores(tmp_path, remote, nats_url) as stores:
         settings = SchedulerSettings(nats_url=nats_url, nats_prefix=stores.prefix, cluster_key=CLUSTER_KEY)
-        async with serving(settings) as addresses, Door(addresses["grpc"]) as door:
+        async with serving(settings) as addresses, GatewayClient(addresses["grpc"]) as door:
             address = addresses["grpc"]
             await cluster(address, lambda view: len(view.stores) == 3)
             async with following(address) as followed:

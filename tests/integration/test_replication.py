@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, Door, cluster, eventually
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster, eventually
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1 import param_store_pb2 as pb
@@ -123,7 +123,7 @@ async def test_a_used_model_is_kept_in_two_racks_and_a_lost_copy_is_rebuilt(
     async with three_stores(tmp_path, remote, nats_url) as stores:
         await stores.fill_first(pack_id)
         settings = SchedulerSettings(nats_url=nats_url, nats_prefix=stores.prefix, cluster_key=CLUSTER_KEY)
-        async with serving(settings) as addresses, Door(addresses["grpc"]) as door:
+        async with serving(settings) as addresses, GatewayClient(addresses["grpc"]) as door:
             await cluster(addresses["grpc"], lambda view: len(view.stores) == 3)
             await door.admit("r1", version=types_pb2.ModelVersion(**version))
             view = await cluster(addresses["grpc"], lambda view: len(retained_on(view, pack_id)) == 2, 20)

@@ -1,4 +1,4 @@
-"""The scheduler as a process: it starts lean, says where it is, and ends when told."""
+"""The scheduler as a process: it needs little memory, writes its address, and ends on SIGTERM."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, Door, cluster, house
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster, house
 from torchrelay.control.v1 import scheduler_pb2
 
 MAX_RSS_MB = 100
@@ -46,7 +46,7 @@ async def test_it_serves_in_little_memory_and_ends_cleanly(nats_url: str, tmp_pa
                     await asyncio.sleep(0.02)
             address = json.loads(ready.read_text())["grpc"]
             await cluster(address, lambda view: len(view.workers) == 2)
-            async with Door(address) as door:
+            async with GatewayClient(address) as door:
                 for number in range(500):
                     await door.admit(f"r{number}")
                 placements = [await door.placement() for _ in range(60)]

@@ -1,4 +1,4 @@
-"""Plans played chunk by chunk: near what no schedule can beat, and as predicted. The bench does it a thousand times."""
+"""Plans simulated chunk by chunk: near the bound of any schedule, and as predicted. The bench runs a thousand."""
 
 from __future__ import annotations
 

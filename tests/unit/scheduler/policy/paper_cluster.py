@@ -1,4 +1,4 @@
-"""A cluster on paper for tests of the policy: workers and stores that do what they are told, at once or not at all."""
+"""A cluster without processes for tests of the policy: its workers and stores obey at once, or not at all."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torchrelay.scheduler.policy.core import (
     Model,
     PackCopy,
     Placement,
+    Role,
     Roles,
     SlotStatus,
     StoreStatus,
@@ -92,8 +93,8 @@ def an_admission(model: Model, request_id: str, attempt: int = 1, now: float = 0
 
 
 @dataclass
-class Scene:
-    """The policy, its surroundings, and everything it said. ``obedient``: commands succeed at once."""
+class PaperCluster:
+    """The policy, its cluster, and all its effects. ``obedient``: commands succeed at once."""
 
     config: PolicyConfig = field(default_factory=PolicyConfig)
     obedient: bool = True
@@ -119,7 +120,7 @@ class Scene:
             self.recorder = InputRecorder(self.log, start)
         self.apply(GatewayConnected("gateway-1"))
 
-    def settle(self, *peers: WorkerStatus | StoreStatus) -> Scene:
+    def settle(self, *peers: WorkerStatus | StoreStatus) -> PaperCluster:
         """Everyone reports, and the start is over."""
         for peer in peers:
             if isinstance(peer, WorkerStatus):
@@ -254,15 +255,15 @@ class Scene:
         state.reservations.check_integrity(pools)
 
 
-def two_workers_one_host(**config: object) -> Scene:
+def two_workers_one_host(**config: object) -> PaperCluster:
     """The embedded install: one host, a prefill and a decode worker that can each play both roles."""
-    scene = Scene(PolicyConfig(**config))  # type: ignore[arg-type]
+    scene = PaperCluster(PolicyConfig(**config))  # type: ignore[arg-type]
     return scene.settle(a_store("store-1", "host-1"), a_worker("w-a"), a_worker("w-b"))
 
 
-def hosts(num_hosts: int, **config: object) -> Scene:
+def hosts(num_hosts: int, **config: object) -> PaperCluster:
     """``num_hosts`` hosts with a prefill and a decode worker each."""
-    scene = Scene(PolicyConfig(**config))  # type: ignore[arg-type]
+    scene = PaperCluster(PolicyConfig(**config))  # type: ignore[arg-type]
     peers: list[WorkerStatus | StoreStatus] = []
     for number in range(1, num_hosts + 1):
         host_id = f"host-{number}"
@@ -272,3 +273,15 @@ def hosts(num_hosts: int, **config: object) -> Scene:
             a_worker(f"d-{number}", host_id),
         ]
     return scene.settle(*peers)
+
+
+def two_hosts() -> PaperCluster:
+    """One prefills, the other decodes."""
+    scene = PaperCluster(PolicyConfig())
+    prefill, decode = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
+    return scene.settle(
+        a_store("store-1", "host-1"),
+        a_store("store-2", "host-2"),
+        a_worker("p", "host-1", prefill, has_prefix_cache=True),
+        a_worker("d", "host-2", decode),
+    )

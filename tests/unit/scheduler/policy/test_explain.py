@@ -39,7 +39,7 @@ def test_a_cold_request_shows_the_load_of_its_instances() -> None:
     explain = ExplainLog()
     copy = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 10_150_000, 10_160_000, 10_300_000, "store-9")
     slot = SlotStatus(InstancePhase.READY, "i1", load_phases=(TimedPhase("map", 10_310_000, 10_320_000, "w"),))
-    explain.opened(opened(cold=True))
+    explain.placed(opened(cold=True))
     explain.observe(an_instance(), slot, "store-1", copy)
     explain.released(
         KEY, [TimedPhase("queue", 10_000_000, 10_600_000), TimedPhase("first_token", 10_600_000, 10_700_000)]
@@ -56,8 +56,8 @@ def test_a_copy_that_was_there_before_is_a_relay_of_no_length_and_a_warm_request
     explain = ExplainLog()
     old = PackCopy("p", 1000, NUM_CHUNKS, NUM_CHUNKS, 0, "", 5_000_000, 5_000_001, 6_000_000, "remote")
     explain.observe(an_instance(), SlotStatus(), "store-1", old)
-    explain.opened(opened(cold=True))
-    explain.opened(opened(cold=False, key=AttemptKey("r2", 1)))
+    explain.placed(opened(cold=True))
+    explain.placed(opened(cold=False, key=AttemptKey("r2", 1)))
     cold, warm = explain.request("r1"), explain.request("r2")
     assert cold is not None and [phase.name for phase in cold[0]] == ["queue", "plan", "relay"]
     assert cold[0][-1].begin_us == cold[0][-1].end_us and "host copy present" in cold[0][-1].detail
@@ -67,13 +67,13 @@ def test_a_copy_that_was_there_before_is_a_relay_of_no_length_and_a_warm_request
 def test_rings_are_bounded() -> None:
     explain = ExplainLog(max_requests=3)
     for number in range(10):
-        explain.opened(opened(cold=False, key=AttemptKey(f"r{number}", 1)))
+        explain.placed(opened(cold=False, key=AttemptKey(f"r{number}", 1)))
     assert explain.request("r6") is None and explain.request("r9") is not None
     explain.released(AttemptKey("r9", 1), [TimedPhase("x", 1, 2)] * 1000)
     found = explain.request("r9")
     assert found is not None and len(found[0]) <= 64
     for number in range(1000):
-        explain.happened(SchedulerEvent(float(number), "wake", "acme/tiny", "i", "because"))
+        explain.note(SchedulerEvent(float(number), "wake", "acme/tiny", "i", "because"))
     assert len(explain.model("acme/tiny")) == 100
     assert explain.model("acme/none") == []
 
@@ -90,7 +90,7 @@ def test_every_decision_of_the_policy_has_a_reason() -> None:
 
 def test_what_was_predicted_stands_beside_what_was_measured() -> None:
     explain, placed = ExplainLog(), opened(cold=False)
-    explain.opened(placed)
+    explain.placed(placed)
     explain.record_accuracy(KEY, placed.placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=11.0))
     found = explain.request("r1")
     assert found is not None

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import (
     MB,
-    Scene,
+    PaperCluster,
     a_copy,
     a_model,
     a_store,
@@ -41,7 +41,7 @@ def test_the_first_request_wakes_prefill_and_decode_apart_with_one_copy() -> Non
 
 
 def test_one_slot_that_fits_plays_both_roles() -> None:
-    scene = Scene().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(a_model(), "r1")
     assert scene.workers["w-a"].slot.roles == BOTH
     placement = scene.placement("r1")
@@ -49,7 +49,7 @@ def test_one_slot_that_fits_plays_both_roles() -> None:
 
 
 def test_a_cold_model_waits_for_workers_and_is_not_refused() -> None:
-    scene = Scene().settle()
+    scene = PaperCluster().settle()
     scene.admit(a_model(), "r1")
     scene.pass_time(5)
     assert scene.refusal("r1") is None
@@ -191,7 +191,7 @@ def test_a_restarted_scheduler_adopts_what_runs() -> None:
     old.finish_loads()
     placement = old.placement("r1")
     assert placement is not None
-    scene = Scene(now=old.now)
+    scene = PaperCluster(now=old.now)
     scene.workers, scene.stores = old.workers, old.stores
     scene.admit(model, "r2")  # before any report: it waits, and wakes nothing
     scene.admit(model, "r1", current=placement)
@@ -208,7 +208,7 @@ def test_idle_instances_found_at_a_restart_end_by_the_default_timeout() -> None:
     old = two_workers_one_host()
     old.admit(a_model(), "r1")
     old.finish_loads()
-    scene = Scene(PolicyConfig(idle_timeout_s=3.0), now=old.now)
+    scene = PaperCluster(PolicyConfig(idle_timeout_s=3.0), now=old.now)
     scene.workers, scene.stores = old.workers, old.stores
     scene.pass_time(4.0)
     assert [type(command) for command in scene.commands] == [UnloadCommand, UnloadCommand]

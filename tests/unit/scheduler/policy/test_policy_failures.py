@@ -1,10 +1,17 @@
-"""The policy when things fail: workers that die or fall silent, loads that break."""
+"""The policy when things fail: workers that die or fall silent, loads that fail."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.scheduler.policy.paper_cluster import Scene, a_model, a_store, a_worker, hosts, two_workers_one_host
+from tests.unit.scheduler.policy.paper_cluster import (
+    PaperCluster,
+    a_model,
+    a_store,
+    a_worker,
+    hosts,
+    two_workers_one_host,
+)
 from torchrelay.scheduler.policy.core import Role, SlotStatus
 from torchrelay.scheduler.policy.effects import RefusalReason, SetRolesCommand
 from torchrelay.scheduler.policy.inputs import Tick, WorkerStopped
@@ -158,7 +165,7 @@ def test_after_all_tries_those_who_wait_are_told_the_cause() -> None:
 
 
 def test_a_load_that_fails_after_it_was_accepted_counts_as_a_try() -> None:
-    scene = Scene().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(a_model(), "r1")
     assert scene.placement("r1") is not None
     scene.workers["w-a"] = replace(scene.workers["w-a"], slot=SlotStatus(error="no holder left"))

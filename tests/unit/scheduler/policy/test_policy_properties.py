@@ -1,4 +1,4 @@
-"""Whatever comes in whatever order: no request is lost, no KV is promised twice, nothing cold is refused."""
+"""Any inputs in any order: no request is lost, no KV is promised twice, no cold model is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, Role
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Placed, RefusalReason, WakeCommand
@@ -24,7 +24,8 @@ POOL_BYTES = 4 * MB
 class Policing(RuleBasedStateMachine):
     @initialize(num_hosts=st.integers(1, 3), roles_apart=st.booleans())
     def start(self, num_hosts: int, roles_apart: bool) -> None:
-        self.scene = Scene(PolicyConfig(queue_limit=QUEUE_LIMIT, requests_per_instance=3, max_open_per_instance=5))
+        config = PolicyConfig(queue_limit=QUEUE_LIMIT, requests_per_instance=3, max_open_per_instance=5)
+        self.scene = PaperCluster(config)
         self.open: set[AttemptKey] = set()
         self.placements: dict[AttemptKey, Placed] = {}
         self.num_admitted = 0

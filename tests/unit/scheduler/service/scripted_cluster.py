@@ -1,4 +1,4 @@
-"""A gateway's door, and a house of scripted hosts with schedulers started in it."""
+"""A gateway's client, and a cluster of scripted hosts in which schedulers are started."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
-from torchrelay.scheduler.main import serving
+from torchrelay.scheduler.main import TICK_S, serving
 from torchrelay.scheduler.settings import SchedulerSettings
 
 WAIT_S = 20.0  # for what merely must happen, on a machine however busy
 CLUSTER_KEY = "00112233445566778899aabbccddeeff"
 
 
-class Door:
+class GatewayClient:
     """A gateway's side of the Admit stream."""
 
     def __init__(self, address: str, gateway_id: str = "gateway-1") -> None:
@@ -87,7 +87,7 @@ def a_request(request_id: str, attempt: int = 1, **changes: Any) -> scheduler_pb
     return scheduler_pb2.AdmitRequest(**(fields | changes))
 
 
-class House:
+class ScriptedCluster:
     """One NATS prefix with scripted peers, and schedulers started on it."""
 
     def __init__(self, nats_url: str, nats: Client, stack: AsyncExitStack) -> None:
@@ -110,19 +110,19 @@ class House:
         return SchedulerSettings(**(fields | changes))
 
     @asynccontextmanager
-    async def scheduler(self, num_workers: int = 0, **changes: Any) -> AsyncIterator[str]:
+    async def scheduler(self, num_workers: int = 0, tick_s: float = TICK_S, **changes: Any) -> AsyncIterator[str]:
         """A running scheduler's address, once it has heard of ``num_workers`` workers."""
-        async with serving(self.settings(**changes)) as addresses:
+        async with serving(self.settings(**changes), tick_s) as addresses:
             await cluster(addresses["grpc"], lambda view: len(view.workers) >= num_workers)
             yield addresses["grpc"]
 
 
 @asynccontextmanager
-async def house(nats_url: str) -> AsyncIterator[House]:
+async def house(nats_url: str) -> AsyncIterator[ScriptedCluster]:
     nats = await connect(nats_url, "scripted")
     try:
         async with AsyncExitStack() as stack:
-            yield House(nats_url, nats, stack)
+            yield ScriptedCluster(nats_url, nats, stack)
     finally:
         await nats.close()
 

@@ -1,4 +1,4 @@
-"""Workers and stores as real gRPC servers that do what they are told and report it, without weights or tokens."""
+"""Workers and stores as real gRPC servers that obey commands and report, without weights or tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PACK_BYTES = 32 * MB
 NUM_LAYERS = 4
 
 
-class Reporting(abc.ABC):
+class ReportingPeer(abc.ABC):
     """A server whose report goes out on NATS ten times a second and on a Watch stream at every change."""
 
     def __init__(self, nats: Client, subject: str) -> None:
@@ -95,7 +95,7 @@ class Reporting(abc.ABC):
             await self.server.server.stop(None)
 
 
-class ScriptedWorker(Reporting, worker_pb2_grpc.WorkerServicer):
+class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
     def __init__(self, nats: Client, subjects: Subjects, worker_id: str, host_id: str) -> None:
         super().__init__(nats, subjects.worker_load(worker_id))
         worker_pb2_grpc.add_WorkerServicer_to_server(self, self.server.server)
@@ -175,7 +175,7 @@ class ScriptedWorker(Reporting, worker_pb2_grpc.WorkerServicer):
             yield report
 
 
-class ScriptedStore(Reporting, param_store_pb2_grpc.ParamStoreServicer):
+class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
     """Uploads are not its concern; gRPC answers UNIMPLEMENTED for them."""
 
     def __init__(self, nats: Client, subjects: Subjects, store_id: str, host_id: str) -> None:

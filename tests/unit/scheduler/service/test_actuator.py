@@ -1,10 +1,17 @@
-"""What stores are told of a plan, over gRPC: striped sources, urgency, and other sources when one turns slow."""
+"""The relay commands that stores get over gRPC: striped sources, urgency, and other sources when one turns slow."""
 
 from __future__ import annotations
 
 import asyncio
 
-from tests.unit.scheduler.service.scripted_cluster import Door, House, a_version, cluster, eventually, house
+from tests.unit.scheduler.service.scripted_cluster import (
+    GatewayClient,
+    ScriptedCluster,
+    a_version,
+    cluster,
+    eventually,
+    house,
+)
 from tests.unit.scheduler.service.scripted_peers import ScriptedStore
 from torchrelay.control.v1 import param_store_pb2, reports_pb2
 
@@ -12,7 +19,7 @@ PACK = a_version().pack_id
 MB = 1e6
 
 
-async def a_store(it: House, number: int, mb_per_s: float, whole: bool = True) -> ScriptedStore:
+async def a_store(it: ScriptedCluster, number: int, mb_per_s: float, whole: bool = True) -> ScriptedStore:
     """A host; where the store has the pack already, both its slots are taken by another model."""
     store, *workers = await it.host(number)
     store.nic = reports_pb2.NicCounters(link_bytes_per_s=mb_per_s * MB)
@@ -27,7 +34,7 @@ async def a_store(it: House, number: int, mb_per_s: float, whole: bool = True) -
     return store
 
 
-async def first_relay(door: Door, store: ScriptedStore) -> param_store_pb2.RelayRequest:
+async def first_relay(door: GatewayClient, store: ScriptedStore) -> param_store_pb2.RelayRequest:
     await asyncio.sleep(0.5)  # the settling time of a start
     await door.admit("r1")
     await door.placement()
@@ -40,7 +47,7 @@ async def test_sources_slower_than_the_target_are_striped_over(nats_url: str) ->
         await a_store(it, 1, 60)
         await a_store(it, 2, 40)
         target = await a_store(it, 3, 100, whole=False)
-        async with it.scheduler(6, replicate=False) as address, Door(address) as door:
+        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as door:
             await cluster(address, lambda view: len(view.stores) == 3)
             relay = await first_relay(door, target)
     assert [source.holder_id for source in relay.sources] == ["store-1", "store-2", "remote"]
@@ -53,7 +60,7 @@ async def test_a_relay_that_turns_slow_is_given_another_source(nats_url: str) ->
         await a_store(it, 1, 60)
         await a_store(it, 2, 100)
         target = await a_store(it, 3, 50, whole=False)
-        async with it.scheduler(6, replicate=False) as address, Door(address) as door:
+        async with it.scheduler(6, replicate=False) as address, GatewayClient(address) as door:
             await cluster(address, lambda view: len(view.stores) == 3)
             relay = await first_relay(door, target)
             assert relay.sources[0].holder_id == "store-1" and relay.num_striped == 1

@@ -1,17 +1,17 @@
-"""Who watches the workers tells a farewell from a loss."""
+"""Discovery tells a worker that shuts down from one that dies."""
 
 from __future__ import annotations
 
 import json
 
-from tests.unit.scheduler.service.scripted_cluster import Door, cluster, house
+from tests.unit.scheduler.service.scripted_cluster import GatewayClient, cluster, house
 from torchrelay.control.v1 import scheduler_pb2
 
 
 async def test_who_says_goodbye_was_stopped_and_who_does_not_is_lost(nats_url: str) -> None:
     async with house(nats_url) as it:
         _, first, second = await it.host(1)
-        async with it.scheduler(2) as address, Door(address) as door:
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
             await door.admit("r1")
             await door.placement()
             await cluster(address, lambda view: len(view.instances) == 2)

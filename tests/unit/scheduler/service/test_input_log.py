@@ -1,4 +1,4 @@
-"""The log of inputs: what was decided can be decided again, in any process, whatever its hash seed."""
+"""The log of inputs: a replay repeats every decision, in any process, whatever its hash seed."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import BinaryIO
+from typing import BinaryIO, get_args
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_model, a_store, a_worker
-from tests.unit.scheduler.service.scripted_cluster import Door, house
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
+from tests.unit.scheduler.service.scripted_cluster import GatewayClient, house
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
-    INPUT_TYPES,
     CopyFailed,
     GatewayConnected,
     GatewayDisconnected,
+    Input,
     Release,
     RetainFailed,
     RolesFailed,
@@ -48,7 +48,7 @@ class Life:
 
     def __init__(self, log: BinaryIO) -> None:
         config = PolicyConfig(recent_s=60.0, load_tries=2, turn_s=2.0, gateway_grace_s=1.0, requests_per_instance=3)
-        self.scene = Scene(config, log=log)
+        self.scene = PaperCluster(config, log=log)
         self.random = Random(7)
         self.num_requests = 0
         self.open: list[AttemptKey] = []
@@ -194,7 +194,7 @@ class Life:
 
 
 @pytest.fixture(scope="module")
-def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Scene]:
+def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PaperCluster]:
     path = tmp_path_factory.mktemp("log") / "inputs.jsonl"
     with path.open("wb") as log:
         life = Life(log)
@@ -202,7 +202,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Scene]:
     return path, life.scene
 
 
-def test_the_recorded_life_has_everything_in_it(life: tuple[Path, Scene]) -> None:
+def test_the_recorded_life_has_everything_in_it(life: tuple[Path, PaperCluster]) -> None:
     path, scene = life
     for kind in (
         "wake",
@@ -219,15 +219,15 @@ def test_the_recorded_life_has_everything_in_it(life: tuple[Path, Scene]) -> Non
     ):
         assert kind in scene.kinds(), kind
     recorded = path.read_text()
-    assert [kind for kind in INPUT_TYPES if f'"kind":"{kind}"' not in recorded] == []
+    assert [kind for kind in get_args(Input) if f'"kind":"{kind.__name__}"' not in recorded] == []
 
 
-def test_a_replay_gives_the_effects_that_were_seen(life: tuple[Path, Scene]) -> None:
+def test_a_replay_gives_the_effects_that_were_seen(life: tuple[Path, PaperCluster]) -> None:
     path, scene = life
     assert list(replay(path)) == [encode_effects(effects) for effects in scene.effects]
 
 
-def test_one_log_gives_the_same_bytes_whatever_the_hash_seed(life: tuple[Path, Scene]) -> None:
+def test_one_log_gives_the_same_bytes_whatever_the_hash_seed(life: tuple[Path, PaperCluster]) -> None:
     code = "from torchrelay.scheduler.main import main; main()"
     command = [sys.executable, "-c", code, "--replay", str(life[0])]
     printed = set()
@@ -242,7 +242,7 @@ async def test_what_a_serving_scheduler_records_is_enough_for_a_replay(nats_url:
     path = tmp_path / "inputs.jsonl"
     async with house(nats_url) as it:
         await it.host(1)
-        async with it.scheduler(2, record=path) as address, Door(address) as door:
+        async with it.scheduler(2, record=path) as address, GatewayClient(address) as door:
             await door.admit("r1")
             placement = await door.placement()
     placed = [json.loads(line)["answers"] for line in replay(path) if b'"placement"' in line]

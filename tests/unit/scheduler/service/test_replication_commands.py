@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 
-from tests.unit.scheduler.service.scripted_cluster import Door, a_version, cluster, eventually, house
+from tests.unit.scheduler.service.scripted_cluster import GatewayClient, a_version, cluster, eventually, house
 from torchrelay.control.v1 import param_store_pb2, scheduler_pb2
 
 PACK = a_version().pack_id
@@ -15,7 +15,7 @@ async def test_a_woken_model_is_copied_idly_to_another_host_and_retained_on_both
     async with house(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2)]
         stores = [store for store, _, _ in hosts]
-        async with it.scheduler(4) as address, Door(address) as door:
+        async with it.scheduler(4) as address, GatewayClient(address) as door:
             await cluster(address, lambda view: len(view.stores) == 2)
             await door.admit("r1")
             await door.placement()
@@ -48,7 +48,7 @@ async def test_a_woken_model_is_copied_idly_to_another_host_and_retained_on_both
 async def test_a_killed_store_costs_an_urgent_copy(nats_url: str) -> None:
     async with house(nats_url) as it:
         stores = [(await it.host(number))[0] for number in (1, 2, 3)]
-        async with it.scheduler(6) as address, Door(address) as door:
+        async with it.scheduler(6) as address, GatewayClient(address) as door:
             await cluster(address, lambda view: len(view.stores) == 3)
             await door.admit("r1")
             await door.placement()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.scheduler.service.scripted_cluster import (
     CLUSTER_KEY,
-    Door,
+    GatewayClient,
     a_request,
     a_version,
     cluster,
@@ -22,7 +22,6 @@ from tests.unit.scheduler.service.scripted_cluster import (
 from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
 from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
-from torchrelay.scheduler import main
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.transfer.protocol.tickets import derive_node_key, verify_ticket
 
@@ -30,13 +29,11 @@ KEY = bytes.fromhex(CLUSTER_KEY)
 PACK = a_version().pack_id
 
 
-async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(
-    nats_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(main, "_TICK_S", 3600.0)  # nothing in it waits for a timer
+async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(nats_url: str) -> None:
     async with house(nats_url) as it:
         store, first, second = await it.host(1)
-        async with it.scheduler(2) as address, Door(address) as door:
+        # Nothing in it waits for a timer.
+        async with it.scheduler(2, tick_s=3600.0) as address, GatewayClient(address) as door:
             await cluster(address, lambda view: view.largest_slot_bytes > 0)
             await asyncio.sleep(PolicyConfig().settle_s)  # the settling time of a start, in which nothing is woken
             await door.admit("r1")
@@ -56,7 +53,7 @@ async def test_a_cold_start_relays_once_loads_twice_and_places_with_a_ticket(
 async def test_three_hosts_are_woken_by_a_chain_with_tickets(nats_url: str) -> None:
     async with house(nats_url) as it:
         hosts = [await it.host(number) for number in (1, 2, 3)]
-        async with it.scheduler(6, requests_per_instance=1) as address, Door(address) as door:
+        async with it.scheduler(6, requests_per_instance=1) as address, GatewayClient(address) as door:
             await cluster(address, lambda view: len(view.stores) == 3)
             await asyncio.sleep(PolicyConfig().settle_s)
             for number in range(3):
@@ -80,10 +77,10 @@ async def test_admissions_sent_again_have_the_effect_of_once(nats_url: str) -> N
     async with house(nats_url) as it:
         _, first, second = await it.host(1)
         async with it.scheduler(2) as address:
-            async with Door(address) as door:
+            async with GatewayClient(address) as door:
                 await door.admit("r1")
                 placement = await door.placement()
-            async with Door(address) as door:
+            async with GatewayClient(address) as door:
                 await door.admit("r1", current=placement)  # it runs: nothing is to be said
                 await door.admit("r1")  # the answer was lost on the way
                 again = await door.placement()
@@ -101,7 +98,7 @@ async def test_a_gateway_that_stays_away_loses_its_admissions(nats_url: str) -> 
     async with house(nats_url) as it:
         await it.host(1)
         async with it.scheduler(2, gateway_grace_s=0.3) as address:
-            async with Door(address) as door:
+            async with GatewayClient(address) as door:
                 await door.admit("r1")
                 await door.placement()
                 before = await cluster(address, lambda view: bool(view.demand))
@@ -113,7 +110,7 @@ async def test_a_gateway_that_stays_away_loses_its_admissions(nats_url: str) -> 
 async def test_a_killed_decode_worker_is_replaced_within_a_second(nats_url: str) -> None:
     async with house(nats_url) as it:
         _, first, second = await it.host(1)
-        async with it.scheduler(2) as address, Door(address) as door:
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
             await door.admit("r1")
             placement = await door.placement()
             for worker in (first, second):
@@ -133,7 +130,7 @@ async def test_a_store_lost_in_the_middle_of_a_command_loses_no_request(nats_url
     async with house(nats_url) as it:
         store, _, _ = await it.host(1)
         store.answers.clear()
-        async with it.scheduler(2) as address, Door(address) as door:
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
             await door.admit("r1")
             await eventually(lambda: bool(store.relays))
             await store.kill()
@@ -146,7 +143,7 @@ async def test_a_store_lost_in_the_middle_of_a_command_loses_no_request(nats_url
 async def test_a_load_that_breaks_is_tried_again(nats_url: str) -> None:
     async with house(nats_url) as it:
         _, first, second = await it.host(1)
-        async with it.scheduler(2) as address, Door(address) as door:
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
             await door.admit("r1")
             broken = await door.placement()
             await first.fail_load("no holder had chunk 7")
@@ -162,14 +159,14 @@ async def test_a_load_that_breaks_is_tried_again(nats_url: str) -> None:
 async def test_a_restarted_scheduler_goes_on_within_two_seconds(nats_url: str) -> None:
     async with house(nats_url) as it:
         store, first, second = await it.host(1)
-        async with it.scheduler(2) as address, Door(address) as door:
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
             await door.admit("r1")
             placement = await door.placement()
             for worker in (first, second):
                 await worker.finish_load()
             await cluster(address, lambda view: {one.state for one in view.instances} == {"ready"})
         begin = time.monotonic()
-        async with it.scheduler() as address, Door(address) as door:
+        async with it.scheduler() as address, GatewayClient(address) as door:
             await door.admit("r1", current=placement)
             await door.admit("r2")
             adopted = await door.placement()
@@ -186,7 +183,7 @@ async def test_failed_loads_end_in_a_refusal_with_the_cause(nats_url: str) -> No
     async with house(nats_url) as it:
         _, first, second = await it.host(1)
         first.refusal = second.refusal = Conflict("the slot is on fire")
-        async with it.scheduler(2, load_tries=2) as address, Door(address) as door:
+        async with it.scheduler(2, load_tries=2) as address, GatewayClient(address) as door:
             await door.admit("r1")
             while (event := await door.event()).HasField("waiting"):
                 pass
@@ -198,7 +195,7 @@ async def test_failed_loads_end_in_a_refusal_with_the_cause(nats_url: str) -> No
 async def test_a_model_goes_back_to_zero_and_its_history_tells(nats_url: str) -> None:
     async with house(nats_url) as it:
         _, first, second = await it.host(1)
-        async with it.scheduler(2) as address, Door(address) as door:
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
             await door.admit("r1", version=a_version(idle_timeout_s=0.3))
             placement = await door.placement()
             for worker in (first, second):
@@ -222,7 +219,7 @@ async def test_a_model_goes_back_to_zero_and_its_history_tells(nats_url: str) ->
 async def test_explain_tells_a_cold_start_from_queue_to_first_token(nats_url: str) -> None:
     async with house(nats_url) as it:
         store, first, second = await it.host(1)
-        async with it.scheduler(2) as address, Door(address) as door:
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
             await door.admit("r1")
             placement = await door.placement()
             now_us = time.time_ns() // 1000
@@ -264,14 +261,14 @@ async def test_at_its_start_a_scheduler_goes_above_every_epoch_it_sees(nats_url:
         store, first, second = await it.host(1)
         ahead = int(time.time() * 1000) + 60_000  # the clock of the scheduler before went wrong
         store.epoch = first.epoch = second.epoch = ahead
-        async with it.scheduler(2) as address, Door(address) as door:
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
             await door.admit("r1")
             await door.placement()
             assert first.loads[0].epoch == ahead + 1
 
 
 async def test_a_stream_without_a_hello_is_refused(nats_url: str) -> None:
-    async with house(nats_url) as it, it.scheduler() as address, Door(address) as door:
+    async with house(nats_url) as it, it.scheduler() as address, GatewayClient(address) as door:
         call: Any = door.stub.Admit()
         await call.write(scheduler_pb2.AdmitCommand(admit=a_request("r1")))
         with pytest.raises(grpc.aio.AioRpcError) as caught:

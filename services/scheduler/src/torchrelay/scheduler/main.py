@@ -30,12 +30,12 @@ from torchrelay.scheduler.service.servicer import SchedulerServicer
 from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
-_TICK_S = 0.1
+TICK_S = 0.1
 _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unread
 
 
 @asynccontextmanager
-async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
+async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncIterator[Addresses]:
     """Serves until the block is left; raises when a newer scheduler takes over, or a background task fails."""
     clock, subjects = Clock(), Subjects(settings.nats_prefix)
     nats = await connect(settings.nats_url, "scheduler")
@@ -51,7 +51,7 @@ async def serving(settings: SchedulerSettings) -> AsyncIterator[Addresses]:
             async with asyncio.TaskGroup() as group:
                 ready = asyncio.Event()
                 background = group.create_task(
-                    _background(controller, event_publisher, channels, nats, subjects, ready)
+                    _background(controller, event_publisher, channels, nats, subjects, ready, tick_s)
                 )
                 await ready.wait()
                 await server.start()
@@ -90,6 +90,7 @@ async def _background(
     nats: Client,
     subjects: Subjects,
     ready: asyncio.Event,
+    tick_s: float,
 ) -> None:
     """Everything that runs beside the RPCs; cancelled together."""
     async with asyncio.TaskGroup() as tasks:
@@ -97,7 +98,7 @@ async def _background(
         discovery = Discovery(controller, channels, nats, subjects, tasks)
         await discovery.start()
         tasks.create_task(event_publisher.run(), name="history")
-        tasks.create_task(_tick_periodically(controller, nats), name="ticks")
+        tasks.create_task(_tick_periodically(controller, nats, tick_s), name="ticks")
         ready.set()
         try:
             await asyncio.Event().wait()
@@ -106,11 +107,11 @@ async def _background(
             controller.actuator.stop()
 
 
-async def _tick_periodically(controller: Controller, nats: Client) -> None:
+async def _tick_periodically(controller: Controller, nats: Client, tick_s: float) -> None:
     """Drives timeouts. While the broker is away, or the event loop stalls, silence means nothing."""
     last = reports_complete_since = controller.clock.now()
     while True:
-        await asyncio.sleep(_TICK_S)
+        await asyncio.sleep(tick_s)
         now = controller.clock.now()
         if not nats.is_connected or now - last > _LOOP_STALL_S:
             reports_complete_since = now

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field, FilePath, ValidationInfo, field_validator
 
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -15,7 +16,7 @@ class SchedulerSettings(ServiceSettings):
 
     port: int = Field(0, description="gRPC port; 0: any free one.")
     record: Path | None = Field(None, description="Write every input of the policy to this file, for --replay.")
-    replay: Path | None = Field(
+    replay: FilePath | None = Field(
         None, description="Apply the inputs in this file, print their effects as lines of JSON, and exit."
     )
     cluster_key: str = Field(
@@ -25,39 +26,41 @@ class SchedulerSettings(ServiceSettings):
     )
 
     idle_timeout_s: float = Field(
-        60.0, gt=0, description="A model unused this long goes back to zero; models may differ."
+        60.0, gt=0, description="A model unused for this long scales to zero; models may override it."
     )
-    max_instances: int = Field(8, ge=1, description="Most instances of a model per role; models may differ.")
-    queue_limit: int = Field(1024, ge=1, description="Requests waiting per model; more are refused with Retry-After.")
-    queue_limit_total: int = Field(8192, ge=1, description="Requests waiting in all.")
-    requests_per_instance: int = Field(16, ge=1, description="As many waiting requests justify one more instance.")
-    max_open_per_instance: int = Field(64, ge=1, description="Most requests on one decode instance at once.")
+    max_instances: int = Field(8, ge=1, description="Maximum instances of a model per role; models may override it.")
+    queue_limit: int = Field(
+        1024, ge=1, description="Maximum waiting requests per model; further ones are refused with Retry-After."
+    )
+    queue_limit_total: int = Field(8192, ge=1, description="Maximum waiting requests in total.")
+    requests_per_instance: int = Field(16, ge=1, description="This many waiting requests justify one more instance.")
+    max_open_per_instance: int = Field(64, ge=1, description="Maximum concurrent requests on one decode instance.")
     queue_target_s: float = Field(2.0, gt=0, description="Longer queues justify more instances.")
     tbt_target_s: float = Field(
-        0.1, gt=0, description="Objective for the time between two tokens: requests go where it is kept, if anywhere."
+        0.1, gt=0, description="Objective for the time between tokens: requests go where it is met, if anywhere."
     )
-    drain_s: float = Field(30.0, ge=0, description="Running requests of a drained instance may take this long to end.")
-    load_tries: int = Field(3, ge=1, description="Failed loads before the requests that wait are told.")
-    gateway_grace_s: float = Field(10.0, ge=0, description="A gateway whose stream broke may take this long to return.")
+    drain_s: float = Field(30.0, ge=0, description="Time for the running requests of a drained instance to finish.")
+    load_tries: int = Field(3, ge=1, description="Failed loads of a model before its waiting requests are refused.")
+    gateway_grace_s: float = Field(10.0, ge=0, description="Time for a disconnected gateway to reconnect.")
 
     replicate: bool = Field(
         True, description="Keep and rebuild copies of packs in RAM beside those that instances use."
     )
     recent_s: float = Field(600.0, gt=0, description="A model used within this time has recent demand.")
     recent_copies: int = Field(
-        2, ge=1, le=8, description="Copies in RAM of such a model, in different failure domains."
+        2, ge=1, le=8, description="Copies in RAM of a model with recent demand, in different failure domains."
     )
-    max_replications: int = Field(32, ge=1, description="Copies made at once that no request waits for.")
-    max_replications_per_store: int = Field(2, ge=1, description="Of these, arriving at one store.")
+    max_replications: int = Field(32, ge=1, description="Maximum concurrent copies that no request waits for.")
+    max_replications_per_store: int = Field(2, ge=1, description="Maximum of these into one store.")
     cache_share: float = Field(
-        0.8, gt=0, le=1, description="Part of each arena that models without recent demand may fill."
+        0.8, gt=0, le=1, description="Share of each arena that models without recent demand may fill."
     )
     retention_s: float = Field(
-        30.0, ge=1, le=3600, description="How long stores keep the last copies without word from here."
+        30.0, ge=1, le=3600, description="How long stores keep the last copies without renewal by a scheduler."
     )
 
     link_cap_bytes_per_s: float = Field(
-        0.0, ge=0, description="Most that relays are planned to take of a host's link, in bytes/s; 0: what is measured."
+        0.0, ge=0, description="Planned maximum of relays on a host's link, in bytes/s; 0: as measured."
     )
 
     @field_validator("cluster_key")
@@ -69,25 +72,6 @@ class SchedulerSettings(ServiceSettings):
 
     @property
     def config(self) -> PolicyConfig:
-        """The numbers that decisions follow."""
-        return PolicyConfig(
-            idle_timeout_s=self.idle_timeout_s,
-            max_instances=self.max_instances,
-            queue_limit=self.queue_limit,
-            queue_limit_total=self.queue_limit_total,
-            requests_per_instance=self.requests_per_instance,
-            max_open_per_instance=self.max_open_per_instance,
-            queue_target_s=self.queue_target_s,
-            tbt_target_s=self.tbt_target_s,
-            drain_s=self.drain_s,
-            load_tries=self.load_tries,
-            gateway_grace_s=self.gateway_grace_s,
-            link_cap_bytes_per_s=self.link_cap_bytes_per_s,
-            replicate=self.replicate,
-            recent_s=self.recent_s,
-            recent_copies=self.recent_copies,
-            max_replications=self.max_replications,
-            max_replications_per_store=self.max_replications_per_store,
-            cache_share=self.cache_share,
-            retention_s=self.retention_s,
-        )
+        """Every setting that has the name of one of its fields."""
+        names = {field.name for field in fields(PolicyConfig)} & type(self).model_fields.keys()
+        return PolicyConfig(**{name: getattr(self, name) for name in names})

@@ -1,4 +1,4 @@
-"""Scaling: how many instances, in which slots, and whose slot when none is free."""
+"""Autoscaling: how many instances, in which slots, and whose slot when none is free."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_tenants_of_one_model_read_nothing_that_counts_the_others() -> None:
     assert isinstance(wake, Wake) and wake.reason.text == "3 per role wanted, 32 waiting"
     assert wake.reason.by_tenant == {
         "acme": "growth, 30 waiting",
-        "birch": "growth, 2 waiting, 1 placed on what still loads",
+        "birch": "growth, 2 waiting, 1 placed on loading instances",
     }
 
 

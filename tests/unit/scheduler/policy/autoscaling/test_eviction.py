@@ -1,4 +1,4 @@
-"""Room for a model without any slot: also when the arena, not the slots, is what the others fill, and in turns."""
+"""Evictions for a model without any slot: also when others fill the arena, not the slots; and turns."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_copy, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.core import InstancePhase
 
 
-def report_pins(scene: Scene, store_id: str) -> None:
+def report_pins(scene: PaperCluster, store_id: str) -> None:
     """The store pins what is in a slot, as its workers hold it."""
     models = {model.pack_id: model for model in scene.models.values()}
     packs = [worker.slot.pack_id for worker in scene.workers.values() if worker.slot.phase is not InstancePhase.FREE]
@@ -21,7 +21,7 @@ def report_pins(scene: Scene, store_id: str) -> None:
 def test_idle_models_make_room_in_an_arena_they_fill() -> None:
     first, second = a_model("acme/first"), a_model("acme/second")
     arena = first.pack_bytes + second.pack_bytes - MB
-    scene = Scene().settle(a_store("store-1", "host-1", arena_bytes=arena), a_worker("w-a"), a_worker("w-b"))
+    scene = PaperCluster().settle(a_store("store-1", "host-1", arena_bytes=arena), a_worker("w-a"), a_worker("w-b"))
     scene.admit(first, "r1")
     scene.finish_loads()
     report_pins(scene, "store-1")
@@ -36,7 +36,7 @@ def test_idle_models_make_room_in_an_arena_they_fill() -> None:
 
 
 def test_models_that_are_always_busy_take_turns_in_a_single_slot() -> None:
-    scene = Scene().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     models = [a_model("acme/first"), a_model("acme/second"), a_model("acme/third")]
     for model in models:
         scene.admit(model, f"{model.name} 0")
@@ -62,7 +62,7 @@ def test_models_that_are_always_busy_take_turns_in_a_single_slot() -> None:
 @pytest.mark.parametrize("rests_s", [None, 60.0])
 @pytest.mark.parametrize(("waiting", "shown"), [("acme/second", True), ("rival/secret", False)])
 def test_a_tenant_reads_no_name_of_another_tenants_model(waiting: str, shown: bool, rests_s: float | None) -> None:
-    scene = Scene().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(a_model("acme/first"), "r1")
     scene.finish_loads()
     if rests_s is None:  # idle, and evicted; else busy, and its turn ends

@@ -1,10 +1,10 @@
-"""Tenants who uploaded the very same files: one version, and nobody is told of the others."""
+"""Tenants that uploaded identical files: one version, and none learns about the others."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.scheduler.policy.paper_cluster import Scene, a_model, a_store, a_worker, two_workers_one_host
+from tests.unit.scheduler.policy.paper_cluster import PaperCluster, a_model, a_store, a_worker, two_workers_one_host
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import InstancePhase
@@ -18,7 +18,7 @@ BIRCH = replace(ACME, name="birch/words")
 def explained(events: list[SchedulerEvent]) -> ExplainLog:
     explain = ExplainLog()
     for happening in events:
-        explain.happened(happening)
+        explain.note(happening)
     return explain
 
 
@@ -55,7 +55,7 @@ def test_refusals_name_the_model_that_was_called() -> None:
 
 
 def test_a_shared_instance_that_makes_room_names_nobody() -> None:
-    scene = Scene().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
     scene.admit(ACME, "r1")
     scene.finish_loads()
     scene.admit(BIRCH, "r2")
@@ -77,7 +77,7 @@ def test_a_requests_timeline_is_of_the_model_it_named() -> None:
 
 
 def test_each_reads_how_many_of_its_own_requests_wait() -> None:
-    scene = Scene().settle(a_store("store-1", "host-1"))
+    scene = PaperCluster().settle(a_store("store-1", "host-1"))
     for number in range(3):
         scene.admit(ACME, f"a{number}")
     scene.admit(BIRCH, "b0")
@@ -90,7 +90,7 @@ def test_each_reads_how_many_of_its_own_requests_wait() -> None:
 
 
 def test_a_full_queue_tells_each_of_its_own_requests() -> None:
-    scene = Scene(PolicyConfig(queue_limit=3)).settle()
+    scene = PaperCluster(PolicyConfig(queue_limit=3)).settle()
     for request_id in ("a0", "a1"):
         scene.admit(ACME, request_id)
     for request_id in ("b0", "b1"):
@@ -104,7 +104,7 @@ def test_a_full_queue_tells_each_of_its_own_requests() -> None:
         assert refusal is not None and refusal.reason is RefusalReason.QUEUE_FULL and told in refusal.message
 
 
-def is_at_zero(scene: Scene) -> bool:
+def is_at_zero(scene: PaperCluster) -> bool:
     return all(worker.slot.phase is InstancePhase.FREE for worker in scene.workers.values())
 
 

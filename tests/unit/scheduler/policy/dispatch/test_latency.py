@@ -1,4 +1,4 @@
-"""Which model a worker is judged by: its own, one of its kind, or a guess."""
+"""Which latency model counts for a worker: its own, one of its kind, or the default."""
 
 from __future__ import annotations
 

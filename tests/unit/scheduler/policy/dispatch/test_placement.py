@@ -1,4 +1,4 @@
-"""Dispatch: the pair of instances with the least predicted latency that has the KV."""
+"""Placement: the pair of instances with the least predicted latency that has the KV."""
 
 from __future__ import annotations
 

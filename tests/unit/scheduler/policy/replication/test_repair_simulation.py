@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 from tests.unit.scheduler.policy.replication.replication_simulation import STEP_S, Figures, Simulation
 from torchrelay.scheduler.policy.config import PolicyConfig
 
@@ -110,13 +114,24 @@ def test_with_a_single_copy_the_same_losses_leave_windows() -> None:
     assert simulation.without_copy()
 
 
-def test_the_same_seed_gives_the_same_cluster() -> None:
-    simulations = [Simulation(3, 12, 3, 40, RULES) for _ in range(2)]
-    for simulation in simulations:
-        for _ in range(40):
-            simulation.step(4.0)
-        simulation.fail("store-004", 5.0)
-        for _ in range(40):
-            simulation.step(4.0)
-        simulation.measure()
-    assert simulations[0].figures == simulations[1].figures
+def figures_of_one_seed() -> str:
+    simulation = Simulation(3, 12, 3, 40, RULES)
+    for _ in range(40):
+        simulation.step(4.0)
+    simulation.fail("store-004", 5.0)
+    for _ in range(40):
+        simulation.step(4.0)
+    simulation.measure()
+    return str(simulation.figures)
+
+
+def test_the_same_seed_gives_the_same_cluster_whatever_the_hash_seed() -> None:
+    """In processes of their own: within one, all sets have the same order."""
+    code = f"import sys; sys.path[:0] = {sys.path}; import {__name__} as it; print(it.figures_of_one_seed())"
+    figures = [
+        subprocess.run(
+            [sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}, stdout=subprocess.PIPE, check=True
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert figures[0] == figures[1] != b""

@@ -1,8 +1,8 @@
-"""Admissions: once each, first come first, bounded, and tied to gateways that may come and go."""
+"""Admissions: idempotent, in order of arrival, bounded, and tied to gateways that may disconnect."""
 
 from __future__ import annotations
 
-from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_model, a_store, a_worker, two_workers_one_host
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker, two_workers_one_host
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey
@@ -13,7 +13,7 @@ MODEL = a_model()
 
 
 def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
-    scene = Scene(PolicyConfig(queue_limit=2)).settle()
+    scene = PaperCluster(PolicyConfig(queue_limit=2)).settle()
     for number in range(3):
         scene.admit(MODEL, f"r{number}")
     refusal = scene.refusal("r2")
@@ -27,7 +27,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 
 
 def test_first_come_first_served_as_kv_becomes_free() -> None:
-    scene = Scene().settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
+    scene = PaperCluster().settle(a_store("s1", "host-1"), a_worker("w", kv_pool_bytes=MB))
     for number in range(3):
         scene.admit(MODEL, f"r{number}", num_prompt_tokens=500, max_tokens=100)
     scene.finish_loads()
@@ -53,7 +53,7 @@ def test_the_same_key_again_is_answered_again_and_runs_once() -> None:
 
 
 def test_a_withdrawn_request_leaves_its_place() -> None:
-    scene = Scene().settle()
+    scene = PaperCluster().settle()
     first = scene.admit(MODEL, "r1")
     scene.admit(MODEL, "r2")
     scene.apply(Withdraw(first.key))
@@ -74,7 +74,7 @@ def test_a_withdrawal_that_crossed_the_placement_frees_its_resources() -> None:
 
 
 def test_requests_of_an_absent_gateway_keep_their_turn_and_end_with_its_grace() -> None:
-    scene = Scene().settle()
+    scene = PaperCluster().settle()
     scene.admit(MODEL, "r1")
     scene.admit(MODEL, "r2")
     scene.apply(GatewayDisconnected("gateway-1"))

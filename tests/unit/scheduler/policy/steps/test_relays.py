@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.scheduler.policy.paper_cluster import NUM_CHUNKS, Scene, a_copy, a_model, a_store, a_worker, hosts
+from tests.unit.scheduler.policy.paper_cluster import (
+    NUM_CHUNKS,
+    PaperCluster,
+    a_copy,
+    a_model,
+    a_store,
+    a_worker,
+    hosts,
+)
 from torchrelay.control.v1.scheduler_pb2 import RelayView
 from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -25,11 +33,11 @@ def a_host(number: int, num_verified: int = 0, nic: NicCounters | None = None, *
     return replace(a_store(f"store-{number}", f"host-{number}", copies), nic=nic)
 
 
-def a_cluster(*stores: StoreStatus) -> Scene:
-    return Scene(PolicyConfig(replicate=False)).settle(*stores)
+def a_cluster(*stores: StoreStatus) -> PaperCluster:
+    return PaperCluster(PolicyConfig(replicate=False)).settle(*stores)
 
 
-def reroutes(scene: Scene) -> list[RerouteCommand]:
+def reroutes(scene: PaperCluster) -> list[RerouteCommand]:
     return [command for command in scene.commands if isinstance(command, RerouteCommand)]
 
 
@@ -94,7 +102,7 @@ def test_the_clocks_of_stores_decide_nothing() -> None:
     assert decide(3600.0) == decide(0.0) == decide(-3600.0)
 
 
-def slow_relay() -> Scene:
+def slow_relay() -> PaperCluster:
     """store-3 follows store-1, which turns slow; store-2 has the pack as well."""
     nic = NicCounters(0, 0, 100 * MB)
     scene = a_cluster(a_host(1, NUM_CHUNKS, nic), a_host(2, NUM_CHUNKS, nic), a_host(3, 0, nic))
@@ -105,7 +113,7 @@ def slow_relay() -> Scene:
     return scene
 
 
-def report(scene: Scene, seconds: float, *shares: SourceShare) -> None:
+def report(scene: PaperCluster, seconds: float, *shares: SourceShare) -> None:
     scene.stores["store-3"] = a_host(3, 2, NicCounters(0, 0, 100 * MB), shares=shares)
     scene.pass_time(seconds)
 

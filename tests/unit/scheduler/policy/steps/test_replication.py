@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.scheduler.policy.paper_cluster import MB, Scene, a_copy, a_model, a_store, a_worker
+from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_copy, a_model, a_store, a_worker
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import CopyCause, Model, StoreStatus
 from torchrelay.scheduler.policy.effects import CopyCommand, RetainCommand, SchedulerEvent
@@ -18,23 +18,23 @@ def in_rack(number: int, rack: str, *models: Model) -> StoreStatus:
     return replace(store, failure_domain=rack)
 
 
-def racks(obedient: bool = True, **config: object) -> Scene:
+def racks(obedient: bool = True, **config: object) -> PaperCluster:
     """Three stores, two of them in one rack; the first has the model's pack, and somebody asks for the model."""
-    scene = Scene(PolicyConfig(**config), obedient)  # type: ignore[arg-type]
+    scene = PaperCluster(PolicyConfig(**config), obedient)  # type: ignore[arg-type]
     scene.settle(in_rack(1, "r1", MODEL), in_rack(2, "r1"), in_rack(3, "r2"))
     scene.admit(MODEL, "r1")
     return scene
 
 
-def copies(scene: Scene) -> list[CopyCommand]:
+def copies(scene: PaperCluster) -> list[CopyCommand]:
     return [command for command in scene.commands if isinstance(command, CopyCommand)]
 
 
-def retained_packs(scene: Scene) -> list[RetainCommand]:
+def retained_packs(scene: PaperCluster) -> list[RetainCommand]:
     return [command for command in scene.commands if isinstance(command, RetainCommand)]
 
 
-def of_kind(scene: Scene, kind: str) -> list[SchedulerEvent]:
+def of_kind(scene: PaperCluster, kind: str) -> list[SchedulerEvent]:
     return [event for event in scene.events if event.kind == kind]
 
 
@@ -53,13 +53,13 @@ def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_retained()
 
 
 def test_a_model_nobody_asked_for_is_left_alone() -> None:
-    scene = Scene().settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"))
+    scene = PaperCluster().settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"))
     scene.pass_time(5.0)
     assert not scene.commands
 
 
 def test_nothing_is_begun_before_all_stores_had_time_to_report() -> None:
-    scene = Scene()
+    scene = PaperCluster()
     scene.stores["store-1"] = in_rack(1, "r1", MODEL)
     scene.stores["store-2"] = in_rack(2, "r2")
     scene.admit(MODEL, "r1")
@@ -108,7 +108,7 @@ def test_a_pack_whose_every_copy_was_lost_comes_back_from_the_remote_store() -> 
 
 
 def test_a_restarted_store_without_its_arena_counts_as_a_loss() -> None:
-    scene = Scene().settle(in_rack(1, "r1", MODEL))
+    scene = PaperCluster().settle(in_rack(1, "r1", MODEL))
     scene.admit(MODEL, "r1")
     scene.pass_time(1.0)
     scene.stores["store-1"] = replace(in_rack(1, "r1"), incarnation="store-1 again")
@@ -117,7 +117,7 @@ def test_a_restarted_store_without_its_arena_counts_as_a_loss() -> None:
 
 
 def test_a_pack_that_was_dropped_by_hand_does_not_come_back_by_itself() -> None:
-    scene = Scene().settle(in_rack(1, "r1", MODEL))
+    scene = PaperCluster().settle(in_rack(1, "r1", MODEL))
     scene.admit(MODEL, "r1")
     scene.pass_time(1.0)
     scene.stores["store-1"] = in_rack(1, "r1")
@@ -155,7 +155,7 @@ def test_a_pack_that_was_deleted_is_forgotten_at_the_first_refusal() -> None:
 
 
 def test_losses_of_packs_that_nobody_remembers_are_not_kept() -> None:
-    scene = Scene().settle(in_rack(1, "r1"), in_rack(2, "r2"))
+    scene = PaperCluster().settle(in_rack(1, "r1"), in_rack(2, "r2"))
     for number in range(50):
         scene.hold("store-1", a_model(f"old-{number}"))
     scene.pass_time(1.0)
@@ -193,7 +193,7 @@ def test_an_order_whose_store_is_lost_ends_without_a_failed_copy() -> None:
 
 
 def test_an_order_for_a_copy_that_a_wake_has_begun_is_done_when_that_is() -> None:
-    scene = Scene(obedient=False).settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w", "host-2"))
+    scene = PaperCluster(obedient=False).settle(in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w", "host-2"))
     scene.admit(MODEL, "r1")
     scene.pass_time(1.0)
     (wake,), (copy,) = scene.wakes(), copies(scene)
@@ -230,7 +230,7 @@ def test_when_demand_ends_so_does_the_retention() -> None:
 
 
 def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
-    scene = Scene(PolicyConfig(recent_s=3.0)).settle(
+    scene = PaperCluster(PolicyConfig(recent_s=3.0)).settle(
         in_rack(1, "r1", MODEL), in_rack(2, "r2"), a_worker("w-a", "host-1")
     )
     scene.admit(MODEL, "r1")
@@ -242,14 +242,14 @@ def test_an_instance_is_use_and_its_working_copy_is_a_copy() -> None:
 
 
 def test_a_new_scheduler_takes_over_what_the_one_before_retained() -> None:
-    scene = Scene()
+    scene = PaperCluster()
     retained = replace(a_copy(MODEL), retained=True)
     first = replace(in_rack(1, "r1"), copies={MODEL.pack_id: retained})
     scene.settle(first, in_rack(2, "r2"))
     scene.pass_time(2.0)
     assert [command.hop.store_id for command in copies(scene)] == ["store-2"]
     assert scene.retained_packs["store-1"] == (MODEL.pack_id,)
-    scene = Scene(PolicyConfig(recent_s=2.0)).settle(first, in_rack(2, "r2"))
+    scene = PaperCluster(PolicyConfig(recent_s=2.0)).settle(first, in_rack(2, "r2"))
     scene.pass_time(4.0)
     assert scene.retained_packs["store-1"] == ()
 
@@ -261,7 +261,7 @@ def test_switched_off_it_does_nothing() -> None:
 
 
 def test_a_recent_pack_that_no_store_can_take_counts_as_short() -> None:
-    scene = Scene()
+    scene = PaperCluster()
     small = a_store("store-2", "host-2", arena_bytes=16 * MB)
     scene.settle(in_rack(1, "r1", MODEL), small)
     scene.admit(MODEL, "r1")

@@ -1,11 +1,10 @@
-"""Predictions against what came, counted."""
+"""Prediction errors, measured."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -15,11 +14,10 @@ from torchrelay.scheduler.policy.prediction import Outcome, Prediction
 from torchrelay.scheduler.service.metrics.admission import AdmissionMetrics
 
 
-def test_predictions_that_hoped_too_little_count_as_those_that_hoped_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_predictions_that_hoped_too_little_count_as_those_that_hoped_too_much() -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
-    monkeypatch.setattr(metrics, "get_meter", provider.get_meter)
-    counted = AdmissionMetrics(lambda: 0, lambda: 0)
+    counted = AdmissionMetrics(provider.get_meter("test"), lambda: 0, lambda: 0)
     seat = WorkerRef("w1", "10.0.0.1:1", "i-1")
     placement = Placement(AttemptKey("r1", 1), seat, seat, False, Prediction(0.2, 0.1, 0.02))
     counted.record_accuracy(placement, Outcome(ttft_s=0.3, tbt_s=0.021, ended_at=11.0))

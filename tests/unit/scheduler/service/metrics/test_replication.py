@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 
@@ -13,13 +11,12 @@ from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.service.metrics.replication import ReplicationMetrics
 
 
-def test_copies_are_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_are_counted_and_timed() -> None:
     reader = InMemoryMetricReader()
     provider = MeterProvider([reader])
-    monkeypatch.setattr(metrics, "get_meter", provider.get_meter)
-    counted = ReplicationMetrics(lambda: 4, lambda: 2)
+    counted = ReplicationMetrics(provider.get_meter("test"), lambda: 4, lambda: 2)
     for kind, fields in (("rebuild", {}), ("copied", {"took_s": 1.5}), ("relay_finished", {"took_s": 9.0})):
-        counted.happened(SchedulerEvent(1.0, kind, "acme/tiny", "acme/tiny", "because", f"scale.{kind}", fields))
+        counted.note(SchedulerEvent(1.0, kind, "acme/tiny", "acme/tiny", "because", f"scale.{kind}", fields))
     found: dict[str, list[Any]] = {}
     data = reader.get_metrics_data()
     assert data is not None

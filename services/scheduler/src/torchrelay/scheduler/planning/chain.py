@@ -1,4 +1,4 @@
-"""The line of stores that the pack passes, and the arrows drawn along it."""
+"""The chain of stores that the pack passes through, and the edges along it."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torchrelay.scheduler.planning.nodes import MIN_BYTES_PER_S, REMOTE, Node, R
 from torchrelay.scheduler.planning.rate_allocation import ChainMember, fair_rate
 from torchrelay.scheduler.planning.sender_pool import SenderPool, SourceAllocation
 
-_CHUNKS = 256  # of a pack, by its layout: what a host is behind the one it follows
-_SIMILAR_RATES = 1.25  # rates in such a proportion are about the same
-_NUM_DOWNSTREAM_ALTERNATES = 1  # alternates that come later in the line, of MAX_ALTERNATES
+_CHUNKS = 256  # of a pack, by its layout: a host is one chunk behind its source
+_SIMILAR_RATES = 1.25  # rates within this factor count as equal
+_NUM_DOWNSTREAM_ALTERNATES = 1  # of MAX_ALTERNATES, those that come later in the chain
 
 
 @dataclass
 class Chain:
-    """Stores in the order in which the pack passes them, and the arrows drawn so far."""
+    """Stores in the order in which the pack passes them, and the edges so far."""
 
     nodes: Mapping[str, Node]
     pool: SenderPool
     whole: tuple[str, ...]
     num_bytes: float
-    began: list[str] = field(default_factory=list)  # after the whole ones, each before those it may feed
-    _drawn: list[TransferEdge] = field(default_factory=list)
+    began: list[str] = field(default_factory=list)  # without the whole ones; each before those it may feed
+    _edges: list[TransferEdge] = field(default_factory=list)
 
-    def begin(self, filling: Sequence[str], arriving: Mapping[str, ReceiveProgress]) -> None:
+    def begin(self, receiving: Sequence[str], arriving: Mapping[str, ReceiveProgress]) -> None:
         for store in self.whole:
             self.pool.add(store, self.nodes[store])
-        for store in filling:
+        for store in receiving:
             progress = arriving.get(store, ReceiveProgress())
             cap = progress.serves_bytes_per_s
             self.pool.add(store, self.nodes[store], cap, self._fill_s(cap), 0.0)
@@ -40,7 +40,7 @@ class Chain:
         return self.num_bytes / max(rate, MIN_BYTES_PER_S)
 
     def feed(self, wave: Sequence[str]) -> None:
-        """Draws the arrows of targets that are fed together: the fastest first, of equal ones the better sender."""
+        """Adds the edges of targets that are fed together: the fastest first, of equal ones the better sender."""
         if not wave:
             return
         nodes, senders = self.nodes, self.pool.senders
@@ -48,17 +48,17 @@ class Chain:
         members += [ChainMember(senders[store].cap, senders[store].left, 0) for store in self.began]
         members.sort(key=lambda member: (-member.into, member.takes))
         sent = sum(senders[store].left for store in self.whole)
-        if not senders:  # the remote store heads a chain: one target reads it, however much more it could send
+        if not senders:  # the remote store heads one chain: one target reads it, even if it could send more
             sent = min(nodes[REMOTE].out, members[0].into)
         rate = fair_rate(sent, members) if sent > 0 or self.began else members[0].into
         needs = {target: max(min(nodes[target].into, rate), MIN_BYTES_PER_S) for target in wave}
         for target in self._chain_order(wave, needs):
             allocations = self.pool.allocate(needs[target], nodes[target].leaf, MAX_STRIPED)
-            self._draw(target, allocations or [SourceAllocation(REMOTE, min(nodes[REMOTE].out, needs[target]))])
+            self._add_edge(target, allocations or [SourceAllocation(REMOTE, min(nodes[REMOTE].out, needs[target]))])
 
     def _chain_order(self, wave: Sequence[str], needs: Mapping[str, float]) -> list[str]:
-        """The fastest first, of equal ones the better sender. Where there are several leaves, those of one stand
-        together among targets about as fast, beginning with a leaf that has the pack.
+        """The fastest first, of equal ones the better sender. With several leaves, targets of similar rates are grouped
+        by leaf, beginning with a leaf that has the pack.
         """
         nodes = self.nodes
         having = {nodes[store].leaf for store in self.pool.senders}
@@ -78,27 +78,27 @@ class Chain:
         return sorted(wave, key=place)
 
     def fan_out(self, target: str, leader: str) -> None:
-        """A copy inside the host, at memory speed: it ends with the leader's."""
+        """A copy inside the host, at memory speed: it is complete when the leader's is."""
         sender = self.pool.senders[leader]
-        self._draw(target, [SourceAllocation(leader, min(sender.cap, self.nodes[target].into))])
+        self._add_edge(target, [SourceAllocation(leader, min(sender.cap, self.nodes[target].into))])
 
-    def _draw(self, target: str, allocations: Sequence[SourceAllocation]) -> None:
-        total = sum(draw.bytes_per_s for draw in allocations)
-        upstream = [self.pool.senders[draw.store] for draw in allocations if draw.store != REMOTE]
-        # Nobody is fed faster than the furthest of its sources gets on.
+    def _add_edge(self, target: str, allocations: Sequence[SourceAllocation]) -> None:
+        total = sum(allocation.bytes_per_s for allocation in allocations)
+        upstream = [self.pool.senders[allocation.store] for allocation in allocations if allocation.store != REMOTE]
+        # No target is fed faster than the fastest of its sources receives.
         rate = max(min(total, max((sender.cap for sender in upstream), default=total)), MIN_BYTES_PER_S)
         delay_s = max((sender.delay_s for sender in upstream), default=0.0) + self._fill_s(rate) / _CHUNKS
         ready_s = max(delay_s + self._fill_s(rate), *(sender.ready_s for sender in upstream), 0.0)
-        striped = tuple(draw.store for draw in allocations)
-        shares = tuple(draw.bytes_per_s / total for draw in allocations)
-        self._drawn.append(
+        striped = tuple(allocation.store for allocation in allocations)
+        shares = tuple(allocation.bytes_per_s / total for allocation in allocations)
+        self._edges.append(
             TransferEdge(target, striped, False, len(striped), shares, rate, ready_s if self.num_bytes else 0.0)
         )
         self.pool.add(target, self.nodes[target], rate, ready_s, delay_s)
         self.began.append(target)
 
     def edges(self, already: Sequence[str]) -> tuple[TransferEdge, ...]:
-        """All of them with their alternates; those of stores that need nothing come first."""
+        """All edges with their alternates; first those of stores that already have or receive the pack."""
         rank = {store: number for number, store in enumerate(self.began)}
         there = [
             TransferEdge(target, self._alternates(target, (), rank), True, whole=target in self.whole)
@@ -106,13 +106,14 @@ class Chain:
         ]
         drawn = [
             replace(edge, sources=(*edge.sources, *self._alternates(edge.target, edge.sources, rank)))
-            for edge in self._drawn
+            for edge in self._edges
         ]
         return (*there, *drawn)
 
     def _alternates(self, target: str, striped: Sequence[str], rank: Mapping[str, int]) -> tuple[str, ...]:
-        """Whole holders, then those before the target, the nearest first, then one that comes after it, last the remote
-        store. Who heads a chain out of the remote store has nobody else: all others have the pack through it.
+        """Whole holders, then stores before the target, the nearest first, then one after it, last the remote store.
+
+        The head of a chain out of the remote store has none: all others get the pack through it.
         """
         if REMOTE in striped:
             return ()

@@ -25,7 +25,7 @@ def plan(
     """Edges for one pack, in the order in which to start them.
 
     ``whole``: stores that have all of it. ``receiving``: stores that are receiving it, oldest first; ``arriving``:
-    how far they are. ``targets``: stores that need it, the more wanted first where nothing else tells them apart.
+    how far they are. ``targets``: stores that need it, the more wanted first among equals.
     ``nodes``: what the stores' links have left; a store that is absent is presumed to have as much as any. ``live``
     targets serve requests and are fed last. ``num_bytes`` of the pack: for the predicted times.
 

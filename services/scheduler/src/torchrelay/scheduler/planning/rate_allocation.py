@@ -1,11 +1,11 @@
-"""At which rate each target can be filled when all are filled at once.
+"""The fair rates of targets that are fed at the same time.
 
-Everybody takes chunks in one order, so a host can feed whoever is behind it, and only those: hosts stand in a line,
-the fastest first, and the rates of the first k together are at most what the sources and the first k - 1 send. Among
-all rates that keep to this the fairest are taken: each target gets all that its link takes in, or else the *level*, the
-highest rate that everyone with a faster link can have. For the slowest target, hence for the time until all are
-filled, nothing better exists, except that the last in the line sends to nobody; Mutualcast (Li, Chou, Zhang 2005)
-reaches the bound by the same sharing of uplinks, without the order of chunks.
+All receive the chunks in one order, so a host can feed only hosts behind it: they form a chain, the fastest first, and
+the rates of the first k add up to at most what the sources and the first k - 1 send. Among all such rates the max-min
+fair ones are chosen: each target gets what its link takes in, or else the *fair rate*, the highest that all targets
+with faster links can have. For the slowest target, hence for the time until all are complete, this is optimal, except
+that the last of the chain sends to nobody; Mutualcast (Li, Chou, Zhang 2005) reaches the bound by the same sharing of
+uplinks, without an order of chunks.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-_ROUNDS = 24  # of halving: the level is found to a millionth
+_ROUNDS = 24  # of bisection: exact to less than a millionth
 _SLACK = 1 + 1e-9
 
 
 class ChainMember(NamedTuple):
-    """A place in the line. ``takes`` is 0 for a host that is being fed already."""
+    """A host of the chain. ``takes``: 0 if it is being fed already."""
 
-    into: float  # the rate at which it can be ahead of others
+    into: float  # its incoming rate, which bounds what it can pass on
     out: float
     takes: int = 1
 
 
 def fair_rate(sent: float, members: Sequence[ChainMember]) -> float:
-    """The level, bytes per second. ``sent``: what the whole holders send; ``runners``: by ``into``, fastest first."""
+    """Bytes per second. ``sent``: what the whole holders send; ``members``: by ``into``, the fastest first."""
     highest = members[0].into
     if _feasible(highest, sent, members):
         return highest
@@ -41,7 +41,7 @@ def fair_rate(sent: float, members: Sequence[ChainMember]) -> float:
 
 
 def _feasible(rate: float, sent: float, members: Sequence[ChainMember]) -> bool:
-    """Whether everyone can have this rate, or what its link takes in where that is less."""
+    """Whether all can have this rate, or what their link takes in if that is less."""
     taken, given, least_out, first = 0.0, sent, float("inf"), sent
     num = 0
     for member in members:
@@ -53,8 +53,8 @@ def _feasible(rate: float, sent: float, members: Sequence[ChainMember]) -> bool:
             taken += rate
             least_out = min(least_out, member.out)
         else:
-            first += member.out  # it stands before all targets of this rate
-    # Those at the level stand with the largest senders first, so that only the ends of their part can fail.
+            first += member.out  # it comes before all targets of this rate
+    # Targets of this rate are ordered by outgoing rate, so only the ends of their part of the chain can fail.
     if taken and (rate > first * _SLACK or taken > (given - least_out) * _SLACK):
         return False
     for index in range(num, len(members)):

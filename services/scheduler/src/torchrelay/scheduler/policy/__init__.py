@@ -1,3 +1,1 @@
-"""What decides; pure. Root modules: core (nouns), timed_phase, prediction, reasons, config, effects, [inputs], state,
-policy, explain. No clock, randomness, asyncio, grpc, protobuf, torch.
-"""
+"""What decides; pure: no clock, randomness, asyncio, grpc, protobuf or torch."""

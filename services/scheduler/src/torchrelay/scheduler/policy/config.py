@@ -1,4 +1,4 @@
-"""The numbers that decisions follow. The service fills them from its settings, a simulation from its scenario."""
+"""The parameters of all decisions; the service fills them from its settings, a simulation from its scenario."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ class PolicyConfig:
     # Scaling
     idle_timeout_s: float = 60.0  # for models without a setting of their own
     max_instances: int = 8  # per model and role, for models without a setting of their own
-    requests_per_instance: int = 16  # as many waiting requests justify one more instance
+    requests_per_instance: int = 16  # this many waiting requests justify one more instance
     queue_target_s: float = 2.0  # longer queues justify more instances
-    share_after_s: float = 1.0  # a model without any slot waits this long before another gives up its second
-    turn_s: float = 10.0  # where more models are busy than there are slots, each holds its slot this long at least
-    cancel_after_s: float = 1.0  # a load that nobody waits for any more is given up after this time
+    share_after_s: float = 1.0  # after waiting this long without a slot, a model gets the second slot of another
+    turn_s: float = 10.0  # when more models are busy than there are slots, each keeps its slot at least this long
+    cancel_after_s: float = 1.0  # a load for which no request waits any more is cancelled after this time
     drain_s: float = 30.0  # how long running requests of a drained instance may take
 
     # Failures
-    load_tries: int = 3  # failed loads of a version before its waiting requests are told
+    load_tries: int = 3  # failed loads of a version before its waiting requests are refused
     load_backoff_s: float = 0.1  # after the first failure; doubled by each further one
     load_backoff_max_s: float = 5.0
     stale_s: float = 3.0  # silence after which a worker or store counts as lost
     fence_s: float = 2.0  # late reports of a process known to be dead are ignored this long
-    gateway_grace_s: float = 10.0  # how long a gateway whose stream broke may take to come back
-    settle_s: float = 1.0  # after a start: reports of instances that already run come in; no wake before
+    gateway_grace_s: float = 10.0  # how long a disconnected gateway may take to reconnect
+    settle_s: float = 1.0  # after a start, while reports of running instances arrive: no wake
 
     # Copies in RAM
     replicate: bool = True
     recent_s: float = 600.0  # a pack used within this time has recent demand
     recent_copies: int = 2  # of such a pack, in different failure domains
-    max_replications: int = 32  # copies made at once for no request; half as many when nothing was lost
-    max_replications_per_store: int = 2  # arriving at one store
+    max_replications: int = 32  # concurrent copies that no request waits for; half as many if nothing was lost
+    max_replications_per_store: int = 2  # of these, into one store
     cache_share: float = 0.8  # of an arena that packs without recent demand may fill
     replicate_every_s: float = 0.5
-    loss_grace_s: float = 2.0  # a store that fell silent may come back with its arena within this time
-    retention_s: float = 30.0  # how long a store keeps the retained_packs when it hears nothing
+    loss_grace_s: float = 2.0  # a store that stopped reporting may come back with its arena within this time
+    retention_s: float = 30.0  # how long a store keeps retained packs without a renewal
     copy_backoff_s: float = 1.0  # after a copy that failed; doubled by each further one, up to copy_backoff_max_s
     copy_backoff_max_s: float = 60.0
 
     # Relays
-    link_cap_bytes_per_s: float = 0.0  # no direction of a host's link is planned to carry more; 0: what is measured
+    link_cap_bytes_per_s: float = 0.0  # planned maximum per direction of a host's link; 0: as measured
 
     # Latency
-    tbt_target_s: float = 0.1  # a decode instance whose steps would be longer is taken only where others are worse
+    tbt_target_s: float = 0.1  # a decode instance with longer steps is chosen only if the others are worse
 
     # Predictions where nothing has been measured yet
     default_prefill_tokens_per_s: float = 1000.0
@@ -62,5 +62,5 @@ class PolicyConfig:
 
     @property
     def refusal_settle_s(self) -> float:
-        """After a start: slots that are not heard of yet may still show up; nothing is refused as too large before."""
+        """After a start, unknown slots may still appear: no request is refused as too large before."""
         return max(self.settle_s, self.stale_s)

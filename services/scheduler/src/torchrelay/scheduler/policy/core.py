@@ -1,6 +1,6 @@
-"""The nouns of the scheduler: frozen, without I/O and without a clock.
+"""The nouns of the scheduler, frozen.
 
-Times are seconds since the Unix epoch, by one clock that is given in as ``now`` and never goes back.
+Times are seconds since the Unix epoch by the scheduler's clock, passed in as ``now``, which never goes back.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KV_PAGE_TOKENS = 16  # contexts are reserved in whole pages of this many tokens
 
 
 class Role(enum.IntEnum):
-    """What an instance does for a request; the numbers are the protocol's."""
+    """What an instance does for a request; the numbers are those of the protocol."""
 
     PREFILL = 1
     DECODE = 2
@@ -55,20 +55,20 @@ class CopyCause(enum.Enum):
 
 
 class AttemptKey(NamedTuple):
-    """One attempt at one request; rises with every admission of the request."""
+    """One attempt at a request; the number rises with every admission of the request."""
 
     request_id: str
     attempt: int
 
     @property
     def buffer_id(self) -> str:
-        """Name of the KV buffer handed over in this attempt."""
+        """Name of the KV buffer transferred in this attempt."""
         return f"{self.request_id}/{self.attempt}"
 
 
 @dataclass(frozen=True)
 class Model:
-    """One published version of a model and the settings of its scaling."""
+    """One published version of a model and its scaling settings."""
 
     name: str
     version_id: str
@@ -82,7 +82,7 @@ class Model:
 
 @dataclass(frozen=True)
 class SlotStatus:
-    """What a worker says of its slot."""
+    """A slot as its worker reports it."""
 
     phase: InstancePhase = InstancePhase.FREE
     instance_id: str = ""
@@ -98,7 +98,7 @@ class SlotStatus:
 
 @dataclass(frozen=True)
 class WorkerStatus:
-    """A worker as last reported; ``seen_at`` is when."""
+    """A worker as last reported, at ``seen_at``."""
 
     worker_id: str
     incarnation: str
@@ -106,7 +106,7 @@ class WorkerStatus:
     grpc_address: str
     playable_roles: Roles
     seen_at: float
-    preferred_role: Role | None = None  # the role it names first: taken for it where there is a choice
+    preferred_role: Role | None = None  # used for this one if there is a choice
     slot: SlotStatus = field(default_factory=SlotStatus)
     kv_pool_bytes: int = 0
     num_running: int = 0
@@ -116,25 +116,25 @@ class WorkerStatus:
     kv_bytes_sent: int = 0  # since start
     kv_bytes_received: int = 0
     device: str = ""
-    latency: LatencyModel | None = None  # of the pack in its slot; None: nothing learned
+    latency: LatencyModel | None = None  # for the pack in its slot; None: not learned yet
     queued_prefill_s: float = 0.0  # by that model
-    has_prefix_cache: bool = False  # prompts that begin alike compute the common part once
+    has_prefix_cache: bool = False  # a common prefix of prompts is computed once
 
 
 @dataclass(frozen=True)
 class SourceShare:
-    """What one source has to do with a copy."""
+    """One source's part in a copy."""
 
     holder_id: str  # or REMOTE
     num_bytes: int
-    bytes_per_s: float  # of late; 0: it brings nothing now
-    following: bool = False  # it is asked for chunks now
-    error: str = ""  # why it was given up
+    bytes_per_s: float  # recent rate; 0: it sends nothing now
+    following: bool = False  # chunks are being requested from it
+    error: str = ""  # why it was dropped
 
 
 @dataclass(frozen=True)
 class PackCopy:
-    """A pack, or the part of one that has arrived, in a host's arena."""
+    """A pack, or the part of it received so far, in a host's arena."""
 
     pack_id: str
     pack_bytes: int
@@ -147,7 +147,7 @@ class PackCopy:
     relay_end_us: int = 0
     source: str = ""
     shares: tuple[SourceShare, ...] = ()  # by source
-    retained: bool = False  # by a scheduler's lease that has not run out
+    retained: bool = False  # by an unexpired lease of a scheduler
     num_repairs: int = 0
 
     @property
@@ -170,11 +170,11 @@ class PackCopy:
 
 @dataclass(frozen=True)
 class NicCounters:
-    """A host's network interfaces taken together; the counters rise, and hold all traffic."""
+    """All network interfaces of a host; the counters are monotonic and include all traffic."""
 
     bytes_sent: int
     bytes_received: int
-    bytes_per_s: float = 0.0  # link speed, either direction; 0: not known
+    bytes_per_s: float = 0.0  # link speed per direction; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -190,17 +190,17 @@ class StoreStatus:
     arena_target_bytes: int = 0
     copies: Mapping[str, PackCopy] = field(default_factory=dict)
     failure_domain: str = ""
-    bytes_sent: int = 0  # by the data plane since the store began
+    bytes_sent: int = 0  # by the data plane since the store started
     bytes_received: int = 0  # by the data plane and from the remote store
     nic: NicCounters | None = None  # None: the host has no counters
 
     @property
     def domain(self) -> str:
-        """What fails together with this host; at least the host itself."""
+        """The failure domain; at least the host itself."""
         return self.failure_domain or self.host_id
 
     def room_for(self, pack_id: str, pack_bytes: int) -> bool:
-        """Whether the arena has the pack, or can make room for it by evicting what nobody pins."""
+        """Whether the arena has the pack, or can make room for it by evicting unpinned packs."""
         pinned = sum(copy.pack_bytes for copy in self.copies.values() if copy.num_pins)
         return pack_id in self.copies or pinned + pack_bytes <= self.arena_target_bytes
 
@@ -218,16 +218,16 @@ class Instance:
     host_id: str
     roles: Roles
     phase: InstancePhase
-    since: float  # when it came into this phase
+    since: float  # when it entered this phase
     created_at: float
-    last_active: float  # when an attempt last came or went
-    accepted_at: float = 0.0  # when the worker took the Load; 0: not yet
+    last_active: float  # of the last placement or release
+    accepted_at: float = 0.0  # when the worker accepted the Load; 0: not yet
     confirmed: bool = False  # a report has shown it
-    error_before: str = ""  # what the slot said of its load before this one
-    pending_roles: Roles | None = None  # ordered, not confirmed
+    error_before: str = ""  # the slot's error of an earlier load
+    pending_roles: Roles | None = None  # ordered, not yet set
     num_layers_ready: int = 0
     num_layers: int = 0
-    reason: Reason = field(default_factory=Reason)  # why it was loaded; of one on its way out, why it goes
+    reason: Reason = field(default_factory=Reason)  # why it was loaded, or why it is being drained
     unload_retry_at: float | None = None
 
     def plays(self, role: Role) -> bool:
@@ -239,7 +239,7 @@ class Instance:
 
     @property
     def placeable(self) -> bool:
-        """Whether requests may be sent to it: the worker has it, and it is not on its way out."""
+        """Whether requests may be placed there: accepted by its worker, and not draining."""
         return self.accepted and self.phase in (InstancePhase.LOADING, InstancePhase.READY)
 
     @property
@@ -253,7 +253,7 @@ class Instance:
 
 @dataclass(frozen=True)
 class Admission:
-    """A gateway's wish to run one attempt."""
+    """A gateway's request to run one attempt."""
 
     key: AttemptKey
     gateway_id: str
@@ -266,11 +266,11 @@ class Admission:
     lost_workers: tuple[str, ...] = ()
     traceparent: str = ""
     block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt
-    model: str = ""  # as its tenant names the version; another may have uploaded the same
+    model: str = ""  # the tenant's name for the version; others may have uploaded the same files
 
     @property
     def num_contexts(self) -> int:
-        """At most: choices with forced output may each have a context of their own."""
+        """An upper bound: each choice with forced output may have a context of its own."""
         return max(self.num_choices, 1) if self.num_forced_tokens else 1
 
     @property
@@ -279,11 +279,11 @@ class Admission:
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Positions that prefill computes at most."""
+        """An upper bound on the positions that prefill computes."""
         return self.num_context_tokens * self.num_contexts
 
     def kv_bytes(self, model: Model) -> int:
-        """KV that decode needs at most: every choice to its last token, in whole pages, sharing nothing."""
+        """An upper bound on the KV for decode: every choice to its last token, in whole pages, sharing nothing."""
         pages = -(-(self.num_prompt_tokens + self.max_tokens) // KV_PAGE_TOKENS)
         return max(self.num_choices, 1) * pages * KV_PAGE_TOKENS * model.kv_bytes_per_token
 
@@ -309,5 +309,5 @@ class Placement:
 
     @property
     def needs_kv_transfer(self) -> bool:
-        """Whether KV crosses from one worker to another."""
+        """Whether prefill and decode run on different workers."""
         return self.prefill.worker_id != self.decode.worker_id

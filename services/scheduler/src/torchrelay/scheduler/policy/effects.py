@@ -1,4 +1,4 @@
-"""What the core wants done: commands to workers and stores, answers to gateways, and what is to be remembered."""
+"""What the policy wants done: commands to workers and stores, answers to gateways, and events to record."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Hop:
 
 @dataclass(frozen=True)
 class WakeCommand:
-    """Hops are relayed in order; each host's loads follow its own relay at once."""
+    """Hops are relayed in order; each host's loads start right after its own relay."""
 
     model: Model
     hops: tuple[Hop, ...]
@@ -37,7 +37,7 @@ class WakeCommand:
 
 @dataclass(frozen=True)
 class RerouteCommand:
-    """A relay that runs gets other sources; what it has it keeps."""
+    """Gives a running relay other sources; it keeps what it has received."""
 
     model: Model
     hop: Hop  # without loads
@@ -60,7 +60,7 @@ class UnloadCommand:
 
 @dataclass(frozen=True)
 class CopyCommand:
-    """A store gets a copy that no request waits for; with ``keep_retained`` not in the place of a retained one."""
+    """Makes a copy that no request waits for; with ``keep_retained``, without evicting a retained one."""
 
     model: Model
     hop: Hop  # without loads
@@ -70,7 +70,7 @@ class CopyCommand:
 
 @dataclass(frozen=True)
 class RetainCommand:
-    """A store keeps these packs for as long as the lease runs, and gives way with the first ones first."""
+    """A store keeps these packs for the lease, and evicts the first ones first if it must."""
 
     store_id: str
     pack_ids: tuple[str, ...]
@@ -118,7 +118,7 @@ Answer = Placed | Waiting | AdmissionRefused
 
 @dataclass(frozen=True)
 class SchedulerEvent:
-    """A decision or a transition: shown by Explain, and published to the history when ``event`` names a subject."""
+    """A decision or a transition, shown by Explain; also published to the history if it has a ``topic``."""
 
     at: float
     kind: str  # "wake", "place", "drain", "set_roles", "ready", ...
@@ -127,14 +127,14 @@ class SchedulerEvent:
     reason: str
     topic: str = ""  # "instance.ready", "scale.up", ...
     fields: Mapping[str, str | int | float] = field(default_factory=dict)
-    bytes_by_source: Mapping[str, int] = field(default_factory=dict)  # bytes by source, of a relay that has ended
-    aliases: tuple[str, ...] = ()  # the models it concerns, where more than one share the version
-    by_tenant: Mapping[str, str] = field(default_factory=dict)  # the reason as each of them may know it; see Reason
+    bytes_by_source: Mapping[str, int] = field(default_factory=dict)  # of a relay that has ended
+    aliases: tuple[str, ...] = ()  # the models it concerns, if several share the version
+    by_tenant: Mapping[str, str] = field(default_factory=dict)  # the reason as each tenant may know it; see Reason
 
 
 @dataclass(frozen=True)
 class AttemptPlaced:
-    """A request's wait is over: times for its timeline."""
+    """A request was placed: times for its timeline."""
 
     key: AttemptKey
     model: str
@@ -146,7 +146,7 @@ class AttemptPlaced:
 
 @dataclass
 class Effects:
-    """Everything one input brought about, in order."""
+    """Everything that one input caused, in order."""
 
     commands: list[Command] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)

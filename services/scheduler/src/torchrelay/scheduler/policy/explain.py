@@ -1,16 +1,17 @@
-"""What happened to a request and why: bounded rings of timelines and decisions, for ``Explain`` and ``torchrelay
-explain``.
+"""What happened to a request and why: bounded timelines and decisions, for ``Explain`` and ``torchrelay explain``.
 
-A timeline is put together when it is asked for: the queue and the plan from the scheduler's own times, the relay and
-the mapping from the reports of the instances that served the request cold, the rest from what its gateway sent with
-the release.
+A timeline is assembled on request: queue and plan from the scheduler's own times, relay and mapping from the reports of
+the instances that served the request cold, the rest from what its gateway sent with the release. Times of several hosts
+stand side by side there, for people to read; no decision depends on them.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+
+from cachetools import FIFOCache
 
 from torchrelay.common.quantities import format_bytes
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
@@ -65,27 +66,23 @@ class ExplainLog:
     """Keeps the last ``max_requests`` timelines and the last decisions of each model."""
 
     def __init__(self, max_requests: int = 2048) -> None:
-        self._max_requests = max_requests
-        self._requests: OrderedDict[str, _RequestTimeline] = OrderedDict()
-        self._decisions: OrderedDict[str, deque[SchedulerEvent]] = OrderedDict()
-        self._instances: OrderedDict[str, _LoadTimeline] = OrderedDict()
+        self._requests: FIFOCache[str, _RequestTimeline] = FIFOCache(max_requests)
+        self._decisions: FIFOCache[str, deque[SchedulerEvent]] = FIFOCache(_MAX_MODELS)
+        self._instances: FIFOCache[str, _LoadTimeline] = FIFOCache(_MAX_INSTANCES)
 
-    def happened(self, happening: SchedulerEvent) -> None:
-        """Told of each model that it concerns, by its own name: their tenants know nothing of each other."""
-        for name in dict.fromkeys((happening.model, *happening.aliases)):
-            subject = name if happening.subject == happening.model else happening.subject
-            reason = happening.by_tenant.get(tenant_of(name), happening.reason)
-            told = replace(happening, model=name, subject=subject, reason=reason, aliases=(), by_tenant={})
-            self._note(name, told)
+    def note(self, event: SchedulerEvent) -> None:
+        """Files the event under each model that it concerns, by its own name: tenants know nothing of each other."""
+        for name in dict.fromkeys((event.model, *event.aliases)):
+            subject = name if event.subject == event.model else event.subject
+            reason = event.by_tenant.get(tenant_of(name), event.reason)
+            self._note(name, replace(event, model=name, subject=subject, reason=reason, aliases=(), by_tenant={}))
 
-    def _note(self, model: str, happening: SchedulerEvent) -> None:
-        ring = self._decisions.setdefault(model, deque(maxlen=_MAX_DECISIONS_PER_MODEL))
-        ring.append(happening)
-        self._decisions.move_to_end(model)
-        if len(self._decisions) > _MAX_MODELS:
-            self._decisions.popitem(last=False)
+    def _note(self, model: str, event: SchedulerEvent) -> None:
+        ring = self._decisions.get(model) or deque(maxlen=_MAX_DECISIONS_PER_MODEL)
+        ring.append(event)
+        self._decisions[model] = ring
 
-    def opened(self, opened: AttemptPlaced) -> None:
+    def placed(self, opened: AttemptPlaced) -> None:
         """A request was placed."""
         timeline = self._timeline(opened.key)
         timeline.model = opened.model
@@ -101,30 +98,26 @@ class ExplainLog:
                 timeline.cold_instances.append(instance_id)
 
     def released(self, key: AttemptKey, phases: Iterable[TimedPhase]) -> None:
-        """A request ended; ``phases`` are what its gateway and workers measured. The queue is measured here."""
+        """A request ended; ``phases``: from its gateway and workers. The queue is measured here."""
         self._timeline(key).add(phase for phase in phases if phase.name != "queue")
 
     def record_accuracy(self, key: AttemptKey, placement: Placement, outcome: Outcome) -> None:
-        """What was predicted when the attempt was placed, beside what was measured in the end."""
+        """Compares what was predicted when the attempt was placed with what was measured."""
         timeline = self._timeline(key)
         if outcome.ended_at and placement.predicted.ttft_s and len(timeline.places) < _MAX_PHASES:
             timeline.places.append(_accuracy_event(timeline.model, key, placement, outcome))
 
     def _timeline(self, key: AttemptKey) -> _RequestTimeline:
-        timeline = self._requests.setdefault(key.request_id, _RequestTimeline())
-        self._requests.move_to_end(key.request_id)
-        if len(self._requests) > self._max_requests:
-            self._requests.popitem(last=False)
+        timeline = self._requests.get(key.request_id) or _RequestTimeline()
+        self._requests[key.request_id] = timeline
         return timeline
 
     def observe(self, instance: Instance, slot: SlotStatus, store_id: str, copy: PackCopy | None) -> None:
-        """Notes how an instance came to its weights, from the reports of its worker and its host's store."""
+        """Notes how an instance got its weights, from the reports of its worker and its host's store."""
         times = self._instances.get(instance.instance_id)
         if times is None:
             times = _LoadTimeline(unix_us(instance.created_at), 0, instance.worker_id, instance.pack_id)
             self._instances[instance.instance_id] = times
-            if len(self._instances) > _MAX_INSTANCES:
-                self._instances.popitem(last=False)
         times.accepted_us = unix_us(instance.accepted_at)
         if slot.instance_id == instance.instance_id and slot.load_phases:
             times.load_phases = slot.load_phases
@@ -132,7 +125,7 @@ class ExplainLog:
             times.relay = _relay_phase(copy, store_id, times) or times.relay
 
     def request(self, request_id: str) -> tuple[list[TimedPhase], list[SchedulerEvent]] | None:
-        """Phases in order of begin, and the decisions on its model since it came; None for an unknown request."""
+        """Phases in order of begin, and the decisions on its model since it was admitted; None if it is unknown."""
         timeline = self._requests.get(request_id)
         if timeline is None:
             return None
@@ -141,9 +134,10 @@ class ExplainLog:
             if times := self._instances.get(instance_id):
                 phases += [phase for phase in times.phases() if phase not in phases]
         phases.sort(key=lambda phase: (phase.begin_us, phase.end_us))
-        begin_us = min((phase.begin_us for phase in timeline.phases), default=0)
-        decisions = [one for one in self._decisions.get(timeline.model, ()) if unix_us(one.at) >= begin_us]
-        return phases, sorted([*decisions, *timeline.places], key=lambda one: one.at)
+        # Decisions carry our own times: compared with the queue's, which is ours too.
+        begin_us = min((phase.begin_us for phase in timeline.phases if phase.name == "queue"), default=0)
+        decisions = [event for event in self._decisions.get(timeline.model, ()) if unix_us(event.at) >= begin_us]
+        return phases, sorted([*decisions, *timeline.places], key=lambda event: event.at)
 
     def model(self, name: str) -> list[SchedulerEvent]:
         """The model's last decisions, newest last."""
@@ -171,7 +165,7 @@ def _accuracy_event(model: str, key: AttemptKey, placement: Placement, outcome: 
         if measured_s is not None
     ]
     cached = placement.predicted.num_cached_tokens
-    reason = f"attempt {key.attempt}: {'; '.join(parts)}{f'; {cached} tokens thought cached' if cached else ''}"
+    reason = f"attempt {key.attempt}: {'; '.join(parts)}{f'; {cached} tokens expected in the cache' if cached else ''}"
     return SchedulerEvent(outcome.ended_at, "predict", model, key.request_id, reason)
 
 
@@ -180,7 +174,7 @@ def _ms(seconds: float) -> str:
 
 
 def _relay_phase(copy: PackCopy, store_id: str, times: _LoadTimeline) -> TimedPhase | None:
-    """The relay that filled a host for an instance; of no length when the copy was whole before it was decided."""
+    """The relay that brought the pack for an instance; of no length if the copy was complete before."""
     if not copy.relay_begin_us:
         return None
     if copy.relay_end_us and copy.relay_end_us < times.created_us:

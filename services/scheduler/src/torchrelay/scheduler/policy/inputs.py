@@ -1,21 +1,18 @@
-"""Everything that can happen to the policy, as one tagged union of frozen records.
-
-What carries times of its own (``admitted_at``, ``seen_at``) was stamped by the scheduler's clock.
-"""
+"""Everything that can happen to the policy: one tagged union. Times in it are by the scheduler's clock."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import get_args
+import msgspec
 
 from torchrelay.scheduler.policy.core import Admission, AttemptKey, Model, Placement, StoreStatus, WorkerStatus
 from torchrelay.scheduler.policy.prediction import Outcome
 
-# Requests
+
+class _Input(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
+    pass
 
 
-@dataclass(frozen=True)
-class Admit:
+class Admit(_Input, frozen=True):
     """A gateway asks for an attempt, for the first time or again. ``current``: where it runs, if it was placed."""
 
     admission: Admission
@@ -23,15 +20,13 @@ class Admit:
     current: Placement | None = None
 
 
-@dataclass(frozen=True)
-class Withdraw:
+class Withdraw(_Input, frozen=True):
     """The client left before the attempt was placed."""
 
     key: AttemptKey
 
 
-@dataclass(frozen=True)
-class Release:
+class Release(_Input, frozen=True):
     """The attempt is over. ``delivered``: it produced at least one token. ``outcome``: what was measured of it."""
 
     key: AttemptKey
@@ -39,68 +34,52 @@ class Release:
     outcome: Outcome | None = None
 
 
-@dataclass(frozen=True)
-class GatewayConnected:
+class GatewayConnected(_Input, frozen=True):
     gateway_id: str
 
 
-@dataclass(frozen=True)
-class GatewayDisconnected:
+class GatewayDisconnected(_Input, frozen=True):
     gateway_id: str
 
 
-# The cluster
-
-
-@dataclass(frozen=True)
-class WorkerReported:
+class WorkerReported(_Input, frozen=True):
     """``streamed``: on the worker's own stream, which keeps order."""
 
     worker: WorkerStatus
     streamed: bool
 
 
-@dataclass(frozen=True)
-class WorkerStreamClosed:
+class WorkerStreamClosed(_Input, frozen=True):
     worker_id: str
 
 
-@dataclass(frozen=True)
-class WorkerGone:
+class WorkerGone(_Input, frozen=True):
     """Nobody listens at the worker's address any more."""
 
     worker_id: str
 
 
-@dataclass(frozen=True)
-class WorkerStopped:
+class WorkerStopped(_Input, frozen=True):
     """The worker announced that it shuts down."""
 
     worker_id: str
 
 
-@dataclass(frozen=True)
-class StoreReported:
+class StoreReported(_Input, frozen=True):
     store: StoreStatus
 
 
-@dataclass(frozen=True)
-class StoreGone:
+class StoreGone(_Input, frozen=True):
     """Nobody listens at the store's address any more; its arena, and the instances in it, may live on."""
 
     store_id: str
 
 
-# Outcomes of commands
-
-
-@dataclass(frozen=True)
-class LoadAccepted:
+class LoadAccepted(_Input, frozen=True):
     instance_id: str
 
 
-@dataclass(frozen=True)
-class LoadFailed:
+class LoadFailed(_Input, frozen=True):
     """``failed_store``: the store whose relay could not be started, if that was the reason."""
 
     instance_id: str
@@ -108,31 +87,26 @@ class LoadFailed:
     failed_store: str = ""
 
 
-@dataclass(frozen=True)
-class RolesSet:
+class RolesSet(_Input, frozen=True):
     instance_id: str
 
 
-@dataclass(frozen=True)
-class RolesFailed:
+class RolesFailed(_Input, frozen=True):
     instance_id: str
     cause: str
 
 
-@dataclass(frozen=True)
-class UnloadFailed:
+class UnloadFailed(_Input, frozen=True):
     instance_id: str
     cause: str
 
 
-@dataclass(frozen=True)
-class CopyAccepted:
+class CopyAccepted(_Input, frozen=True):
     pack_id: str
     store_id: str
 
 
-@dataclass(frozen=True)
-class CopyFailed:
+class CopyFailed(_Input, frozen=True):
     """The store did not take the order. ``deleted``: the pack exists nowhere any more."""
 
     pack_id: str
@@ -141,16 +115,11 @@ class CopyFailed:
     deleted: bool = False
 
 
-@dataclass(frozen=True)
-class RetainFailed:
+class RetainFailed(_Input, frozen=True):
     store_id: str
 
 
-# Time
-
-
-@dataclass(frozen=True)
-class Tick:
+class Tick(_Input, frozen=True):
     """Time has passed. Reports may be missing from before ``reports_complete_since``: silence until then is no loss."""
 
     reports_complete_since: float = 0.0
@@ -178,5 +147,3 @@ Input = (
     | RetainFailed
     | Tick
 )
-
-INPUT_TYPES: dict[str, type[Input]] = {kind.__name__: kind for kind in get_args(Input)}

@@ -10,40 +10,18 @@ from dataclasses import replace
 from typing import assert_never
 
 from torchrelay.common.quantities import format_duration
+from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_roles
 from torchrelay.scheduler.policy.cluster.instances import InstanceTransition, TransitionKind
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatus, WorkerStatus
 from torchrelay.scheduler.policy.effects import Effects, RefusalReason
-from torchrelay.scheduler.policy.inputs import (
-    Admit,
-    CopyAccepted,
-    CopyFailed,
-    GatewayConnected,
-    GatewayDisconnected,
-    Input,
-    LoadAccepted,
-    LoadFailed,
-    Release,
-    RetainFailed,
-    RolesFailed,
-    RolesSet,
-    StoreGone,
-    StoreReported,
-    Tick,
-    UnloadFailed,
-    Withdraw,
-    WorkerGone,
-    WorkerReported,
-    WorkerStopped,
-    WorkerStreamClosed,
-)
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.steps import admissions, relays, replication, scaling
 
-_GONE = Reason("worker_gone", "its worker's process is gone, without a word")
-_STOPPED = Reason("worker_stopped", "its worker was told to stop")
+_GONE = Reason("worker_gone", "its worker's process is gone")
+_STOPPED = Reason("worker_stopped", "its worker shut down")
 
 
 class Policy:
@@ -52,59 +30,59 @@ class Policy:
     def __init__(self, config: PolicyConfig, new_id: Callable[[], str], now: float) -> None:
         self.state = State.fresh(config, new_id, now)
 
-    def apply(self, input_: Input, now: float) -> Effects:
-        """Takes in one thing that happened at ``now``; returns what has to be done about it."""
+    def apply(self, input_: inputs.Input, now: float) -> Effects:
+        """Applies one input at ``now``; returns everything that has to be done."""
         state = self.state
         match input_:
-            case Admit():
+            case inputs.Admit():
                 self._admit(input_, now)
-            case Withdraw(key):
+            case inputs.Withdraw(key):
                 admissions.withdraw(state, key, now)
                 admissions.place_waiting(state, now)
-            case Release():
+            case inputs.Release():
                 self._release(input_, now)
-            case GatewayConnected(gateway_id):
+            case inputs.GatewayConnected(gateway_id):
                 state.gateways.connected(gateway_id, now)
-            case GatewayDisconnected(gateway_id):
+            case inputs.GatewayDisconnected(gateway_id):
                 state.gateways.disconnected(gateway_id, now)
-            case WorkerReported(worker, streamed):
+            case inputs.WorkerReported(worker, streamed):
                 self._observe_worker(worker, streamed, now)
-            case WorkerStreamClosed(worker_id):
+            case inputs.WorkerStreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
-            case WorkerGone(worker_id):
+            case inputs.WorkerGone(worker_id):
                 self._drop_worker(worker_id, TransitionKind.LOST, _GONE, now)
-            case WorkerStopped(worker_id):
+            case inputs.WorkerStopped(worker_id):
                 self._drop_worker(worker_id, TransitionKind.STOPPED, _STOPPED, now)
-            case StoreReported(store):
+            case inputs.StoreReported(store):
                 self._observe_store(store, now)
-            case StoreGone(store_id):
+            case inputs.StoreGone(store_id):
                 if lost := state.membership.drop_store(store_id, now):
                     self._remove_store(lost, "the store's process is gone", now)
-            case LoadAccepted(instance_id):
+            case inputs.LoadAccepted(instance_id):
                 self._load_accepted(instance_id, now)
-            case LoadFailed():
+            case inputs.LoadFailed():
                 self._load_failed(input_, now)
-            case RolesSet(instance_id):
+            case inputs.RolesSet(instance_id):
                 instance = state.instances.get(instance_id)
                 if instance is not None and instance.pending_roles is not None:
                     state.instances.put(replace(instance, roles=instance.pending_roles, pending_roles=None))
                     self._react(now)
-            case RolesFailed(instance_id, cause):
+            case inputs.RolesFailed(instance_id, cause):
                 if instance := state.instances.get(instance_id):
                     state.instances.put(replace(instance, pending_roles=None))
                     state.happened(now, "set_roles_failed", instance, cause)
                     self._count_failure(instance, cause, now, now)
-            case UnloadFailed(instance_id, cause):
+            case inputs.UnloadFailed(instance_id, cause):
                 scaling.unload_failed(state, instance_id, now)
                 if instance := state.instances.get(instance_id):
                     state.happened(now, "drain_failed", instance, cause)
-            case CopyAccepted(pack_id, store_id):
+            case inputs.CopyAccepted(pack_id, store_id):
                 replication.copy_accepted(state, pack_id, store_id, now)
-            case CopyFailed(pack_id, store_id, cause, deleted):
+            case inputs.CopyFailed(pack_id, store_id, cause, deleted):
                 replication.copy_failed(state, pack_id, store_id, cause, now, deleted)
-            case RetainFailed(store_id):
+            case inputs.RetainFailed(store_id):
                 state.replication_state.retain_failed(store_id, now)
-            case Tick(reports_complete_since):
+            case inputs.Tick(reports_complete_since):
                 self._tick(reports_complete_since, now)
             case _:
                 assert_never(input_)
@@ -112,7 +90,7 @@ class Policy:
 
     # Requests
 
-    def _admit(self, input_: Admit, now: float) -> None:
+    def _admit(self, input_: inputs.Admit, now: float) -> None:
         state, admission, model = self.state, input_.admission, input_.model
         state.replication_state.recent_packs.note(model, now)
         if admissions.admit(state, admission, model, input_.current, now):
@@ -123,7 +101,7 @@ class Policy:
                 scaling.scale(state, now)
             admissions.send_waiting(state, admission, now)
 
-    def _release(self, input_: Release, now: float) -> None:
+    def _release(self, input_: inputs.Release, now: float) -> None:
         """Workers that the gateway saw fail are named by the admission that follows: a release may come long after."""
         state, attempt = self.state, admissions.release(self.state, input_.key, now)
         if attempt is None:
@@ -180,7 +158,7 @@ class Policy:
             self.state.instances.put(replace(instance, accepted_at=now))
             admissions.place_waiting(self.state, now, (instance.version_id,))
 
-    def _load_failed(self, input_: LoadFailed, now: float) -> None:
+    def _load_failed(self, input_: inputs.LoadFailed, now: float) -> None:
         state, cause = self.state, input_.cause
         instance = state.instances.get(input_.instance_id)
         if instance is None or instance.accepted:
@@ -228,7 +206,7 @@ class Policy:
             self._record_transition(change, now)
 
     def _record_transition(self, change: InstanceTransition, now: float) -> None:
-        """An instance came, moved on, or went."""
+        """Records that an instance appeared, changed its phase, or is gone."""
         state, instance = self.state, change.instance
         if change.gone:
             state.prefix_index.forget(instance.instance_id)
@@ -240,7 +218,7 @@ class Policy:
                 reason = instance.reason
                 if instance.phase is InstancePhase.READY:
                     state.load_failures.forget(instance.version_id)
-                    reason = _ready(instance, now - change.before.since)
+                    reason = _ready_reason(instance, now - change.before.since)
                 phase = instance.phase.value
                 state.happened(now, phase, instance, reason, f"instance.{phase}", fields)
             case TransitionKind.ADOPTED:
@@ -255,9 +233,9 @@ class Policy:
                 self._count_failure(instance, change.reason.text, instance.created_at, now)
 
     def _count_failure(self, instance: Instance, cause: str, decided_at: float, now: float) -> None:
-        """Notes the try; after the last one those who wait are told, unless other instances serve them."""
+        """After the last try, refuses the waiting requests unless other instances serve them."""
         state = self.state
-        if not state.load_failures.add(instance.version_id, instance.worker_id, cause, decided_at, now):
+        if not state.load_failures.add(instance.version_id, instance.worker_id, decided_at, now):
             return
         others = [other for other in state.instances.of_version(instance.version_id) if other.placeable]
         if cover_both_roles(others):
@@ -268,6 +246,6 @@ class Policy:
             admissions.refuse(state, admission, RefusalReason.LOAD_FAILED, message, now, retry_s)
 
 
-def _ready(instance: Instance, took_s: float) -> Reason:
+def _ready_reason(instance: Instance, took_s: float) -> Reason:
     layers = f"all {instance.num_layers} layers" if instance.num_layers > 1 else "all"
     return Reason("loaded", f"{layers} loaded in {format_duration(took_s)}", {"num_layers": instance.num_layers})

@@ -1,4 +1,4 @@
-"""Why something is done: a word and figures for programs, a sentence for people."""
+"""The reason for a decision: a keyword and figures for programs, a sentence for people."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Figures = Mapping[str, str | int | float]
 
 @dataclass(frozen=True)
 class Reason:
-    """``cause`` is one of the words that ``docs/events.md`` lists; ``figures`` are told beside it in the history.
+    """``cause``: a keyword listed in ``docs/events.md``; ``figures`` accompany it in the history.
 
-    ``of_tenants``: what each tenant is told in the place of ``text``, where that counts requests of several.
+    ``by_tenant``: what each tenant sees instead of ``text`` if that counts the requests of several.
     """
 
     cause: str = ""
@@ -22,7 +22,7 @@ class Reason:
 
     @property
     def fields(self) -> dict[str, str | int | float]:
-        """For the history; empty where the kind of the event says it all."""
+        """For the history; empty if the kind of the event says it all."""
         return {**({"cause": self.cause} if self.cause else {}), **self.figures}
 
 

@@ -1,9 +1,11 @@
-"""Everything the scheduler knows, in one place with one owner, and the small questions asked of it everywhere."""
+"""Everything the scheduler knows, in one place with one owner, and the small queries that several steps share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+
+from cachetools import FIFOCache
 
 from torchrelay.common.latency_model import LatencyModel
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
@@ -26,13 +28,13 @@ from torchrelay.scheduler.policy.relay.transfers import Transfers
 from torchrelay.scheduler.policy.replication.replication_state import ReplicationState
 
 _MAX_MODELS = 4096
-_MAX_FRUITLESS = 4096
-_REPORT_LAG_S = 0.02  # a report arriving now was made this long ago at most
+_MAX_REQUESTS_WITHOUT_TOKEN = 4096
+_REPORT_LAG_S = 0.02  # an arriving report was made at most this long ago
 
 
 @dataclass
 class State:
-    """Owned by the policy; changed only by its steps, one at a time."""
+    """Owned by the policy; only its steps change it."""
 
     config: PolicyConfig
     new_id: Callable[[], str]  # a fresh instance id
@@ -52,10 +54,10 @@ class State:
     aliases: VersionAliases = field(default_factory=VersionAliases)
     models: dict[str, Model] = field(default_factory=dict)  # by version id
     effects: Effects = field(default_factory=Effects)
-    instances_without_token: dict[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # request id -> instances; see note_fruitless
-    largest_slot_bytes: int = 0  # ever seen: a host that is away for now may come back
+    instances_without_token: FIFOCache[str, tuple[str, ...]] = field(  # by request id; see note_no_token
+        default_factory=lambda: FIFOCache(_MAX_REQUESTS_WITHOUT_TOKEN)
+    )
+    largest_slot_bytes: int = 0  # ever seen: a host that is away may come back
     largest_kv_pool_bytes: int = 0
 
     @classmethod
@@ -70,7 +72,7 @@ class State:
         return effects
 
     def note_model(self, model: Model, now: float) -> None:
-        """Remembers the newest settings of a version; bounded, unused ones go first."""
+        """Remembers the newest settings of a version; bounded, unused versions are evicted first."""
         timeout_s = model.idle_timeout_s or self.config.idle_timeout_s
         self.aliases.note(model.version_id, model.pack_id, model.name, timeout_s, now)
         self.models.pop(model.version_id, None)
@@ -82,11 +84,11 @@ class State:
                 del self.models[unused]
 
     def idle_timeout_s(self, version_id: str, now: float) -> float:
-        """After which an instance of the version goes; whoever uses it has it for at least as long as it asked for."""
+        """After which an idle instance of the version is drained: the longest that any of its users asked for."""
         return self.aliases.idle_timeout_s(version_id, now) or self.config.idle_timeout_s
 
     def model_of_pack(self, pack_id: str, pack_bytes: int = 0) -> Model:
-        """The model that a pack belongs to; under the beginning of the pack's id while nobody has named it."""
+        """The model that a pack belongs to; named by the start of the pack's id until an admission names it."""
         for model in self.models.values():
             if model.pack_id == pack_id:
                 return model
@@ -96,10 +98,8 @@ class State:
         return Model(name, "", pack_id, pack_bytes, 0)
 
     def note_no_token(self, request_id: str, instance_ids: tuple[str, ...]) -> None:
-        """An attempt ended without a token. Should the request come again, these instances are doubted."""
+        """An attempt ended without a token. If the request comes again, its instances become suspect."""
         self.instances_without_token[request_id] = instance_ids
-        if len(self.instances_without_token) > _MAX_FRUITLESS:
-            del self.instances_without_token[next(iter(self.instances_without_token))]
 
     def happened(
         self,
@@ -110,18 +110,19 @@ class State:
         event: str = "",
         fields: Mapping[str, str | int | float] | None = None,
     ) -> None:
-        """Notes a decision or transition for Explain, and for the history when ``event`` names its subject."""
+        """Adds a decision or transition for Explain, and for the history if ``event`` names its subject."""
         model, name = (
             (subject.name, subject.name) if isinstance(subject, Model) else (subject.model, subject.instance_id)
         )
         why = reason if isinstance(reason, Reason) else Reason("", reason)
         named = self.aliases.of(subject.version_id)
         figures = {**(fields or {}), **why.fields}
-        told = SchedulerEvent(now, kind, model, name, why.text, event, figures, {}, named, why.by_tenant)
-        self.effects.events.append(told)
+        self.effects.events.append(
+            SchedulerEvent(now, kind, model, name, why.text, event, figures, {}, named, why.by_tenant)
+        )
 
     def queue_s(self, instance: Instance, latency: LatencyModel) -> float:
-        """How long the prompts take that wait at the instance: reported, and placed since the report."""
+        """How long the prompts waiting at the instance take: those reported, and those placed since."""
         worker = self.membership.workers.get(instance.worker_id)
         if worker is None:
             return 0.0

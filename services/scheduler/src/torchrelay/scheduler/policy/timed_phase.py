@@ -1,4 +1,4 @@
-"""Times that gateways, workers and stores have measured."""
+"""Phases of a request or load, as measured by gateways, workers and stores."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class TimedPhase:
-    """A named stretch of time somebody measured, in Unix microseconds."""
+    """A named phase, in Unix microseconds of the clock of whoever measured it."""
 
     name: str
     begin_us: int
@@ -17,5 +17,5 @@ class TimedPhase:
 
     @property
     def duration_s(self) -> float:
-        """Never below zero, whatever the clocks say."""
+        """Never negative, even if the clock was set back."""
         return max(self.end_us - self.begin_us, 0) / 1e6

@@ -1,3 +1,1 @@
-"""What talks: controller, actuator, servicer, converters, discovery, admit_streams, peer_channels, epoch,
-ticket_issuer, cluster_view, relay_view. Imports policy.*, grpc, NATS.
-"""
+"""What talks: gRPC, NATS, tickets, metrics, and the controller between these and the policy."""

@@ -1,4 +1,4 @@
-"""Carries decisions out over gRPC and tells the desk how it went. Each command is a task of its own with a deadline."""
+"""Carries out commands over gRPC; outcomes go back as inputs. Each command is a task of its own with a deadline."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import grpc
+import stamina
 
 from torchrelay.common.errors import NotFound, StaleEpoch, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
@@ -14,6 +15,7 @@ from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
+from torchrelay.scheduler.policy import inputs
 from torchrelay.scheduler.policy.effects import (
     Command,
     CopyCommand,
@@ -25,16 +27,6 @@ from torchrelay.scheduler.policy.effects import (
     UnloadCommand,
     WakeCommand,
 )
-from torchrelay.scheduler.policy.inputs import (
-    CopyAccepted,
-    CopyFailed,
-    LoadAccepted,
-    LoadFailed,
-    RetainFailed,
-    RolesFailed,
-    RolesSet,
-    UnloadFailed,
-)
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels
@@ -45,14 +37,14 @@ if TYPE_CHECKING:
 
 log = get_logger(__name__)
 
-_TIMEOUT_S = 5.0  # Load and SetRoles answer at once, and Relay where memory is faulted in
+_TIMEOUT_S = 5.0  # Load and SetRoles return at once, and Relay where memory is faulted in
 _FAULTING_BYTES_PER_S = 0.25e9  # a store may have to fault its arena in before it can reserve a range
-_TRIES = 2  # of a call that did not reach the peer
+_MAX_ATTEMPTS = 2  # of a call that did not reach the peer
 _RETRY_S = 0.05
 
 
 class Actuator:
-    """``tasks`` owns the commands under way."""
+    """``tasks`` owns the running commands."""
 
     def __init__(self, controller: Controller, channels: PeerChannels, tasks: asyncio.TaskGroup) -> None:
         self._controller = controller
@@ -61,7 +53,7 @@ class Actuator:
         self._stopped = False
 
     def stop(self) -> None:
-        """Nothing more is begun: the service ends."""
+        """Starts no further command: the service shuts down."""
         self._stopped = True
 
     def start(self, command: Command) -> None:
@@ -82,7 +74,7 @@ class Actuator:
                 self._tasks.create_task(self._retain(command), name=f"retain {command.store_id}")
 
     async def _wake(self, command: WakeCommand) -> None:
-        """Relays in the order of the chain; each host's loads start as soon as its store has taken its relay."""
+        """Relays in the order of the chain; each host's loads start as soon as its store has accepted its relay."""
         async with asyncio.TaskGroup() as loads:
             for hop in command.hops:
                 try:
@@ -90,7 +82,7 @@ class Actuator:
                 except TorchrelayError as error:
                     cause = f"the relay to {hop.store_id} could not be started: {error.message}"
                     for order in hop.loads:
-                        self._controller.apply(LoadFailed(order.instance_id, cause, hop.store_id))
+                        self._controller.apply(inputs.LoadFailed(order.instance_id, cause, hop.store_id))
                     continue
                 for order in hop.loads:
                     loads.create_task(self._load(command, order))
@@ -121,7 +113,7 @@ class Actuator:
         await self._call(lambda: stub.Relay(request, timeout=timeout_s))
 
     async def _reroute(self, command: RerouteCommand) -> None:
-        """The relay goes on as it is when its store cannot be told."""
+        """If the store cannot be reached, its relay goes on unchanged."""
         try:
             await self._relay(command, command.hop)
         except TorchrelayError as error:
@@ -133,9 +125,9 @@ class Actuator:
             await self._relay(command, command.hop)
         except TorchrelayError as error:
             cause = f"the relay could not be started: {error.message}"
-            self._controller.apply(CopyFailed(pack_id, store_id, cause, isinstance(error, NotFound)))
+            self._controller.apply(inputs.CopyFailed(pack_id, store_id, cause, isinstance(error, NotFound)))
             return
-        self._controller.apply(CopyAccepted(pack_id, store_id))
+        self._controller.apply(inputs.CopyAccepted(pack_id, store_id))
 
     async def _retain(self, command: RetainCommand) -> None:
         request = param_store_pb2.RetainRequest(
@@ -146,7 +138,7 @@ class Actuator:
             await self._call(lambda: stub.Retain(request, timeout=_TIMEOUT_S))
         except TorchrelayError as error:
             log.info("retain_failed", store_id=command.store_id, error=error.message)
-            self._controller.apply(RetainFailed(command.store_id))
+            self._controller.apply(inputs.RetainFailed(command.store_id))
 
     def _store(self, store_id: str) -> ParamStoreAsyncStub:
         store = self._controller.policy.state.membership.stores.get(store_id)
@@ -166,10 +158,10 @@ class Actuator:
             stub = self._worker(order.worker_id)
             await self._call(lambda: stub.Load(request, timeout=_TIMEOUT_S))
         except TorchrelayError as error:
-            cause = f"worker {order.worker_id} did not take the load: {error.message}"
-            self._controller.apply(LoadFailed(order.instance_id, cause))
+            cause = f"worker {order.worker_id} did not accept the load: {error.message}"
+            self._controller.apply(inputs.LoadFailed(order.instance_id, cause))
             return
-        self._controller.apply(LoadAccepted(order.instance_id))
+        self._controller.apply(inputs.LoadAccepted(order.instance_id))
 
     async def _set_roles(self, command: SetRolesCommand) -> None:
         request = worker_pb2.SetRolesRequest(
@@ -181,9 +173,9 @@ class Actuator:
             stub = self._worker(command.worker_id)
             await self._call(lambda: stub.SetRoles(request, timeout=_TIMEOUT_S))
         except TorchrelayError as error:
-            self._controller.apply(RolesFailed(command.instance_id, error.message))
+            self._controller.apply(inputs.RolesFailed(command.instance_id, error.message))
             return
-        self._controller.apply(RolesSet(command.instance_id))
+        self._controller.apply(inputs.RolesSet(command.instance_id))
 
     async def _unload(self, command: UnloadCommand) -> None:
         request = worker_pb2.UnloadRequest(
@@ -193,7 +185,7 @@ class Actuator:
             stub = self._worker(command.worker_id)
             await self._call(lambda: stub.Unload(request, timeout=command.drain_s + _TIMEOUT_S))
         except TorchrelayError as error:
-            self._controller.apply(UnloadFailed(command.instance_id, error.message))
+            self._controller.apply(inputs.UnloadFailed(command.instance_id, error.message))
 
     def _worker(self, worker_id: str) -> WorkerAsyncStub:
         worker = self._controller.policy.state.membership.workers.get(worker_id)
@@ -202,25 +194,29 @@ class Actuator:
         return worker_pb2_grpc.WorkerStub(self._channels.channel(worker.grpc_address))
 
     async def _call(self, call: Callable[[], Awaitable[object]]) -> None:
-        """One RPC, tried again when the peer was not reached. ``StaleEpoch`` ends the service after start-up."""
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                await call()
-                return
-            except asyncio.CancelledError:
-                # Either we are cancelled, or the peer was lost and its channel closed under the call.
-                if (task := asyncio.current_task()) is None or task.cancelling():
-                    raise
-                raise Unavailable("the peer was lost during the call") from None
-            except grpc.aio.UsageError as error:
-                raise Unavailable("the peer was lost before the call") from error
-            except grpc.aio.AioRpcError as error:
-                failure = error_from_rpc(error)
-                if isinstance(failure, StaleEpoch) and self._controller.epoch.refused(self._controller.clock.now()):
-                    self._tasks.create_task(_step_down(failure))
-                if error.code() != grpc.StatusCode.UNAVAILABLE or not tries_left:
-                    raise failure from error
-            await asyncio.sleep(_RETRY_S)
+        """One RPC, retried if the peer was not reached. ``StaleEpoch`` ends the service after start-up."""
+        try:
+            async for attempt in stamina.retry_context(
+                _is_unreached, attempts=_MAX_ATTEMPTS, wait_initial=_RETRY_S, wait_jitter=0
+            ):
+                with attempt:
+                    await call()
+        except asyncio.CancelledError:
+            # Either we are cancelled, or the peer was lost and its channel closed under the call.
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            raise Unavailable("the peer was lost during the call") from None
+        except grpc.aio.UsageError as error:
+            raise Unavailable("the peer was lost before the call") from error
+        except grpc.aio.AioRpcError as error:
+            failure = error_from_rpc(error)
+            if isinstance(failure, StaleEpoch) and self._controller.epoch.refused(self._controller.clock.now()):
+                self._tasks.create_task(_step_down(failure))
+            raise failure from error
+
+
+def _is_unreached(error: Exception) -> bool:
+    return isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.UNAVAILABLE
 
 
 async def _step_down(error: StaleEpoch) -> None:

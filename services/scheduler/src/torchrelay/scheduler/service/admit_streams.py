@@ -1,4 +1,4 @@
-"""The Admit streams of gateways: what is to be sent on each, bounded."""
+"""The Admit streams of gateways, each with a bounded send queue."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 
 
 class AdmitStream:
-    """One stream. A gateway that reads too slowly loses the stream, not the admissions: it sends them again."""
+    """One stream. A gateway that reads too slowly loses the stream, not its admissions: it sends them again."""
 
     def __init__(self, max_queued: int) -> None:
         self._queue: deque[AdmitEvent] = deque()
         self._max_queued = max_queued
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._error: TorchrelayError | None = None
         self._closed = False
         self.gateway_id = ""  # known after its hello
 
     def send(self, event: AdmitEvent) -> None:
         if len(self._queue) >= self._max_queued:
-            self.close(Overloaded("The gateway reads its admissions too slowly; it may send them again."))
+            self.close(Overloaded("The gateway reads its stream too slowly; it may send its admissions again."))
             return
         self._queue.append(event)
-        self._news.set()
+        self._changed.set()
 
     def close(self, error: TorchrelayError | None = None) -> None:
         """Ends the stream; with ``error``, at once."""
         self._closed = True
         self._error = self._error or error
-        self._news.set()
+        self._changed.set()
 
     async def events(self) -> AsyncIterator[AdmitEvent]:
         while True:
@@ -42,12 +42,12 @@ class AdmitStream:
                 raise self._error
             if self._closed:
                 return
-            self._news.clear()
-            await self._news.wait()
+            self._changed.clear()
+            await self._changed.wait()
 
 
 class AdmitStreams:
-    """The present stream of each gateway; a newer one replaces the older."""
+    """The current stream of each gateway; a newer one replaces the older."""
 
     def __init__(self, max_queued: int) -> None:
         self._max_queued = max_queued
@@ -56,22 +56,22 @@ class AdmitStreams:
     def open(self) -> AdmitStream:
         return AdmitStream(self._max_queued)
 
-    def arrived(self, stream: AdmitStream, gateway_id: str) -> None:
+    def connected(self, stream: AdmitStream, gateway_id: str) -> None:
         older = self._of.get(gateway_id)
         if older is not None and older is not stream:
             older.close()
         stream.gateway_id = gateway_id
         self._of[gateway_id] = stream
 
-    def left(self, stream: AdmitStream) -> bool:
-        """True when this was the gateway's present stream."""
+    def disconnected(self, stream: AdmitStream) -> bool:
+        """True if this was the gateway's current stream."""
         if self._of.get(stream.gateway_id) is not stream:
             return False
         del self._of[stream.gateway_id]
         return True
 
     def send(self, gateway_id: str, event: AdmitEvent) -> None:
-        """To a gateway that is away nothing is sent: it asks again when it is back."""
+        """Drops the event if the gateway is away: it asks again when it is back."""
         if stream := self._of.get(gateway_id):
             stream.send(event)
 

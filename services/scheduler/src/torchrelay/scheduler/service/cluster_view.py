@@ -1,4 +1,4 @@
-"""The cluster as the CLI and the gateways see it."""
+"""The cluster view for the CLI and the gateways."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrelay.scheduler.service.relay_view import relay_views
 
 
 def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
-    """Everything known now: reports as they came, instances and demand as the scheduler counts them."""
+    """The last reports as received; instances and demand as the scheduler counts them."""
     state = controller.policy.state
     now = controller.clock.now()
     waiting: Counter[str] = Counter()
@@ -40,7 +40,7 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
 
 
 def _version_views(state: State) -> list[scheduler_pb2.VersionView]:
-    """Of the packs that somebody holds, or is to get."""
+    """Versions whose pack is in a store or an instance."""
     held = {pack_id for store in state.membership.stores.values() for pack_id in store.copies}
     held |= {instance.pack_id for instance in state.instances}
     return [

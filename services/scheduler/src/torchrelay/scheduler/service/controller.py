@@ -10,9 +10,11 @@ import time
 from typing import Protocol
 
 from cachetools import FIFOCache
+from opentelemetry import metrics
 
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Answer, AttemptPlaced, Command, Effects, Placed
 from torchrelay.scheduler.policy.explain import ExplainLog
 from torchrelay.scheduler.policy.inputs import Admit, Input, Release, StoreReported, Tick, WorkerReported
@@ -79,11 +81,12 @@ class Controller:
         self._versions: FIFOCache[str, types_pb2.ModelVersion] = FIFOCache(_MAX_VERSIONS)
         self._event_publisher = event_publisher
         self._watchers: set[asyncio.Event] = set()
-        self._metrics = AdmissionMetrics(lambda: len(policy.state.queues), lambda: event_publisher.num_dropped)
+        meter, state = metrics.get_meter("torchrelay.scheduler"), policy.state
+        self._metrics = AdmissionMetrics(meter, lambda: len(state.queues), lambda: event_publisher.num_dropped)
         self._copy_metrics = ReplicationMetrics(
-            lambda: policy.state.replication_state.num_short, lambda: len(policy.state.transfers.ordered)
+            meter, lambda: state.replication_state.num_short, lambda: len(state.transfers.ordered)
         )
-        self._relay_metrics = RelayMetrics(lambda: policy.state.transfers.num_running)
+        self._relay_metrics = RelayMetrics(meter, lambda: state.transfers.num_running)
 
     def apply(self, input_: Input) -> None:
         self._apply(input_, self.clock.now())
@@ -170,50 +173,40 @@ class Controller:
             self.actuator.start(command)
         for answer in effects.answers:
             self._send(answer)
-        for opened in effects.opened:
-            self._record_placement(opened)
-        for happening in effects.events:
-            if not happening.topic.startswith(transfer_events.EVENT_PREFIX):  # those are the operator's
-                self.explain.happened(happening)
-            self._event_publisher.note(happening)
-            self._copy_metrics.happened(happening)
-            self._relay_metrics.happened(happening)
-            log.info(happening.kind, model=happening.model, subject=happening.subject, reason=happening.reason)
+        for placed in effects.opened:
+            self._record_placement(placed)
+        for event in effects.events:
+            if not event.topic.startswith(transfer_events.EVENT_PREFIX):  # those are for operators only
+                self.explain.note(event)
+            self._event_publisher.note(event)
+            self._copy_metrics.note(event)
+            self._relay_metrics.note(event)
+            log.info(event.kind, model=event.model, subject=event.subject, reason=event.reason)
         self._notify_watchers()
 
     def _send(self, answer: Answer) -> None:
-        event = scheduler_pb2.AdmitEvent()
         if isinstance(answer, Placed):
-            kind = "placed"
             ticket = self.cluster_tickets.kv(answer.placement)
-            event.placement.CopyFrom(converters.placement_to_proto(answer.placement, ticket))
+            kind, event = "placed", AdmitEvent(placement=converters.placement_to_proto(answer.placement, ticket))
         elif isinstance(answer, AdmissionRefused):
-            kind = "refused"
-            event.refusal.key.CopyFrom(converters.key_to_proto(answer.key))
-            event.refusal.reason = converters.REFUSAL_REASONS[answer.reason]
-            event.refusal.message = answer.message
-            event.refusal.retry_after_s = answer.retry_after_s
+            kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
         else:
-            kind = "waiting"
-            event.waiting.key.CopyFrom(converters.key_to_proto(answer.key))
-            event.waiting.queue_position = answer.queue_position
-            event.waiting.state = answer.state
-            event.waiting.predicted_wait_s = answer.predicted_wait_s
+            kind, event = "waiting", AdmitEvent(waiting=converters.waiting_to_proto(answer))
         self._metrics.answered(kind)
         self.streams.send(answer.gateway_id, event)
 
-    def _record_placement(self, opened: AttemptPlaced) -> None:
-        self.explain.opened(opened)
-        self._metrics.placed(opened.placed_at - opened.admitted_at, opened.placement.cold)
-        begin_ns, end_ns = int(opened.admitted_at * 1e9), int(opened.placed_at * 1e9)
-        if opened.traceparent:
-            request_id = opened.key.request_id
-            record_span("scheduler.queue", opened.traceparent, begin_ns, end_ns, request_id=request_id)
+    def _record_placement(self, placed: AttemptPlaced) -> None:
+        self.explain.placed(placed)
+        self._metrics.placed(placed.placed_at - placed.admitted_at, placed.placement.cold)
+        begin_ns, end_ns = int(placed.admitted_at * 1e9), int(placed.placed_at * 1e9)
+        if placed.traceparent:
+            request_id = placed.key.request_id
+            record_span("scheduler.queue", placed.traceparent, begin_ns, end_ns, request_id=request_id)
 
     # Watchers of the cluster
 
     def watch(self) -> asyncio.Event:
-        """An event set at every change, for ``unwatch`` to give back."""
+        """An event that is set at every change, until it is passed to ``unwatch``."""
         event = asyncio.Event()
         self._watchers.add(event)
         return event

@@ -1,4 +1,4 @@
-"""Between the protocol's messages and the core's nouns."""
+"""Converts between protocol messages and the core's types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrelay.scheduler.policy.core import (
     WorkerRef,
     WorkerStatus,
 )
-from torchrelay.scheduler.policy.effects import RefusalReason, SchedulerEvent
+from torchrelay.scheduler.policy.effects import AdmissionRefused, SchedulerEvent, Waiting
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
@@ -37,13 +37,13 @@ _PHASES = {
 
 
 def roles_from_proto(roles: Iterable[int]) -> Roles:
-    """Roles this version knows; others are left out."""
+    """The roles that this version knows; others are dropped."""
     known = {int(role) for role in Role}
     return frozenset(Role(role) for role in roles if role in known)
 
 
 def preferred_role(roles: Iterable[int]) -> Role | None:
-    """The first role of this version that a worker names."""
+    """The first known role that a worker names."""
     known = {int(role) for role in Role}
     return next((Role(role) for role in roles if role in known), None)
 
@@ -156,7 +156,7 @@ def model_from_proto(version: types_pb2.ModelVersion) -> Model:
 
 def key_from_proto(key: types_pb2.AttemptKey) -> AttemptKey:
     if not key.request_id:
-        raise InvalidRequest("an attempt needs a request id", field="key.request_id")
+        raise InvalidRequest("request id must not be empty", field="key.request_id")
     return AttemptKey(key.request_id, key.attempt)
 
 
@@ -166,7 +166,7 @@ def key_to_proto(key: AttemptKey) -> types_pb2.AttemptKey:
 
 def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: float) -> Admission:
     if not request.version.version_id or not request.version.pack_id:
-        raise InvalidRequest("an admission names a version and its pack", field="version")
+        raise InvalidRequest("version must have a version id and a pack id", field="version")
     return Admission(
         key=key_from_proto(request.key),
         gateway_id=gateway_id,
@@ -184,7 +184,7 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
 
 
 def placement_from_proto(placement: scheduler_pb2.Placement, key: AttemptKey) -> Placement:
-    """A placement an earlier scheduler made."""
+    """A placement by an earlier scheduler."""
     return Placement(
         key, _worker_ref_from_proto(placement.prefill), _worker_ref_from_proto(placement.decode), placement.cold
     )
@@ -211,28 +211,36 @@ def _worker_ref_to_proto(worker_ref: WorkerRef) -> types_pb2.WorkerRef:
 
 
 def phases_from_proto(phases: Iterable[types_pb2.Phase]) -> list[TimedPhase]:
-    return [TimedPhase(one.name, one.begin_unix_us, one.end_unix_us, one.where, one.detail) for one in phases]
+    return [
+        TimedPhase(phase.name, phase.begin_unix_us, phase.end_unix_us, phase.where, phase.detail) for phase in phases
+    ]
 
 
 def phase_to_proto(phase: TimedPhase) -> types_pb2.Phase:
     return types_pb2.Phase(
-        name=phase.name,
-        begin_unix_us=phase.begin_us,
-        end_unix_us=phase.end_us,
-        where=phase.where,
-        detail=phase.detail,
+        name=phase.name, begin_unix_us=phase.begin_us, end_unix_us=phase.end_us, where=phase.where, detail=phase.detail
     )
 
 
-def decision_to_proto(happening: SchedulerEvent) -> scheduler_pb2.Decision:
+def decision_to_proto(event: SchedulerEvent) -> scheduler_pb2.Decision:
     return scheduler_pb2.Decision(
-        at_unix_us=unix_us(happening.at), kind=happening.kind, subject=happening.subject, reason=happening.reason
+        at_unix_us=unix_us(event.at), kind=event.kind, subject=event.subject, reason=event.reason
     )
 
 
-REFUSAL_REASONS = {
-    RefusalReason.QUEUE_FULL: scheduler_pb2.Refusal.REASON_QUEUE_FULL,
-    RefusalReason.NO_CAPACITY: scheduler_pb2.Refusal.REASON_NO_CAPACITY,
-    RefusalReason.LOAD_FAILED: scheduler_pb2.Refusal.REASON_LOAD_FAILED,
-    RefusalReason.WITHDRAWN: scheduler_pb2.Refusal.REASON_WITHDRAWN,
-}
+def refusal_to_proto(refused: AdmissionRefused) -> scheduler_pb2.Refusal:
+    return scheduler_pb2.Refusal(
+        key=key_to_proto(refused.key),
+        reason=scheduler_pb2.Refusal.Reason.Value(f"REASON_{refused.reason.name}"),
+        message=refused.message,
+        retry_after_s=refused.retry_after_s,
+    )
+
+
+def waiting_to_proto(waiting: Waiting) -> scheduler_pb2.Waiting:
+    return scheduler_pb2.Waiting(
+        key=key_to_proto(waiting.key),
+        queue_position=waiting.queue_position,
+        state=waiting.state,
+        predicted_wait_s=waiting.predicted_wait_s,
+    )

@@ -1,8 +1,8 @@
-"""Who is there: discovered from load reports on the broker, then watched by a stream to each.
+"""Discovers workers and stores from load reports on the broker, then watches each by a stream.
 
-A stream brings every change of a slot or a copy at once. A worker that is told to stop ends its stream. When a stream
-breaks, the peer's port tells whether the process is gone; if it is, the peer is lost that moment, else after three
-seconds without a report.
+A stream brings every change of a slot or a copy at once. A worker that shuts down ends its stream. When a stream
+breaks, the peer's port shows whether the process is gone: then the peer is lost at once, else after three seconds
+without a report.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Watch:
 
 
 class Discovery:
-    """Owns one following task per peer; ``tasks`` sees to their end."""
+    """Owns one watching task per peer; ``tasks`` ends them."""
 
     def __init__(
         self, controller: Controller, channels: PeerChannels, nats: Client, subjects: Subjects, tasks: asyncio.TaskGroup
@@ -50,14 +50,14 @@ class Discovery:
         self._subjects = subjects
         self._tasks = tasks
         self._stopped = False
-        self._following: dict[str, _Watch] = {}  # by "worker <id>" or "store <id>"
+        self._watches: dict[str, _Watch] = {}  # by "worker <id>" or "store <id>"
 
     async def start(self) -> None:
         await self._nats.subscribe(self._subjects.worker_load(), cb=self._on_worker)
         await self._nats.subscribe(self._subjects.store_load(), cb=self._on_store)
 
     def stop(self) -> None:
-        """Reports that still come are ignored: their tasks would come too late."""
+        """Ignores further reports: the task group is closing."""
         self._stopped = True
 
     async def _on_worker(self, message: Msg) -> None:
@@ -66,7 +66,7 @@ class Discovery:
             return
         self._report(self._controller.worker_reported, report, False)
         if report.worker_id in self._controller.policy.state.membership.workers:
-            self._follow(f"worker {report.worker_id}", report.incarnation, lambda: self._follow_worker(report))
+            self._watch(f"worker {report.worker_id}", report.incarnation, lambda: self._watch_worker(report))
 
     async def _on_store(self, message: Msg) -> None:
         report = _parsed(StoreReport, message)
@@ -74,33 +74,33 @@ class Discovery:
             return
         self._report(self._controller.store_reported, report)
         if report.store_id in self._controller.policy.state.membership.stores:
-            self._follow(f"store {report.store_id}", report.incarnation, lambda: self._follow_store(report))
+            self._watch(f"store {report.store_id}", report.incarnation, lambda: self._watch_store(report))
 
-    def _report(self, take: Callable[..., None], *args: object) -> None:
-        # The broker's client only logs what a callback raises: an error here must end the service.
+    def _report(self, apply: Callable[..., None], *args: object) -> None:
+        # The broker's client only logs what a callback raises; an error here must end the service.
         try:
-            take(*args)
+            apply(*args)
         except Exception as error:
             self._stopped = True
             self._tasks.create_task(_fail(error))
 
-    def _follow(self, name: str, incarnation: str, follow: Callable[[], Coroutine[None, None, None]]) -> None:
-        present = self._following.get(name)
+    def _watch(self, name: str, incarnation: str, watch: Callable[[], Coroutine[None, None, None]]) -> None:
+        present = self._watches.get(name)
         if present is not None and present.incarnation == incarnation and not present.task.done():
             return
         if present is not None:
             present.task.cancel()
 
-        self._following[name] = _Watch(incarnation, self._tasks.create_task(follow(), name=f"watch {name}"))
+        self._watches[name] = _Watch(incarnation, self._tasks.create_task(watch(), name=f"watch {name}"))
 
-    async def _follow_worker(self, first: WorkerReport) -> None:
+    async def _watch_worker(self, first: WorkerReport) -> None:
         membership, worker_id = self._controller.policy.state.membership, first.worker_id
         stub = worker_pb2_grpc.WorkerStub(self._channels.channel(first.grpc_address))
         while worker_id in membership.workers:
             stream = _ReportStream(stub.WatchSlot(worker_pb2.WatchSlotRequest()), worker_id)
             async for report in stream:
                 if report.worker_id != worker_id or report.incarnation != first.incarnation:
-                    break  # the port belongs to somebody else by now
+                    break  # another process uses the port by now
                 self._controller.worker_reported(report, streamed=True)
             self._controller.apply(WorkerStreamClosed(worker_id))
             if stream.was_ended:
@@ -113,7 +113,7 @@ class Discovery:
                 return
             await asyncio.sleep(_RETRY_S)
 
-    async def _follow_store(self, first: StoreReport) -> None:
+    async def _watch_store(self, first: StoreReport) -> None:
         membership, store_id = self._controller.policy.state.membership, first.store_id
         stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(first.grpc_address))
         while store_id in membership.stores:
@@ -133,7 +133,7 @@ async def _fail(error: Exception) -> None:
 
 
 class _ReportStream(Generic[Report]):
-    """A peer's reports until its stream ends or breaks. ``was_ended``: by the peer itself, which is its farewell."""
+    """A peer's reports until its stream ends or breaks. ``was_ended``: by the peer, because it shuts down."""
 
     def __init__(self, reports: AsyncIterable[Report], peer: str) -> None:
         self._reports: AsyncIterable[Report] = reports

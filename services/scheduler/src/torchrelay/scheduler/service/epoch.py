@@ -1,7 +1,7 @@
-"""The epoch: workers and stores obey the scheduler with the highest one, so that a replaced scheduler can do no harm.
+"""The epoch: workers and stores obey the scheduler with the highest one, so that a replaced scheduler does no harm.
 
-It starts at the time of the start in milliseconds, above that of any scheduler before. During start-up it is raised
-above whatever the reports show; a higher one seen later belongs to a newer scheduler, and this one ends.
+It begins as the start time in milliseconds, normally above that of any earlier scheduler. During start-up it is raised
+above any epoch in the reports; a higher one seen later belongs to a newer scheduler, and this one steps down.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Epoch:
         self._startup_until = started_at + STARTUP_S
 
     def check(self, epoch: int, now: float) -> None:
-        """A worker or store has seen ``epoch``. Raises ``StaleEpoch`` when a newer scheduler is at work."""
+        """A worker or store has seen ``epoch``. Raises ``StaleEpoch`` if a newer scheduler is active."""
         if epoch <= self.value:
             return
         if now > self._startup_until:
@@ -25,5 +25,5 @@ class Epoch:
         self.value = epoch + 1
 
     def refused(self, now: float) -> bool:
-        """Somebody refused a command for its epoch. True: another scheduler is active; False: the reports will tell."""
+        """A peer refused a command for its epoch. True: another scheduler is active; False: still starting up."""
         return now > self._startup_until

@@ -14,7 +14,7 @@ import msgspec
 
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.effects import Effects
-from torchrelay.scheduler.policy.inputs import INPUT_TYPES, Input
+from torchrelay.scheduler.policy.inputs import Input
 from torchrelay.scheduler.policy.policy import Policy
 
 
@@ -32,8 +32,7 @@ class PolicyStart(msgspec.Struct, frozen=True):
 
 class _Entry(msgspec.Struct, frozen=True):
     now: float
-    kind: str
-    input: msgspec.Raw
+    input: Input
 
 
 _LOG_ENCODER = msgspec.json.Encoder()  # keeps the order of mappings: decisions may follow it
@@ -48,8 +47,7 @@ class InputRecorder:
         self._write(start)
 
     def record(self, input_: Input, now: float) -> None:
-        encoded = msgspec.Raw(_LOG_ENCODER.encode(input_))
-        self._write(_Entry(now, type(input_).__name__, encoded))
+        self._write(_Entry(now, input_))
 
     def _write(self, line: PolicyStart | _Entry) -> None:
         self._log.write(_LOG_ENCODER.encode(line) + b"\n")
@@ -60,14 +58,12 @@ def replay(path: Path) -> Iterator[bytes]:
 
     Raises ``msgspec.DecodeError`` for a line that is not of a log.
     """
-    decoders = {kind: msgspec.json.Decoder(input_type) for kind, input_type in INPUT_TYPES.items()}
     entries = msgspec.json.Decoder(_Entry)
     with path.open("rb") as log:
         policy = msgspec.json.decode(log.readline(), type=PolicyStart).policy()
         for line in log:
             entry = entries.decode(line)
-            effects = policy.apply(decoders[entry.kind].decode(entry.input), entry.now)
-            yield encode_effects(effects)
+            yield encode_effects(policy.apply(entry.input, entry.now))
 
 
 def encode_effects(effects: Effects) -> bytes:

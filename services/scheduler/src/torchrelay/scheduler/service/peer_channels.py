@@ -1,4 +1,4 @@
-"""Channels to workers and stores, one per address: watching and commanding share it, so order is kept on the wire."""
+"""Channels to workers and stores, one per address: streams and commands share it, so the wire keeps their order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrelay.common.tls import Tls
 
 
 class PeerChannels:
-    """Opens a channel at first use."""
+    """Opens channels on first use."""
 
     def __init__(self, tls: Tls | None = None) -> None:
         self._tls = tls
@@ -23,7 +23,7 @@ class PeerChannels:
         return self._channels[address]
 
     async def forget(self, address: str) -> None:
-        """The peer is gone; calls under way to it fail."""
+        """Closes the channel of a peer that is gone; running calls fail."""
         channel = self._channels.pop(address, None)
         if channel is not None:
             await channel.close()
@@ -35,7 +35,7 @@ class PeerChannels:
 
 
 async def is_refused(address: str, timeout_s: float = 0.3) -> bool:
-    """Whether the host answers that nobody listens there: the process is gone. Silence is not refusal."""
+    """Whether the host refuses the connection: the process is gone. A timeout is not a refusal."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(timeout_s):

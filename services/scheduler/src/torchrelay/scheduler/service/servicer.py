@@ -29,17 +29,17 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     async def Admit(
         self, request_iterator: AsyncIterator[scheduler_pb2.AdmitCommand], context: Context
     ) -> AsyncIterator[scheduler_pb2.AdmitEvent]:
-        """Reads commands beside sending events; when either ends, the stream does."""
+        """Reads commands while sending events; when either ends, so does the stream."""
         stream = self._controller.streams.open()
         reading = asyncio.create_task(self._read(request_iterator, stream), name="admit-read")
-        # A stream that breaks may leave this generator suspended: leaving must not wait until it is collected.
+        # A broken stream may leave this generator suspended: cleaning up must not wait until it is collected.
         context.add_done_callback(lambda _: self._leave(stream, reading))
         try:
-            await context.send_initial_metadata(())  # the gateway counts itself connected from here
+            await context.send_initial_metadata(())  # the gateway considers itself connected from here
             async for event in stream.events():
                 yield event
             if reading.done() and not reading.cancelled():
-                reading.result()  # a fault of our own breaks the stream, and is seen
+                reading.result()  # our own fault breaks the stream visibly
         finally:
             self._leave(stream, reading)
             await asyncio.wait((reading,))
@@ -57,11 +57,11 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
         kind = command.WhichOneof("command")
         if kind == "hello":
             if stream.gateway_id or not command.hello.gateway_id:
-                raise InvalidRequest("a stream says hello once, with the gateway's id", field="hello")
-            self._controller.streams.arrived(stream, command.hello.gateway_id)
+                raise InvalidRequest("a stream must say hello once, with a gateway id", field="hello")
+            self._controller.streams.connected(stream, command.hello.gateway_id)
             self._controller.apply(GatewayConnected(stream.gateway_id))
         elif not stream.gateway_id:
-            raise InvalidRequest("the first message of a stream is its hello", field="command")
+            raise InvalidRequest("the first message of a stream must be hello", field="command")
         elif kind == "admit":
             self._controller.admit(stream.gateway_id, command.admit)
         elif kind == "withdraw":
@@ -72,20 +72,19 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
     def _leave(self, stream: AdmitStream, reading: asyncio.Task[None]) -> None:
         reading.cancel()
         stream.close()
-        if self._controller.streams.left(stream):
+        if self._controller.streams.disconnected(stream):
             self._controller.apply(GatewayDisconnected(stream.gateway_id))
 
     async def Explain(self, request: scheduler_pb2.ExplainRequest, context: Context) -> scheduler_pb2.ExplainReply:
         if not request.request_id:
             decisions = self._controller.explain.model(request.model)
-            return scheduler_pb2.ExplainReply(decisions=[converters.decision_to_proto(one) for one in decisions])
+            return scheduler_pb2.ExplainReply(decisions=map(converters.decision_to_proto, decisions))
         found = self._controller.explain.request(request.request_id)
         if found is None:
             raise NotFound(f"No recent request has the id {request.request_id!r}.", field="request_id")
         phases, decisions = found
         return scheduler_pb2.ExplainReply(
-            phases=[converters.phase_to_proto(phase) for phase in phases],
-            decisions=[converters.decision_to_proto(one) for one in decisions],
+            phases=map(converters.phase_to_proto, phases), decisions=map(converters.decision_to_proto, decisions)
         )
 
     async def WatchCluster(
@@ -97,7 +96,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
             while True:
                 changed.clear()
                 yield cluster_view(self._controller)
-                await asyncio.sleep(_VIEW_EVERY_S)  # the bound on the rate
+                await asyncio.sleep(_VIEW_EVERY_S)  # bounds the rate
                 await changed.wait()
         finally:
             self._controller.unwatch(changed)

@@ -1,4 +1,7 @@
-"""Tickets for the data plane: who may read what from whom. Only the scheduler holds the cluster's key."""
+"""Tickets for the data plane: who may read what from whom. Only the scheduler holds the cluster key.
+
+Expiry is by this clock and checked by the holders': lifetimes are long beside any skew.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +11,28 @@ from torchrelay.control.v1.types_pb2 import Source, Ticket
 from torchrelay.scheduler.policy.core import REMOTE, Placement, StoreStatus
 from torchrelay.transfer.protocol.tickets import TicketIssuer
 
-_KV_TICKET_S = 3600.0  # a receiver that resumes may use it again until then
+_KV_TICKET_S = 3600.0  # a receiver that resumes may reuse it until then
 _RELAY_TICKET_S = 3600.0  # alternates are for repair while the scheduler is away
 
 
 class ClusterTickets:
-    """Issues the tickets that go with placements and relays."""
+    """Issues tickets for placements and relays."""
 
     def __init__(self, cluster_key: bytes) -> None:
-        self._office = TicketIssuer(cluster_key)
+        self._issuer = TicketIssuer(cluster_key)
 
     def kv(self, placement: Placement) -> Ticket | None:
-        """For the decode worker to follow the KV buffer of the prefill worker; none when they are one."""
+        """Lets the decode worker follow the prefill worker's KV buffer; None if they are the same worker."""
         if not placement.needs_kv_transfer:
             return None
         holder, receiver = placement.prefill.worker_id, placement.decode.worker_id
-        return self._office.issue(placement.key.buffer_id, holder, receiver, _expiry_ms(_KV_TICKET_S))
+        return self._issuer.issue(placement.key.buffer_id, holder, receiver, _expiry_ms(_KV_TICKET_S))
 
     def source(self, pack_id: str, holder: StoreStatus | None, receiver_id: str) -> Source:
-        """Where a store can follow a pack; ``holder`` None is the remote store."""
+        """A source from which a store can follow a pack; ``holder`` None: the remote store."""
         if holder is None:
             return Source(holder_id=REMOTE)
-        ticket = self._office.issue(pack_id, holder.store_id, receiver_id, _expiry_ms(_RELAY_TICKET_S))
+        ticket = self._issuer.issue(pack_id, holder.store_id, receiver_id, _expiry_ms(_RELAY_TICKET_S))
         return Source(holder_id=holder.store_id, data_address=holder.data_address, ticket=ticket)
 
 

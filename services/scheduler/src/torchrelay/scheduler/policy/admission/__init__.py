@@ -1,1 +1,1 @@
-"""Requests that wait and whose they are: queues, gateway_sessions. Imports core."""
+"""Requests that wait, and the gateways that they belong to."""

@@ -1,4 +1,4 @@
-"""Requests that wait for a placement: one bounded FIFO per model version, and a bound over all."""
+"""Requests that wait for a placement: one bounded FIFO per model version, and a bound on the total."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torchrelay.scheduler.policy.core import Admission, AttemptKey
 
 
 class AdmissionQueues:
-    """Waiting admissions in order of arrival. A withdrawn one leaves its place at once."""
+    """Waiting admissions in order of arrival."""
 
     def __init__(self, limit: int, limit_total: int) -> None:
         self._limit = limit
@@ -46,11 +46,11 @@ class AdmissionQueues:
         return admission
 
     def waiting(self, version_id: str) -> tuple[Admission, ...]:
-        """The version's line, first come first."""
+        """The version's queue, in order of arrival."""
         return tuple(self._queues.get(version_id, {}).values())
 
     def position(self, key: AttemptKey) -> int:
-        """Place in its line, from 0."""
+        """Position in its queue, from 0."""
         return list(self._queues[self._version_of[key]]).index(key)
 
     def num_waiting(self, version_id: str) -> int:
@@ -62,5 +62,5 @@ class AdmissionQueues:
 
     @property
     def versions(self) -> tuple[str, ...]:
-        """Versions somebody waits for."""
+        """Versions with waiting admissions."""
         return tuple(self._queues)

@@ -1,3 +1,1 @@
-"""How many instances, in which slots: decision.decide, eviction, autoscaler_input, slot_assignment, load_failures.
-Imports core, reasons, config, cluster.
-"""
+"""How many instances of each model, and in which slots."""

@@ -1,4 +1,4 @@
-"""What scaling looks at and what it may decide."""
+"""The autoscaler's input, and the actions it may decide on."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torchrelay.scheduler.policy.reasons import Reason
 
 @dataclass(frozen=True)
 class Demand:
-    """What one model version is asked for now."""
+    """Current demand for one model version."""
 
     model: Model
     num_waiting: int
     num_cold: int  # placed on instances that are still loading
     oldest_wait_s: float
-    backlog_s: float = 0.0  # prompts queued at its instances, in seconds of one instance; 0 where no rate is measured
-    not_before: float = 0.0  # after a failed load
+    backlog_s: float = 0.0  # prompts queued at its instances, in seconds of one instance; 0 without a measured rate
+    not_before: float = 0.0  # no load before then: one failed
     avoid: frozenset[str] = frozenset()
-    by_tenant: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # both numbers, where several share it
+    by_tenant: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # (num_waiting, num_cold), if several
 
 
 @dataclass(frozen=True)
 class InstanceLoad:
-    """An instance and what it has to do."""
+    """An instance and its load."""
 
     instance: Instance
     num_open: int  # attempts placed there
@@ -38,7 +38,7 @@ class InstanceLoad:
         return self.num_open > 0 or self.num_reported > 0
 
     def is_idle_since(self, when: float) -> bool:
-        """Whether the worker has it and nobody has used it after ``when``."""
+        """Whether its worker has accepted it and it was not used after ``when``."""
         return self.instance.accepted and not self.busy and self.instance.last_active <= when
 
 
@@ -47,7 +47,7 @@ class AutoscalerInput:
     now: float
     demands: Sequence[Demand]
     loads: Sequence[InstanceLoad]
-    workers: Mapping[str, WorkerStatus]  # all that may be given work
+    workers: Mapping[str, WorkerStatus]  # those that are not suspect
     stores: Mapping[str, StoreStatus]  # by host
     idle_timeouts_s: Mapping[str, float]  # by version; absent: the default
 
@@ -76,5 +76,5 @@ Action = Wake | SetRoles | Drain
 
 
 def cover_both_roles(instances: Iterable[Instance]) -> bool:
-    """Whether they play both roles between them."""
+    """Whether together they play both roles."""
     return frozenset(role for instance in instances for role in instance.target_roles) >= BOTH

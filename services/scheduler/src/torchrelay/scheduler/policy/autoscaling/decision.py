@@ -1,8 +1,8 @@
-"""Scaling: what is loaded, drained or given other roles, decided from the whole situation at once.
+"""Autoscaling: which instances to load, drain or give other roles, decided for the whole cluster at once.
 
-Up: straight to the number of prefill and decode instances that the queue justifies; free slots first, then the roles of
-the model's own instances, then the slot of an idle model, the second slot of a busy one, and last a busy model's only
-slot, in turns. Down: after the idle timeout, to zero; a load that nobody waits for any more is given up.
+Up: directly to the number of prefill and decode instances that the queue justifies. Slots are taken in this order: free
+ones, other roles for the model's own instances, an idle model's slot, a busy model's second slot, and last a busy
+model's only slot, in turns. Down: to zero after the idle timeout; an unwanted load is cancelled.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torchrelay.scheduler.policy.reasons import Reason
 
 
 def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig) -> tuple[Action, ...]:
-    """Everything to be done now. Applying it and deciding again at once gives nothing more.
+    """All actions that are due. Deciding again after applying them yields no more.
 
-    First every model that is waited for gets what it needs to serve at all, longest wait first; then models grow, but
-    not into slots that a model without any is still waiting for.
+    First every waiting model gets what it needs to serve at all, the longest wait first; then models scale up, but not
+    into slots for which a model without any still waits.
     """
     actions: list[Action] = []
     free = _free_workers(autoscaler_input)
@@ -78,7 +78,7 @@ def _roles_covered(loads: Sequence[InstanceLoad]) -> Roles:
 
 
 def _mark_taken(actions: Sequence[Action], free: dict[str, WorkerStatus], granted: dict[str, list[Roles]]) -> None:
-    """Slots given away are not free any more."""
+    """Removes the slots of wakes from the free ones."""
     for action in actions:
         if isinstance(action, Wake):
             for assignment in action.assignments:
@@ -87,7 +87,7 @@ def _mark_taken(actions: Sequence[Action], free: dict[str, WorkerStatus], grante
 
 
 def wanted_instances(demand: Demand, num_ready: int, num_loading: int, config: PolicyConfig) -> int:
-    """Instances per role that the demand justifies now, at most the model's maximum."""
+    """Instances per role that the demand justifies, up to the model's maximum."""
     unserved = demand.num_waiting + demand.num_cold
     batches = unserved / config.requests_per_instance
     by_count = num_ready + math.floor(batches) if num_ready else math.ceil(batches)
@@ -107,7 +107,7 @@ def _scale_from_zero(
     decided: Sequence[Action],
     config: PolicyConfig,
 ) -> tuple[list[Action], bool]:
-    """What gives a waiting model the roles it lacks, and whether that serves it without more ado."""
+    """Actions that give a waiting model the roles it lacks, and whether they suffice without an eviction."""
     missing = BOTH - played
     slots = free_slots(demand.model, free.values(), autoscaler_input.stores, demand.avoid)
     assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
@@ -125,7 +125,7 @@ def _scale_up(
     granted: Sequence[Roles],
     config: PolicyConfig,
 ) -> list[Action]:
-    """More instances for a model that has what it needs to serve."""
+    """More instances for a model that can already serve."""
     own = _loads_of(demand.model, autoscaler_input)
     roles = [*(load.instance.target_roles for load in own), *granted]
     if not frozenset(role for one in roles for role in one) >= BOTH or autoscaler_input.now < demand.not_before:
@@ -142,21 +142,21 @@ def _scale_up(
 
 
 def _wake_reason(demand: Demand, cause: str, why: str = "", **figures: int) -> Reason:
-    """``why`` may speak of all requests together: tenants that share the model read ``cause`` in its place."""
+    """``why`` may count the requests of all tenants: where several share the model, they see ``cause`` instead."""
 
-    def told(why: str, num_waiting: int, num_cold: int) -> str:
-        return f"{why}, {num_waiting} waiting" + (f", {num_cold} placed on what still loads" if num_cold else "")
+    def text(why: str, num_waiting: int, num_cold: int) -> str:
+        return f"{why}, {num_waiting} waiting" + (f", {num_cold} placed on loading instances" if num_cold else "")
 
     plain = cause.replace("_", " ")
     waiting = {"num_waiting": demand.num_waiting, "num_cold": demand.num_cold}
-    by_tenant = {tenant: told(plain, *numbers) for tenant, numbers in demand.by_tenant.items()}
-    return Reason(cause, told(why or plain, demand.num_waiting, demand.num_cold), waiting | figures, by_tenant)
+    by_tenant = {tenant: text(plain, *numbers) for tenant, numbers in demand.by_tenant.items()}
+    return Reason(cause, text(why or plain, demand.num_waiting, demand.num_cold), waiting | figures, by_tenant)
 
 
 def _assign_both_roles(
     own: Sequence[InstanceLoad], workers: Mapping[str, WorkerStatus], missing: Roles
 ) -> SetRoles | None:
-    """The missing role goes to an instance of the other one: no weights move, so its requests go on at once."""
+    """Gives the missing role to an instance of the other one: no weights move, so requests go on at once."""
     for load in sorted(own, key=lambda load: (load.instance.phase is not InstancePhase.READY, load.num_open)):
         worker = workers.get(load.instance.worker_id)
         if worker and worker.playable_roles >= BOTH and load.instance.placeable and load.instance.pending_roles is None:
@@ -167,12 +167,12 @@ def _assign_both_roles(
 
 
 def _is_abandoned(load: InstanceLoad, when: float) -> bool:
-    """Whether it still loads, and those who waited for it have been gone since ``when``."""
+    """Whether it is still loading, though nobody has waited for it since ``when``."""
     return load.instance.phase is InstancePhase.LOADING and load.is_idle_since(when)
 
 
 def _scale_down(autoscaler_input: AutoscalerInput, decided: Sequence[Action], config: PolicyConfig) -> list[Action]:
-    """Drains of what nobody has used for the idle timeout: a whole model, or instances the others can do without."""
+    """Drains what was unused for the idle timeout: a whole model, or instances that the others can do without."""
     waited_for = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_waiting}
     placed_cold = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_cold}
     drained = {action.instance_id for action in decided if isinstance(action, Drain)}
@@ -187,7 +187,7 @@ def _scale_down(autoscaler_input: AutoscalerInput, decided: Sequence[Action], co
         timeout_s = autoscaler_input.idle_timeouts_s.get(version_id) or config.idle_timeout_s
         after = {"idle_timeout_s": timeout_s}
         if all(_is_abandoned(load, autoscaler_input.now - config.cancel_after_s) for load in loads):
-            cancelled = Reason("cancel", "nobody waits for it any more")
+            cancelled = Reason("cancel", "no request waits for it any more")
             actions += [Drain(load.instance.instance_id, cancelled) for load in loads]
             continue
         idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - timeout_s)]
@@ -195,7 +195,7 @@ def _scale_down(autoscaler_input: AutoscalerInput, decided: Sequence[Action], co
         if len(idle) == len(loads):
             actions += [Drain(load.instance.instance_id, reason) for load in idle]
             continue
-        # What still loads may be meant for requests that have a place, cold as it is: it would be loaded again at once.
+        # A loading instance may be meant for requests placed on it: drained, it would be loaded again at once.
         for load in (
             load for load in idle if load.instance.phase is InstancePhase.READY or version_id not in placed_cold
         ):

@@ -1,5 +1,5 @@
-"""Room for a model that waits without any slot: an idle model's slot, the second slot of a busy model, or a busy
-model's turn ends.
+"""Frees a slot for a model that waits without any: an idle model's slot, a busy model's second slot, or the slot of a
+busy model whose turn ends.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from torchrelay.scheduler.policy.reasons import Reason
 def evict(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, decided: Sequence[Action], config: PolicyConfig
 ) -> list[SetRoles | Drain]:
-    """Drains that free the least that serves the model: one slot that plays all ``missing`` roles, else one for each.
+    """Drains that free as few slots as the model needs: one that plays all ``missing`` roles, else one for each.
 
-    Nothing while a slot that will do is being freed already.
+    Nothing while a suitable slot is being freed already.
     """
     usable = _usable_workers(demand.model, autoscaler_input)
     emptied = {action.instance_id for action in decided if isinstance(action, Drain)}
@@ -49,7 +49,7 @@ def evict(
             )
             for load in chosen
         ]
-    # Busy models give up one slot at a time, so that two that wait for each other do not swap places.
+    # Busy models give up one slot at a time, so that two that wait for each other do not swap slots.
     if leaving or demand.oldest_wait_s < config.share_after_s:
         return []
     if shared := _share_slots(demand.model, missing, autoscaler_input, usable):
@@ -58,8 +58,8 @@ def evict(
 
 
 def _usable_workers(model: Model, autoscaler_input: AutoscalerInput) -> dict[str, Roles]:
-    """Workers that could take the model if their slot and the arena were rid of what is idle or leaving, with the roles
-    they can play.
+    """Workers that could take the model once idle and leaving instances are gone from their slot and arena, with the
+    roles they can play.
     """
     idle = [load.instance.instance_id for load in _idle_victims(model, autoscaler_input)]
     held: dict[str, set[str]] = {
@@ -86,7 +86,7 @@ def _unpinned(store: StoreStatus, packs: set[str]) -> StoreStatus:
 
 
 def _idle_victims(model: Model, autoscaler_input: AutoscalerInput) -> list[InstanceLoad]:
-    """Instances of other models that nobody uses or waits for, longest idle first."""
+    """Instances of other models that no request uses or waits for, longest idle first."""
     waited_for = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_waiting}
     idle = [
         load
@@ -114,10 +114,10 @@ def _min_victims(victims: Sequence[InstanceLoad], missing: Roles, usable: Mappin
 def _share_slots(
     model: Model, missing: Roles, autoscaler_input: AutoscalerInput, usable: Mapping[str, Roles]
 ) -> list[SetRoles | Drain]:
-    """A model with two slots or more gives one up: the others cover its roles, or one of them takes both; or it cannot
-    serve with what it has anyway.
+    """A model with several slots gives one up if the others cover its roles, or one of them can take both; or if it
+    cannot serve with what it has anyway.
 
-    The prefill instance goes first: its work ends soon, while decoding goes on undisturbed.
+    The prefill instance goes first: its work ends soon, and decoding goes on undisturbed.
     """
     by_version: dict[str, list[InstanceLoad]] = {}
     for load in autoscaler_input.loads:
@@ -129,7 +129,7 @@ def _share_slots(
             instance = victim.instance
             if instance.phase is not InstancePhase.READY or not usable.get(instance.worker_id, frozenset()) >= missing:
                 continue
-            waits = f"{_visible_name(model, victim)} waits for a slot, and this model can do without this one"
+            waits = f"{_visible_name(model, victim)} waits for a slot, and this model can do without one"
             reason = Reason("share", waits)
             kept = _role_takeover(loads, victim, autoscaler_input.workers, reason)
             if kept is None:
@@ -143,8 +143,8 @@ def _share_slots(
 def _end_turn(
     demand: Demand, missing: Roles, autoscaler_input: AutoscalerInput, usable: Mapping[str, Roles], config: PolicyConfig
 ) -> list[SetRoles | Drain]:
-    """More models are busy than there are slots: who waited a whole turn takes the slot that was held longest, if that
-    was a whole turn too. The model that held it waits for its next turn in its queue.
+    """More models are busy than there are slots: a model that waited a whole turn takes the slot held longest, if that
+    was held for a whole turn too. Requests of the drained model wait for its next turn.
     """
     if demand.oldest_wait_s < config.turn_s:
         return []
@@ -165,14 +165,14 @@ def _end_turn(
 
 
 def _visible_name(model: Model, victim: InstanceLoad) -> str:
-    """The model that waits, as the victim's tenants may know it: they read why their own went."""
+    """The waiting model as the victim's tenants may know it: they see why their own was drained."""
     return model.name if victim.tenants == {tenant_of(model.name)} else "a model of another tenant"
 
 
 def _role_takeover(
     loads: Sequence[InstanceLoad], victim: InstanceLoad, workers: Mapping[str, WorkerStatus], reason: Reason
 ) -> list[SetRoles] | None:
-    """What lets a model go on without ``victim``; None when nothing does."""
+    """What lets a model go on without ``victim``; None if nothing does."""
     rest = [load for load in loads if load is not victim]
     if cover_both_roles(load.instance for load in rest) or not cover_both_roles(load.instance for load in loads):
         return []

@@ -1,4 +1,4 @@
-"""Which free slots take a model: prefill and decode apart on one host if possible, nearest copy first."""
+"""Which free slots take a model: prefill and decode on one host if possible, the nearest copy first."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from torchrelay.scheduler.policy.core import BOTH, Model, Role, Roles, StoreStat
 
 @dataclass(frozen=True)
 class FreeSlot:
-    """A free slot seen from one model."""
+    """A free slot, as seen by one model."""
 
     worker_id: str
     host_id: str
     playable_roles: Roles
     tier: Tier
-    avoided: bool = False  # the model failed to load here lately
+    avoided: bool = False  # the model failed to load here recently
     preferred_role: Role | None = None
 
     @property
     def cost(self) -> tuple[bool, int, int, str]:
-        """Less is better. Slots that can play one role only are used up first."""
+        """Lower is better. Slots that can play only one role are used first."""
         return (self.avoided, int(self.tier), len(self.playable_roles), self.worker_id)
 
 
 @dataclass(frozen=True)
 class SlotAssignment:
     worker_id: str
-    host_id: str
     roles: Roles
 
 
 def free_slots(
     model: Model, workers: Iterable[WorkerStatus], stores: Mapping[str, StoreStatus], avoid: frozenset[str]
 ) -> list[FreeSlot]:
-    """The slots of ``workers`` (all free) whose host has a store with room for the pack; ``stores`` by host."""
+    """The slots of ``workers`` (all free) whose host has a store with room for the pack; ``stores``: by host."""
     return [
         FreeSlot(
             worker.worker_id,
@@ -53,10 +52,10 @@ def free_slots(
 
 
 def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tuple[SlotAssignment, ...]:
-    """Slots for that many missing prefill and decode instances, as far as they go.
+    """Assigns slots to as many of the missing prefill and decode instances as possible.
 
-    Where both are missing they are filled in pairs: two slots of one host (one copy serves both), else two slots of
-    different hosts, else one slot playing both roles. Half a pair is never loaded.
+    If both are missing, in pairs: two slots of one host (one copy serves both), else two slots of different hosts, else
+    one slot that plays both roles. Half a pair is never loaded.
     """
     left = sorted(slots, key=lambda slot: slot.cost)
     chosen: list[SlotAssignment] = []
@@ -67,7 +66,7 @@ def assign(slots: Iterable[FreeSlot], num_prefill: int, num_decode: int) -> tupl
             break
         for slot, roles in taken:
             left.remove(slot)
-            chosen.append(SlotAssignment(slot.worker_id, slot.host_id, roles))
+            chosen.append(SlotAssignment(slot.worker_id, roles))
             num_prefill -= Role.PREFILL in roles and num_prefill > 0
             num_decode -= Role.DECODE in roles and num_decode > 0
     return tuple(chosen)

@@ -1,3 +1,1 @@
-"""Who is there and what runs: membership (reports, suspicion, fencing, expiry), instances, version_aliases, tiers.
-Imports core, reasons.
-"""
+"""Which workers and stores are present, and what runs on them."""

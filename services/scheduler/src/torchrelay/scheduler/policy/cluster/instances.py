@@ -1,4 +1,4 @@
-"""The instances: ordered by the scheduler, or found in the reports of workers after a restart."""
+"""Instances, ordered by this scheduler or found in the reports of workers after a restart."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from torchrelay.scheduler.policy.reasons import Reason
 
 _RESTARTED = Reason("worker_restarted", "the worker was restarted")
 _SLOT_TAKEN = Reason("slot_taken", "another instance took the slot")
-_CONFIRM_S = 0.5  # an accepted instance shows in a report by then, or its load has failed already
+_CONFIRM_S = 0.5  # by then an accepted instance shows in a report, or its load has failed
 
 
 class TransitionKind(enum.Enum):
-    """What a report means for an instance."""
+    """What happened to an instance."""
 
     ADOPTED = "adopted"  # found running; ordered by an earlier scheduler
-    MOVED = "moved"  # came into another phase
+    MOVED = "moved"  # entered another phase
     RELEASED = "released"  # drained, the slot is free again
     FAILED = "failed"  # the load did not succeed
-    STOPPED = "stopped"  # its worker was told to end, and said so
-    LOST = "lost"  # the worker's process ended without a word, or another instance sits in the slot
+    STOPPED = "stopped"  # its worker shut down, and announced it
+    LOST = "lost"  # the worker's process died, or another instance has the slot
 
 
 @dataclass(frozen=True)
 class InstanceTransition:
     kind: TransitionKind
-    instance: Instance  # as it is now; as it was last when it is gone
+    instance: Instance  # now, or last before it was gone
     before: Instance | None = None
-    reason: Reason = field(default_factory=Reason)  # of a change nobody here ordered
+    reason: Reason = field(default_factory=Reason)  # of a change that was not ordered here
 
     @property
     def gone(self) -> bool:
@@ -75,12 +75,12 @@ class Instances:
         return instance
 
     def touch(self, instance_id: str, now: float) -> None:
-        """An attempt came or went."""
+        """An attempt was placed or released."""
         if instance := self._by_id.get(instance_id):
             self._by_id[instance_id] = replace(instance, last_active=now)
 
     def observe(self, worker: WorkerStatus, now: float) -> list[InstanceTransition]:
-        """Brings the record of the worker's slot in line with its report."""
+        """Updates the record of the worker's slot from its report."""
         changes: list[InstanceTransition] = []
         known = self.on_worker(worker.worker_id)
         if known is not None:
@@ -108,23 +108,23 @@ class Instances:
 
 
 def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTransition | None:
-    """What the report says of the instance we know in this slot; None: nothing that counts."""
+    """What the report means for the instance known in this slot; None: nothing."""
     slot = worker.slot
     if known.incarnation != worker.incarnation:
         return InstanceTransition(TransitionKind.LOST, known, known, _RESTARTED)
     if slot.phase is not InstancePhase.FREE and slot.instance_id == known.instance_id:
         return InstanceTransition(TransitionKind.MOVED, _updated(known, worker, now), known)
     if not known.accepted:
-        return None  # the Load is under way; its own answer decides
+        return None  # the Load has not returned; its outcome decides
     if slot.phase is not InstancePhase.FREE:
         return InstanceTransition(TransitionKind.LOST, known, known, _SLOT_TAKEN)
     news = slot.error != known.error_before
     if not known.confirmed and not news and now - known.accepted_at < _CONFIRM_S:
-        return None  # a report from before the Load, arriving after its answer
+        return None  # a report from before the Load that arrived after its outcome
     if known.phase is InstancePhase.DRAINING:
         return InstanceTransition(TransitionKind.RELEASED, known, known)
     if known.phase is InstancePhase.LOADING:
-        why = slot.error or "the worker gave the load up without a reason"
+        why = slot.error or "the worker aborted the load without a reason"
         return InstanceTransition(TransitionKind.FAILED, known, known, Reason("load_failed", why, {"error": why}))
     return InstanceTransition(
         TransitionKind.LOST, known, known, Reason("slot_freed", slot.error or "the worker freed its slot")
@@ -133,7 +133,7 @@ def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTr
 
 def _updated(known: Instance, worker: WorkerStatus, now: float) -> Instance:
     slot = worker.slot
-    # A drain that was decided here is not undone by a report sent before the worker heard of it.
+    # A report sent before the worker got the drain does not undo it.
     phase = known.phase if known.phase is InstancePhase.DRAINING else slot.phase
     roles: Roles = slot.roles or known.roles
     return replace(

@@ -1,13 +1,15 @@
 """The cluster as its workers and stores report it.
 
-Reports come on two roads: the broker (load; at a change within a tenth of a second, else two a second) and a Watch
-stream to each peer (slots and copies, at once). They may overtake each other, so while a worker's stream is open its
-slot is taken from the stream alone, where order is kept.
+Reports arrive in two ways: through the broker (load; within a tenth of a second of a change, else twice a second) and
+on a Watch stream to each peer (slots and copies, at once). They may overtake each other, so while a worker's stream is
+open its slot is taken from the stream only, which keeps order.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+
+from cachetools import FIFOCache
 
 from torchrelay.scheduler.policy.core import StoreStatus, WorkerStatus
 
@@ -17,25 +19,25 @@ _MAX_FENCED = 1024
 
 @dataclass(frozen=True)
 class LostPeers:
-    """Workers and stores that fell silent."""
+    """Workers and stores that stopped reporting."""
 
     workers: tuple[WorkerStatus, ...]
     stores: tuple[StoreStatus, ...]
 
 
 class Membership:
-    """Last report of every worker and store that is there; owned by the policy."""
+    """The last report of every present worker and store; owned by the policy."""
 
     def __init__(self, fence_s: float) -> None:
         self._fence_s = fence_s
         self.workers: dict[str, WorkerStatus] = {}
         self.stores: dict[str, StoreStatus] = {}
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
-        self._fenced: dict[str, float] = {}  # incarnation -> ignored until
+        self._fenced: FIFOCache[str, float] = FIFOCache(_MAX_FENCED)  # incarnation -> ignored until
         self._suspect_since: dict[str, float] = {}
 
     def accept_worker(self, worker: WorkerStatus, streamed: bool) -> WorkerStatus | None:
-        """Takes a report in. Returns the worker as it now is; None when the report is of a process known to be dead."""
+        """Stores a report. Returns the worker as it is now; None if the report is from a process known to be dead."""
         if self._is_fenced(worker.incarnation, worker.seen_at):
             return None
         old = self.workers.get(worker.worker_id)
@@ -61,11 +63,11 @@ class Membership:
         return self._fenced.get(incarnation, 0.0) > now
 
     def stream_closed(self, worker_id: str) -> None:
-        """From here on the worker's slot is taken from whatever report comes."""
+        """From now on the worker's slot is taken from any report."""
         self._streaming.pop(worker_id, None)
 
     def suspect(self, worker_id: str, now: float) -> None:
-        """A gateway saw the worker fail: nothing is placed there until it has reported again."""
+        """A gateway saw the worker fail: nothing is placed there until it reports again."""
         if worker_id in self.workers:
             self._suspect_since.setdefault(worker_id, now)
 
@@ -73,7 +75,7 @@ class Membership:
         return worker_id in self._suspect_since
 
     def drop_worker(self, worker_id: str, now: float, gone: bool = True) -> WorkerStatus | None:
-        """The worker is lost. ``gone``: so is its process, and reports it sent before are ignored for a while."""
+        """The worker is lost. ``gone``: so is its process, and reports that it sent before are ignored for a while."""
         self.stream_closed(worker_id)
         self._suspect_since.pop(worker_id, None)
         worker = self.workers.pop(worker_id, None)
@@ -89,13 +91,11 @@ class Membership:
 
     def _fence(self, incarnation: str, now: float) -> None:
         self._fenced[incarnation] = now + self._fence_s
-        while len(self._fenced) > _MAX_FENCED:
-            del self._fenced[next(iter(self._fenced))]
 
     def expire(self, now: float, stale_s: float, reports_complete_since: float = 0.0) -> LostPeers:
-        """Removes and returns everyone not heard of for ``stale_s`` seconds. They may come back by reporting.
+        """Removes and returns all peers that have not reported for ``stale_s`` seconds. A report brings them back.
 
-        ``heard_since``: reports could not be heard before (the broker was away); silence counts from then.
+        ``reports_complete_since``: reports may be missing from before (the broker was away); silence counts from then.
         """
         oldest = now - stale_s
         if reports_complete_since > oldest:

@@ -1,4 +1,4 @@
-"""How far a pack is from a host."""
+"""Tiers of distance between a pack and a host."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torchrelay.scheduler.policy.core import StoreStatus
 class Tier(enum.IntEnum):
     """Nearest first."""
 
-    HOST = 0  # whole in the host's own arena
-    FILLING = 1  # the host is receiving it
-    PEER = 2  # whole or arriving on another host
+    HOST = 0  # complete in the host's own arena
+    FILLING = 1  # being received by the host
+    PEER = 2  # on another host, whole or being received
     REMOTE = 3
 
 
 def tier_of(pack_id: str, host: StoreStatus, stores: Iterable[StoreStatus]) -> Tier:
-    """How far the pack is from a host."""
+    """The nearest place from which the host can get the pack."""
     copy = host.copies.get(pack_id)
     if copy is not None and not copy.error:
         return Tier.HOST if copy.complete else Tier.FILLING

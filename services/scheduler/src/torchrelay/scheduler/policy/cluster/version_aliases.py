@@ -1,12 +1,14 @@
-"""Which models share a version: tenants who upload the very same files have one pack, and one instance, between them.
+"""Which models share a version: tenants that upload identical files share one pack, and one instance.
 
-A tenant must not learn of the others: what is told to tenants goes by the name in their own request.
+A tenant must not learn about the others: what tenants see uses the name in their own request.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+from cachetools import FIFOCache
 
 _MAX_VERSIONS = 4096
 _MAX_NAMES = 64  # of one version
@@ -20,20 +22,21 @@ def tenant_of(model: str) -> str:
 @dataclass
 class _AliasUse:
     idle_timeout_s: float
-    at: float  # when a request last came or went
+    at: float  # of the last admission or release
 
 
 @dataclass
 class _Aliases:
     pack_id: str
-    uses: dict[str, _AliasUse] = field(default_factory=dict)  # by name; the one called last at the end
+    uses: FIFOCache[str, _AliasUse] = field(default_factory=lambda: FIFOCache(_MAX_NAMES))
+    last_used: str = ""
 
 
 class VersionAliases:
-    """The models that were called, by version; the longest unused are forgotten first."""
+    """The models that were requested, by version; the longest unused are evicted first."""
 
     def __init__(self) -> None:
-        self._versions: dict[str, _Aliases] = {}  # the one used last at the end
+        self._versions: FIFOCache[str, _Aliases] = FIFOCache(_MAX_VERSIONS)
 
     def __iter__(self) -> Iterator[tuple[str, str, tuple[str, ...]]]:
         """(version, pack, names)."""
@@ -41,34 +44,29 @@ class VersionAliases:
             yield version_id, shared.pack_id, tuple(sorted(shared.uses))
 
     def note(self, version_id: str, pack_id: str, name: str, idle_timeout_s: float, now: float) -> None:
-        """A request names the version so; ``idle_timeout_s`` is what the model's own setting says."""
-        shared = self._versions.pop(version_id, None) or _Aliases(pack_id)
+        """A request used this name for the version; ``idle_timeout_s``: the model's own setting."""
+        shared = self._versions.get(version_id) or _Aliases(pack_id)
         self._versions[version_id] = shared
-        shared.uses.pop(name, None)
-        shared.uses[name] = _AliasUse(idle_timeout_s, now)
-        if len(shared.uses) > _MAX_NAMES:
-            del shared.uses[next(iter(shared.uses))]
-        if len(self._versions) > _MAX_VERSIONS:
-            del self._versions[next(iter(self._versions))]
+        shared.uses[name], shared.last_used = _AliasUse(idle_timeout_s, now), name
 
     def of(self, version_id: str) -> tuple[str, ...]:
-        """The models of a version; empty while none was called."""
+        """The models of a version; empty before the first request."""
         shared = self._versions.get(version_id)
         return tuple(sorted(shared.uses)) if shared else ()
 
     def used(self, version_id: str, name: str, now: float) -> None:
-        """A request that named it so has ended."""
+        """A request that used this name has ended."""
         shared = self._versions.get(version_id)
         if shared and name in shared.uses:
             shared.uses[name].at = now
 
     def idle_timeout_s(self, version_id: str, now: float) -> float | None:
-        """The longest of the models that use the version: of each for as long after its last request. When none does,
-        that of the one called last; None while none was called.
+        """The longest among the models in use: each counts for its own timeout after its last request.
+
+        If none is in use, that of the last one requested; None before the first request.
         """
         shared = self._versions.get(version_id)
         if shared is None:
             return None
-        uses = list(shared.uses.values())
-        in_use = [use.idle_timeout_s for use in uses if now - use.at < use.idle_timeout_s]
-        return max(in_use, default=uses[-1].idle_timeout_s)
+        in_use = [use.idle_timeout_s for use in shared.uses.values() if now - use.at < use.idle_timeout_s]
+        return max(in_use, default=shared.uses[shared.last_used].idle_timeout_s)

@@ -1,3 +1,1 @@
-"""Where one attempt runs: placement.place, latency models, kv_transfer_time, reservations, prefix_index. Imports core,
-prediction, config, cluster.
-"""
+"""Where an attempt runs, by predicted latency and reserved KV."""

@@ -1,45 +1,43 @@
-"""Predictions: how long a prompt, a step, a load still take. What was measured where there is any, defaults before."""
+"""Predicted times of prompts, decode steps and loads: from measurements, or from defaults until there are any."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from cachetools import FIFOCache
 
 from torchrelay.common.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
 
-_MIN_STEPS = 8  # a model learned from fewer gives way to what others of the same device have learned
-_BATCH_FREE = 8  # so many sequences decode in twice the time of none, where nothing is known
+_MIN_STEPS = 8  # a model learned from fewer gives way to what workers with the same device have learned
+_BATCH_FREE = 8  # where nothing is known: this many sequences decode in twice the time of none
 _MAX_LEARNED = 4096
+_UNKNOWN = LatencyModel()
 
 
 class LatencyModels:
-    """The last model that any worker had of each (pack, kind of device): what a worker new to a pack is judged by."""
+    """The latest model of any worker for each (pack, kind of device), for workers that are new to a pack."""
 
     def __init__(self) -> None:
-        self._learned: OrderedDict[tuple[str, str], LatencyModel] = OrderedDict()
+        self._learned: FIFOCache[tuple[str, str], LatencyModel] = FIFOCache(_MAX_LEARNED)
 
     def observe(self, worker: WorkerStatus) -> None:
-        """A report came."""
+        """Learns from a report."""
         found = worker.latency
         if found is None or not worker.slot.pack_id:
             return
         key = (worker.slot.pack_id, worker.device)
-        known = self._learned.pop(key, LatencyModel())
-        self._learned[key] = _merged(found, known)
-        if len(self._learned) > _MAX_LEARNED:
-            self._learned.popitem(last=False)
+        self._learned[key] = _merged(found, self._learned.get(key, _UNKNOWN))
 
     def of(self, worker: WorkerStatus, pack_id: str, config: PolicyConfig) -> LatencyModel:
-        """How fast the worker is, or will be, with a pack; complete: guesses stand where nothing is known."""
-        shared = self._learned.get((pack_id, worker.device), LatencyModel())
-        own = worker.latency if worker.latency is not None and worker.slot.pack_id == pack_id else LatencyModel()
+        """How fast the worker is, or will be, with a pack; with defaults where nothing is known."""
+        shared = self._learned.get((pack_id, worker.device), _UNKNOWN)
+        own = worker.latency if worker.latency is not None and worker.slot.pack_id == pack_id else _UNKNOWN
         return _merged(_merged(own, shared), _default_model(worker, config))
 
 
 def _merged(first: LatencyModel, second: LatencyModel) -> LatencyModel:
-    """Each line of the first, where it has seen enough or the second has seen less."""
+    """Each part from the first, if that has seen enough steps or the second has seen fewer."""
     return LatencyModel(
         prefill=_better(first.prefill, second.prefill),
         decode=_better(first.decode, second.decode),
@@ -52,7 +50,7 @@ def _better(first: StepCost, second: StepCost) -> StepCost:
 
 
 def _default_model(worker: WorkerStatus, config: PolicyConfig) -> LatencyModel:
-    """From rates: what the worker reports of whatever it computed last, or the defaults."""
+    """From the rates that the worker reports for whatever it computed last, or from the defaults."""
     decode_s = step_s(worker, config)
     return LatencyModel(
         prefill=StepCost(per_position_s=1 / prefill_tokens_per_s(worker, config)),
@@ -76,7 +74,7 @@ def load_s(pack_bytes: int, tier: Tier, config: PolicyConfig) -> float:
 
 
 def load_left_s(instance: Instance, whole_load_s: float, now: float) -> float:
-    """Time until all layers are there; extrapolated from the layers that are, once there are any."""
+    """Time until all layers are loaded; extrapolated from those that are, once there are any."""
     if instance.phase is not InstancePhase.LOADING:
         return 0.0
     elapsed_s = max(now - instance.created_at, 0.0)
@@ -86,5 +84,5 @@ def load_left_s(instance: Instance, whole_load_s: float, now: float) -> float:
 
 
 def _min_load_left_s(whole_load_s: float) -> float:
-    """A load that is overdue is still not done: at least a tenth of it is taken as left."""
+    """An overdue load is still not done: at least a tenth of it is assumed to be left."""
     return whole_load_s / 10

@@ -1,10 +1,10 @@
-"""Dispatch: the prefill and the decode instance of one attempt, by predicted latency.
+"""Placement: the prefill and the decode instance of one attempt, by predicted latency.
 
-Time to first token = load left + prompts queued ahead + own prompt without what is cached, on the prefill instance. The
-decode instance must have the KV bytes to the last token unreserved; it then costs what delays the second token: its own
-load left, the KV that arrives after the first token, and a step with this attempt in its batch. Where such a step is
-longer than the TBT objective, each token to come costs the excess. The pair with the least sum wins; one worker that
-plays both saves the hand-over, and pays for prompts that interrupt its steps.
+Time to first token = load left + prompts queued ahead + own prompt without its cached part, on the prefill instance.
+The decode instance must have unreserved KV bytes up to the last token; its cost is what delays the second token: its
+own load left, the KV that arrives after the first token, and a step with this attempt in its batch. If such a step
+exceeds the TBT objective, each token to come costs the excess. The pair with the lowest sum wins; one worker that plays
+both roles saves the KV transfer, but prompts interrupt its decode steps.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from torchrelay.scheduler.policy.core import (
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.prediction import Prediction
 
-_MAX_PENALIZED_TOKENS = 256  # few requests run to their last token allowed
+_MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An instance that requests may be sent to."""
+    """An instance that may serve the attempt."""
 
     instance: Instance
     worker: WorkerStatus
     latency: LatencyModel
     load_left_s: float
-    queue_s: float  # prompts before it
+    queue_s: float  # prompts ahead
     kv_unreserved_bytes: int
     num_open: int  # attempts that decode
     num_decoding: int  # choices of these: rows of a step
-    num_decode_attended: int = 0  # positions that those come to at their last tokens
+    num_decode_attended: int = 0  # positions that they attend to at their last tokens
     num_cached_tokens: int = 0  # of this attempt's prompt
 
     @property
@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class NoPlacement:
-    """Why the attempt has to wait."""
+    """Why the attempt must wait."""
 
     reason: str
 
@@ -64,7 +64,7 @@ def place(
     kv_transfer_times: KvTransferTimes,
     config: PolicyConfig,
 ) -> Placement | NoPlacement:
-    """The best pair of instances, or why there is none now."""
+    """The best pair of instances, or why there is none."""
     prefills = [candidate for candidate in candidates if candidate.instance.plays(Role.PREFILL)]
     decodes = [candidate for candidate in candidates if candidate.instance.plays(Role.DECODE)]
     if not prefills or not decodes:
@@ -83,7 +83,7 @@ def place(
     prompt_bytes = admission.num_prefill_tokens * model.kv_bytes_per_token
 
     def cost(pair: tuple[Candidate, Candidate]) -> tuple[float, int, str, str]:
-        """To the second token, and all lateness after it."""
+        """Time to the second token, plus all later delays beyond the objective."""
         prefill, decode = pair
         ids = prefill.instance.instance_id, decode.instance.instance_id
         ttft_s, next_s = firsts[ids[0]].ttft_s, nexts[ids[1]].cost_s
@@ -117,10 +117,10 @@ def _first_token(admission: Admission, prefill: Candidate) -> Prediction:
 
 @dataclass(frozen=True)
 class _DecodeCost:
-    """What a decode instance has to offer, apart from its load and the hand-over."""
+    """The cost of a decode instance, apart from its load and the KV transfer."""
 
     tbt_s: float
-    cost_s: float  # of the second token, and of all that come too late
+    cost_s: float  # of the second token, and of all that exceed the objective
 
 
 def _next_tokens(admission: Admission, decode: Candidate, config: PolicyConfig) -> _DecodeCost:

@@ -1,7 +1,7 @@
-"""Which beginnings of prompts an instance is thought to have the KV of: what was placed there for prefill, lately.
+"""Which prompt prefixes an instance probably has in its cache: those recently placed there for prefill.
 
-Nothing is reported for this: the scheduler sees the hashes of every prompt, and knows where it sent it. Like the router
-of SGLang, it is right as long as the worker's cache is as large as it is thought to be, and forgets like it does.
+Workers report nothing for this: the scheduler sees the hashes of every prompt and knows where it was sent. Like the
+router of SGLang, it is right as long as the worker's cache has the assumed size and evicts in the same order.
 """
 
 from __future__ import annotations
@@ -9,31 +9,30 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from cachetools import FIFOCache
+
 _MAX_INSTANCES = 1024
 
 
 class PrefixIndex:
-    """Block hashes by instance, the longest unused go first. A hash stands for all of the prompt up to its block."""
+    """Block hashes by instance, in LRU order. A hash stands for the prompt up to the end of its block."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[str, OrderedDict[bytes, None]] = OrderedDict()
+        self._of: FIFOCache[str, OrderedDict[bytes, None]] = FIFOCache(_MAX_INSTANCES)
 
     def note(self, instance_id: str, block_hashes: Sequence[bytes], max_blocks: int) -> None:
-        """A prompt is sent there; its KV pool has room for ``max_blocks`` blocks."""
+        """A prompt was placed there; the KV pool has room for ``max_blocks`` blocks."""
         if not block_hashes:
             return
-        known = self._of.setdefault(instance_id, OrderedDict())
-        self._of.move_to_end(instance_id)
-        if len(self._of) > _MAX_INSTANCES:
-            self._of.popitem(last=False)
-        for block_hash in reversed(block_hashes):  # of a prompt the end goes first
+        known = self._of[instance_id] = self._of.get(instance_id) or OrderedDict()
+        for block_hash in reversed(block_hashes):  # a prompt is evicted from its end
             known[block_hash] = None
             known.move_to_end(block_hash)
         while len(known) > max_blocks:
             known.popitem(last=False)
 
     def num_blocks(self, instance_id: str, block_hashes: Sequence[bytes]) -> int:
-        """Whole blocks of the prompt, from its beginning on, that are there."""
+        """Leading blocks of the prompt that the instance probably has."""
         known = self._of.get(instance_id)
         if not known:
             return 0

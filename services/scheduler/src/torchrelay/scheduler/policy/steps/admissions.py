@@ -1,4 +1,4 @@
-"""The life of an admission: admit -> (wait) -> placed -> released. Each key once, however often it is sent."""
+"""The life of an admission: admit -> (wait) -> placed -> released. Idempotent: a key counts once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _RETRY_AFTER_S = (1.0, 60.0)
 
 
 def admit(state: State, admission: Admission, model: Model, current: Placement | None, now: float) -> bool:
-    """Takes an admission in. True when it waits now, for the first time or still: it may be served."""
+    """Accepts an admission. True if it waits now, for the first time or still."""
     key = admission.key
     state.gateways.confirm(admission.gateway_id, key)
     state.note_model(model, now)
@@ -48,7 +48,7 @@ def admit(state: State, admission: Admission, model: Model, current: Placement |
     if key in state.queues:
         return True
     if current is not None:
-        _open(state, admission, current, now)  # placed by an earlier scheduler: it runs, nothing is to be answered
+        _open(state, admission, current, now)  # placed by an earlier scheduler: it runs and needs no answer
         return False
     if state.queues.is_full(model.version_id):
         retry_s = min(max(predicted_wait_s(state, model, now), _RETRY_AFTER_S[0]), _RETRY_AFTER_S[1])
@@ -62,9 +62,9 @@ def admit(state: State, admission: Admission, model: Model, current: Placement |
 
 
 def _suspect_failed_workers(state: State, admission: Admission, now: float) -> None:
-    """Workers that failed the request are not used until they have reported again.
+    """Workers that failed the request are not used until they report again.
 
-    A gateway may know of a failure before we do: when a load breaks, its attempts end and come again in a millisecond.
+    A gateway may know of a failure first: when a load fails, its attempts end and return within a millisecond.
     """
     for worker_id in admission.lost_workers:
         state.membership.suspect(worker_id, now)
@@ -74,13 +74,13 @@ def _suspect_failed_workers(state: State, admission: Admission, now: float) -> N
 
 
 def send_waiting(state: State, admission: Admission, now: float) -> None:
-    """Tells the gateway that the request waits, if it still does."""
+    """Answers that the request waits, if it still does."""
     if admission.key in state.queues:
         _answer(state, _waiting(state, admission, now))
 
 
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
-    """The client left. If a placement crossed the withdrawal, its resources are free again."""
+    """The client left. If a placement crossed the withdrawal, its resources are released."""
     admission = state.queues.remove(key)
     if admission is not None:
         _answer(
@@ -90,7 +90,7 @@ def withdraw(state: State, key: AttemptKey, now: float) -> None:
 
 
 def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
-    """The attempt is over, wherever it stood."""
+    """The attempt is over, whether it waited or ran."""
     state.gateways.forget(key)
     state.queues.remove(key)
     attempt = state.reservations.close(key)
@@ -102,7 +102,7 @@ def release(state: State, key: AttemptKey, now: float) -> OpenAttempt | None:
 
 
 def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome) -> None:
-    """Takes in how long the hand-over took; what steps take the workers learn themselves."""
+    """Learns from the KV transfer time; workers learn their step times themselves."""
     model, admission = state.models.get(attempt.admission.version_id), attempt.admission
     workers = state.membership.workers
     prefill = workers.get(attempt.placement.prefill.worker_id)
@@ -118,18 +118,17 @@ def refuse(
 ) -> None:
     release(state, admission.key, now)
     _answer(state, AdmissionRefused(admission.gateway_id, admission.key, reason, message, retry_after_s))
-    told = SchedulerEvent(now, "refuse", admission.model, admission.model, message)
-    state.effects.events.append(told)
+    state.effects.events.append(SchedulerEvent(now, "refuse", admission.model, admission.model, message))
 
 
 def refuse_infeasible(state: State, now: float) -> None:
-    """Refuses all waiting requests that no slot could ever take."""
+    """Refuses all waiting requests that no slot can ever serve."""
     for admission in list(state.queues):
         refuse_if_infeasible(state, admission, now)
 
 
 def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None:
-    """Refuses a waiting request that no slot could ever take; slots may still show up shortly after a start."""
+    """Refuses a waiting request that no slot can ever serve; shortly after a start, slots may still appear."""
     if now - state.started_at < state.config.refusal_settle_s or not state.largest_slot_bytes:
         return
     if message := _infeasible(state, state.models[admission.version_id], admission):
@@ -148,7 +147,7 @@ def _infeasible(state: State, model: Model, admission: Admission) -> str:
 
 
 def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
-    """Places waiting requests, first come first, for as long as there is a place for the first."""
+    """Places waiting requests in order of arrival, until the first finds no place."""
     for version_id in state.queues.versions if version_ids is None else version_ids:
         model = state.models.get(version_id)
         if model is None or not state.queues.num_waiting(version_id):
@@ -156,7 +155,7 @@ def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = 
         instances = [instance for instance in state.instances.of_version(version_id) if instance.placeable]
         for admission in state.queues.waiting(version_id) if instances else ():
             if not state.gateways.is_confirmed(admission.key):
-                continue  # its gateway is away; it keeps its turn
+                continue  # its gateway is away; it keeps its position
             found = candidates(state, admission, model, instances, now)
             placement = place(admission, model, found, state.kv_transfer_times, state.config)
             if isinstance(placement, NoPlacement):
@@ -186,7 +185,7 @@ def _open(state: State, admission: Admission, placement: Placement, now: float) 
 def candidates(
     state: State, admission: Admission, model: Model, instances: Iterable[Instance], now: float
 ) -> list[Candidate]:
-    """The instances requests may be sent to, with what a placement of ``admission`` has to weigh."""
+    """The instances that may serve ``admission``, with what its placement depends on."""
     return [
         _candidate(state, admission, model, instance, worker, now)
         for instance in instances
@@ -226,7 +225,7 @@ def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> 
 
 
 def predicted_wait_s(state: State, model: Model, now: float) -> float:
-    """Until a request that arrives now gets its first token: load left, and the prompts before it."""
+    """Until a request that arrives now gets its first token: load left, and the prompts ahead."""
     instances = [instance for instance in state.instances.of_version(model.version_id) if instance.staying]
     prefills = [instance for instance in instances if instance.plays(Role.PREFILL)]
     waiting = state.queues.waiting(model.version_id)
@@ -234,7 +233,7 @@ def predicted_wait_s(state: State, model: Model, now: float) -> float:
         ahead = sum(admission.num_prefill_tokens for admission in waiting)
         ahead_s = ahead / state.config.default_prefill_tokens_per_s
         return state.config.slot_setup_s + model.pack_bytes / state.config.relay_bytes_per_s + ahead_s
-    # Summed once: this is asked for every request that comes while others wait.
+    # Summed once: this runs for every request that arrives while others wait.
     num_tokens = sum(each.num_prefill_tokens for each in waiting)
     num_attended = sum(each.num_contexts * attended_positions(0, each.num_context_tokens) for each in waiting)
     backlog_s = [

@@ -1,4 +1,4 @@
-"""From the state to a situation, and from what scaling decides to orders, commands and their reasons."""
+"""Builds the autoscaler's input from the state, and turns its actions into commands and events."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _demand(state: State, model: Model, now: float) -> Demand:
 
 
 def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> dict[str, tuple[int, int]]:
-    """How many requests of each tenant wait, and are placed on what still loads; nothing where there is one tenant."""
+    """Requests of each tenant that wait, and that are placed on loading instances; empty for a single tenant."""
     tenants = sorted({tenant_of(name) for name in state.aliases.of(version_id)})
     if len(tenants) < 2:
         return {}
@@ -93,7 +93,7 @@ def _of_tenants(state: State, version_id: str, cold: Iterable[OpenAttempt]) -> d
 
 
 def _backlog_s(state: State, instances: Sequence[Instance]) -> float:
-    """Prompts queued at the instances, in seconds of one instance at the rate measured."""
+    """Prompts queued at the instances, in seconds of one instance at its measured rate."""
     backlog_s = 0.0
     for instance in instances:
         worker = state.membership.workers.get(instance.worker_id)
@@ -170,7 +170,7 @@ def _unload(state: State, instance: Instance) -> None:
 
 
 def unload_failed(state: State, instance_id: str, now: float) -> None:
-    """The worker did not answer; it is asked again for as long as it reports the instance."""
+    """The worker did not respond; retried for as long as it reports the instance."""
     instance = state.instances.get(instance_id)
     if instance is not None and instance.phase is InstancePhase.DRAINING:
         state.instances.put(replace(instance, unload_retry_at=now + _UNLOAD_RETRY_S))

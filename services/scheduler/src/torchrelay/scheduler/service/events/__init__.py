@@ -1,1 +1,1 @@
-"""The history on JetStream: publisher, reader."""
+"""The history on JetStream, written and read."""

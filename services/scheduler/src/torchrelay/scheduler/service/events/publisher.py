@@ -1,4 +1,4 @@
-"""The history of decisions and transitions, published to JetStream without ever holding a decision up."""
+"""Publishes the history of decisions and transitions to JetStream, never blocking a decision."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _RETRY_S = 0.2
 class _QueuedEvent:
     subject: str
     payload: bytes
-    message_id: str  # the stream drops a second copy
+    message_id: str  # the stream drops duplicates
 
 
 class EventPublisher:
-    """A bounded queue in front of the stream; while the broker is away the oldest events are dropped and counted."""
+    """A bounded queue before the stream; while the broker is away, the oldest events are dropped and counted."""
 
     def __init__(self, js: JetStreamContext, subjects: Subjects, max_queued: int = 4096) -> None:
         self._js = js
@@ -40,19 +40,19 @@ class EventPublisher:
         self._filled = asyncio.Event()
         self.num_dropped = 0
 
-    def note(self, happening: SchedulerEvent) -> None:
-        """Queues an event; those without a subject are for Explain only."""
-        if not happening.topic:
+    def note(self, event: SchedulerEvent) -> None:
+        """Queues an event; those without a topic are for Explain only."""
+        if not event.topic:
             return
         body: dict[str, object] = {
-            "at_unix_us": unix_us(happening.at),
-            "model": happening.model,
-            "reason": happening.reason,
-            **happening.fields,
+            "at_unix_us": unix_us(event.at),
+            "model": event.model,
+            "reason": event.reason,
+            **event.fields,
         }
-        if happening.bytes_by_source:
-            body["brought"] = happening.bytes_by_source
-        subject = self._subjects.event(happening.topic)
+        if event.bytes_by_source:
+            body["brought"] = event.bytes_by_source
+        subject = self._subjects.event(event.topic)
         self._queue.append(_QueuedEvent(subject, json.dumps(body).encode(), new_id("evt")))
         if len(self._queue) > self._max_queued:
             self._queue.popleft()

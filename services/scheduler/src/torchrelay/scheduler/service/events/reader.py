@@ -1,4 +1,4 @@
-"""The history, read back from JetStream: as it was since a time, and as it goes on."""
+"""Reads the history back from JetStream: since a time, and live."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ MAX_READERS = 64
 _BATCH = 100
 _LATEST_US = 1 << 52  # in the year 2112
 FIRST_EVENT_US = 1
-_WAIT_S = 1.0  # for one event, before it is asked again
-_INACTIVE_S = 30.0  # after which the broker forgets a reader that went away
-_AWAY = "The history cannot be read: its broker does not answer."
+_WAIT_S = 1.0  # for one event, before the next request
+_INACTIVE_S = 30.0  # after which the broker removes an absent reader's consumer
+_AWAY = "The history cannot be read: its broker does not respond."
 
 
 class _ConsumerGone(Exception):
-    """By a broker that was started again, or that waited too long for a slow reader."""
+    """The broker restarted, or removed the consumer of a slow reader."""
 
 
 class EventReader:
-    """``MAX_READERS`` may read at once, each by a reader of its own that the broker forgets when it is gone."""
+    """Serves up to ``max_readers`` at once, each by a consumer of its own that the broker removes when it goes away."""
 
-    def __init__(self, js: JetStreamContext, subjects: Subjects) -> None:
+    def __init__(self, js: JetStreamContext, subjects: Subjects, max_readers: int = MAX_READERS) -> None:
         self._js = js
+        self._max_readers = max_readers
         self._subjects = subjects
         self._num_readers = 0
 
@@ -50,18 +51,18 @@ class EventReader:
     ) -> AsyncGenerator[Event, None]:
         """Oldest first, as ``WatchEventsRequest`` says.
 
-        Raises ``InvalidRequest``, ``Overloaded`` beyond ``MAX_READERS``, or ``Unavailable`` without a broker.
+        Raises ``InvalidRequest``, ``Overloaded`` beyond ``max_readers``, or ``Unavailable`` without a broker.
 
-        A batch is asked for when the one before it has been taken: a slow reader holds nothing up.
+        A batch is requested once the one before is consumed: a slow reader blocks nothing.
         """
         if unknown := [kind for kind in kinds if kind not in KINDS]:
-            raise InvalidRequest(f"There are no events of kind {unknown[0]!r}: {', '.join(KINDS)}.", field="kinds")
+            raise InvalidRequest(f"{unknown[0]!r} is not an event kind: use {', '.join(KINDS)}.", field="kinds")
         if not 0 <= since_unix_us <= _LATEST_US:
-            raise InvalidRequest(f"{since_unix_us} is no time in microseconds since 1970.", field="since_unix_us")
+            raise InvalidRequest(f"{since_unix_us} is not a time in microseconds since 1970.", field="since_unix_us")
         if not (since_unix_us or after_sequence or follow):
             return
-        if self._num_readers >= MAX_READERS:
-            raise Overloaded(f"{MAX_READERS} readers of the history are served already.")
+        if self._num_readers >= self._max_readers:
+            raise Overloaded(f"The history has {self._max_readers} readers already, the maximum.")
         self._num_readers += 1
         try:
             async with aclosing(self._messages(kinds, _start(since_unix_us, after_sequence), follow)) as messages:
@@ -75,9 +76,9 @@ class EventReader:
             self._num_readers -= 1
 
     async def _messages(self, kinds: Sequence[str], start: ConsumerConfig, follow: bool) -> AsyncGenerator[Msg, None]:
-        # One subject can be asked for; with more kinds than one the others are left out afterwards.
+        # A consumer filters by one subject; with more than one kind, the others are filtered out here.
         subject = self._subjects.event(f"{kinds[0]}.>" if len(kinds) == 1 else ">")
-        if start.deliver_policy is DeliverPolicy.NEW:  # named, so that a second reader misses nothing
+        if start.deliver_policy is DeliverPolicy.NEW:  # by number, so that a consumer made after a fault misses nothing
             state = (await self._js.stream_info(self._subjects.history_stream)).state
             start = _start(0, state.last_seq) if state.last_seq else _start(FIRST_EVENT_US, 0)
         while True:
@@ -88,14 +89,14 @@ class EventReader:
                         yield message
                 return
             except _ConsumerGone:
-                log.info("history_reader_forgotten", subject=subject)
+                log.info("history_consumer_gone", subject=subject)
 
     async def _read(self, subject: str, start: ConsumerConfig, follow: bool) -> AsyncGenerator[Msg, None]:
         reader = await self._js.pull_subscribe(subject, stream=self._subjects.history_stream, config=start)
         try:
             num_pending = (await reader.consumer_info()).num_pending or 0
             while num_pending or follow:
-                raise_if_cancelled()  # what came before may have been deaf to it
+                raise_if_cancelled()  # the calls before may have swallowed it
                 try:
                     messages = await cancellable(reader.fetch(min(num_pending, _BATCH) or 1, timeout=_WAIT_S))
                 except nats.errors.TimeoutError:
@@ -112,7 +113,7 @@ class EventReader:
     def _event(self, message: Msg) -> Event | None:
         try:
             body: dict[str, Any] = json.loads(message.data)
-            known = {name: body.pop(name, kind()) for name, kind in _KNOWN.items()}
+            known = {name: body.pop(name, kind()) for name, kind in _EVENT_FIELDS.items()}
             return Event(
                 sequence=message.metadata.sequence.stream,
                 kind=message.subject.removeprefix(self._subjects.event("")),
@@ -124,11 +125,11 @@ class EventReader:
             return None
 
 
-_KNOWN = {"at_unix_us": int, "model": str, "reason": str}
+_EVENT_FIELDS = {"at_unix_us": int, "model": str, "reason": str}
 
 
 async def _check_known(reader: JetStreamContext.PullSubscription) -> None:
-    """The broker says nothing to one who asks by a reader that it has forgotten."""
+    """Raises ``_ConsumerGone`` if the consumer was removed: a fetch would only time out."""
     try:
         await reader.consumer_info()
     except NotFoundError as error:
@@ -136,10 +137,10 @@ async def _check_known(reader: JetStreamContext.PullSubscription) -> None:
 
 
 def _start(since_unix_us: int, after_sequence: int) -> ConsumerConfig:
-    made = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=_INACTIVE_S, mem_storage=True)
+    config = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=_INACTIVE_S, mem_storage=True)
     if after_sequence:
-        return made.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after_sequence + 1)
+        return config.evolve(deliver_policy=DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=after_sequence + 1)
     if since_unix_us:
         since = datetime.fromtimestamp(since_unix_us / 1e6, UTC)
-        return made.evolve(deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=since)
-    return made.evolve(deliver_policy=DeliverPolicy.NEW)
+        return config.evolve(deliver_policy=DeliverPolicy.BY_START_TIME, opt_start_time=since)
+    return config.evolve(deliver_policy=DeliverPolicy.NEW)

@@ -1,1 +1,1 @@
-"""Instruments: admission, relay, replication."""
+"""OpenTelemetry instruments."""

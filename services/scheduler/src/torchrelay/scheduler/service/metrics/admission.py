@@ -1,11 +1,10 @@
-"""The scheduler's metrics."""
+"""Metrics of admissions: waits, answers, prediction errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from torchrelay.common.process.telemetry import seconds_histogram
 from torchrelay.scheduler.policy.core import Placement
@@ -15,8 +14,7 @@ from torchrelay.scheduler.policy.prediction import Outcome
 class AdmissionMetrics:
     """Instruments; ``waiting`` and ``dropped`` are read when metrics are collected."""
 
-    def __init__(self, waiting: Callable[[], int], dropped: Callable[[], int]) -> None:
-        meter = metrics.get_meter("torchrelay.scheduler")
+    def __init__(self, meter: Meter, waiting: Callable[[], int], dropped: Callable[[], int]) -> None:
         self._wait = seconds_histogram(meter, "torchrelay_scheduler_queue_wait", "From admission to placement.")
         self._ttft_error = seconds_histogram(
             meter, "torchrelay_scheduler_ttft_prediction_error", "How far the predicted time to first token was off."
@@ -45,7 +43,7 @@ class AdmissionMetrics:
         self._answers.add(1, {"kind": kind})
 
     def record_accuracy(self, placement: Placement, outcome: Outcome) -> None:
-        """The errors of what was predicted of an attempt; ``cold``: with a load that was under way."""
+        """Prediction errors of an attempt; ``cold``: it was placed on an instance that was still loading."""
         cold = {"cold": placement.cold}
         if outcome.ttft_s is not None and placement.predicted.ttft_s:
             self._ttft_error.record(abs(outcome.ttft_s - placement.predicted.ttft_s), cold)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from torchrelay.common.process.telemetry import seconds_histogram
 from torchrelay.scheduler.policy.effects import SchedulerEvent
@@ -15,14 +14,13 @@ from torchrelay.scheduler.policy.relay.transfer_events import EVENT_PREFIX
 class RelayMetrics:
     """``num_running`` is called when metrics are collected."""
 
-    def __init__(self, num_running: Callable[[], int]) -> None:
-        meter = metrics.get_meter("torchrelay.scheduler")
+    def __init__(self, meter: Meter, num_running: Callable[[], int]) -> None:
         self._events = meter.create_counter(
             "torchrelay_scheduler_relay_events",
             description="Relays started, repaired, slow, finished and failed, by event.",
         )
-        self._took = seconds_histogram(
-            meter, "torchrelay_scheduler_relay_duration", "From the first chunk asked for to the end, by event."
+        self._duration = seconds_histogram(
+            meter, "torchrelay_scheduler_relay_duration", "From the first chunk requested to the end, by event."
         )
 
         def running(_: CallbackOptions) -> Iterable[Observation]:
@@ -32,11 +30,11 @@ class RelayMetrics:
             "torchrelay_scheduler_relays_running", [running], description="Relays planned or running."
         )
 
-    def happened(self, event: SchedulerEvent) -> None:
-        """Counts events that concern transfers."""
+    def note(self, event: SchedulerEvent) -> None:
+        """Counts a transfer's event; ignores others."""
         if not event.topic.startswith(EVENT_PREFIX):
             return
         labels = {"event": event.topic.removeprefix(EVENT_PREFIX)}
         self._events.add(1, labels)
         if "took_s" in event.fields:
-            self._took.record(float(event.fields["took_s"]), labels)
+            self._duration.record(float(event.fields["took_s"]), labels)

@@ -1,11 +1,10 @@
-"""The replicator's metrics."""
+"""Metrics of the replicator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import CallbackOptions, Meter, Observation
 
 from torchrelay.common.process.telemetry import seconds_histogram
 from torchrelay.scheduler.policy.core import CopyCause
@@ -17,8 +16,7 @@ _CAUSES = frozenset(cause.value for cause in CopyCause)
 class ReplicationMetrics:
     """``num_short`` and ``num_running`` are called when metrics are collected."""
 
-    def __init__(self, num_short: Callable[[], int], num_running: Callable[[], int]) -> None:
-        meter = metrics.get_meter("torchrelay.scheduler")
+    def __init__(self, meter: Meter, num_short: Callable[[], int], num_running: Callable[[], int]) -> None:
         self._begun = meter.create_counter(
             "torchrelay_scheduler_copies_started", description="Copies ordered, by cause."
         )
@@ -38,11 +36,11 @@ class ReplicationMetrics:
             description="Recently used packs that lack copies in RAM.",
         )
         meter.create_observable_gauge(
-            "torchrelay_scheduler_copies_running", [running], description="Copies ordered and not complete yet."
+            "torchrelay_scheduler_copies_running", [running], description="Copies ordered and not complete."
         )
 
-    def happened(self, event: SchedulerEvent) -> None:
-        """Counts events that concern copies."""
+    def note(self, event: SchedulerEvent) -> None:
+        """Counts a copy's event; ignores others."""
         if event.kind in _CAUSES:
             self._begun.add(1, {"cause": event.kind})
         elif event.kind in ("copied", "copy_failed"):

@@ -1,0 +1,62 @@
+"""Instances: what the reports of their workers mean."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.scheduler.policy.paper_cluster import a_worker
+from torchrelay.scheduler.policy.cluster.instances import Instances, TransitionKind
+from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, SlotStatus, WorkerStatus
+
+LOADING = SlotStatus(InstancePhase.LOADING, "i1", "acme/tiny", "v", "p", BOTH, 1, 4)
+
+
+def an_instance(worker: WorkerStatus, accepted_at: float = 0.0, confirmed: bool = False) -> Instance:
+    return Instance(
+        "i1", "acme/tiny", "v", "p", worker.worker_id, worker.incarnation, worker.host_id, BOTH, InstancePhase.LOADING,
+        1.0, 1.0, 1.0, accepted_at, confirmed,
+    )  # fmt: skip
+
+
+def test_a_free_slot_means_nothing_before_the_load_was_answered_and_failure_after_it_showed() -> None:
+    instances, worker = Instances(), a_worker("w")
+    instances.put(an_instance(worker))
+    assert instances.observe(worker, now=1.1) == []
+    instances.put(an_instance(worker, accepted_at=1.2))
+    assert instances.observe(worker, now=1.3) == []  # sent before the Load
+    (moved,) = instances.observe(replace(worker, slot=LOADING), now=1.4)
+    assert moved.kind is TransitionKind.MOVED and moved.instance.confirmed and moved.instance.num_layers_ready == 1
+    (failed,) = instances.observe(replace(worker, slot=SlotStatus(error="cut off")), now=1.5)
+    assert failed.kind is TransitionKind.FAILED and failed.reason.text == "cut off" and instances.get("i1") is None
+
+
+def test_a_load_that_fails_before_it_ever_showed_is_noticed() -> None:
+    instances, worker = Instances(), a_worker("w", slot=SlotStatus(error="no room"))
+    again = replace(an_instance(worker, accepted_at=1.0), error_before="no room")
+    instances.put(again)
+    assert instances.observe(worker, now=1.4) == []  # may be the word of the load before
+    assert [change.kind for change in instances.observe(worker, now=1.6)] == [TransitionKind.FAILED]
+    instances.put(again)
+    broken = replace(worker, slot=SlotStatus(error="cut off"))
+    assert [change.kind for change in instances.observe(broken, now=1.1)] == [TransitionKind.FAILED]
+
+
+def test_a_restarted_worker_lost_its_instance_and_strangers_are_adopted() -> None:
+    instances, worker = Instances(), a_worker("w")
+    instances.put(an_instance(worker, accepted_at=1.0, confirmed=True))
+    changes = instances.observe(replace(worker, incarnation="second", slot=replace(LOADING, instance_id="i2")), now=2.0)
+    assert [change.kind for change in changes] == [TransitionKind.LOST, TransitionKind.ADOPTED]
+    adopted = instances.on_worker("w")
+    assert adopted is not None and adopted.instance_id == "i2" and adopted.placeable
+
+
+def test_a_decided_drain_is_not_undone_by_an_older_report() -> None:
+    instances, worker = Instances(), a_worker("w", slot=replace(LOADING, phase=InstancePhase.READY))
+    draining = replace(an_instance(worker, accepted_at=1.0, confirmed=True), phase=InstancePhase.DRAINING)
+    instances.put(draining)
+    instances.observe(worker, now=2.0)
+    instance = instances.get("i1")
+    assert instance is not None and instance.phase is InstancePhase.DRAINING
+    assert [change.kind for change in instances.observe(replace(worker, slot=SlotStatus()), now=3.0)] == [
+        TransitionKind.RELEASED
+    ]

@@ -1,0 +1,39 @@
+"""The history, published to a real broker that may be away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from nats.js.errors import NoStreamResponseError
+
+from torchrelay.common.ids import new_id
+from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
+from torchrelay.scheduler.policy.effects import SchedulerEvent
+from torchrelay.scheduler.service.events.publisher import EventPublisher
+
+
+async def test_history_drops_the_oldest_while_the_stream_is_away_and_keeps_order(nats_url: str) -> None:
+    subjects = Subjects(new_id("t"))
+    nats = await connect(nats_url, "test")
+    try:
+        js = nats.jetstream()
+        history = EventPublisher(js, subjects, max_queued=3)
+        history.note(SchedulerEvent(1.0, "place", "m", "i", "not published"))
+        for number in range(5):
+            history.note(
+                SchedulerEvent(float(number), "wake", "m", "i", f"{number}", "instance.loading", {"n": number})
+            )
+        assert history.num_dropped == 2
+        publishing = asyncio.create_task(history.run())
+        with pytest.raises(NoStreamResponseError):
+            await js.publish(subjects.event("x"), b"", timeout=1)  # nobody keeps it yet
+        await ensure_streams(js, subjects)
+        subscription = await js.subscribe(subjects.event(">"), stream=subjects.history_stream)
+        numbers = [json.loads((await subscription.next_msg(timeout=5)).data)["n"] for _ in range(3)]
+        assert numbers == [2, 3, 4]
+        publishing.cancel()
+        await asyncio.wait((publishing,))
+    finally:
+        await nats.close()

@@ -1,0 +1,33 @@
+"""The Admit streams of gateways: bounded, and replaced by newer ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrelay.common.errors import Overloaded
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
+from torchrelay.scheduler.service.admit_streams import AdmitStreams
+
+
+async def test_a_slow_gateway_loses_its_stream_and_nothing_else_grows() -> None:
+    streams = AdmitStreams(max_queued=3)
+    stream = streams.open()
+    streams.connected(stream, "g")
+    for _ in range(4):
+        streams.send("g", AdmitEvent())
+    with pytest.raises(Overloaded):
+        async for _ in stream.events():
+            pass
+
+
+async def test_a_newer_stream_of_a_gateway_replaces_the_older() -> None:
+    streams = AdmitStreams(max_queued=3)
+    older, newer = streams.open(), streams.open()
+    streams.connected(older, "g")
+    streams.connected(newer, "g")
+    assert [event async for event in older.events()] == []
+    assert not streams.disconnected(older)  # the gateway is still here
+    streams.send("g", AdmitEvent())
+    streams.close()
+    assert [event async for event in newer.events()] == [AdmitEvent()]
+    assert streams.disconnected(newer)

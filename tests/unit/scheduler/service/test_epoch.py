@@ -1,0 +1,28 @@
+"""The epoch at and after a start."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrelay.common.errors import StaleEpoch
+from torchrelay.common.net.load_reports import IDLE_EVERY_S, POLL_EVERY_S
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.service.epoch import STARTUP_S, Epoch
+
+
+def test_the_epoch_rises_at_the_start_and_yields_later() -> None:
+    epoch = Epoch(1000.0)
+    assert epoch.value == 1_000_000
+    epoch.check(2_000_000, now=1000.5)
+    assert epoch.value == 2_000_001 and not epoch.refused(1000.5)
+    epoch.check(2_000_001, now=2000.0)
+    with pytest.raises(StaleEpoch):
+        epoch.check(2_000_002, now=1000.1 + STARTUP_S)
+    assert epoch.refused(2000.0)
+
+
+def test_two_reports_of_what_stays_the_same_come_while_a_new_scheduler_settles() -> None:
+    late_s = IDLE_EVERY_S + POLL_EVERY_S
+    assert PolicyConfig().settle_s > 1.5 * late_s
+    assert 1.5 * late_s < STARTUP_S
+    assert PolicyConfig().stale_s > 4 * late_s
