@@ -66,23 +66,6 @@ def _order_copy(state: State, order: CopyOrder, now: float) -> None:
     record_copy_event(state, now, cause, model, f"{order.reason}: {edge}", fields)
 
 
-def copy_accepted(state: State, pack_id: str, store_id: str, now: float) -> None:
-    """The store has taken the order."""
-    state.transfers.accepted((pack_id, store_id), now)
-
-
-def copy_failed(state: State, pack_id: str, store_id: str, cause: str, now: float, gone: bool = False) -> None:
-    """The store could not be given the order, or refused it. ``gone``: the pack was deleted, so it is forgotten."""
-    relays.relay_refused(state, pack_id, store_id, cause, now)
-    if gone:
-        state.replication_state.forget(pack_id)
-
-
-def store_left(state: State, store: StoreStatus, now: float) -> None:
-    """A store is gone or silent: it may come back with its arena."""
-    state.replication_state.left(store, now + state.config.loss_grace_s)
-
-
 def store_seen(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:
     """A store reports; ``before``: its previous report. What an earlier scheduler had it retain, was used recently."""
     replication_state = state.replication_state
