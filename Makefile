@@ -8,7 +8,7 @@ KERNELS := libs/engine/setup.py $(wildcard libs/engine/src/torchrelay/engine/ker
 SOURCES := $(addsuffix /src,$(PACKAGES)) bench deploy examples tests tools
 .DEFAULT_GOAL := help
 
-.PHONY: help setup format check test ci up demo stubs clean
+.PHONY: help setup format check test ci up demo stubs house clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -39,10 +39,11 @@ format: .venv/.installed ## Format the code
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-check: .venv/.installed ## Format, lint and strict types, nothing changed
+check: .venv/.installed ## Format, lint, strict types and import contracts, nothing changed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy $(wildcard $(SOURCES))
+	$(BIN)/lint-imports
 
 test: setup test-servers ## All tests: unit, integration, end to end, lab
 	$(BIN)/pytest
@@ -58,5 +59,8 @@ demo: setup ## Upload a model, talk to it, let it sleep, wake it, print the bill
 stubs: .venv/.installed ## Regenerate the gRPC stubs after a change in proto/
 	tools/generate_stubs.sh
 
+house: .venv/.installed ## Write the tree of rooms into docs/house.md anew
+	$(BIN)/python tools/house.py
+
 clean: ## Remove the virtual environment, caches and what was compiled
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis libs/engine/build libs/engine/src/torchrelay/engine/kernels/cpu/*.so
+	rm -rf .venv .import_linter_cache .mypy_cache .ruff_cache .pytest_cache .hypothesis libs/engine/build libs/engine/src/torchrelay/engine/kernels/cpu/*.so

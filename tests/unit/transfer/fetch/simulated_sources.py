@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchrelay.transfer.fetch.chunk_assignment import ChunkAssignment
-from torchrelay.transfer.fetch.source_policy import SourcePolicy, SourceRules
+from torchrelay.transfer.fetch.source_policy import SourcePolicy
 from torchrelay.transfer.fetch.source_state import SourcePhase, SourceState
 
 STEP_S = 0.001
@@ -16,15 +16,15 @@ CHUNK_BYTES = 256 << 10
 class TransferCore:
     """The pure core of one transfer, composed as ``MultiSourceFetch`` composes it."""
 
-    def __init__(self, num_chunks: int, num_sources: int, rules: SourceRules | None = None) -> None:
+    def __init__(self, num_chunks: int, num_sources: int, num_striped: int = 1, hedge_slow: bool = True) -> None:
         self.states = [SourceState() for _ in range(num_sources)]
         self.assignment = ChunkAssignment(num_chunks, self.states)
-        self.policy = SourcePolicy(self.states, self.assignment, rules or SourceRules())
+        self.policy = SourcePolicy(self.states, self.assignment, num_striped, hedge_slow)
 
 
 def opened(num_chunks: int, num_sources: int, num_striped: int = 1) -> TransferCore:
     """A transfer whose first sources are open and have everything."""
-    core = TransferCore(num_chunks, num_sources, SourceRules(num_striped))
+    core = TransferCore(num_chunks, num_sources, num_striped)
     for number in core.policy.review(0.0):
         core.policy.opened(number, 0.0)
         core.policy.gained(number, range(num_chunks), 0.0)
@@ -66,7 +66,7 @@ class SimulatedSource:
                 return
             num_bytes = min(budget, self._left)
             budget, self._left = budget - num_bytes, self._left - num_bytes
-            core.assignment.progress(number, int(num_bytes), now)
+            core.assignment.record(core.states[number], int(num_bytes), now)
             if self._left < 1:
                 if self._writes and self._sending is not None:
                     core.assignment.accepted(number, self._sending, CHUNK_BYTES, now)
@@ -86,12 +86,14 @@ class SimulatedSource:
 def transfer(
     sources: list[SimulatedSource],
     num_chunks: int,
-    rules: SourceRules | None = None,
     at: Callable[[float, TransferCore], None] = lambda now, core: None,
+    *,
+    num_striped: int = 1,
+    hedge_slow: bool = True,
     limit_s: float = 60.0,
 ) -> tuple[TransferCore, float]:
     """Runs until all chunks are there; ``at`` is called at every step. Returns the core and how long it took."""
-    core = TransferCore(num_chunks, len(sources), rules)
+    core = TransferCore(num_chunks, len(sources), num_striped, hedge_slow)
     step = 0
     while core.assignment.num_left:
         now = step * STEP_S

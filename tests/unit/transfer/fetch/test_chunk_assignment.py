@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from tests.unit.transfer.fetch.simulated_sources import CHUNK_BYTES, SimulatedSource, TransferCore, opened, transfer
 from torchrelay.transfer.fetch.chunk_assignment import MAX_WINDOW, MIN_WINDOW
-from torchrelay.transfer.fetch.source_policy import SourceRules
 
 RATE = 50e6
 NUM_CHUNKS = 256
@@ -26,14 +25,14 @@ def test_windows_follow_the_rate() -> None:
 
 def test_what_a_source_lacks_is_asked_of_one_that_has_it() -> None:
     first, second = SimulatedSource(RATE / 2, holds=40), SimulatedSource(RATE / 2)
-    transfer([first, second], 80, SourceRules(num_striped=2))
+    transfer([first, second], 80, num_striped=2)
     assert len(first.received) >= 15
     assert max(first.received) < 40
 
 
 def test_a_slow_partner_does_not_hold_up_the_end() -> None:
     sources = [SimulatedSource(RATE * 0.95), SimulatedSource(RATE * 0.05)]
-    _, took_s = transfer(sources, NUM_CHUNKS, SourceRules(num_striped=2))
+    _, took_s = transfer(sources, NUM_CHUNKS, num_striped=2)
     assert took_s < 1.08 * UNDISTURBED_S
     assert len(sources[1].received) >= 0.02 * NUM_CHUNKS
 

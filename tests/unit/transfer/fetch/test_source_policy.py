@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.transfer.fetch.simulated_sources import CHUNK_BYTES, SimulatedSource, TransferCore, opened, transfer
-from torchrelay.transfer.fetch.source_policy import MAX_FAILURES, SourceRules
+from torchrelay.transfer.fetch.source_policy import MAX_FAILURES
 from torchrelay.transfer.fetch.source_state import SourcePhase
 
 RATE = 50e6
@@ -25,7 +25,7 @@ def test_one_source_brings_all_in_order_and_the_alternate_is_left_alone() -> Non
 
 def test_two_sources_at_half_the_rate_deliver_all_of_it() -> None:
     sources = [SimulatedSource(RATE / 2), SimulatedSource(RATE / 2)]
-    _, took_s = transfer(sources, NUM_CHUNKS, SourceRules(num_striped=2))
+    _, took_s = transfer(sources, NUM_CHUNKS, num_striped=2)
     assert took_s < 1.05 * UNDISTURBED_S
     assert sorted(sources[0].received + sources[1].received) == list(range(NUM_CHUNKS))
 
@@ -53,7 +53,7 @@ def test_an_idle_transfer_does_not_hedge() -> None:
     def slow_down(now: float, core: TransferCore) -> None:
         first.rate = RATE if now < 0.5 else RATE / 4
 
-    core, _ = transfer([first, second], NUM_CHUNKS, SourceRules(hedge_slow=False), slow_down)
+    core, _ = transfer([first, second], NUM_CHUNKS, slow_down, hedge_slow=False)
     assert (len(second.received), core.policy.num_repairs) == (0, 0)
 
 
@@ -177,6 +177,6 @@ def test_whatever_happens_each_chunk_is_accepted_once(
             else:
                 sources[number].rate = {"silent": 0.0, "slow": rates[number] / 5}.get(kind, rates[number])
 
-    core, _ = transfer(sources, 60, SourceRules(num_striped), change)
+    core, _ = transfer(sources, 60, change, num_striped=num_striped)
     assert sorted(place for source in sources for place in source.received) == list(range(60))
     assert all(state.num_failures <= MAX_FAILURES for state in core.states)

@@ -11,7 +11,8 @@ from pathlib import Path
 from torchrelay.transfer.transport.auto import AutoTransport
 from torchrelay.transfer.transport.interface import Connection, Listener, Transport
 from torchrelay.transfer.transport.shm import ShmTransport
-from torchrelay.transfer.transport.tcp import SEND_TIMEOUT_S, TcpTransport
+from torchrelay.transfer.transport.sockets import SEND_TIMEOUT_S
+from torchrelay.transfer.transport.tcp import TcpTransport
 
 TRANSPORTS = ("tcp", "shm", "any")
 

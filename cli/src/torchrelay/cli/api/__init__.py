@@ -1,3 +1,1 @@
-"""Clients of the gateway and the scheduler: access (which gateway and key), client, upload, chat stream, model folder
-and its checks, retries. Imports errors, home, common, modelspec.
-"""
+"""Clients of the gateway and the scheduler: which gateway and key, uploads, chat streams, retries."""

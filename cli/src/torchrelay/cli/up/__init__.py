@@ -1,3 +1,1 @@
-"""The embedded install: command, options, plan, ports, external servers, remote store, certificates, tls, progress,
-run. Imports children, views.console, api.access, home.
-"""
+"""The embedded install: its plan, ports, certificates, external servers, progress."""

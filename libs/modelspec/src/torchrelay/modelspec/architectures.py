@@ -93,12 +93,14 @@ _MIXTRAL = Architecture(
         down="block_sparse_moe.experts.{}.w2.weight",
     ),
 )
-_QWEN3_MOE = Architecture(
-    "Qwen3MoeForCausalLM",
-    qk_norm=True,
+_QWEN2 = Architecture(
+    "Qwen2ForCausalLM", qkv_bias=True, windows="by_layer_type", window=4096, window_switch="use_sliding_window"
+)
+_QWEN3 = replace(_QWEN2, name="Qwen3ForCausalLM", qkv_bias=False, qk_norm=True)
+_QWEN3_MOE = replace(
+    _QWEN3,
+    name="Qwen3MoeForCausalLM",
     windows="every_layer",
-    window=4096,
-    window_switch="use_sliding_window",
     experts=ExpertNames(
         count_keys=("num_experts", "num_local_experts"),
         per_token=8,
@@ -115,20 +117,8 @@ ARCHITECTURES = {
     for architecture in (
         Architecture("LlamaForCausalLM"),
         Architecture("MistralForCausalLM", windows="every_layer", window=4096),
-        Architecture(
-            "Qwen2ForCausalLM",
-            qkv_bias=True,
-            windows="by_layer_type",
-            window=4096,
-            window_switch="use_sliding_window",
-        ),
-        Architecture(
-            "Qwen3ForCausalLM",
-            qk_norm=True,
-            windows="by_layer_type",
-            window=4096,
-            window_switch="use_sliding_window",
-        ),
+        _QWEN2,
+        _QWEN3,
         _GEMMA2,
         _GEMMA3,
         Architecture("Phi3ForCausalLM", fused=True, windows="every_layer", norm_eps=1e-5),

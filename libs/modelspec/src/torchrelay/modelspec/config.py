@@ -88,7 +88,7 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
     hidden, heads = _positive_int(config, "hidden_size"), _positive_int(config, "num_attention_heads")
     head_dim = _positive_int(config, "head_dim", architecture.head_dim or hidden // heads, at_most=MAX_HEAD_DIM)
     num_layers = _positive_int(config, "num_hidden_layers", at_most=MAX_LAYERS)
-    score_cap, logit_cap = _soft_caps(config, architecture)
+    score_cap, logit_cap = architecture.soft_caps or (None, None)
     parsed = ModelConfig(
         architecture=architecture,
         hidden_size=hidden,
@@ -105,8 +105,8 @@ def read_config(config: Mapping[str, Any]) -> ModelConfig:
         local_rope=_rope(config, architecture, _WINDOWED) if architecture.local_rope else None,
         windows=_windows(config, architecture, num_layers),
         query_scale=_query_scalar(config, architecture, head_dim) ** -0.5,
-        score_cap=score_cap,
-        logit_cap=logit_cap,
+        score_cap=_soft_cap(config, architecture, "attn_logit_softcapping", score_cap),
+        logit_cap=_soft_cap(config, architecture, "final_logit_softcapping", logit_cap),
         experts=_experts(config, architecture),
         tied_embeddings=bool(config.get("tie_word_embeddings", architecture.tied_embeddings)),
     )
@@ -147,16 +147,9 @@ def _activation(config: Mapping[str, Any], architecture: Architecture) -> str:
     return str(name)
 
 
-def _soft_caps(config: Mapping[str, Any], architecture: Architecture) -> tuple[float | None, float | None]:
-    if architecture.soft_caps is None:
-        return None, None
-    keys = ("attn_logit_softcapping", "final_logit_softcapping")
-    found = [config.get(key, default) for key, default in zip(keys, architecture.soft_caps, strict=True)]
-    score_cap, logit_cap = (
-        None if value is None else _positive_float({key: value}, key, 1.0)
-        for key, value in zip(keys, found, strict=True)
-    )
-    return score_cap, logit_cap
+def _soft_cap(config: Mapping[str, Any], architecture: Architecture, key: str, default: float | None) -> float | None:
+    cap = config.get(key, default)
+    return None if architecture.soft_caps is None or cap is None else _positive_float(config, key, cap)
 
 
 def _query_scalar(config: Mapping[str, Any], architecture: Architecture, head_dim: int) -> float:
@@ -167,12 +160,11 @@ def _query_scalar(config: Mapping[str, Any], architecture: Architecture, head_di
 
 def _windows(config: Mapping[str, Any], architecture: Architecture, num_layers: int) -> tuple[int | None, ...]:
     """Which layers use sliding-window attention, by each architecture's rules."""
-    full: tuple[int | None, ...] = (None,) * num_layers
     if architecture.windows == "never" or (architecture.window_switch and not config.get(architecture.window_switch)):
-        return full
+        return (None,) * num_layers
     found = config.get("sliding_window", architecture.window)
     if found is None and not architecture.full_every:
-        return full
+        return (None,) * num_layers
     window = _positive_int({"sliding_window": found}, "sliding_window")
     if architecture.windows == "every_layer":
         return (window,) * num_layers

@@ -19,18 +19,10 @@ __all__ = ["MAX_READY_CHUNKS", "Buffer", "BufferLost", "LeasedBuffer", "MemoryBu
 class Buffer(Protocol):
     """A sequence of chunks that a holder serves, possibly while they are still arriving. Thread-safe."""
 
-    @property
-    def buffer_id(self) -> str: ...
-
-    @property
-    def num_chunks(self) -> int: ...
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    @property
-    def head(self) -> bytes:
-        """Sent first on every stream: the encoded manifest of a pack, ``b""`` for KV."""
+    buffer_id: str
+    num_chunks: int
+    num_bytes: int
+    head: bytes  # sent first on every stream: the encoded manifest of a pack, b"" for KV
 
     def chunk(self, index: int) -> memoryview:
         """The chunk; its length is valid from the start, its bytes once it is ready."""
@@ -85,19 +77,12 @@ class MemoryBuffer:
     def __init__(self, buffer_id: str, chunk_sizes: Sequence[int]) -> None:
         self.buffer_id = buffer_id
         self._ends = list(accumulate(chunk_sizes, initial=0))
-        self._memory = memoryview(bytearray(self._ends[-1]))
-        self._digests: list[bytes | None] = [None] * len(chunk_sizes)
-        self._published = bytearray(len(chunk_sizes))
+        self.num_chunks, self.num_bytes = len(chunk_sizes), self._ends[-1]
+        self._memory = memoryview(bytearray(self.num_bytes))
+        self._digests: list[bytes | None] = [None] * self.num_chunks
+        self._published = bytearray(self.num_chunks)
         self._error: BufferLost | None = None
         self._changed = threading.Condition()
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self._published)
-
-    @property
-    def num_bytes(self) -> int:
-        return self._ends[-1]
 
     def chunk(self, index: int) -> memoryview:
         return self._view(index)

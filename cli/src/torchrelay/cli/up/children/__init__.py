@@ -1,3 +1,1 @@
-"""Child processes under supervision: child, supervisor, stack (their groups), log rotation, death with the parent.
-Imports errors and common.
-"""
+"""Child processes under supervision, their logs, and their death with the parent."""

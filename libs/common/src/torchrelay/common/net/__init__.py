@@ -1,1 +1,1 @@
-"""Connections: gRPC (rpc), health check, NATS, Redis, load reports. Imports root and process."""
+"""Connections: gRPC and its health check, NATS, Redis, load reports."""

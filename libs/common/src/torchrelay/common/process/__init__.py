@@ -1,1 +1,1 @@
-"""The life of one process: settings, telemetry, service (run until signal, ready file), heap. Imports root."""
+"""The life of one process: settings, telemetry, run until a signal, heap."""

@@ -1,1 +1,1 @@
-"""Tokens: loading tokenizers, incremental text, stop strings, prefix hashes. Imports errors only."""
+"""Tokens: tokenizers, incremental text, stop strings, prefix hashes."""

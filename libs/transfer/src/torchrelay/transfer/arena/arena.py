@@ -42,6 +42,7 @@ class Arena:
         self._file, self._grow_slice_bytes = file, grow_slice_bytes
         self._mapping = mapping
         self._memory = memoryview(mapping)
+        self.capacity_bytes = len(mapping)  # the maximum size, including the table
         self._table = SlabTable(self._memory)
         self._entries: dict[str, TableEntry] = {}
         self._slabs: dict[str, Slab] = {}
@@ -81,11 +82,6 @@ class Arena:
             arena._table.format(arena.capacity_bytes)
             arena._table.faulted_bytes = TABLE_BYTES
         return arena
-
-    @property
-    def capacity_bytes(self) -> int:
-        """The maximum size, including the table."""
-        return len(self._memory)
 
     @property
     def faulted_bytes(self) -> int:
@@ -207,9 +203,7 @@ class Arena:
     def check_integrity(self) -> None:
         """Raises ``ArenaCorrupted`` when slabs overlap or are out of range, or the table disagrees with them."""
         with self._lock:
-            if sorted(self._table.entries(), key=lambda entry: entry.pack_id) != sorted(
-                self._entries.values(), key=lambda entry: entry.pack_id
-            ):
+            if set(self._table.entries()) != set(self._entries.values()):
                 raise ArenaCorrupted("the arena's table differs from what this process wrote")
             pinned = self._pins.keys() | self._drop_when_unpinned
             if self._entries.keys() != self._slabs.keys() or not pinned <= self._slabs.keys():

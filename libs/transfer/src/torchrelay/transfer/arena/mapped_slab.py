@@ -23,18 +23,15 @@ class MappedSlab:
     def __init__(self, arena_path: str | Path, slab_offset: int, slab_bytes: int) -> None:
         self._mapping = _map_read_only(Path(arena_path), slab_offset, slab_bytes)
         whole = memoryview(self._mapping)
-        self._format = read_format(whole)
-        self._verified = whole[self._format.verified]
-        self._encoded = bytes(whole[self._format.manifest])
-        self.data = whole[self._format.data]  # read-only; page aligned
+        form = read_format(whole)
+        self.num_chunks = form.num_chunks
+        self._verified = whole[form.verified]
+        self._encoded = bytes(whole[form.manifest])
+        self.data = whole[form.data]  # read-only; page aligned
 
     @cached_property
     def manifest(self) -> Manifest:
         return decode_manifest(self._encoded)
-
-    @property
-    def num_chunks(self) -> int:
-        return self._format.num_chunks
 
     @property
     def num_verified(self) -> int:
@@ -49,12 +46,9 @@ class MappedSlab:
 
     def close(self) -> None:
         """Unmaps it. While tensors still refer to it, the mapping stays until the last of them is collected."""
-        with suppress(BufferError):
-            self.data.release()
-        with suppress(BufferError):
-            self._verified.release()
-        with suppress(BufferError):
-            self._mapping.close()
+        for end in (self.data.release, self._verified.release, self._mapping.close):
+            with suppress(BufferError):
+                end()
 
 
 def _map_read_only(path: Path, offset: int, num_bytes: int) -> mmap.mmap:

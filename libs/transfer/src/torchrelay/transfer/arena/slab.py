@@ -40,44 +40,23 @@ class Slab:
         self.manifest: Manifest = checked_manifest(self.head)
         if SlabFormat.of(self.manifest, len(self.head)) != self.format:
             raise ArenaCorrupted(f"the slab of pack {pack_id} does not have its manifest's sizes")
+        self.num_chunks, self.num_bytes = self.manifest.num_chunks, self.manifest.num_bytes
         self.num_slab_bytes = self.format.num_slab_bytes
         self._memory = memory
         self.data = memory[self.format.data]
         self._shared = memory[self.format.verified]  # what the workers see
         self._verified = bytearray(self.num_chunks)  # what this process has verified itself
-        self._num_verified = 0
-        self._num_segments_ready = 0
+        self.num_verified = 0
+        self.num_segments_ready = 0  # leading segments, in execution order, that have all their chunks verified
+        self.error = ""  # why the missing chunks will not arrive; empty while they may
         self._pins = pins
-        self._error = ""
         self._dropped = False
         self._changed = threading.Condition()
         self._callbacks: list[Callable[[], None]] = []
 
     @property
-    def num_chunks(self) -> int:
-        return self.manifest.num_chunks
-
-    @property
-    def num_bytes(self) -> int:
-        return self.manifest.num_bytes
-
-    @property
-    def num_verified(self) -> int:
-        return self._num_verified
-
-    @property
-    def num_segments_ready(self) -> int:
-        """How many leading segments, in execution order, have all their chunks verified."""
-        return self._num_segments_ready
-
-    @property
     def complete(self) -> bool:
-        return self._num_verified == self.num_chunks
-
-    @property
-    def error(self) -> str:
-        """Why the missing chunks will not arrive; empty while they may."""
-        return self._error
+        return self.num_verified == self.num_chunks
 
     def chunk(self, index: int) -> memoryview:
         span = self.manifest.chunk_range(index)
@@ -103,7 +82,7 @@ class Slab:
         """
         with self._changed:
             if self._dropped:
-                raise BufferLost(self._error)
+                raise BufferLost(self.error)
             self._shared[index] = 1
             self._count(index)
         self._notify()
@@ -116,10 +95,10 @@ class Slab:
         if found := list(islice(verified, MAX_READY_CHUNKS)):
             return found
         with self._changed:
-            self._changed.wait_for(lambda: self._error or any(self._verified[index] for index in indices), timeout_s)
+            self._changed.wait_for(lambda: self.error or any(self._verified[index] for index in indices), timeout_s)
             found = list(islice((index for index in indices if self._verified[index]), MAX_READY_CHUNKS))
-            if self._error and not found:
-                raise BufferLost(self._error)
+            if self.error and not found:
+                raise BufferLost(self.error)
             return found
 
     def ready_flags(self) -> bytes:
@@ -129,7 +108,7 @@ class Slab:
     def fail(self, error: Exception | str) -> None:
         """The missing chunks will not arrive (every source failed). Verified ones stay valid; see ``revive``."""
         with self._changed:
-            self._error = self._error or f"pack {self.pack_id} cannot be completed here: {error}"
+            self.error = self.error or f"pack {self.pack_id} cannot be completed here: {error}"
             self._changed.notify_all()
         self._notify()
 
@@ -137,14 +116,14 @@ class Slab:
         """Starts over after ``fail``."""
         with self._changed:
             if not self._dropped:
-                self._error = ""
+                self.error = ""
 
     def mark_dropped(self) -> None:
         """The arena has reclaimed the range."""
         with self._changed:
             self._dropped = True
             self._verified = bytearray(self.num_chunks)
-            self._num_verified = self._num_segments_ready = 0
+            self.num_verified = self.num_segments_ready = 0
         self.fail("it was dropped from the arena")
 
     def on_change(self, callback: Callable[[], None]) -> Callable[[], None]:
@@ -172,7 +151,7 @@ class Slab:
         """Hashes every chunk that a previous process left as verified; returns how many are verified now."""
         for index in range(self.num_chunks):
             self.is_verified(index)
-        return self._num_verified
+        return self.num_verified
 
     def check_integrity(self) -> None:
         """Raises ``ArenaCorrupted`` when this process's counts and what the workers see differ."""
@@ -186,8 +165,8 @@ class Slab:
                 raise ArenaCorrupted(f"pack {self.pack_id} has verified bytes that are neither 0 nor 1")
             if any(own and not seen for own, seen in zip(self._verified, shared, strict=True)):
                 raise ArenaCorrupted(f"pack {self.pack_id} hides verified chunks from the workers")
-            if self._verified.count(1) != self._num_verified:
-                raise ArenaCorrupted(f"pack {self.pack_id} has a wrong count of verified chunks: {self._num_verified}")
+            if self._verified.count(1) != self.num_verified:
+                raise ArenaCorrupted(f"pack {self.pack_id} has a wrong count of verified chunks: {self.num_verified}")
 
     def _recheck_chunk(self, index: int) -> bool:
         good = blake3(self.chunk(index)).digest() == self.digest(index)
@@ -204,11 +183,11 @@ class Slab:
     def _count(self, index: int) -> None:
         if not self._verified[index]:
             self._verified[index] = 1
-            self._num_verified += 1
-            while self._num_segments_ready < len(self.manifest.segments) and all(
-                self._verified[chunk] for chunk in self.manifest.chunks_of(self._num_segments_ready)
+            self.num_verified += 1
+            while self.num_segments_ready < len(self.manifest.segments) and all(
+                self._verified[chunk] for chunk in self.manifest.chunks_of(self.num_segments_ready)
             ):
-                self._num_segments_ready += 1
+                self.num_segments_ready += 1
         self._changed.notify_all()
 
     def _notify(self) -> None:

@@ -50,7 +50,7 @@ class ChunkAssignment:
     # -- what the sources do
 
     def record(self, state: SourceState, num_bytes: int, now: float) -> None:
-        """Adds received bytes, or the mere passing of time, to a source's measured rate."""
+        """Adds received bytes, written or skipped, or the mere passing of time, to a source's measured rate."""
         sharing = len(self._states) > 1 and sum(other.active for other in self._states) > 1
         state.record(num_bytes, now, sharing=sharing)
 
@@ -68,10 +68,6 @@ class ChunkAssignment:
             self._cancel_elsewhere(state, position)
         state.update_busy(now)
         return writes
-
-    def progress(self, source: int, num_bytes: int, now: float) -> None:
-        """Bytes of the arriving chunk were received, written or skipped."""
-        self.record(self._states[source], num_bytes, now)
 
     def accepted(self, source: int, position: int, num_bytes: int, now: float) -> None:
         """The arriving chunk is complete and verified."""

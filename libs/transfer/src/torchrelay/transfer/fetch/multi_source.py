@@ -55,7 +55,8 @@ class MultiSourceFetch:
         self._sources = list(sources)
         self._states = [SourceState() for _ in sources]
         self._assignment = ChunkAssignment(len(wanted), self._states)
-        self._policy = SourcePolicy(self._states, self._assignment, options.rules)
+        hedge_slow = self.transfer_class != TransferClass.IDLE
+        self._policy = SourcePolicy(self._states, self._assignment, max(options.num_striped, 1), hedge_slow)
         self._streams: dict[int, SourceStream] = {}  # the open ones
         self._threads: list[threading.Thread] = []
         self._accepted: deque[int] = deque()
@@ -221,7 +222,7 @@ class MultiSourceFetch:
         overdue, revoked = "", False
         with self._changed:
             if stream.number in self._streams:
-                self._assignment.progress(stream.number, num_bytes, now)
+                self._assignment.record(self._states[stream.number], num_bytes, now)
         self._send_requests(now, stream)
         with self._changed:
             if stream.number in self._streams:
@@ -236,7 +237,7 @@ class MultiSourceFetch:
         now = time.monotonic()
         self._stats.received(stream.source.holder_id, num_bytes)
         with self._changed:
-            self._assignment.progress(stream.number, num_unreported_bytes, now)
+            self._assignment.record(self._states[stream.number], num_unreported_bytes, now)
             self._assignment.accepted(stream.number, self._position[index], num_bytes, now)
             self._accepted.append(index)
             if self._is_waiting:
@@ -279,10 +280,10 @@ class MultiSourceFetch:
         """Which sources to open."""
         for source in reversed(self._updates.take()):  # the last one added joins first
             self._add_source(source)
-        self._policy.raise_num_striped(self._updates.num_striped)
+        self._policy.num_striped = max(self._policy.num_striped, self._updates.num_striped)
         if self._updates.is_urgent and self.transfer_class == TransferClass.IDLE:
             self._options = replace(self._options, transfer_class=TransferClass.URGENT)
-            self._policy.enable_hedging()
+            self._policy.hedge_slow = True
         joined = self._policy.review(now)
         self._review_at = now + REVIEW_INTERVAL_S
         for number in joined:

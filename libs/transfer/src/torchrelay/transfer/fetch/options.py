@@ -6,7 +6,6 @@ import math
 import threading
 from dataclasses import dataclass, field
 
-from torchrelay.transfer.fetch.source_policy import SourceRules
 from torchrelay.transfer.fetch.sources import SourceUpdates
 from torchrelay.transfer.fetch.statistics import TransferStats
 from torchrelay.transfer.transport.interface import TransferClass, Transport
@@ -29,10 +28,6 @@ class FollowOptions:
     starve_s: float = math.inf
     num_striped: int = 1
     transfer_class: TransferClass = TransferClass.KV
-
-    @property
-    def rules(self) -> SourceRules:
-        return SourceRules(max(self.num_striped, 1), hedge_slow=self.transfer_class != TransferClass.IDLE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 
 from torchrelay.transfer.fetch.chunk_assignment import MIN_WINDOW, ChunkAssignment
 from torchrelay.transfer.fetch.source_state import SourcePhase, SourceState
@@ -25,21 +24,19 @@ PROBATION_S, MAX_PROBATION_S = 0.3, 10.0
 THROUGHPUT_DROP = 0.75  # a slow source does not matter while all together deliver this share of what they used to
 
 
-@dataclass(frozen=True, slots=True)
-class SourceRules:
-    """``num_striped`` sources are followed at once; ``hedge_slow``: a slow source is a reason to join another."""
-
-    num_striped: int = 1
-    hedge_slow: bool = True
-    patience_s: float = PATIENCE_S
-
-
 class SourcePolicy:
-    """The sources of one transfer, named by their index in ``states``, which it shares with ``assignment``."""
+    """The sources of one transfer, named by their index in ``states``, which it shares with ``assignment``.
 
-    def __init__(self, states: list[SourceState], assignment: ChunkAssignment, rules: SourceRules) -> None:
+    ``num_striped`` sources are followed at once; ``hedge_slow``: a slow source is a reason to join another. Both may
+    be changed at any time.
+    """
+
+    def __init__(
+        self, states: list[SourceState], assignment: ChunkAssignment, num_striped: int = 1, hedge_slow: bool = True
+    ) -> None:
+        self.num_striped, self.hedge_slow = num_striped, hedge_slow
         self.num_repairs = 0  # sources given up, or joined because another was suspect
-        self._states, self._assignment, self._rules = states, assignment, rules
+        self._states, self._assignment = states, assignment
         self._queue = deque(range(len(states)))
 
     # -- what happened
@@ -94,15 +91,6 @@ class SourcePolicy:
         state.phase, state.num_failures = SourcePhase.WAITING, 0
         self._queue.appendleft(source)
 
-    def raise_num_striped(self, num_striped: int) -> None:
-        """Follows at least this many sources at once from now on."""
-        if num_striped > self._rules.num_striped:
-            self._rules = replace(self._rules, num_striped=num_striped)
-
-    def enable_hedging(self) -> None:
-        """From now on a slow source is a reason to join another."""
-        self._rules = replace(self._rules, hedge_slow=True)
-
     # -- what to do
 
     @property
@@ -122,7 +110,7 @@ class SourcePolicy:
                 self._update_suspicion(state, now)
         active = [state for state in self._states if state.active]
         num_suspect = sum(state.is_suspect(now) for state in active)
-        joined = self._join(self._rules.num_striped - (len(active) - num_suspect), now, hedging=num_suspect > 0)
+        joined = self._join(self.num_striped - (len(active) - num_suspect), now, hedging=num_suspect > 0)
         self._move_to_standby(active, now)
         return joined
 
@@ -143,10 +131,10 @@ class SourcePolicy:
         was_silent, was_slow, was_healthy = state.silent, state.slow, not state.is_suspect(now)
         state.silent = state.is_silent(self._assignment.chunk_bytes, now)
         waited_s = now - max(self._assignment.progress_at, state.since)
-        state.starved = state.has_outstanding and not state.busy and waited_s > self._rules.patience_s
+        state.starved = state.has_outstanding and not state.busy and waited_s > PATIENCE_S
         if not state.monitor.slow:
             state.slow = False
-        elif self._rules.hedge_slow and self._throughput_dropped():
+        elif self.hedge_slow and self._throughput_dropped():
             state.slow = True
         if state.silent and not was_silent:
             for position in state.outstanding:
@@ -182,11 +170,10 @@ class SourcePolicy:
 
     def _move_to_standby(self, active: list[SourceState], now: float) -> None:
         """Puts the last sources on standby once more than enough have been healthy for a while."""
-        num_striped = self._rules.num_striped
-        if len(active) <= num_striped:
+        if len(active) <= self.num_striped:
             return
         healthy = [s for s in active if s.phase is SourcePhase.OPEN and not s.is_suspect(now) and s.has_outstanding]
-        kept, spare = healthy[:num_striped], healthy[num_striped:]
+        kept, spare = healthy[: self.num_striped], healthy[self.num_striped :]
         if spare and all(s.busy and now - s.healthy_since > (s.probation_s or PROBATION_S) for s in kept):
             for state in spare:
                 state.standby = True

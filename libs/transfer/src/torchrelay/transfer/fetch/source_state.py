@@ -58,11 +58,6 @@ class SourceState:
     def has_outstanding(self) -> bool:
         return self.receiving is not None or bool(self.outstanding)
 
-    @property
-    def could_send(self) -> bool:
-        """It has a chunk that was requested from it."""
-        return self.receiving is not None or any(self.has[position] for position in self.outstanding)
-
     def is_suspect(self, now: float) -> bool:
         if self.phase is SourcePhase.OPENING:
             return now - self.since > OPEN_TIMEOUT_S
@@ -81,7 +76,8 @@ class SourceState:
 
     def update_busy(self, now: float) -> None:
         """Call after each change of what it has or owes."""
-        could_send = self.could_send
+        # It has a chunk that was requested from it.
+        could_send = self.receiving is not None or any(self.has[position] for position in self.outstanding)
         if could_send and not self.busy:
             self.last_bytes_at = now  # the time before does not count
         self.busy = could_send

@@ -34,7 +34,7 @@ class TransferStats:
 
     def __init__(self) -> None:
         self._entries = defaultdict[str, _SourceCounts](lambda: _SourceCounts(DecayingRate(time.monotonic())))
-        self._num_repairs = 0
+        self.num_repairs = 0  # sources given up, or joined because others were suspect
         self._lock = threading.Lock()
 
     def joined(self, holder_id: str) -> None:
@@ -60,13 +60,8 @@ class TransferStats:
             entry.rate.add(num_bytes, now)
 
     def repaired(self, times: int = 1) -> None:
-        """Sources were given up, or joined because others were suspect."""
         with self._lock:
-            self._num_repairs += times
-
-    @property
-    def num_repairs(self) -> int:
-        return self._num_repairs
+            self.num_repairs += times
 
     @property
     def largest(self) -> str:

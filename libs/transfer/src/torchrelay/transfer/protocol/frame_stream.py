@@ -10,15 +10,8 @@ from collections.abc import Callable
 from blake3 import blake3
 
 from torchrelay.transfer.errors import ProtocolViolation, SourceClosed, SourceStalled
-from torchrelay.transfer.protocol.frames import (
-    HEADER_BYTES,
-    MAX_REFUSAL_BYTES,
-    FrameHeader,
-    FrameKind,
-    decode_refusal,
-    pack_header,
-    unpack_header,
-)
+from torchrelay.transfer.protocol import frames
+from torchrelay.transfer.protocol.frames import FrameHeader, FrameKind
 from torchrelay.transfer.transport.interface import Connection
 
 RECEIVE_BYTES = 512 << 10  # hashed while still in the processor's cache
@@ -52,16 +45,16 @@ class FrameStream:
         self.stall_s = stall_s
         self._stop = stop
         self._ends_at = ends_at
-        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._header = memoryview(bytearray(frames.HEADER_BYTES))
         self._sending = threading.Lock()
         self._ending = threading.Lock()
         self._closed = False
-        self.watch: Callable[[int], None] = _ignore_progress
+        self.watch: Callable[[int], None] = lambda num_bytes: None
 
     def send(self, kind: FrameKind, payload: bytes = b"") -> None:
         """Sends a small frame."""
         with self._sending:
-            self._connection.send((pack_header(kind, len(payload)), payload))
+            self._connection.send((frames.pack_header(kind, len(payload)), payload))
 
     def receive_header(self) -> FrameHeader:
         """The next frame's header.
@@ -69,9 +62,9 @@ class FrameStream:
         Raises ``SourceClosed``, ``SourceStalled``, ``ProtocolViolation``, ``StopRequested``, and the peer's refusal.
         """
         self.receive_exactly(self._header)
-        header = unpack_header(self._header)
+        header = frames.unpack_header(self._header)
         if header.kind == FrameKind.REFUSED:
-            raise decode_refusal(self.payload(header, MAX_REFUSAL_BYTES)).error()
+            raise frames.decode(self.payload(header, frames.MAX_REFUSAL_BYTES), frames.Refusal).error()
         return header
 
     def receive(self, kind: FrameKind, limit_bytes: int) -> bytes:
@@ -156,7 +149,3 @@ class FrameStream:
         payload = bytearray(header.num_bytes)
         self.receive_exactly(memoryview(payload))
         return bytes(payload)
-
-
-def _ignore_progress(num_bytes: int) -> None:
-    """The default ``watch``."""

@@ -43,7 +43,7 @@ _RUN = struct.Struct(">II")  # first chunk, number of chunks
 _DIGITS = bytes.maketrans(b"\0\1", b"01")
 _FLAGS = bytes.maketrans(b"01", b"\0\1")
 HEADER_BYTES = _HEADER.size
-Message = TypeVar("Message", "Hello", "Refusal")
+Message = TypeVar("Message", bound=msgspec.Struct)
 
 
 class FrameKind(enum.IntEnum):
@@ -149,19 +149,12 @@ def _runs(wanted: Iterable[int]) -> Iterable[tuple[int, int]]:
         yield begin, end - begin
 
 
-def decode_hello(packed: bytes) -> Hello:
-    return _decode(packed, Hello)
-
-
-def decode_refusal(packed: bytes) -> Refusal:
-    return _decode(packed, Refusal)
-
-
 def encode(message: Hello | Refusal) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def _decode(packed: bytes, kind: type[Message]) -> Message:
+def decode(packed: bytes, kind: type[Message]) -> Message:
+    """Raises ``ProtocolViolation`` for anything but a message of this kind."""
     try:
         return msgspec.msgpack.decode(packed, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

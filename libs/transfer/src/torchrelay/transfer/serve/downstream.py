@@ -20,29 +20,10 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.transfer.buffers import Buffer, LeasedBuffer
 from torchrelay.transfer.errors import ProtocolViolation, RangeRefused, SourceClosed, WrongReceiver
+from torchrelay.transfer.protocol import frames, tickets
 from torchrelay.transfer.protocol.frame_stream import FrameStream
-from torchrelay.transfer.protocol.frames import (
-    MAX_HELLO_BYTES,
-    MAX_WANT_BYTES,
-    PROTOCOL_VERSION,
-    FrameKind,
-    Hello,
-    Refusal,
-    decode_hello,
-    encode,
-    pack_bitmap,
-    pack_header,
-    pack_runs,
-    unpack_runs,
-)
-from torchrelay.transfer.protocol.tickets import (
-    CHALLENGE_BYTES,
-    PROOF_BYTES,
-    Ticket,
-    check_expiry,
-    prove_session,
-    verify_ticket,
-)
+from torchrelay.transfer.protocol.frames import FrameKind
+from torchrelay.transfer.protocol.tickets import Ticket
 from torchrelay.transfer.serve.send_queue import SendQueue
 from torchrelay.transfer.transport.interface import Connection, TransferClass
 
@@ -93,7 +74,7 @@ class Downstream:
         except TorchrelayError as error:
             log.info("stream_refused", code=error.code, reason=error.message)
             with suppress(OSError):  # the follower has gone as well
-                self._frames.send(FrameKind.REFUSED, encode(Refusal.of(error)))
+                self._frames.send(FrameKind.REFUSED, frames.encode(frames.Refusal.of(error)))
         except OSError as error:
             log.debug("follower_gone", reason=str(error))
         finally:
@@ -116,52 +97,47 @@ class Downstream:
         buffer = self._holder.find(ticket.buffer_id, self._keep_waiting)
         with _leased(buffer):
             self._announced = bytearray(buffer.ready_flags())
-            have = pack_bitmap(self._announced)
-            self._connection.send(
-                (
-                    pack_header(FrameKind.HEAD, len(buffer.head)),
-                    buffer.head,
-                    pack_header(FrameKind.HAVE, len(have), buffer.num_chunks),
-                    have,
-                )
-            )
-            self._start_reader(ticket, buffer)
+            head, have = buffer.head, frames.pack_bitmap(self._announced)
+            head_header = frames.pack_header(FrameKind.HEAD, len(head))
+            have_header = frames.pack_header(FrameKind.HAVE, len(have), buffer.num_chunks)
+            self._connection.send((head_header, head, have_header, have))
+            reader = threading.Thread(target=self._read, args=(ticket, buffer), name="wants", daemon=True)
+            try:
+                reader.start()
+            except RuntimeError as error:  # the system is out of threads
+                raise ConnectionAbortedError(str(error)) from error
+            self._reader = reader
             self._send_chunks(ticket, buffer)
 
-    def _start_reader(self, ticket: Ticket, buffer: Buffer) -> None:
-        reader = threading.Thread(target=self._read, args=(ticket, buffer), name="wants", daemon=True)
-        try:
-            reader.start()
-        except RuntimeError as error:  # the system is out of threads
-            raise ConnectionAbortedError(str(error)) from error
-        self._reader = reader
-
     def _admit(self) -> Ticket:
-        hello = decode_hello(self._frames.receive(FrameKind.HELLO, MAX_HELLO_BYTES))
-        if hello.protocol_version != PROTOCOL_VERSION:
+        hello = frames.decode(self._frames.receive(FrameKind.HELLO, frames.MAX_HELLO_BYTES), frames.Hello)
+        if (version := hello.protocol_version) != frames.PROTOCOL_VERSION:
             raise ProtocolViolation(
-                f"protocol version {hello.protocol_version} is not supported; this holder speaks {PROTOCOL_VERSION}"
+                f"protocol version {version} is not supported; this holder speaks {frames.PROTOCOL_VERSION}"
             )
-        ticket = _ticket_of(hello)
-        session = verify_ticket(ticket, self._holder.holder_id, self._holder.node_key, self._holder.unix_ms())
-        challenge = secrets.token_bytes(CHALLENGE_BYTES)
-        self._frames.send(FrameKind.CHALLENGE, prove_session(session, b"holder", hello.challenge) + challenge)
-        proof = self._frames.receive(FrameKind.PROOF, PROOF_BYTES)
-        proven = hmac.compare_digest(proof, prove_session(session, b"receiver", challenge))
+        try:
+            ticket, transfer_class = Ticket.FromString(hello.ticket), TransferClass(hello.transfer_class)
+        except (DecodeError, ValueError) as error:
+            raise ProtocolViolation(f"the ticket is malformed, or the transfer class unknown: {error}") from error
+        session = tickets.verify_ticket(ticket, self._holder.holder_id, self._holder.node_key, self._holder.unix_ms())
+        challenge = secrets.token_bytes(tickets.CHALLENGE_BYTES)
+        self._frames.send(FrameKind.CHALLENGE, tickets.prove_session(session, b"holder", hello.challenge) + challenge)
+        proof = self._frames.receive(FrameKind.PROOF, tickets.PROOF_BYTES)
+        proven = hmac.compare_digest(proof, tickets.prove_session(session, b"receiver", challenge))
         if hello.receiver_id != ticket.receiver_id or not proven:
             raise WrongReceiver(f"the ticket is for receiver {ticket.receiver_id!r}, which this peer is not")
         self._alive_s = min(max(hello.alive_every_ms / 1000, ALIVE_INTERVAL_RANGE_S[0]), ALIVE_INTERVAL_RANGE_S[1])
-        self._connection.set_class(_class_of(hello))
+        self._connection.set_class(transfer_class)
         return ticket
 
     def _read(self, ticket: Ticket, buffer: Buffer) -> None:
         """The reader thread: queues the follower's requests until it disconnects."""
-        frames = FrameStream(self._connection, math.inf)
+        stream = FrameStream(self._connection, math.inf)
         try:
             allowed = _allowed(ticket, buffer)
             while True:
-                header = frames.receive_header()
-                runs = unpack_runs(frames.payload(header, MAX_WANT_BYTES), buffer.num_chunks)
+                header = stream.receive_header()
+                runs = frames.unpack_runs(stream.payload(header, frames.MAX_WANT_BYTES), buffer.num_chunks)
                 if header.kind == FrameKind.WANT:
                     self._check_expiry(ticket)
                     _check_range(ticket, allowed, runs)
@@ -176,7 +152,7 @@ class Downstream:
             self._queue.end(error)
 
     def _check_expiry(self, ticket: Ticket) -> None:
-        check_expiry(ticket, self._holder.unix_ms(), int(EXPIRY_GRACE_S * 1000))
+        tickets.check_expiry(ticket, self._holder.unix_ms(), int(EXPIRY_GRACE_S * 1000))
 
     def _send_chunks(self, ticket: Ticket, buffer: Buffer) -> None:
         while True:
@@ -198,12 +174,12 @@ class Downstream:
                 raise ConnectionAbortedError("the holder is shutting down")
 
     def _send_some(self, buffer: Buffer, ready: list[int], gained: bytes) -> None:
-        parts: list[bytes | memoryview] = [pack_header(FrameKind.GAINED, len(gained)), gained] if gained else []
+        parts: list[bytes | memoryview] = [frames.pack_header(FrameKind.GAINED, len(gained)), gained] if gained else []
         num_bytes = 0
         for index in ready:
             if self._queue.take(index):
                 chunk = buffer.chunk(index)
-                parts += (pack_header(FrameKind.CHUNK, len(chunk), index, buffer.digest(index)), chunk)
+                parts += (frames.pack_header(FrameKind.CHUNK, len(chunk), index, buffer.digest(index)), chunk)
                 num_bytes += len(chunk)
                 self._announced[index] = 1
                 if num_bytes >= BATCH_BYTES:
@@ -222,7 +198,7 @@ class Downstream:
         gained = [index for index, flag in enumerate(ready_flags) if flag and not self._announced[index]]
         for index in gained:
             self._announced[index] = 1
-        return pack_runs(gained)
+        return frames.pack_runs(gained)
 
     def _keep_waiting(self) -> None:
         if self._connection.peer_closed():
@@ -249,20 +225,6 @@ def _leased(buffer: Buffer) -> Iterator[None]:
         yield
     finally:
         buffer.release(owner)
-
-
-def _ticket_of(hello: Hello) -> Ticket:
-    try:
-        return Ticket.FromString(hello.ticket)
-    except DecodeError as error:
-        raise ProtocolViolation("the ticket is malformed") from error
-
-
-def _class_of(hello: Hello) -> TransferClass:
-    try:
-        return TransferClass(hello.transfer_class)
-    except ValueError as error:
-        raise ProtocolViolation(f"unknown transfer class {hello.transfer_class}") from error
 
 
 def _allowed(ticket: Ticket, buffer: Buffer) -> range | None:

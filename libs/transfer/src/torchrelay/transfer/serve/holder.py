@@ -49,23 +49,14 @@ class HolderServer:
             holder_id, node_key, self._limits.handshake_s, unix_ms, self._find, self._count_sent
         )
         self._lookup = find
-        self._bytes_sent = 0
+        self.bytes_sent = 0  # bytes of chunks sent since the start, over all streams
         self._streams: dict[Downstream, threading.Thread] = {}
         self._permits = threading.Semaphore(self._limits.max_streams)
         self._closing = threading.Event()
         self._lock = threading.Lock()
+        self.address = listener.address  # the first listener's; connections to it wait for ``start``
         self._listeners = [listener]
         self._accepting: list[threading.Thread] = []
-
-    @property
-    def address(self) -> str:
-        """The first listener's; connections to it wait for ``start``."""
-        return self._listeners[0].address
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes of chunks sent since the start, over all streams."""
-        return self._bytes_sent
 
     @property
     def num_streams(self) -> int:
@@ -152,4 +143,4 @@ class HolderServer:
 
     def _count_sent(self, num_bytes: int) -> None:
         with self._lock:
-            self._bytes_sent += num_bytes
+            self.bytes_sent += num_bytes

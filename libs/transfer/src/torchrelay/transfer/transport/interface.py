@@ -44,8 +44,7 @@ class Connection(Protocol):
 class Listener(Protocol):
     """Accepts connections at one address."""
 
-    @property
-    def address(self) -> str: ...
+    address: str
 
     def accept(self) -> Connection | None:
         """The next connection; None once the listener is closed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from concurrent.futures import Future, wait
 from typing import Any
 
 from torchrelay.transfer.transport.interface import TICK_S
@@ -16,20 +17,11 @@ from torchrelay.transfer.transport.interface import TICK_S
 SocketAddress = tuple[socket.AddressFamily, Any]  # the family, and what ``socket.connect`` takes
 
 
-class _Lookup:
-    """One lookup in progress."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.sockaddr: SocketAddress | None = None
-        self.error: OSError | None = None
-
-
 class Resolver:
     """Thread-safe."""
 
     def __init__(self) -> None:
-        self._lookups: dict[tuple[str, int], _Lookup] = {}
+        self._lookups: dict[tuple[str, int], Future[SocketAddress]] = {}
         self._lock = threading.Lock()
 
     def resolve(self, host: str, port: int, deadline: float, stop: threading.Event | None = None) -> SocketAddress:
@@ -42,21 +34,19 @@ class Resolver:
             return _look_up(host, port, socket.AI_NUMERICHOST)
         except (socket.gaierror, UnicodeError):
             lookup = self._start(host, port)
-        while not lookup.ended.wait(min(TICK_S, max(deadline - time.monotonic(), 0.0))):
+        while not wait([lookup], min(TICK_S, max(deadline - time.monotonic(), 0.0))).done:
             if stop is not None and stop.is_set():
                 raise InterruptedError(f"stopped while looking up {host}")
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"the name {host!r} was not resolved in time")
-        if lookup.sockaddr is None:
-            raise OSError(f"the name {host!r} has no address: {lookup.error}") from lookup.error
-        return lookup.sockaddr
+        return lookup.result()
 
-    def _start(self, host: str, port: int) -> _Lookup:
+    def _start(self, host: str, port: int) -> Future[SocketAddress]:
         """The lookup in progress, or a new one."""
         with self._lock:
             lookup = self._lookups.get((host, port))
             if lookup is None:
-                lookup = _Lookup()
+                lookup = Future()
                 thread = threading.Thread(target=self._run, args=(host, port, lookup), name="resolve", daemon=True)
                 try:
                     thread.start()
@@ -65,15 +55,14 @@ class Resolver:
                 self._lookups[host, port] = lookup
             return lookup
 
-    def _run(self, host: str, port: int, lookup: _Lookup) -> None:
+    def _run(self, host: str, port: int, lookup: Future[SocketAddress]) -> None:
         try:
-            lookup.sockaddr = _look_up(host, port)
+            lookup.set_result(_look_up(host, port))
         except (OSError, UnicodeError) as error:  # UnicodeError: a label is too long
-            lookup.error = OSError(str(error))
+            lookup.set_exception(OSError(f"the name {host!r} has no address: {error}"))
         finally:
             with self._lock:
                 del self._lookups[host, port]
-            lookup.ended.set()
 
 
 def _look_up(host: str, port: int, flags: int = 0) -> SocketAddress:

@@ -22,16 +22,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from torchrelay.common.process.telemetry import get_logger
+from torchrelay.transfer.transport import sockets
 from torchrelay.transfer.transport.interface import TICK_S, Connection, Listener, TransferClass
 from torchrelay.transfer.transport.shm_ring import RingReader, RingWriter, check_ring, make_ring
-from torchrelay.transfer.transport.socket_timeouts import set_timeouts
+from torchrelay.transfer.transport.sockets import BACKLOG, SEND_TIMEOUT_S
 
 SCHEME = "shm:"
-SEND_TIMEOUT_S = 30.0  # a peer that accepts no byte for longer is given up
-ACCEPT_RETRY_S = 0.1
 _CONNECT_RETRY_S = 0.01
-BACKLOG = 128
-_CLOSED = (errno.EBADF, errno.EINVAL)
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: process, user, group
 log = get_logger(__name__)
 
@@ -48,7 +45,7 @@ class ShmConnection:
         self._ends = ends
         self._aborted = False
         if ends is None:
-            set_timeouts(control, receive_s=TICK_S, send_s=send_timeout_s)
+            sockets.set_timeouts(control, receive_s=TICK_S, send_s=send_timeout_s)
 
     @classmethod
     def opened(cls, control: socket.socket, send_timeout_s: float) -> ShmConnection:
@@ -86,18 +83,13 @@ class ShmConnection:
     def peer_closed(self) -> bool:
         if self._ends is not None:
             return self._ends[1].peer_closed()
-        try:
-            return not self._control.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
+        return sockets.peer_closed(self._control)
 
     def abort(self) -> None:
         self._aborted = True
-        with suppress(OSError):  # the peer may have gone first
-            self._control.shutdown(socket.SHUT_RDWR)
-        if self._ends is not None:
-            for end in self._ends:
-                end.shutdown()
+        sockets.shut_down(self._control)
+        for end in self._ends or ():
+            end.shutdown()
 
     def close(self) -> None:
         self.abort()
@@ -147,23 +139,15 @@ class ShmListener:
             raise
 
     def accept(self) -> Connection | None:
-        while True:
-            try:
-                connected, _ = self._socket.accept()
-            except OSError as error:
-                if error.errno in _CLOSED:
-                    return None
-                log.warning("accept_failed", reason=str(error))  # out of descriptors or memory: that passes
-                time.sleep(ACCEPT_RETRY_S)
-                continue
+        while (connected := sockets.accept(self._socket)) is not None:
             if peer_user(connected) == os.geteuid():
                 return ShmConnection(connected, self._send_timeout_s)
             log.warning("foreign_user_refused", user=peer_user(connected))
             connected.close()
+        return None
 
     def close(self) -> None:
-        with suppress(OSError):  # wakes a thread in accept
-            self._socket.shutdown(socket.SHUT_RDWR)
+        sockets.shut_down(self._socket)  # wakes a thread in accept
         self._socket.close()
         with suppress(FileNotFoundError):
             if self._path.stat().st_ino == self._inode:

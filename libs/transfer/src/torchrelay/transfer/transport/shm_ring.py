@@ -15,9 +15,9 @@ import struct
 from collections.abc import Sequence
 from contextlib import suppress
 
+from torchrelay.transfer.transport import sockets
 from torchrelay.transfer.transport.interface import TICK_S
 from torchrelay.transfer.transport.iovec import drop_prefix, nonempty_views, take_prefix
-from torchrelay.transfer.transport.socket_timeouts import set_timeouts
 
 RING_BYTES = 1 << 20  # stays in the processor's cache
 PIECE_BYTES = RING_BYTES // 4  # the receiver reads one piece while the sender writes the next
@@ -53,8 +53,7 @@ class _RingEnd:
         self._counts, self._ring = counts, ring
 
     def shutdown(self) -> None:
-        with suppress(OSError):  # the peer may have gone first
-            self._counts.shutdown(socket.SHUT_RDWR)
+        sockets.shut_down(self._counts)
 
     def close(self) -> None:
         self._counts.close()
@@ -67,7 +66,7 @@ class RingWriter(_RingEnd):
     """The sender's end."""
 
     def __init__(self, counts: socket.socket, ring: int, send_timeout_s: float) -> None:
-        set_timeouts(counts, receive_s=send_timeout_s, send_s=send_timeout_s)
+        sockets.set_timeouts(counts, receive_s=send_timeout_s, send_s=send_timeout_s)
         super().__init__(counts, ring)
         self._send_timeout_s = send_timeout_s
         self._at, self._num_free = 0, RING_BYTES
@@ -100,7 +99,7 @@ class RingReader(_RingEnd):
     """The receiver's end."""
 
     def __init__(self, counts: socket.socket, ring: int, send_timeout_s: float) -> None:
-        set_timeouts(counts, receive_s=TICK_S, send_s=send_timeout_s)
+        sockets.set_timeouts(counts, receive_s=TICK_S, send_s=send_timeout_s)
         super().__init__(counts, ring)
         self._at, self._num_ready, self._num_owed = 0, 0, 0
 
@@ -134,9 +133,7 @@ class RingReader(_RingEnd):
         if self._num_ready:
             return False
         try:
-            return not self._counts.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
+            return sockets.peer_closed(self._counts)
         except ConnectionResetError:
             return True
 

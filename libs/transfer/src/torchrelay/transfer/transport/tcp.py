@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import select
 import socket
@@ -12,20 +11,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from torchrelay.common.process.telemetry import get_logger
+from torchrelay.transfer.transport import sockets
 from torchrelay.transfer.transport.interface import TICK_S, Connection, Listener, TransferClass
 from torchrelay.transfer.transport.iovec import drop_prefix, nonempty_views
 from torchrelay.transfer.transport.paced_sender import PacedSender, can_pace
 from torchrelay.transfer.transport.resolver import Resolver
-from torchrelay.transfer.transport.socket_timeouts import set_timeouts
+from torchrelay.transfer.transport.sockets import ACCEPT_RETRY_S, BACKLOG, SEND_TIMEOUT_S
 
-SEND_TIMEOUT_S = 30.0  # a peer that accepts no byte for longer is given up
-ACCEPT_RETRY_S = 0.1
 KEEPALIVE_INTERVAL_S, NUM_KEEPALIVE_PROBES = 10, 3  # probes of an idle connection
-_BACKLOG = 128
-_CLOSED = (errno.EBADF, errno.EINVAL)
 _RESOLVER = Resolver()
-log = get_logger(__name__)
 
 
 class TcpConnection:
@@ -36,7 +30,7 @@ class TcpConnection:
         self._sendmsg: Callable[[Sequence[memoryview]], int] = connected.sendmsg
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         _enable_keepalive(connected, send_timeout_s)
-        set_timeouts(connected, receive_s=TICK_S, send_s=send_timeout_s)
+        sockets.set_timeouts(connected, receive_s=TICK_S, send_s=send_timeout_s)
 
     def receive_into(self, view: memoryview) -> int:
         try:
@@ -62,14 +56,10 @@ class TcpConnection:
                 self._sendmsg = PacedSender(self._socket, transfer_class).sendmsg
 
     def peer_closed(self) -> bool:
-        try:
-            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
+        return sockets.peer_closed(self._socket)
 
     def abort(self) -> None:
-        with suppress(OSError):  # the peer may have gone first
-            self._socket.shutdown(socket.SHUT_RDWR)
+        sockets.shut_down(self._socket)
 
     def close(self) -> None:
         self.abort()
@@ -81,28 +71,16 @@ class TcpListener:
 
     def __init__(self, host: str, port: int, send_timeout_s: float, accept_retry_s: float) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self.address = join_address(*self._socket.getsockname()[:2])
         self._send_timeout_s, self._accept_retry_s = send_timeout_s, accept_retry_s
 
     def accept(self) -> Connection | None:
-        while True:
-            try:
-                connected, _ = self._socket.accept()
-            except ConnectionAbortedError:  # the peer left before it was accepted
-                continue
-            except OSError as error:
-                if error.errno in _CLOSED:
-                    return None
-                # Out of descriptors or memory: that passes, while a listener closed for it would stay closed.
-                log.warning("accept_failed", reason=str(error))
-                time.sleep(self._accept_retry_s)
-                continue
-            return TcpConnection(connected, self._send_timeout_s)
+        connected = sockets.accept(self._socket, self._accept_retry_s)
+        return None if connected is None else TcpConnection(connected, self._send_timeout_s)
 
     def close(self) -> None:
-        with suppress(OSError):  # wakes a thread in accept; some systems refuse it on a listener
-            self._socket.shutdown(socket.SHUT_RDWR)
+        sockets.shut_down(self._socket)  # wakes a thread in accept
         self._socket.close()
 
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import cast
 
 from torchrelay.common.tls import CLUSTER_NAME, Tls
-from torchrelay.transfer.transport.interface import TICK_S, Connection, Listener, TransferClass, Transport
+from torchrelay.transfer.transport.interface import TICK_S, Connection, Listener, Transport
 from torchrelay.transfer.transport.tcp import TcpTransport
 
 HANDSHAKE_S = 10.0  # a peer that has not presented its certificate in this time is disconnected
@@ -39,6 +39,8 @@ class TlsConnection:
         self, plain: Connection, context: ssl.SSLContext, *, is_server: bool, handshake_s: float = HANDSHAKE_S
     ) -> None:
         self._plain, self._handshake_s = plain, handshake_s
+        self.set_class, self.peer_closed = plain.set_class, plain.peer_closed
+        self.abort, self.close = plain.abort, plain.close
         self._arrived, self._departing = ssl.MemoryBIO(), ssl.MemoryBIO()
         name = None if is_server else CLUSTER_NAME
         self._tls = context.wrap_bio(self._arrived, self._departing, server_side=is_server, server_hostname=name)
@@ -122,37 +124,19 @@ class TlsConnection:
         if sealed:
             self._plain.send((sealed,))
 
-    def set_class(self, transfer_class: TransferClass) -> None:
-        self._plain.set_class(transfer_class)
-
-    def peer_closed(self) -> bool:
-        return self._plain.peer_closed()
-
-    def abort(self) -> None:
-        self._plain.abort()
-
-    def close(self) -> None:
-        self._plain.close()
-
 
 class TlsListener:
     """See ``interface.Listener``. Each stream does its own handshake, so no peer can block the accept loop."""
 
     def __init__(self, plain: Listener, context: ssl.SSLContext, handshake_s: float) -> None:
+        self.address, self.close = plain.address, plain.close
         self._plain, self._context, self._handshake_s = plain, context, handshake_s
-
-    @property
-    def address(self) -> str:
-        return self._plain.address
 
     def accept(self) -> Connection | None:
         plain = self._plain.accept()
         if plain is None:
             return None
         return TlsConnection(plain, self._context, is_server=True, handshake_s=self._handshake_s)
-
-    def close(self) -> None:
-        self._plain.close()
 
 
 class TlsTransport:

@@ -31,8 +31,7 @@ class Chain:
         for store in self.whole:
             self.pool.add(store, self.nodes[store])
         for store in receiving:
-            progress = arriving.get(store, ReceiveProgress())
-            cap = progress.serves_bytes_per_s
+            cap = arriving.get(store, ReceiveProgress()).serves_bytes_per_s
             self.pool.add(store, self.nodes[store], cap, self._fill_s(cap), 0.0)
             self.began.append(store)
 
@@ -66,14 +65,8 @@ class Chain:
             return sorted(wave, key=lambda store: (-needs[store], -nodes[store].out))
 
         def place(store: str) -> tuple[int, bool, str, float, float]:
-            leaf = nodes[store].leaf
-            return (
-                -int(math.log(needs[store], _SIMILAR_RATES)),
-                leaf not in having,
-                leaf,
-                -needs[store],
-                -nodes[store].out,
-            )
+            leaf, need = nodes[store].leaf, needs[store]
+            return -int(math.log(need, _SIMILAR_RATES)), leaf not in having, leaf, -need, -nodes[store].out
 
         return sorted(wave, key=place)
 
@@ -91,24 +84,19 @@ class Chain:
         ready_s = max(delay_s + self._fill_s(rate), *(sender.ready_s for sender in upstream), 0.0)
         striped = tuple(allocation.store for allocation in allocations)
         shares = tuple(allocation.bytes_per_s / total for allocation in allocations)
-        self._edges.append(
-            TransferEdge(target, striped, False, len(striped), shares, rate, ready_s if self.num_bytes else 0.0)
-        )
+        edge = TransferEdge(target, striped, False, len(striped), shares, rate, ready_s if self.num_bytes else 0.0)
+        self._edges.append(edge)
         self.pool.add(target, self.nodes[target], rate, ready_s, delay_s)
         self.began.append(target)
 
     def edges(self, already: Sequence[str]) -> tuple[TransferEdge, ...]:
         """All edges with their alternates; first those of stores that already have or receive the pack."""
         rank = {store: number for number, store in enumerate(self.began)}
-        there = [
-            TransferEdge(target, self._alternates(target, (), rank), True, whole=target in self.whole)
-            for target in already
-        ]
-        drawn = [
+        there = [TransferEdge(target, (), True, whole=target in self.whole) for target in already]
+        return tuple(
             replace(edge, sources=(*edge.sources, *self._alternates(edge.target, edge.sources, rank)))
-            for edge in self._edges
-        ]
-        return (*there, *drawn)
+            for edge in (*there, *self._edges)
+        )
 
     def _alternates(self, target: str, striped: Sequence[str], rank: Mapping[str, int]) -> tuple[str, ...]:
         """Whole holders, then stores before the target, the nearest first, then one after it, last the remote store.

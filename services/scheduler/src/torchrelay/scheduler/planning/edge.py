@@ -42,14 +42,8 @@ class TransferEdge:
             return f"{self.target} from its host copy"
         if self.already_there:
             return f"{self.target} by a relay under way already"
-        if len(self.striped) == 1:
-            origin = self.upstream
-        else:
-            parts = zip(self.striped, self.shares, strict=True)
-            origin = " and ".join(f"{source} {share * 100:.0f} %" for source, share in parts)
-        text = f"{self.target} from {origin}"
-        return (
-            f"{text} at {self.bytes_per_s / 1e6:.3g} MB/s, ready in {format_duration(self.ready_s)}"
-            if self.ready_s
-            else text
-        )
+        parts = zip(self.striped, self.shares, strict=True)
+        origin = " and ".join(f"{source} {share * 100:.0f} %" for source, share in parts)
+        text = f"{self.target} from {self.upstream if len(self.striped) == 1 else origin}"
+        speed = f" at {self.bytes_per_s / 1e6:.3g} MB/s, ready in {format_duration(self.ready_s)}"
+        return text + speed if self.ready_s else text

@@ -9,8 +9,6 @@ from torchrelay.scheduler.planning.edge import TransferEdge
 from torchrelay.scheduler.planning.nodes import REMOTE, Node, ReceiveProgress
 from torchrelay.scheduler.planning.sender_pool import SenderPool
 
-_PRESUMED = Node()
-
 
 def plan(
     whole: Sequence[str],
@@ -33,7 +31,7 @@ def plan(
     alternates may come later: a follower learns from its bitmap whether it has what is missing.
     """
     known = dict.fromkeys((*whole, *receiving))
-    nodes = {store: (nodes or {}).get(store, _PRESUMED) for store in (*known, *targets, REMOTE)}
+    nodes = {store: (nodes or {}).get(store, Node()) for store in (*known, *targets, REMOTE)}
     chain = Chain(nodes, SenderPool(), tuple(whole), num_bytes)
     chain.begin(receiving, arriving or {})
     wanted = list(dict.fromkeys(targets))
@@ -56,10 +54,10 @@ def _one_per_host(
     leaders, sharing = [], {}
     for target in targets:
         host = nodes[target].host
-        if host and host in first:
+        if host in first:
             sharing[target] = first[host]
-            continue
-        if host:
-            first[host] = target
-        leaders.append(target)
+        else:
+            leaders.append(target)
+            if host:
+                first[host] = target
     return leaders, sharing

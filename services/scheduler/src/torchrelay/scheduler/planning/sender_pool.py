@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 
 from torchrelay.scheduler.planning.nodes import MIN_BYTES_PER_S, Node
 
@@ -90,9 +90,10 @@ class SenderPool:
         """
         allocations: list[SourceAllocation] = []
         missing = need
+        places = (leaf, _ALL) if len(self._leaves) > 1 else (_ALL,)
         while self.senders and len(allocations) < most and missing > need * _MIN_STRIPE_SHARE:
             without = {allocation.store for allocation in allocations}
-            found = self._enough(missing, leaf, without) or self._most(missing, leaf, without)
+            found = self._enough(missing, places, without) or self._most(missing, places, without)
             if found is None or (allocations and found.bytes_per_s < need * _MIN_STRIPE_SHARE):
                 break
             self._take(found)
@@ -105,22 +106,18 @@ class SenderPool:
             allocations = [SourceAllocation(allocations[0].store, max(share, MIN_BYTES_PER_S))]
         return allocations
 
-    def _enough(self, need: float, leaf: str, without: Container[str]) -> SourceAllocation | None:
-        places = (leaf, _ALL) if len(self._leaves) > 1 else (_ALL,)
-        for idle in (True, False):
-            for place in places:
-                for store in islice(self._indexes[(place, idle)].from_least(need * _ENOUGH_SHARE), _MAX_CANDIDATES):
-                    rate = self._rate(store, need)
-                    if rate >= need * _ENOUGH_SHARE and store not in without:
-                        return SourceAllocation(store, rate)
+    def _enough(self, need: float, places: Sequence[str], without: Container[str]) -> SourceAllocation | None:
+        for idle, place in product((True, False), places):
+            for store in islice(self._indexes[(place, idle)].from_least(need * _ENOUGH_SHARE), _MAX_CANDIDATES):
+                rate = self._rate(store, need)
+                if rate >= need * _ENOUGH_SHARE and store not in without:
+                    return SourceAllocation(store, rate)
         return None
 
-    def _most(self, need: float, leaf: str, without: Container[str]) -> SourceAllocation | None:
-        places = (leaf, _ALL) if len(self._leaves) > 1 else (_ALL,)
+    def _most(self, need: float, places: Sequence[str], without: Container[str]) -> SourceAllocation | None:
         found = [
             SourceAllocation(store, self._rate(store, need))
-            for place in places
-            for idle in (True, False)
+            for place, idle in product(places, (True, False))
             for store in islice(self._indexes[(place, idle)].from_most(), _MAX_CANDIDATES)
             if store not in without
         ]

@@ -77,9 +77,11 @@ class Policy:
                 if instance := state.instances.get(instance_id):
                     state.happened(now, "drain_failed", instance, cause)
             case inputs.CopyAccepted(pack_id, store_id):
-                replication.copy_accepted(state, pack_id, store_id, now)
+                state.transfers.accepted((pack_id, store_id), now)
             case inputs.CopyFailed(pack_id, store_id, cause, deleted):
-                replication.copy_failed(state, pack_id, store_id, cause, now, deleted)
+                relays.relay_refused(state, pack_id, store_id, cause, now)
+                if deleted:
+                    state.replication_state.forget(pack_id)
             case inputs.RetainFailed(store_id):
                 state.replication_state.retain_failed(store_id, now)
             case inputs.Tick(reports_complete_since):
@@ -147,7 +149,7 @@ class Policy:
 
     def _remove_store(self, store: StoreStatus, cause: str, now: float) -> None:
         relays.store_lost(self.state, store, cause, now)
-        replication.store_left(self.state, store, now)
+        self.state.replication_state.left(store, now + self.state.config.loss_grace_s)
 
     # Outcomes of commands
 

@@ -16,18 +16,12 @@ def cluster_view(controller: Controller) -> scheduler_pb2.ClusterView:
     """The last reports as received; instances and demand as the scheduler counts them."""
     state = controller.policy.state
     now = controller.clock.now()
-    waiting: Counter[str] = Counter()
-    running: Counter[str] = Counter()
-    for admission in state.queues:
-        waiting[admission.model] += 1
-    for attempt in state.reservations.attempts():
-        running[attempt.admission.model] += 1
+    waiting = Counter(admission.model for admission in state.queues)
+    running = Counter(attempt.admission.model for attempt in state.reservations.attempts())
     return scheduler_pb2.ClusterView(
         epoch=controller.epoch.value,
-        workers=[
-            report for worker_id, report in controller.worker_reports.items() if worker_id in state.membership.workers
-        ],
-        stores=[report for store_id, report in controller.store_reports.items() if store_id in state.membership.stores],
+        workers=[report for key, report in controller.worker_reports.items() if key in state.membership.workers],
+        stores=[report for key, report in controller.store_reports.items() if key in state.membership.stores],
         instances=[_instance_view(controller, instance, now) for instance in state.instances],
         demand=[
             scheduler_pb2.ModelDemand(model=name, num_waiting=waiting[name], num_running=running[name])

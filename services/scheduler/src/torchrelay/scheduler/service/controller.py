@@ -26,9 +26,7 @@ from torchrelay.scheduler.service.admit_streams import AdmitStreams
 from torchrelay.scheduler.service.epoch import Epoch
 from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.input_log import InputRecorder
-from torchrelay.scheduler.service.metrics.admission import AdmissionMetrics
-from torchrelay.scheduler.service.metrics.relay import RelayMetrics
-from torchrelay.scheduler.service.metrics.replication import ReplicationMetrics
+from torchrelay.scheduler.service.metrics import AdmissionMetrics, RelayMetrics, ReplicationMetrics
 from torchrelay.scheduler.service.tickets import ClusterTickets
 
 log = get_logger(__name__)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar
 
 import grpc
@@ -61,36 +62,37 @@ class Discovery:
         self._stopped = True
 
     async def _on_worker(self, message: Msg) -> None:
-        report = _parsed(WorkerReport, message)
-        if report is None or self._stopped:
-            return
-        self._report(self._controller.worker_reported, report, False)
-        if report.worker_id in self._controller.policy.state.membership.workers:
+        report = self._apply(WorkerReport, message, partial(self._controller.worker_reported, streamed=False))
+        if report is not None and report.worker_id in self._controller.policy.state.membership.workers:
             self._watch(f"worker {report.worker_id}", report.incarnation, lambda: self._watch_worker(report))
 
     async def _on_store(self, message: Msg) -> None:
-        report = _parsed(StoreReport, message)
-        if report is None or self._stopped:
-            return
-        self._report(self._controller.store_reported, report)
-        if report.store_id in self._controller.policy.state.membership.stores:
+        report = self._apply(StoreReport, message, self._controller.store_reported)
+        if report is not None and report.store_id in self._controller.policy.state.membership.stores:
             self._watch(f"store {report.store_id}", report.incarnation, lambda: self._watch_store(report))
 
-    def _report(self, apply: Callable[..., None], *args: object) -> None:
-        # The broker's client only logs what a callback raises; an error here must end the service.
+    def _apply(self, kind: type[Report], message: Msg, apply: Callable[[Report], None]) -> Report | None:
+        """The report of a message, once applied; None if it cannot be read, or reports are ignored by now."""
+        if self._stopped:
+            return None
         try:
-            apply(*args)
+            report = kind.FromString(message.data)
+        except DecodeError as error:
+            log.warning("report_unreadable", subject=message.subject, error=str(error))
+            return None
+        try:
+            apply(report)
         except Exception as error:
+            # The broker's client only logs what a callback raises; an error here must end the service.
             self._stopped = True
             self._tasks.create_task(_fail(error))
+        return report
 
     def _watch(self, name: str, incarnation: str, watch: Callable[[], Coroutine[None, None, None]]) -> None:
-        present = self._watches.get(name)
-        if present is not None and present.incarnation == incarnation and not present.task.done():
-            return
-        if present is not None:
+        if present := self._watches.get(name):
+            if present.incarnation == incarnation and not present.task.done():
+                return
             present.task.cancel()
-
         self._watches[name] = _Watch(incarnation, self._tasks.create_task(watch(), name=f"watch {name}"))
 
     async def _watch_worker(self, first: WorkerReport) -> None:
@@ -103,12 +105,8 @@ class Discovery:
                     break  # another process uses the port by now
                 self._controller.worker_reported(report, streamed=True)
             self._controller.apply(WorkerStreamClosed(worker_id))
-            if stream.was_ended:
-                self._controller.apply(WorkerStopped(worker_id))
-                await self._channels.forget(first.grpc_address)
-                return
-            if await is_refused(first.grpc_address):
-                self._controller.apply(WorkerGone(worker_id))
+            if stream.was_ended or await is_refused(first.grpc_address):
+                self._controller.apply(WorkerStopped(worker_id) if stream.was_ended else WorkerGone(worker_id))
                 await self._channels.forget(first.grpc_address)
                 return
             await asyncio.sleep(_RETRY_S)
@@ -148,11 +146,3 @@ class _ReportStream(Generic[Report]):
             log.info("watch_broken", peer=self._peer, status=error.code().name, detail=error.details())
         else:
             self.was_ended = True
-
-
-def _parsed(kind: type[Report], message: Msg) -> Report | None:
-    try:
-        return kind.FromString(message.data)
-    except DecodeError as error:
-        log.warning("report_unreadable", subject=message.subject, error=str(error))
-        return None

@@ -24,14 +24,12 @@ class PeerChannels:
 
     async def forget(self, address: str) -> None:
         """Closes the channel of a peer that is gone; running calls fail."""
-        channel = self._channels.pop(address, None)
-        if channel is not None:
+        if channel := self._channels.pop(address, None):
             await channel.close()
 
     async def close(self) -> None:
-        channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            await channel.close()
+        while self._channels:
+            await self._channels.popitem()[1].close()
 
 
 async def is_refused(address: str, timeout_s: float = 0.3) -> bool:

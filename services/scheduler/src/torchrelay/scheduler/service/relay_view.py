@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torchrelay.control.v1.scheduler_pb2 import RelaySource, RelayView
 from torchrelay.scheduler.policy.relay.replan import is_slow
-from torchrelay.scheduler.policy.relay.transfer_events import mean_bytes_per_s
 from torchrelay.scheduler.policy.relay.transfers import Transfer, TransferState
 from torchrelay.scheduler.policy.state import State
 
@@ -27,11 +26,12 @@ def relay_views(state: State, now: float) -> list[RelayView]:
 
 def _view(transfer: Transfer, model: str, now: float) -> RelayView:
     copy = transfer.copy
+    is_running_slow = transfer.state is TransferState.RUNNING and is_slow(transfer, now)
     view = RelayView(
         pack_id=transfer.pack_id,
         model=model,
         target=transfer.target,
-        state=_state(transfer, now),
+        state=RelayView.STATE_SLOW if is_running_slow else _STATES[transfer.state],
         urgent=transfer.urgent,
         sources=_sources(transfer),
         pack_bytes=transfer.pack_bytes,
@@ -45,25 +45,17 @@ def _view(transfer: Transfer, model: str, now: float) -> RelayView:
         view.num_chunks, view.num_chunks_verified = copy.num_chunks, copy.num_chunks_verified
         view.num_repairs = copy.num_repairs
     if transfer.ended_at:
-        view.ended_s, view.bytes_per_s = now - transfer.ended_at, mean_bytes_per_s(transfer)
+        view.ended_s, view.bytes_per_s = now - transfer.ended_at, transfer.mean_bytes_per_s
     elif copy is not None:
         view.bytes_per_s = copy.bytes_per_s
         view.left_s = copy.missing_bytes / view.bytes_per_s if view.bytes_per_s else 0.0
     return view
 
 
-def _state(transfer: Transfer, now: float) -> RelayView.State.ValueType:
-    if transfer.state is TransferState.RUNNING and is_slow(transfer, now):
-        return RelayView.STATE_SLOW
-    return _STATES[transfer.state]
-
-
 def _sources(transfer: Transfer) -> list[RelaySource]:
     """Sources by report, then planned ones that no report has shown yet."""
-    shares = transfer.copy.shares if transfer.copy else ()
-    reported_ids = {share.holder_id for share in shares}
-    unseen = [source for source in transfer.holder_ids if source not in reported_ids]
-    planned = [] if transfer.ended_at else [RelaySource(holder_id=source) for source in unseen]
+    reported_ids = {share.holder_id for share in transfer.shares}
+    unseen = [source for source in transfer.holder_ids if source not in reported_ids and not transfer.ended_at]
     reported = [
         RelaySource(
             holder_id=share.holder_id,
@@ -72,6 +64,6 @@ def _sources(transfer: Transfer) -> list[RelaySource]:
             following=share.following,
             error=share.error,
         )
-        for share in shares
+        for share in transfer.shares
     ]
-    return [*reported, *planned]
+    return [*reported, *(RelaySource(holder_id=source) for source in unseen)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import SlotAssignment
 from torchrelay.scheduler.policy.core import BOTH, Instance, Model, Roles, StoreStatus, WorkerStatus
@@ -50,6 +52,23 @@ class AutoscalerInput:
     workers: Mapping[str, WorkerStatus]  # those that are not suspect
     stores: Mapping[str, StoreStatus]  # by host
     idle_timeouts_s: Mapping[str, float]  # by version; absent: the default
+
+    @cached_property
+    def waited_for(self) -> frozenset[str]:
+        """Versions that requests wait for."""
+        return frozenset(demand.model.version_id for demand in self.demands if demand.num_waiting)
+
+    @cached_property
+    def staying(self) -> Mapping[str, Sequence[InstanceLoad]]:
+        """What is not on its way out, by version."""
+        found = defaultdict[str, list[InstanceLoad]](list)
+        for load in self.loads:
+            if load.instance.staying:
+                found[load.instance.version_id].append(load)
+        return found
+
+    def of(self, model: Model) -> Sequence[InstanceLoad]:
+        return self.staying.get(model.version_id, ())
 
 
 @dataclass(frozen=True)

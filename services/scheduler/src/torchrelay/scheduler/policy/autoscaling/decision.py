@@ -24,7 +24,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 from torchrelay.scheduler.policy.autoscaling.eviction import evict
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Model, Role, Roles, WorkerStatus
+from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, WorkerStatus
 from torchrelay.scheduler.policy.reasons import Reason
 
 
@@ -40,7 +40,7 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig) -> tuple[Act
     starving: list[Demand] = []
     demands = sorted(autoscaler_input.demands, key=lambda demand: -demand.oldest_wait_s)
     for demand in demands:
-        played = _roles_covered(_loads_of(demand.model, autoscaler_input))
+        played = frozenset(role for load in autoscaler_input.of(demand.model) for role in load.instance.target_roles)
         if not demand.num_waiting or played >= BOTH or autoscaler_input.now < demand.not_before:
             continue
         started, served = _scale_from_zero(demand, played, autoscaler_input, free, actions, config)
@@ -68,15 +68,6 @@ def _free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
     }
 
 
-def _loads_of(model: Model, autoscaler_input: AutoscalerInput) -> list[InstanceLoad]:
-    loads = autoscaler_input.loads
-    return [load for load in loads if load.instance.version_id == model.version_id and load.instance.staying]
-
-
-def _roles_covered(loads: Sequence[InstanceLoad]) -> Roles:
-    return frozenset(role for load in loads for role in load.instance.target_roles)
-
-
 def _mark_taken(actions: Sequence[Action], free: dict[str, WorkerStatus], granted: dict[str, list[Roles]]) -> None:
     """Removes the slots of wakes from the free ones."""
     for action in actions:
@@ -91,9 +82,7 @@ def wanted_instances(demand: Demand, num_ready: int, num_loading: int, config: P
     unserved = demand.num_waiting + demand.num_cold
     batches = unserved / config.requests_per_instance
     by_count = num_ready + math.floor(batches) if num_ready else math.ceil(batches)
-    by_backlog = 0
-    if demand.backlog_s > config.queue_target_s:
-        by_backlog = math.ceil(demand.backlog_s / config.queue_target_s)
+    by_backlog = math.ceil(demand.backlog_s / config.queue_target_s) if demand.backlog_s > config.queue_target_s else 0
     by_wait = num_ready + 1 if demand.oldest_wait_s > config.queue_target_s and num_ready and not num_loading else 0
     least = 1 if demand.num_waiting else 0
     return min(max(by_count, by_backlog, by_wait, least), demand.model.max_instances or config.max_instances)
@@ -113,7 +102,7 @@ def _scale_from_zero(
     assignments = assign(slots, Role.PREFILL in missing, Role.DECODE in missing)
     if assignments:
         return [Wake(demand.model, assignments, _wake_reason(demand, "role_missing" if played else "at_zero"))], True
-    if spread := _assign_both_roles(_loads_of(demand.model, autoscaler_input), autoscaler_input.workers, missing):
+    if spread := _assign_both_roles(autoscaler_input.of(demand.model), autoscaler_input.workers, missing):
         return [spread], True
     return list(evict(demand, missing, autoscaler_input, decided, config)), False
 
@@ -126,9 +115,9 @@ def _scale_up(
     config: PolicyConfig,
 ) -> list[Action]:
     """More instances for a model that can already serve."""
-    own = _loads_of(demand.model, autoscaler_input)
+    own = autoscaler_input.of(demand.model)
     roles = [*(load.instance.target_roles for load in own), *granted]
-    if not frozenset(role for one in roles for role in one) >= BOTH or autoscaler_input.now < demand.not_before:
+    if not frozenset().union(*roles) >= BOTH or autoscaler_input.now < demand.not_before:
         return []
     num_loading = sum(load.instance.phase is InstancePhase.LOADING for load in own) + len(granted)
     ready = [load.instance for load in own if load.instance.phase is InstancePhase.READY]
@@ -166,39 +155,29 @@ def _assign_both_roles(
     return None
 
 
-def _is_abandoned(load: InstanceLoad, when: float) -> bool:
-    """Whether it is still loading, though nobody has waited for it since ``when``."""
-    return load.instance.phase is InstancePhase.LOADING and load.is_idle_since(when)
-
-
 def _scale_down(autoscaler_input: AutoscalerInput, decided: Sequence[Action], config: PolicyConfig) -> list[Action]:
     """Drains what was unused for the idle timeout: a whole model, or instances that the others can do without."""
-    waited_for = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_waiting}
     placed_cold = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_cold}
     drained = {action.instance_id for action in decided if isinstance(action, Drain)}
-    staying: dict[str, list[InstanceLoad]] = {}
-    for load in autoscaler_input.loads:
-        if load.instance.staying and load.instance.instance_id not in drained:
-            staying.setdefault(load.instance.version_id, []).append(load)
     actions: list[Action] = []
-    for version_id, loads in staying.items():
-        if version_id in waited_for:
+    for version_id, staying in autoscaler_input.staying.items():
+        if version_id in autoscaler_input.waited_for:
             continue
+        loads = [load for load in staying if load.instance.instance_id not in drained]
         timeout_s = autoscaler_input.idle_timeouts_s.get(version_id) or config.idle_timeout_s
-        after = {"idle_timeout_s": timeout_s}
-        if all(_is_abandoned(load, autoscaler_input.now - config.cancel_after_s) for load in loads):
+        abandoned_since = autoscaler_input.now - config.cancel_after_s
+        if all(load.instance.phase is InstancePhase.LOADING and load.is_idle_since(abandoned_since) for load in loads):
             cancelled = Reason("cancel", "no request waits for it any more")
             actions += [Drain(load.instance.instance_id, cancelled) for load in loads]
             continue
         idle = [load for load in loads if load.is_idle_since(autoscaler_input.now - timeout_s)]
-        reason = Reason("idle", f"idle for {timeout_s:g} s", after)
+        reason = Reason("idle", f"idle for {timeout_s:g} s", {"idle_timeout_s": timeout_s})
         if len(idle) == len(loads):
             actions += [Drain(load.instance.instance_id, reason) for load in idle]
             continue
-        # A loading instance may be meant for requests placed on it: drained, it would be loaded again at once.
-        for load in (
-            load for load in idle if load.instance.phase is InstancePhase.READY or version_id not in placed_cold
-        ):
+        for load in idle:
+            if load.instance.phase is InstancePhase.LOADING and version_id in placed_cold:
+                continue  # it may be meant for requests placed on it: drained, it would be loaded again at once
             rest = [other for other in loads if other is not load]
             if cover_both_roles(other.instance for other in rest):
                 loads = rest

@@ -4,6 +4,7 @@ busy model whose turn ends.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -32,23 +33,14 @@ def evict(
     """
     usable = _usable_workers(demand.model, autoscaler_input)
     emptied = {action.instance_id for action in decided if isinstance(action, Drain)}
-    leaving = [
-        load
-        for load in autoscaler_input.loads
-        if load.instance.phase is InstancePhase.DRAINING or load.instance.instance_id in emptied
-    ]
-    if any(usable.get(load.instance.worker_id, frozenset()) >= missing for load in leaving):
+    instances = [load.instance for load in autoscaler_input.loads]
+    leaving = [one for one in instances if one.phase is InstancePhase.DRAINING or one.instance_id in emptied]
+    if any(usable.get(instance.worker_id, frozenset()) >= missing for instance in leaving):
         return []
     idle = _idle_victims(demand.model, autoscaler_input)
     victims = [load for load in idle if load.instance.worker_id in usable and load.instance.instance_id not in emptied]
     if chosen := _min_victims(victims, missing, usable):
-        return [
-            Drain(
-                load.instance.instance_id,
-                Reason("evict", f"idle, and {_visible_name(demand.model, load)} waits for a slot"),
-            )
-            for load in chosen
-        ]
+        return [_drain(load, "evict", "idle, and {} waits for a slot", demand.model) for load in chosen]
     # Busy models give up one slot at a time, so that two that wait for each other do not swap slots.
     if leaving or demand.oldest_wait_s < config.share_after_s:
         return []
@@ -62,38 +54,27 @@ def _usable_workers(model: Model, autoscaler_input: AutoscalerInput) -> dict[str
     roles they can play.
     """
     idle = [load.instance.instance_id for load in _idle_victims(model, autoscaler_input)]
-    held: dict[str, set[str]] = {
-        host_id: set() for host_id in autoscaler_input.stores
-    }  # packs that stay pinned, by host
-    leaving: dict[str, set[str]] = {host_id: set() for host_id in autoscaler_input.stores}
+    held, leaving = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)  # packs, by host
     for load in autoscaler_input.loads:
         instance = load.instance
         goes = instance.phase is InstancePhase.DRAINING or instance.instance_id in idle
-        (leaving if goes else held).setdefault(instance.host_id, set()).add(instance.pack_id)
-    stores = {
-        host_id: _unpinned(store, leaving[host_id] - held[host_id])
-        for host_id, store in autoscaler_input.stores.items()
-    }
+        (leaving if goes else held)[instance.host_id].add(instance.pack_id)
+    stores = {host: _unpinned(store, leaving[host] - held[host]) for host, store in autoscaler_input.stores.items()}
     slots = free_slots(model, autoscaler_input.workers.values(), stores, frozenset())
     return {slot.worker_id: slot.playable_roles for slot in slots}
 
 
 def _unpinned(store: StoreStatus, packs: set[str]) -> StoreStatus:
-    copies = {
-        pack_id: replace(copy, num_pins=0) if pack_id in packs else copy for pack_id, copy in store.copies.items()
-    }
-    return replace(store, copies=copies)
+    unpinned = {pack_id: replace(store.copies[pack_id], num_pins=0) for pack_id in packs & store.copies.keys()}
+    return replace(store, copies={**store.copies, **unpinned})
 
 
 def _idle_victims(model: Model, autoscaler_input: AutoscalerInput) -> list[InstanceLoad]:
     """Instances of other models that no request uses or waits for, longest idle first."""
-    waited_for = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_waiting}
+    needed = autoscaler_input.waited_for | {model.version_id}
+    others = (load for load in autoscaler_input.loads if load.instance.staying)
     idle = [
-        load
-        for load in autoscaler_input.loads
-        if load.instance.staying
-        and load.is_idle_since(autoscaler_input.now)
-        and load.instance.version_id not in waited_for | {model.version_id}
+        load for load in others if load.instance.version_id not in needed and load.is_idle_since(autoscaler_input.now)
     ]
     return sorted(idle, key=lambda load: (load.instance.last_active, load.instance.instance_id))
 
@@ -119,25 +100,18 @@ def _share_slots(
 
     The prefill instance goes first: its work ends soon, and decoding goes on undisturbed.
     """
-    by_version: dict[str, list[InstanceLoad]] = {}
-    for load in autoscaler_input.loads:
-        if load.instance.staying and load.instance.version_id != model.version_id:
-            by_version.setdefault(load.instance.version_id, []).append(load)
-    best: tuple[tuple[bool, bool, int, str], list[SetRoles | Drain]] | None = None
-    for loads in by_version.values():
-        for victim in loads:
+    found: list[tuple[tuple[bool, bool, int, str], list[SetRoles | Drain]]] = []
+    for version_id, loads in autoscaler_input.staying.items():
+        for victim in loads if version_id != model.version_id else ():
             instance = victim.instance
             if instance.phase is not InstancePhase.READY or not usable.get(instance.worker_id, frozenset()) >= missing:
                 continue
-            waits = f"{_visible_name(model, victim)} waits for a slot, and this model can do without one"
-            reason = Reason("share", waits)
-            kept = _role_takeover(loads, victim, autoscaler_input.workers, reason)
-            if kept is None:
-                continue
-            cost = (bool(kept), instance.plays(Role.DECODE), victim.num_open, instance.instance_id)
-            if best is None or cost < best[0]:
-                best = (cost, [*kept, Drain(instance.instance_id, reason)])
-    return best[1] if best else []
+            drain = _drain(victim, "share", "{} waits for a slot, and this model can do without one", model)
+            kept = _role_takeover(loads, victim, autoscaler_input.workers, drain.reason)
+            if kept is not None:
+                cost = (bool(kept), instance.plays(Role.DECODE), victim.num_open, instance.instance_id)
+                found.append((cost, [*kept, drain]))
+    return min(found, key=lambda one: one[0])[1] if found else []
 
 
 def _end_turn(
@@ -150,23 +124,20 @@ def _end_turn(
         return []
     held = [
         load
-        for load in autoscaler_input.loads
+        for load in sorted(autoscaler_input.loads, key=lambda load: (load.instance.since, load.instance.instance_id))
         if load.instance.version_id != demand.model.version_id
         and load.instance.phase is InstancePhase.READY
         and load.instance.since <= autoscaler_input.now - config.turn_s
         and load.instance.worker_id in usable
     ]
-    held.sort(key=lambda load: (load.instance.since, load.instance.instance_id))
-    waited = f"has waited {demand.oldest_wait_s:.0f} s, and no slot can be spared"
-    return [
-        Drain(load.instance.instance_id, Reason("turn", f"{_visible_name(demand.model, load)} {waited}"))
-        for load in _min_victims(held, missing, usable)
-    ]
+    waited = f"{{}} has waited {demand.oldest_wait_s:.0f} s, and no slot can be spared"
+    return [_drain(load, "turn", waited, demand.model) for load in _min_victims(held, missing, usable)]
 
 
-def _visible_name(model: Model, victim: InstanceLoad) -> str:
-    """The waiting model as the victim's tenants may know it: they see why their own was drained."""
-    return model.name if victim.tenants == {tenant_of(model.name)} else "a model of another tenant"
+def _drain(victim: InstanceLoad, cause: str, text: str, waiting: Model) -> Drain:
+    """``text`` names the waiting model as the victim's tenants may know it: they see why their own was drained."""
+    name = waiting.name if victim.tenants == {tenant_of(waiting.name)} else "a model of another tenant"
+    return Drain(victim.instance.instance_id, Reason(cause, text.format(name)))
 
 
 def _role_takeover(

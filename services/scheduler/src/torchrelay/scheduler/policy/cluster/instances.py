@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from torchrelay.scheduler.policy.core import Instance, InstancePhase, Roles, WorkerStatus
+from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus
 from torchrelay.scheduler.policy.reasons import Reason
 
 _RESTARTED = Reason("worker_restarted", "the worker was restarted")
@@ -34,12 +34,7 @@ class InstanceTransition:
 
     @property
     def gone(self) -> bool:
-        return self.kind in (
-            TransitionKind.RELEASED,
-            TransitionKind.FAILED,
-            TransitionKind.STOPPED,
-            TransitionKind.LOST,
-        )
+        return self.kind not in (TransitionKind.ADOPTED, TransitionKind.MOVED)
 
 
 class Instances:
@@ -82,14 +77,13 @@ class Instances:
     def observe(self, worker: WorkerStatus, now: float) -> list[InstanceTransition]:
         """Updates the record of the worker's slot from its report."""
         changes: list[InstanceTransition] = []
-        known = self.on_worker(worker.worker_id)
-        if known is not None:
+        if known := self.on_worker(worker.worker_id):
             change = _transition(known, worker, now)
             if change is None:
-                return changes
+                return []
             if not change.gone:
                 self.put(change.instance)
-                return [change] if change.kind is TransitionKind.MOVED and change.before != change.instance else changes
+                return [change] if change.before != change.instance else []
             self.remove(known.instance_id)
             changes.append(change)
         if worker.slot.phase is not InstancePhase.FREE:
@@ -126,21 +120,19 @@ def _transition(known: Instance, worker: WorkerStatus, now: float) -> InstanceTr
     if known.phase is InstancePhase.LOADING:
         why = slot.error or "the worker aborted the load without a reason"
         return InstanceTransition(TransitionKind.FAILED, known, known, Reason("load_failed", why, {"error": why}))
-    return InstanceTransition(
-        TransitionKind.LOST, known, known, Reason("slot_freed", slot.error or "the worker freed its slot")
-    )
+    reason = Reason("slot_freed", slot.error or "the worker freed its slot")
+    return InstanceTransition(TransitionKind.LOST, known, known, reason)
 
 
 def _updated(known: Instance, worker: WorkerStatus, now: float) -> Instance:
     slot = worker.slot
     # A report sent before the worker got the drain does not undo it.
     phase = known.phase if known.phase is InstancePhase.DRAINING else slot.phase
-    roles: Roles = slot.roles or known.roles
     return replace(
         known,
         phase=phase,
         since=now if phase is not known.phase else known.since,
-        roles=roles,
+        roles=slot.roles or known.roles,
         accepted_at=known.accepted_at or now,
         confirmed=True,
         num_layers_ready=slot.num_layers_ready,
@@ -150,7 +142,7 @@ def _updated(known: Instance, worker: WorkerStatus, now: float) -> Instance:
 
 def _adopted(worker: WorkerStatus, now: float) -> Instance:
     slot = worker.slot
-    return Instance(
+    found = Instance(
         instance_id=slot.instance_id,
         model=slot.model,
         version_id=slot.version_id,
@@ -163,9 +155,6 @@ def _adopted(worker: WorkerStatus, now: float) -> Instance:
         since=now,
         created_at=now,
         last_active=now,
-        accepted_at=now,
-        confirmed=True,
-        num_layers_ready=slot.num_layers_ready,
-        num_layers=slot.num_layers,
         reason=Reason("adopted", "found running"),
     )
+    return _updated(found, worker, now)

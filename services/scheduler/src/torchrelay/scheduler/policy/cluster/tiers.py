@@ -22,8 +22,5 @@ def tier_of(pack_id: str, host: StoreStatus, stores: Iterable[StoreStatus]) -> T
     copy = host.copies.get(pack_id)
     if copy is not None and not copy.error:
         return Tier.HOST if copy.complete else Tier.FILLING
-    for store in stores:
-        other = store.copies.get(pack_id)
-        if other is not None and not other.error:
-            return Tier.PEER
-    return Tier.REMOTE
+    copies = (store.copies.get(pack_id) for store in stores)
+    return Tier.PEER if any(other is not None and not other.error for other in copies) else Tier.REMOTE

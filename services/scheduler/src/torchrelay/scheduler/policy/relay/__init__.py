@@ -1,1 +1,1 @@
-"""Transfers from plan to end, their links, and when to re-plan them. Imports planning, core, reasons, effects."""
+"""Transfers from plan to end, their links, and when to re-plan them."""

@@ -94,9 +94,8 @@ class LinkDirection:
         """``best``: the peak of the best link in the cluster; 0: none has been measured."""
         expected = best if self._peak else best * _UNMEASURED_FACTOR
         capacity = min(expected or math.inf, self.speed or math.inf)
-        if math.isinf(capacity):
-            capacity = DEFAULT_BYTES_PER_S
-        return min(capacity, self._ceiling) if now < self._ceiling_until else capacity
+        ceiling = self._ceiling if now < self._ceiling_until else math.inf
+        return min(DEFAULT_BYTES_PER_S if math.isinf(capacity) else capacity, ceiling)
 
 
 @dataclass
@@ -143,10 +142,9 @@ class Links:
         """The link of a host that reports. Now and then, hosts that have long been silent are forgotten."""
         if now >= self._tidy_at:
             self._tidy_at = now + _FORGET_S
-            kept = set(self._host_of.values())
-            for known in [known for known, link in self._links.items() if now - link.reported_at > _FORGET_S]:
-                if known not in kept:
-                    del self._links[known]
+            silent = {known for known, link in self._links.items() if now - link.reported_at > _FORGET_S}
+            for known in silent.difference(self._host_of.values()):
+                del self._links[known]
         link = self._links[host_id]
         link.reported_at = now
         return link
@@ -197,8 +195,7 @@ class Links:
         best = max((direction.peak(self._measured_s) for direction in directions), default=0.0)
         out, into = _Rates(list), _Rates(list)
         for transfer in running:
-            target = self._host_of.get(transfer.target, transfer.target)
-            into[target].append(transfer.planned_bytes_per_s)
+            into[self._host_of.get(transfer.target, transfer.target)].append(transfer.planned_bytes_per_s)
             for source, rate in transfer.sources:
                 out[self._host_of.get(source, source)].append(rate)
         remote = self._links[REMOTE].out.peak(self._measured_s) if REMOTE in self._links else 0.0
@@ -229,15 +226,12 @@ def _residual_bytes_per_s(capacity: float, background: float, transfers: list[fl
 
 def _has_just_ended(copy: PackCopy, before: StoreStatus | None) -> bool:
     """Whether this report is the first with the end of the copy's relay. The stamp's own age is by another clock."""
-    if before is None or not copy.relay_end_us:
-        return False
-    known = before.copies.get(copy.pack_id)
-    return known is None or known.relay_end_us != copy.relay_end_us
+    known = before.copies.get(copy.pack_id) if before else None
+    return before is not None and copy.relay_end_us not in (0, known.relay_end_us if known else 0)
 
 
 def _mean_bytes_per_s(copy: PackCopy) -> float:
     """Over the whole relay; 0 if it has not ended, or was too short to tell."""
-    if not copy.complete or not copy.source:
-        return 0.0
     took_s = (copy.relay_end_us - copy.relay_first_us) / 1e6
-    return copy.pack_bytes / took_s if took_s >= _MIN_TRANSFER_S else 0.0
+    is_measured = copy.complete and copy.source and took_s >= _MIN_TRANSFER_S
+    return copy.pack_bytes / took_s if is_measured else 0.0

@@ -23,8 +23,5 @@ def sources_joined(before: PackCopy | None, copy: PackCopy) -> tuple[str, ...]:
 def sources_dropped(before: PackCopy | None, copy: PackCopy) -> Mapping[str, str]:
     """Sources given up since ``before``, with the reason."""
     known = {share.holder_id: share.error for share in before.shares} if before else {}
-    return {
-        share.holder_id: share.error
-        for share in copy.shares
-        if share.error and known.get(share.holder_id, "") != share.error
-    }
+    errors = {share.holder_id: share.error for share in copy.shares if share.error}
+    return {source: error for source, error in errors.items() if known.get(source) != error}

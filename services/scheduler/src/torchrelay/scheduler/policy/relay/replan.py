@@ -36,16 +36,14 @@ def with_slowness(
 
 
 def is_slow(transfer: Transfer, now: float) -> bool:
-    """Whether it has been slow for long enough to matter."""
-    return transfer.slow_since > 0 and (
-        transfer.replan_checked_at > 0  # slow again, or still, after new sources were looked for
-        or now - transfer.slow_since >= SLOW_AFTER_S
-    )
+    """Whether it has been slow for long enough to matter, or is slow again, or still, after sources were looked for."""
+    has_lasted = now - transfer.slow_since >= SLOW_AFTER_S
+    return transfer.slow_since > 0 and (transfer.replan_checked_at > 0 or has_lasted)
 
 
 def is_replan_due(transfer: Transfer, now: float) -> bool:
-    slow = transfer.slow_since and now - transfer.slow_since >= SLOW_AFTER_S
-    return bool(slow) and now - transfer.replan_checked_at >= REPLAN_COOLDOWN_S
+    has_lasted = now - transfer.slow_since >= SLOW_AFTER_S
+    return transfer.slow_since > 0 and has_lasted and now - transfer.replan_checked_at >= REPLAN_COOLDOWN_S
 
 
 def replanned_edge(

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torchrelay.common.quantities import format_count, format_duration
 from torchrelay.scheduler.planning import TransferEdge
-from torchrelay.scheduler.policy.core import Model, PackCopy, SourceShare
+from torchrelay.scheduler.policy.core import Model, PackCopy
 from torchrelay.scheduler.policy.effects import SchedulerEvent
 from torchrelay.scheduler.policy.relay.repairs import sources_dropped, sources_joined
 from torchrelay.scheduler.policy.relay.transfers import Transfer, TransferEvent, TransferEventKind
@@ -30,12 +30,17 @@ def transfer_event(event: TransferEvent, model: Model, now: float) -> SchedulerE
             fields |= {"sources": ",".join(current_sources(transfer)), "urgency": urgency} | transfer.reason.fields
             fields["planned_bytes_per_s"] = transfer.planned_bytes_per_s
         case TransferEventKind.REPAIRED:
-            reason = _repaired_text(transfer, event.before)
-            fields |= _repair_fields(transfer.copy, event.before)
+            assert transfer.copy is not None  # repairs are known from reports
+            reason, repair_fields = _repaired(transfer, transfer.copy, event.before)
+            fields |= repair_fields
         case _:
             reason = _failed_text(transfer) if transfer.error else _finished_text(transfer)
-            fields |= _end_fields(transfer)
-            bytes_by_source = {share.holder_id: share.num_bytes for share in _shares(transfer)}
+            num_bytes, mean_bytes_per_s = transfer.num_bytes_received, transfer.mean_bytes_per_s
+            fields["took_s"] = transfer.running_s(transfer.ended_at)
+            fields |= {"num_bytes": num_bytes, "bytes_per_s": mean_bytes_per_s}
+            fields |= {"num_repairs": transfer.copy.num_repairs} if transfer.copy else {}
+            fields |= {"error": transfer.error} if transfer.error else {}
+            bytes_by_source = {share.holder_id: share.num_bytes for share in transfer.shares}
     kind, topic = f"relay_{event.kind.value}", f"{EVENT_PREFIX}{event.kind.value}"
     return SchedulerEvent(now, kind, model.name, transfer.target, reason, topic, fields, bytes_by_source)
 
@@ -62,14 +67,9 @@ def slow_event(
 
 def current_sources(transfer: Transfer) -> tuple[str, ...]:
     """The sources that the target follows, as reported or otherwise as planned."""
-    following = tuple(share.holder_id for share in _shares(transfer) if share.following)
-    return (
-        following or transfer.holder_ids or ((transfer.copy.source,) if transfer.copy and transfer.copy.source else ())
-    )
-
-
-def _shares(transfer: Transfer) -> tuple[SourceShare, ...]:
-    return transfer.copy.shares if transfer.copy else ()
+    following = tuple(share.holder_id for share in transfer.shares if share.following)
+    reported = (transfer.copy.source,) if transfer.copy and transfer.copy.source else ()
+    return following or transfer.holder_ids or reported
 
 
 def _started_text(transfer: Transfer) -> str:
@@ -79,21 +79,27 @@ def _started_text(transfer: Transfer) -> str:
     return f"{text}: {transfer.reason.text}" if transfer.reason.text else text
 
 
-def _repaired_text(transfer: Transfer, before: PackCopy | None) -> str:
-    copy = transfer.copy
-    assert copy is not None  # repairs are known from reports
+def _repaired(transfer: Transfer, copy: PackCopy, before: PackCopy | None) -> tuple[str, Fields]:
     new, lost = sources_joined(before, copy), sources_dropped(before, copy)
     text = f"{transfer.target} goes on from {' and '.join(new)}" if new else f"{transfer.target} goes on"
     if lost:
-        return f"{text}; given up: " + ", ".join(f"{source} ({error})" for source, error in lost.items())
-    lagging = _lagging_source(transfer, new)
-    return f"{text}, beside {lagging}" if lagging else text
+        text += "; given up: " + ", ".join(f"{source} ({error})" for source, error in lost.items())
+    elif lagging := _lagging_source(transfer, new):
+        text += f", beside {lagging}"
+    return text, {
+        "cause": "given_up" if lost else "joined",
+        "num_repairs": copy.num_repairs,
+        "joined": ",".join(new),
+        "given_up": ",".join(lost),
+        "num_chunks_verified": copy.num_chunks_verified,
+        "num_chunks": copy.num_chunks,
+    }
 
 
 def _lagging_source(transfer: Transfer, new: tuple[str, ...]) -> str:
     """The source that another joined for: of those followed before, the one that lags most behind its plan."""
     planned = dict(transfer.sources)
-    asked = [share for share in _shares(transfer) if share.following and share.holder_id not in new]
+    asked = [share for share in transfer.shares if share.following and share.holder_id not in new]
     if not asked:
         return ""
     share = min(asked, key=lambda share: share.bytes_per_s / (planned.get(share.holder_id) or 1.0))
@@ -102,56 +108,15 @@ def _lagging_source(transfer: Transfer, new: tuple[str, ...]) -> str:
     return f"{rate} of {_millions(due)} planned" if due else rate
 
 
-def _repair_fields(copy: PackCopy | None, before: PackCopy | None) -> Fields:
-    assert copy is not None
-    return {
-        "cause": "given_up" if sources_dropped(before, copy) else "joined",
-        "num_repairs": copy.num_repairs,
-        "joined": ",".join(sources_joined(before, copy)),
-        "given_up": ",".join(sources_dropped(before, copy)),
-        "num_chunks_verified": copy.num_chunks_verified,
-        "num_chunks": copy.num_chunks,
-    }
-
-
-def _end_fields(transfer: Transfer) -> Fields:
-    took_s = transfer.running_s(transfer.ended_at)
-    fields: Fields = {
-        "took_s": took_s,
-        "num_bytes": transfer.num_bytes_received,
-        "bytes_per_s": mean_bytes_per_s(transfer),
-    }
-    if transfer.copy is not None:
-        fields["num_repairs"] = transfer.copy.num_repairs
-    if transfer.error:
-        fields["error"] = transfer.error
-    return fields
-
-
-def mean_bytes_per_s(transfer: Transfer) -> float:
-    """Over the whole run; 0 if it never ran."""
-    took_s = transfer.running_s(transfer.ended_at)
-    return transfer.num_bytes_received / took_s if took_s > 0 else 0.0
-
-
 def _finished_text(transfer: Transfer) -> str:
-    took_s = transfer.running_s(transfer.ended_at)
-    rate = _millions(mean_bytes_per_s(transfer))
+    took_s, rate = transfer.running_s(transfer.ended_at), _millions(transfer.mean_bytes_per_s)
     moved = f"{_millions(transfer.num_bytes_received)} MB in {format_duration(took_s)}, {rate} MB/s"
-    return f"{_edge_with_shares(transfer)}: {moved}{_repairs_text(transfer)}"
-
-
-def _edge_with_shares(transfer: Transfer) -> str:
-    shares = [share for share in _shares(transfer) if share.num_bytes]
-    if len(shares) < 2:
-        return f"{shares[0].holder_id if shares else ' + '.join(current_sources(transfer)) or '?'} -> {transfer.target}"
-    total = sum(share.num_bytes for share in shares)
-    parts = [f"{share.holder_id} {_percent(share.num_bytes / total)}" for share in shares]
-    return f"{' + '.join(parts)} -> {transfer.target}"
-
-
-def _percent(share: float) -> str:
-    return "<1%" if share < 0.01 else f"{share:.0%}"
+    num_bytes = {share.holder_id: share.num_bytes for share in transfer.shares if share.num_bytes}
+    sources = [*num_bytes] or [*current_sources(transfer)] or ["?"]
+    if len(num_bytes) > 1:
+        parts = {source: value / sum(num_bytes.values()) for source, value in num_bytes.items()}
+        sources = [f"{source} {'<1%' if part < 0.01 else f'{part:.0%}'}" for source, part in parts.items()]
+    return f"{' + '.join(sources)} -> {transfer.target}: {moved}{_repairs_text(transfer)}"
 
 
 def _repairs_text(transfer: Transfer) -> str:
@@ -160,12 +125,9 @@ def _repairs_text(transfer: Transfer) -> str:
 
 
 def _failed_text(transfer: Transfer) -> str:
-    copy = transfer.copy
-    progress = (
-        f" with {copy.num_chunks_verified} of {format_count(copy.num_chunks, 'chunk')}"
-        if copy and copy.num_chunks
-        else ""
-    )
+    copy, progress = transfer.copy, ""
+    if copy and copy.num_chunks:
+        progress = f" with {copy.num_chunks_verified} of {format_count(copy.num_chunks, 'chunk')}"
     return f"{transfer.target} ended{progress}: {transfer.error}{_repairs_text(transfer)}"
 
 

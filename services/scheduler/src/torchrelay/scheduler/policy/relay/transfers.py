@@ -32,7 +32,7 @@ from itertools import count
 from typing import NamedTuple
 
 from torchrelay.scheduler.planning import DEFAULT_BYTES_PER_S, ReceiveProgress, TransferEdge
-from torchrelay.scheduler.policy.core import CopyCause, PackCopy, StoreStatus
+from torchrelay.scheduler.policy.core import CopyCause, PackCopy, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.reasons import NO_REASON, Reason
 from torchrelay.scheduler.policy.relay.repairs import is_repair_complete
 
@@ -126,11 +126,21 @@ class Transfer:
         return (self.ended_at or now) - self.begun_at if self.begun_at else 0.0
 
     @property
+    def shares(self) -> tuple[SourceShare, ...]:
+        """As last reported."""
+        return self.copy.shares if self.copy else ()
+
+    @property
     def num_bytes_received(self) -> int:
         """By this run: what an earlier run received is not fetched again."""
-        if self.copy is None:
-            return 0
-        return sum(share.num_bytes for share in self.copy.shares) or (self.pack_bytes if self.copy.complete else 0)
+        is_complete = self.copy is not None and self.copy.complete
+        return sum(share.num_bytes for share in self.shares) or (self.pack_bytes if is_complete else 0)
+
+    @property
+    def mean_bytes_per_s(self) -> float:
+        """Over the whole run; 0 if it never ran."""
+        took_s = self.running_s(self.ended_at)
+        return self.num_bytes_received / took_s if took_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -171,24 +181,23 @@ class Transfers:
     ) -> None:
         """Counts planned edges as started. An edge on its way already keeps its sources and takes on the new demand."""
         for edge in edges:
-            running = self._running.get((pack_id, edge.target))
+            key = pack_id, edge.target
+            running = self._running.get(key)
             if edge.already_there and running is not None:
-                urgent_now, cause_now = running.urgent or urgent, cause or running.cause
-                self._running[running.key] = replace(running, urgent=urgent_now, cause=cause_now)
+                self._running[key] = replace(running, urgent=running.urgent or urgent, cause=cause or running.cause)
             elif not edge.already_there or cause is not None:
                 earlier = stores[edge.target].copies.get(pack_id) if edge.target in stores else None
-                self._running[(pack_id, edge.target)] = Transfer(
-                    pack_id,
-                    edge.target,
+                self._running[key] = Transfer(
+                    *key,
                     pack_bytes,
-                    now,
-                    () if edge.already_there else planned_sources(edge),
-                    0.0 if edge.already_there else edge.bytes_per_s,
-                    urgent,
-                    reason,
-                    cause,
-                    next(self._ranks),
-                    earlier.relay_begin_us if earlier else None,
+                    planned_at=now,
+                    sources=() if edge.already_there else planned_sources(edge),
+                    planned_bytes_per_s=0.0 if edge.already_there else edge.bytes_per_s,
+                    urgent=urgent,
+                    reason=reason,
+                    cause=cause,
+                    rank=next(self._ranks),
+                    stale_begin_us=earlier.relay_begin_us if earlier else None,
                 )
 
     def accepted(self, key: TransferKey, now: float) -> None:
@@ -232,11 +241,11 @@ class Transfers:
 
     def _drop(self, transfer: Transfer, now: float) -> TransferEvent:
         """A running transfer is absent from a report."""
-        if not transfer.sources or not _is_young(transfer, now):
-            return self._end(transfer, now, "it was dropped")
-        event = self._end(replace(transfer, cause=None), now, "it was dropped")
-        waiting = replace(transfer, missing=True, begun_at=0.0, copy=None, repair_base=None, stale_begin_us=None)
-        self._running[transfer.key] = waiting
+        returns = bool(transfer.sources) and _is_young(transfer, now)
+        event = self._end(replace(transfer, cause=None) if returns else transfer, now, "it was dropped")
+        if returns:
+            waiting = replace(transfer, missing=True, begun_at=0.0, copy=None, repair_base=None, stale_begin_us=None)
+            self._running[transfer.key] = waiting
         return event
 
     @staticmethod
@@ -329,11 +338,8 @@ class Transfers:
         In one plan every target comes after its sources. What has not begun and nobody planned comes last.
         """
         ranks = {transfer.target: transfer.rank for transfer in self._running.values() if transfer.pack_id == pack_id}
-        reported = [
-            store.store_id for store in stores if (copy := store.copies.get(pack_id)) is not None and copy.receiving
-        ]
-        unranked = sorted(store_id for store_id in reported if store_id not in ranks)
-        return [*sorted(ranks, key=ranks.__getitem__), *unranked]
+        reported = {store.store_id for store in stores if pack_id in store.copies and store.copies[pack_id].receiving}
+        return [*sorted(ranks, key=ranks.__getitem__), *sorted(reported - ranks.keys())]
 
     def progress(self, pack_id: str, stores: Iterable[StoreStatus]) -> dict[str, ReceiveProgress]:
         """How far incoming copies are: as reported, at the measured rate or otherwise the planned one."""

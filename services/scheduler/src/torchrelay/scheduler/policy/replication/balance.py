@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from torchrelay.scheduler.policy.replication.copy_index import CopyIndex
 from torchrelay.scheduler.policy.replication.copy_placement import CopyPlacement
@@ -11,17 +10,10 @@ from torchrelay.scheduler.policy.replication.copy_placement import CopyPlacement
 _IMBALANCE = 1.2  # a store this much fuller than the mean gives copies away
 
 
-@dataclass(frozen=True)
-class CopyMove:
-    """A copy of ``pack_id`` on ``target`` lets the one on ``source`` go."""
-
-    pack_id: str
-    source: str
-    target: str
-
-
-def next_move(sizes: Mapping[str, int], copy_index: CopyIndex, copy_placement: CopyPlacement) -> CopyMove | None:
-    """The largest pack that can move from the fullest store to the emptiest one, if any.
+def next_move(
+    sizes: Mapping[str, int], copy_index: CopyIndex, copy_placement: CopyPlacement
+) -> tuple[str, str, str] | None:
+    """The largest pack that can move from the fullest store to the emptiest one, if any, and these stores' ids.
 
     The move leaves the source no emptier than the target, so that no move is ever undone, and the pack in as many
     failure domains as before.
@@ -34,15 +26,11 @@ def next_move(sizes: Mapping[str, int], copy_index: CopyIndex, copy_placement: C
     if copy_index.fullness(source) <= _IMBALANCE * mean:
         return None
     for pack_id in sorted(copy_index.kept_at(source), key=lambda pack_id: (-sizes[pack_id], pack_id)):
-        num_bytes = sizes[pack_id]
-        is_more_even = copy_index.fullness(target, num_bytes) <= copy_index.fullness(source, -num_bytes)
-        if (
-            is_more_even
-            and _keeps_domains(copy_index, pack_id, source, target)
-            and copy_placement.has_room(pack_id, target)
-        ):
+        is_more_even = copy_index.fullness(target, sizes[pack_id]) <= copy_index.fullness(source, -sizes[pack_id])
+        can_move = is_more_even and _keeps_domains(copy_index, pack_id, source, target)
+        if can_move and copy_placement.has_room(pack_id, target):
             copy_placement.take(pack_id, target)
-            return CopyMove(pack_id, source, target)
+            return pack_id, source, target
     return None
 
 

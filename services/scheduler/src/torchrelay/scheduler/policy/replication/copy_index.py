@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchrelay.scheduler.policy.core import PackCopy, StoreStatus
+from torchrelay.scheduler.policy.core import StoreStatus
 
 
 class CopyLocation(NamedTuple):
@@ -58,17 +58,20 @@ class CopyIndex:
         under_way: Iterable[tuple[str, str]],
         sizes: Mapping[str, int],
     ) -> None:
-        self.stores, self.away, self.sizes = stores, away, sizes
+        self.stores, self.sizes = stores, sizes
         self.live = {store_id: store for store_id, store in stores.items() if store_id not in away}
         self.num_domains = len({store.domain for store in self.live.values()})
         self.incoming: Counter[str] = Counter()  # number of incoming copies, by store
         self.unseen_bytes: Counter[str] = Counter()  # of ordered copies that no report shows yet, by store
         self.kept_bytes: Counter[str] = Counter()  # by store, incoming copies included
-        self._last_bytes: Counter[str] = Counter()
         self._of: defaultdict[str, CopySet] = defaultdict(CopySet)
         for store in stores.values():
             for copy in store.copies.values():
-                self._count(store, copy)
+                holder = CopyLocation(store.store_id, store.domain, copy.num_pins > 0, store.store_id in away)
+                if copy.complete:
+                    self._of[copy.pack_id].whole.append(holder)
+                elif copy.receiving and not holder.away:
+                    self.expect(copy.pack_id, store, copy.pack_bytes, holder.pinned)
         for pack_id, store_id in under_way:
             target = self.live.get(store_id)
             if target is None or pack_id not in sizes:
@@ -77,13 +80,6 @@ class CopyIndex:
             if reported is None or reported.error:
                 self.expect(pack_id, target, sizes[pack_id])
                 self.unseen_bytes[store_id] += sizes[pack_id]
-
-    def _count(self, store: StoreStatus, copy: PackCopy) -> None:
-        holder = CopyLocation(store.store_id, store.domain, copy.num_pins > 0, store.store_id in self.away)
-        if copy.complete:
-            self._of[copy.pack_id].whole.append(holder)
-        elif copy.receiving and not holder.away:
-            self.expect(copy.pack_id, store, copy.pack_bytes, holder.pinned)
 
     def expect(self, pack_id: str, store: StoreStatus, num_bytes: int, pinned: bool = False) -> None:
         """Counts a copy that will arrive at the store."""
@@ -96,42 +92,33 @@ class CopyIndex:
 
     def choose(self, goals: Mapping[str, int]) -> None:
         """Chooses which copies are kept: ``goals`` of each pack. First where there is no choice, then the largest."""
+        last_bytes: Counter[str] = Counter()
         for pack_id, goal in goals.items():
             self._of[pack_id].num_wanted = min(goal, len(self.stores))
-        by_choice = sorted(goals, key=lambda pack_id: (self._has_choice(pack_id), -self.sizes[pack_id], pack_id))
-        for pack_id in by_choice:
+        has_choice = {pack_id: len(self._of[pack_id].whole) > self._of[pack_id].num_wanted for pack_id in goals}
+        for pack_id in sorted(goals, key=lambda pack_id: (has_choice[pack_id], -self.sizes[pack_id], pack_id)):
             copies = self._of[pack_id]
             # Last copies are spread over the stores, so that every store has some packs it can give up.
-            kept = sorted(self._keepers(copies), key=lambda holder: (holder.away, self._last_bytes[holder.store_id]))
+            kept = sorted(self._keepers(copies), key=lambda holder: (holder.away, last_bytes[holder.store_id]))
             copies.kept = tuple(kept)
             if kept:
-                self._last_bytes[kept[0].store_id] += self.sizes[pack_id]
+                last_bytes[kept[0].store_id] += self.sizes[pack_id]
             for holder in copies.kept:
                 self.kept_bytes[holder.store_id] += self.sizes[pack_id]
-
-    def _has_choice(self, pack_id: str) -> bool:
-        copies = self._of[pack_id]
-        return len(copies.whole) > copies.num_wanted
 
     def _keepers(self, copies: CopySet) -> list[CopyLocation]:
         """Copies of live stores in different domains; then pinned ones, which stay anyway; then by emptiest store."""
         if len(copies.whole) <= copies.num_wanted:
             return copies.whole
         left, kept = list(copies.whole), list[CopyLocation]()
+
+        def cost(holder: CopyLocation) -> tuple[bool, bool, bool, float, str]:
+            is_repeated = any(holder.domain == other.domain for other in kept)
+            return holder.away, is_repeated, not holder.pinned, self.fullness(holder.store_id), holder.store_id
+
         while left and len(kept) < copies.num_wanted:
-            domains = {holder.domain for holder in kept}
-            best = min(
-                left,
-                key=lambda holder: (
-                    holder.away,
-                    holder.domain in domains,
-                    not holder.pinned,
-                    self.fullness(holder.store_id),
-                    holder.store_id,
-                ),
-            )
-            left.remove(best)
-            kept.append(best)
+            kept.append(min(left, key=cost))
+            left.remove(kept[-1])
         return kept
 
     def kept_at(self, store_id: str) -> list[str]:

@@ -24,12 +24,10 @@ class CopyPlacement:
         avoid: frozenset[tuple[str, str]],
         config: PolicyConfig,
     ) -> None:
-        self._copy_index, self._avoid, self._config = copy_index, avoid, config
-        self._num_running = num_running
+        self._copy_index, self._num_running, self._avoid, self._config = copy_index, num_running, avoid, config
         self.someone_waits = False  # there is room, but too many copies are under way
-        self.room: dict[
-            str, int
-        ] = {}  # bytes by store, if all is evicted that is neither pinned, incoming nor retained
+        # Bytes by store, if all is evicted that is neither pinned, incoming nor retained:
+        self.room: dict[str, int] = {}
         self.last_room: dict[str, int] = {}  # if retained copies go too, where another copy of the pack is kept
         self.idle_room: dict[str, int] = {}  # within the cache budget, if nothing is evicted
         fixed: defaultdict[str, set[str]] = defaultdict(set)
@@ -63,8 +61,10 @@ class CopyPlacement:
 
         None if no store has room, or if all that have are receiving as many copies as they may: then someone waits.
         """
-        if self._num_running >= self._limit(urgent) and (self.someone_waits or not urgent):
+        is_full = self._num_running >= _limit(self._config.max_replications, urgent)
+        if is_full and (self.someone_waits or not urgent):
             return None
+        max_incoming = _limit(self._config.max_replications_per_store, urgent)
         copy_index, used_domains = self._copy_index, set(domains)
         num_bytes = copy_index.sizes[pack_id]
         holding = {holder.store_id for holder in copy_index.of(pack_id).holders}
@@ -76,18 +76,15 @@ class CopyPlacement:
             and (pack_id, store_id) not in self._avoid
             and not (strictly and store.domain in used_domains)
         ]
-        ready = [store for store in with_room if copy_index.incoming[store.store_id] < self._incoming_limit(urgent)]
-        if not ready or self._num_running >= self._limit(urgent):
+        ready = [store for store in with_room if copy_index.incoming[store.store_id] < max_incoming]
+        if not ready or is_full:
             self.someone_waits |= bool(with_room)
             return None
-        return min(
-            ready,
-            key=lambda store: (
-                store.domain in used_domains,
-                copy_index.fullness(store.store_id, num_bytes),
-                store.store_id,
-            ),
-        )
+
+        def cost(store: StoreStatus) -> tuple[bool, float, str]:
+            return store.domain in used_domains, copy_index.fullness(store.store_id, num_bytes), store.store_id
+
+        return min(ready, key=cost)
 
     def has_room(self, pack_id: str, store_id: str) -> bool:
         """Whether a copy that nothing urges may go there."""
@@ -102,12 +99,7 @@ class CopyPlacement:
         self._copy_index.expect(pack_id, self._copy_index.live[store_id], num_bytes)
         self._num_running += 1
 
-    # Copies that are not urgent leave half of the limits free, so that no rebuild waits for them.
 
-    def _limit(self, urgent: bool) -> int:
-        limit = self._config.max_replications
-        return limit if urgent else max(limit // 2, 1)
-
-    def _incoming_limit(self, urgent: bool) -> int:
-        limit = self._config.max_replications_per_store
-        return limit if urgent else max(limit // 2, 1)
+def _limit(limit: int, urgent: bool) -> int:
+    """Copies that are not urgent leave half of a limit free, so that no rebuild waits for them."""
+    return limit if urgent else max(limit // 2, 1)

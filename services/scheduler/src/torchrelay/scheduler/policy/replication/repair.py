@@ -92,13 +92,9 @@ def repair(replication_input: ReplicationInput, config: PolicyConfig) -> Replica
     settled = frozenset(pack.pack_id for pack in recent if copy_index.of(pack.pack_id).is_settled)
     orders = _orders(recent, others, copy_index, copy_placement)
     if not orders and not replication_input.under_way and (move := next_move(sizes, copy_index, copy_placement)):
-        orders = [CopyOrder(move.pack_id, move.target, CopyCause.BALANCE, f"{move.source} is much fuller")]
-    return ReplicationPlan(
-        orders=tuple(orders),
-        retained_packs=_retained_packs(recent, copy_index),
-        settled=settled,
-        num_short=len(recent) - len(settled),
-    )
+        pack_id, source, target = move
+        orders = [CopyOrder(pack_id, target, CopyCause.BALANCE, f"{source} is much fuller")]
+    return ReplicationPlan(tuple(orders), _retained_packs(recent, copy_index), settled, len(recent) - len(settled))
 
 
 def _orders(
@@ -106,19 +102,16 @@ def _orders(
 ) -> list[CopyOrder]:
     """Rebuilds first; anything else starts only when all of them have."""
     missing = [copy for pack in recent if (copy := _missing_copy(pack, copy_index))]
-    orders = [
-        order for copy in missing if copy.cause is CopyCause.REBUILD and (order := _rebuild(copy, copy_placement))
-    ]
-    if copy_placement.someone_waits:
-        return orders
-    for cause in (CopyCause.REPLICATE, CopyCause.SPREAD):
-        orders += [order for copy in missing if copy.cause is cause and (order := _add_copy(copy, copy_placement))]
     for pack in others:
-        lost = pack.lost and not copy_index.of(pack.pack_id).holders
-        if lost and (store := copy_placement.find(pack.pack_id, copy_placement.idle_room, urgent=False)):
-            copy_placement.take(pack.pack_id, store.store_id)
+        copies = copy_index.of(pack.pack_id)
+        if pack.lost and not copies.holders:
             reason = "its last copy was lost with a host, and there is room"
-            orders.append(CopyOrder(pack.pack_id, store.store_id, CopyCause.KEEP, reason))
+            missing.append(_MissingCopy(pack, copies, CopyCause.KEEP, reason))
+    orders: list[CopyOrder] = []
+    for cause in CopyCause:
+        orders += [order for copy in missing if copy.cause is cause and (order := _order(copy, copy_placement))]
+        if cause is CopyCause.REBUILD and copy_placement.someone_waits:
+            break
     return orders
 
 
@@ -126,9 +119,8 @@ def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | Non
     """What a recent pack lacks. A pack whose copies were all evicted by permit comes back when it is woken."""
     copies = copy_index.of(pack.pack_id)
     if not copies.holders:
-        return (
-            _MissingCopy(pack, copies, CopyCause.REBUILD, "its last copy was lost with a host") if pack.lost else None
-        )
+        reason = "its last copy was lost with a host"
+        return _MissingCopy(pack, copies, CopyCause.REBUILD, reason) if pack.lost else None
     places = ", ".join(sorted(holder.store_id for holder in copies.holders))
     if copies.num_missing:
         if pack.settled:
@@ -139,28 +131,18 @@ def _missing_copy(pack: PackDemand, copy_index: CopyIndex) -> _MissingCopy | Non
     return None
 
 
-def _rebuild(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
-    """A pack without any copy may displace retained copies that are not the last of their packs."""
-    pack_id, domains = missing.pack.pack_id, missing.copies.domains
-    evicts = False
-    store = copy_placement.find(pack_id, copy_placement.room, urgent=True, domains=domains)
-    if store is None and not domains and not copy_placement.someone_waits:
-        store, evicts = copy_placement.find(pack_id, copy_placement.last_room, urgent=True), True
+def _order(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
+    """A recent pack without any copy may displace retained copies that are not the last of their packs."""
+    pack_id, domains, cause = missing.pack.pack_id, missing.copies.domains, missing.cause
+    urgent, evicts = cause is CopyCause.REBUILD, False
+    room = copy_placement.idle_room if cause is CopyCause.KEEP else copy_placement.room
+    store = copy_placement.find(pack_id, room, urgent, domains, strictly=cause is CopyCause.SPREAD)
+    if urgent and store is None and not domains and not copy_placement.someone_waits:
+        store, evicts = copy_placement.find(pack_id, copy_placement.last_room, urgent), True
     if store is None:
         return None
     copy_placement.take(pack_id, store.store_id)
-    return CopyOrder(pack_id, store.store_id, missing.cause, missing.reason, evicts)
-
-
-def _add_copy(missing: _MissingCopy, copy_placement: CopyPlacement) -> CopyOrder | None:
-    pack_id, spread = missing.pack.pack_id, missing.cause is CopyCause.SPREAD
-    store = copy_placement.find(
-        pack_id, copy_placement.room, urgent=False, domains=missing.copies.domains, strictly=spread
-    )
-    if store is None:
-        return None
-    copy_placement.take(pack_id, store.store_id)
-    return CopyOrder(pack_id, store.store_id, missing.cause, missing.reason)
+    return CopyOrder(pack_id, store.store_id, cause, missing.reason, evicts)
 
 
 def _retained_packs(recent: Sequence[PackDemand], copy_index: CopyIndex) -> dict[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""What the replicator remembers between its decisions: failed copies, losses, and what stores were told to retain.
+"""What the replicator remembers between its decisions: uses, failures, losses, and what stores were told to retain.
 
 The copies it has ordered are transfers with a cause; see ``relay.transfers``.
 """
@@ -8,14 +8,49 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 
-from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import CopyCause, StoreStatus
-from torchrelay.scheduler.policy.replication.recent_packs import RecentPacks
+from cachetools import FIFOCache
 
+from torchrelay.scheduler.policy.config import PolicyConfig
+from torchrelay.scheduler.policy.core import CopyCause, Model, StoreStatus
+
+_MAX_PACKS = 4096  # remembered
 _KEEP_TRIES = 5  # failed copies of a lost, unused pack before it is given up: it may have been deleted
 _RETAIN_RETRY_S = 2.0  # after a refusal; also the shortest time between leases that only reorder the same packs
 
 CopyKey = tuple[str, str]  # pack, store
+
+
+@dataclass(frozen=True)
+class PackUse:
+    """A pack, by the model that used it last."""
+
+    model: Model
+    last_used: float
+
+
+class RecentPacks:
+    """The packs used last; those unused for longest are forgotten first."""
+
+    def __init__(self, max_packs: int = _MAX_PACKS) -> None:
+        # Setting a key moves it to the end of the queue and reading does not, so the first in is the longest unused.
+        self._uses: FIFOCache[str, PackUse] = FIFOCache(max_packs)
+
+    def __contains__(self, pack_id: str) -> bool:
+        return pack_id in self._uses
+
+    def __iter__(self) -> Iterator[PackUse]:
+        return iter(self._uses.values())
+
+    def model(self, pack_id: str) -> Model:
+        return self._uses[pack_id].model
+
+    def note(self, model: Model, now: float) -> None:
+        """The model is used."""
+        self._uses[model.pack_id] = PackUse(model, now)
+
+    def forget(self, pack_id: str) -> None:
+        """As if it had never been used."""
+        self._uses.pop(pack_id, None)
 
 
 @dataclass(frozen=True)

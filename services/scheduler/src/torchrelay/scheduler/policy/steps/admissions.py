@@ -5,30 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torchrelay.common.latency_model import attended_positions
+from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.tiers import tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import (
-    Admission,
-    AttemptKey,
-    Instance,
-    InstancePhase,
-    Model,
-    Placement,
-    Role,
-    WorkerStatus,
-)
+from torchrelay.scheduler.policy.core import Admission, AttemptKey, Instance, InstancePhase, Model, Placement, Role
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.dispatch.reservations import OpenAttempt
-from torchrelay.scheduler.policy.effects import (
-    AdmissionRefused,
-    Answer,
-    AttemptPlaced,
-    Placed,
-    RefusalReason,
-    SchedulerEvent,
-    Waiting,
-)
 from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
@@ -43,7 +26,7 @@ def admit(state: State, admission: Admission, model: Model, current: Placement |
     _suspect_failed_workers(state, admission, now)
     if opened := state.reservations.get(key):
         if current is None:
-            _answer(state, Placed(admission.gateway_id, opened.placement))
+            state.effects.answers.append(effects.Placed(admission.gateway_id, opened.placement))
         return False
     if key in state.queues:
         return True
@@ -55,7 +38,7 @@ def admit(state: State, admission: Admission, model: Model, current: Placement |
         tenant = tenant_of(model.name)
         own = sum(tenant_of(each.model) == tenant for each in state.queues.waiting(model.version_id))
         message = f"The queue of {model.name} is full (your requests in it: {own})."
-        refuse(state, admission, RefusalReason.QUEUE_FULL, message, now, retry_s)
+        refuse(state, admission, effects.RefusalReason.QUEUE_FULL, message, now, retry_s)
         return False
     state.queues.push(admission)
     return True
@@ -75,17 +58,21 @@ def _suspect_failed_workers(state: State, admission: Admission, now: float) -> N
 
 def send_waiting(state: State, admission: Admission, now: float) -> None:
     """Answers that the request waits, if it still does."""
-    if admission.key in state.queues:
-        _answer(state, _waiting(state, admission, now))
+    if admission.key not in state.queues:
+        return
+    version_id, position = admission.version_id, state.queues.position(admission.key)
+    loading = any(instance.phase is InstancePhase.LOADING for instance in state.instances.of_version(version_id))
+    wait_s = predicted_wait_s(state, state.models[version_id], now)
+    answer = effects.Waiting(admission.gateway_id, admission.key, position, "loading" if loading else "queued", wait_s)
+    state.effects.answers.append(answer)
 
 
 def withdraw(state: State, key: AttemptKey, now: float) -> None:
     """The client left. If a placement crossed the withdrawal, its resources are released."""
-    admission = state.queues.remove(key)
-    if admission is not None:
-        _answer(
-            state, AdmissionRefused(admission.gateway_id, key, RefusalReason.WITHDRAWN, "The request was withdrawn.")
-        )
+    if admission := state.queues.remove(key):
+        message = "The request was withdrawn."
+        refusal = effects.AdmissionRefused(admission.gateway_id, key, effects.RefusalReason.WITHDRAWN, message)
+        state.effects.answers.append(refusal)
     release(state, key, now)
 
 
@@ -114,11 +101,17 @@ def observe_outcome(state: State, attempt: OpenAttempt, outcome: Outcome) -> Non
 
 
 def refuse(
-    state: State, admission: Admission, reason: RefusalReason, message: str, now: float, retry_after_s: float = 0.0
+    state: State,
+    admission: Admission,
+    reason: effects.RefusalReason,
+    message: str,
+    now: float,
+    retry_after_s: float = 0.0,
 ) -> None:
     release(state, admission.key, now)
-    _answer(state, AdmissionRefused(admission.gateway_id, admission.key, reason, message, retry_after_s))
-    state.effects.events.append(SchedulerEvent(now, "refuse", admission.model, admission.model, message))
+    refusal = effects.AdmissionRefused(admission.gateway_id, admission.key, reason, message, retry_after_s)
+    state.effects.answers.append(refusal)
+    state.effects.events.append(effects.SchedulerEvent(now, "refuse", admission.model, admission.model, message))
 
 
 def refuse_infeasible(state: State, now: float) -> None:
@@ -131,19 +124,16 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
     """Refuses a waiting request that no slot can ever serve; shortly after a start, slots may still appear."""
     if now - state.started_at < state.config.refusal_settle_s or not state.largest_slot_bytes:
         return
-    if message := _infeasible(state, state.models[admission.version_id], admission):
-        refuse(state, admission, RefusalReason.NO_CAPACITY, message, now)
-
-
-def _infeasible(state: State, model: Model, admission: Admission) -> str:
-    available = state.largest_slot_bytes
+    model, available = state.models[admission.version_id], state.largest_slot_bytes
+    needed, pool = admission.kv_bytes(model), state.largest_kv_pool_bytes
     if model.pack_bytes > available:
         weights = f"The weights of {admission.model} take {model.pack_bytes:,} bytes"
-        return f"{weights}; the largest slot holds {available:,}."
-    needed, pool = admission.kv_bytes(model), state.largest_kv_pool_bytes
-    if needed > pool:
-        return f"The request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}."
-    return ""
+        message = f"{weights}; the largest slot holds {available:,}."
+    elif needed > pool:
+        message = f"The request needs {needed:,} bytes of KV to its last token; the largest pool has {pool:,}."
+    else:
+        return
+    refuse(state, admission, effects.RefusalReason.NO_CAPACITY, message, now)
 
 
 def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:
@@ -160,14 +150,12 @@ def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = 
             placement = place(admission, model, found, state.kv_transfer_times, state.config)
             if isinstance(placement, NoPlacement):
                 break
-            state.queues.remove(admission.key)
+            key, model_name, admitted_at = admission.key, admission.model, admission.admitted_at
+            state.queues.remove(key)
             _open(state, admission, placement, now)
-            _answer(state, Placed(admission.gateway_id, placement))
-            state.effects.opened.append(
-                AttemptPlaced(
-                    admission.key, admission.model, admission.admitted_at, now, placement, admission.traceparent
-                )
-            )
+            state.effects.answers.append(effects.Placed(admission.gateway_id, placement))
+            placed = effects.AttemptPlaced(key, model_name, admitted_at, now, placement, admission.traceparent)
+            state.effects.opened.append(placed)
 
 
 def _open(state: State, admission: Admission, placement: Placement, now: float) -> None:
@@ -186,42 +174,38 @@ def candidates(
     state: State, admission: Admission, model: Model, instances: Iterable[Instance], now: float
 ) -> list[Candidate]:
     """The instances that may serve ``admission``, with what its placement depends on."""
-    return [
-        _candidate(state, admission, model, instance, worker, now)
-        for instance in instances
-        if (worker := state.membership.workers.get(instance.worker_id))
-        and not state.membership.is_suspect(worker.worker_id)
-    ]
-
-
-def _candidate(
-    state: State, admission: Admission, model: Model, instance: Instance, worker: WorkerStatus, now: float
-) -> Candidate:
-    reserved_bytes = state.reservations.reserved_bytes(instance.instance_id)
-    latency = state.latency_models.of(worker, model.pack_id, state.config)
-    num_blocks = state.prefix_index.num_blocks(instance.instance_id, admission.block_hashes)
-    return Candidate(
-        instance=instance,
-        worker=worker,
-        latency=latency,
-        load_left_s=_load_left_s(state, model, instance, now),
-        queue_s=state.queue_s(instance, latency),
-        kv_unreserved_bytes=worker.kv_pool_bytes - reserved_bytes,
-        num_open=state.reservations.num_decoding(instance.instance_id),
-        num_decoding=state.reservations.num_choices(instance.instance_id),
-        num_decode_attended=reserved_bytes // max(model.kv_bytes_per_token, 1),
-        num_cached_tokens=num_blocks * model.routing_block_tokens,
-    )
+    found = []
+    for instance in instances:
+        worker = state.membership.workers.get(instance.worker_id)
+        if worker is None or state.membership.is_suspect(worker.worker_id):
+            continue
+        reserved_bytes = state.reservations.reserved_bytes(instance.instance_id)
+        latency = state.latency_models.of(worker, model.pack_id, state.config)
+        num_blocks = state.prefix_index.num_blocks(instance.instance_id, admission.block_hashes)
+        candidate = Candidate(
+            instance=instance,
+            worker=worker,
+            latency=latency,
+            load_left_s=_load_left_s(state, model, instance, now),
+            queue_s=state.queue_s(instance, latency),
+            kv_unreserved_bytes=worker.kv_pool_bytes - reserved_bytes,
+            num_open=state.reservations.num_decoding(instance.instance_id),
+            num_decoding=state.reservations.num_choices(instance.instance_id),
+            num_decode_attended=reserved_bytes // max(model.kv_bytes_per_token, 1),
+            num_cached_tokens=num_blocks * model.routing_block_tokens,
+        )
+        found.append(candidate)
+    return found
 
 
 def _load_left_s(state: State, model: Model, instance: Instance, now: float) -> float:
     if instance.phase is not InstancePhase.LOADING:
         return 0.0
-    store = state.membership.store_of(instance.host_id)
-    if store is None:
-        return load_left_s(instance, state.config.slot_setup_s, now)
-    tier = tier_of(model.pack_id, store, state.membership.stores.values())
-    return load_left_s(instance, load_s(model.pack_bytes, tier, state.config), now)
+    expected_s = state.config.slot_setup_s
+    if store := state.membership.store_of(instance.host_id):
+        tier = tier_of(model.pack_id, store, state.membership.stores.values())
+        expected_s = load_s(model.pack_bytes, tier, state.config)
+    return load_left_s(instance, expected_s, now)
 
 
 def predicted_wait_s(state: State, model: Model, now: float) -> float:
@@ -244,19 +228,3 @@ def predicted_wait_s(state: State, model: Model, now: float) -> float:
     ]
     load_s_left = min(_load_left_s(state, model, instance, now) for instance in prefills)
     return load_s_left + min(backlog_s, default=0.0)
-
-
-def _waiting(state: State, admission: Admission, now: float) -> Waiting:
-    version_id = admission.version_id
-    loading = any(instance.phase is InstancePhase.LOADING for instance in state.instances.of_version(version_id))
-    return Waiting(
-        admission.gateway_id,
-        admission.key,
-        state.queues.position(admission.key),
-        "loading" if loading else "queued",
-        predicted_wait_s(state, state.models[version_id], now),
-    )
-
-
-def _answer(state: State, answer: Answer) -> None:
-    state.effects.answers.append(answer)

@@ -101,8 +101,9 @@ def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCop
     is_first = not transfer.replan_checked_at
     if not is_first:
         state.links.took_less(store, now)
+    rates = {share.holder_id: share.bytes_per_s for share in copy.shares}
     for source, planned in transfer.sources:
-        if _rate_from(copy, source) * 2 < planned:
+        if rates.get(source, 0.0) * 2 < planned:
             state.links.fell_short(source, now)
     whole = state.membership.whole_holders(transfer.pack_id)
     others = [other for other in state.transfers.with_rates() if other.key != transfer.key]
@@ -110,15 +111,9 @@ def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCop
     if is_first:  # the sources are to blame before the target is
         node = nodes[store.store_id]
         nodes[store.store_id] = replace(node, residual_in=max(node.residual_in, transfer.planned_bytes_per_s))
-    edge = replanned_edge(
-        transfer,
-        copy.bytes_per_s,
-        whole,
-        _receiving(state, transfer.pack_id, whole),
-        nodes,
-        state.transfers.progress(transfer.pack_id, stores),
-        copy.missing_bytes,
-    )
+    receiving = _receiving(state, transfer.pack_id, whole)
+    progress = state.transfers.progress(transfer.pack_id, stores)
+    edge = replanned_edge(transfer, copy.bytes_per_s, whole, receiving, nodes, progress, copy.missing_bytes)
     checked = replace(transfer, slow_since=0.0, replan_checked_at=now)
     model = state.model_of_pack(transfer.pack_id, copy.pack_bytes)
     if edge is not None:
@@ -129,7 +124,3 @@ def _reroute(state: State, store: StoreStatus, transfer: Transfer, copy: PackCop
     state.transfers.put(checked)
     if edge is not None or is_first:  # that nothing better is known is reported once
         state.effects.events.append(slow_event(transfer, copy.bytes_per_s, edge, model, now))
-
-
-def _rate_from(copy: PackCopy, source: str) -> float:
-    return sum(share.bytes_per_s for share in copy.shares if share.holder_id == source)

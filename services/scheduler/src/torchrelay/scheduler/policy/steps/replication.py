@@ -45,54 +45,25 @@ def _replication_input(state: State, now: float) -> ReplicationInput:
     stores = {**away, **state.membership.stores}
     held = {copy.pack_id for store in stores.values() for copy in store.copies.values() if copy.complete}
     replication_state.keep_lost(held)
-    packs = [
-        PackDemand(
-            use.model.pack_id,
-            use.model.pack_bytes,
-            use.last_used,
-            settled=use.model.pack_id in replication_state.settled,
-            lost=use.model.pack_id in replication_state.lost,
-        )
-        for use in replication_state.recent_packs
-    ]
+    packs = []
+    for use in replication_state.recent_packs:
+        pack_id = use.model.pack_id
+        settled, lost = pack_id in replication_state.settled, pack_id in replication_state.lost
+        packs.append(PackDemand(pack_id, use.model.pack_bytes, use.last_used, settled, lost))
     avoid = replication_state.avoid(now, state.config)
     return ReplicationInput(now, stores, packs, frozenset(away), state.transfers.ordered, avoid)
 
 
 def _order_copy(state: State, order: CopyOrder, now: float) -> None:
-    model = state.replication_state.recent_packs.model(order.pack_id)
+    model, cause, urgent = state.replication_state.recent_packs.model(order.pack_id), order.cause.value, order.urgent
+    store_ids, reason = [order.store_id], Reason(cause, order.reason)
     (edge,) = relays.plan_relay(
-        state,
-        order.pack_id,
-        model.pack_bytes,
-        [order.store_id],
-        now,
-        urgent=order.urgent,
-        reason=Reason(order.cause.value, order.reason),
-        cause=order.cause,
+        state, model.pack_id, model.pack_bytes, store_ids, now, urgent=urgent, reason=reason, cause=order.cause
     )
     hop = Hop(edge.target, edge.sources, (), edge.num_striped)
-    state.effects.commands.append(CopyCommand(model, hop, order.urgent, not order.may_evict_retained))
-    cause = order.cause.value
+    state.effects.commands.append(CopyCommand(model, hop, urgent, not order.may_evict_retained))
     fields = {"cause": cause, "pack_id": order.pack_id, "store_id": order.store_id, "source": edge.upstream}
     record_copy_event(state, now, cause, model, f"{order.reason}: {edge}", fields)
-
-
-def copy_accepted(state: State, pack_id: str, store_id: str, now: float) -> None:
-    """The store has taken the order."""
-    state.transfers.accepted((pack_id, store_id), now)
-
-
-def copy_failed(state: State, pack_id: str, store_id: str, cause: str, now: float, gone: bool = False) -> None:
-    """The store could not be given the order, or refused it. ``gone``: the pack was deleted, so it is forgotten."""
-    relays.relay_refused(state, pack_id, store_id, cause, now)
-    if gone:
-        state.replication_state.forget(pack_id)
-
-
-def store_left(state: State, store: StoreStatus, now: float) -> None:
-    """A store is gone or silent: it may come back with its arena."""
-    state.replication_state.left(store, now + state.config.loss_grace_s)
 
 
 def store_seen(state: State, store: StoreStatus, before: StoreStatus | None, now: float) -> None:

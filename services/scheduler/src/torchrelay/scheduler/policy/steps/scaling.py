@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -23,6 +23,7 @@ from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.steps import relays
 
 _UNLOAD_RETRY_S = 1.0
+_SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
 
 
 def scale(state: State, now: float) -> None:
@@ -38,7 +39,7 @@ def scale(state: State, now: float) -> None:
 
 
 def autoscaler_input(state: State, now: float) -> AutoscalerInput:
-    settled = now - state.started_at >= state.config.settle_s
+    membership, settled = state.membership, now - state.started_at >= state.config.settle_s
     loads = tuple(_instance_load(state, instance) for instance in state.instances)
     versions = set(state.queues.versions) | {instance.version_id for instance in state.instances if instance.staying}
     models = [state.models[version_id] for version_id in sorted(versions) if version_id in state.models]
@@ -46,23 +47,17 @@ def autoscaler_input(state: State, now: float) -> AutoscalerInput:
         now=now,
         demands=tuple(_demand(state, model, now) for model in models) if settled else (),
         loads=loads,
-        workers={
-            worker_id: worker
-            for worker_id, worker in state.membership.workers.items()
-            if not state.membership.is_suspect(worker_id)
-        },
-        stores={store.host_id: store for store in state.membership.stores.values()},
+        workers={key: worker for key, worker in membership.workers.items() if not membership.is_suspect(key)},
+        stores={store.host_id: store for store in membership.stores.values()},
         idle_timeouts_s={model.version_id: state.idle_timeout_s(model.version_id, now) for model in models},
     )
 
 
 def _instance_load(state: State, instance: Instance) -> InstanceLoad:
     worker = state.membership.workers.get(instance.worker_id)
-    reported = worker.num_running if worker else 0
+    num_open, num_reported = state.reservations.num_open(instance.instance_id), worker.num_running if worker else 0
     names = state.aliases.of(instance.version_id) or (instance.model,)
-    return InstanceLoad(
-        instance, state.reservations.num_open(instance.instance_id), reported, frozenset(map(tenant_of, names))
-    )
+    return InstanceLoad(instance, num_open, num_reported, frozenset(map(tenant_of, names)))
 
 
 def _demand(state: State, model: Model, now: float) -> Demand:
@@ -105,7 +100,7 @@ def _backlog_s(state: State, instances: Sequence[Instance]) -> float:
 
 def _wake(state: State, action: Wake, now: float) -> None:
     model = action.model
-    orders: dict[str, list[LoadOrder]] = {}  # by host, in the order assigned
+    orders = defaultdict[str, list[LoadOrder]](list)  # by host, in the order assigned
     for assignment in action.assignments:
         worker = state.membership.workers[assignment.worker_id]
         instance = Instance(
@@ -125,8 +120,7 @@ def _wake(state: State, action: Wake, now: float) -> None:
             error_before=worker.slot.error,
         )
         state.instances.put(instance)
-        order = LoadOrder(instance.instance_id, worker.worker_id, assignment.roles)
-        orders.setdefault(worker.host_id, []).append(order)
+        orders[worker.host_id].append(LoadOrder(instance.instance_id, worker.worker_id, assignment.roles))
         state.happened(now, "wake", instance, action.reason, "instance.loading", event_fields(instance))
     stores = {host_id: store for host_id in orders if (store := state.membership.store_of(host_id))}
     store_ids = [store.store_id for store in stores.values()]
@@ -160,9 +154,6 @@ def _drain(state: State, action: Drain, now: float) -> None:
     kind = action.reason.cause
     state.happened(now, "drain", instance, action.reason, "instance.draining", fields)
     state.happened(now, kind, instance, action.reason, f"scale.{_SCALE_EVENTS[kind]}", event_fields(instance))
-
-
-_SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
 
 
 def _unload(state: State, instance: Instance) -> None:

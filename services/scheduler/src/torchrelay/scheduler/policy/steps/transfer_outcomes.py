@@ -14,13 +14,8 @@ from torchrelay.scheduler.policy.state import State
 def record(state: State, events: Iterable[TransferEvent], now: float) -> None:
     for event in events:
         _record_history(state, event, now)
-        match event.kind:
-            case TransferEventKind.FINISHED:
-                _record_copy(state, event.transfer, "", now)
-            case TransferEventKind.FAILED:
-                _record_copy(state, event.transfer, event.transfer.error, now)
-            case TransferEventKind.STARTED | TransferEventKind.REPAIRED:
-                pass
+        if event.kind in (TransferEventKind.FINISHED, TransferEventKind.FAILED):
+            _record_copy(state, event.transfer, now)
 
 
 def record_lost(state: State, events: Iterable[TransferEvent], now: float) -> None:
@@ -37,9 +32,9 @@ def _record_history(state: State, event: TransferEvent, now: float) -> None:
         state.effects.events.append(transfer_event(event, model, now))
 
 
-def _record_copy(state: State, transfer: Transfer, error: str, now: float) -> None:
+def _record_copy(state: State, transfer: Transfer, now: float) -> None:
     """A copy that the replicator ordered is there, or has failed."""
-    cause, replication_state = transfer.cause, state.replication_state
+    cause, error, replication_state = transfer.cause, transfer.error, state.replication_state
     if cause is None:
         return
     if error:

@@ -44,12 +44,8 @@ class EventPublisher:
         """Queues an event; those without a topic are for Explain only."""
         if not event.topic:
             return
-        body: dict[str, object] = {
-            "at_unix_us": unix_us(event.at),
-            "model": event.model,
-            "reason": event.reason,
-            **event.fields,
-        }
+        body: dict[str, object] = {"at_unix_us": unix_us(event.at), "model": event.model}
+        body |= {"reason": event.reason, **event.fields}
         if event.bytes_by_source:
             body["brought"] = event.bytes_by_source
         subject = self._subjects.event(event.topic)

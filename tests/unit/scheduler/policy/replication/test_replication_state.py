@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.unit.scheduler.policy.paper_cluster import a_model
-from torchrelay.scheduler.policy.replication.recent_packs import RecentPacks
+from torchrelay.scheduler.policy.replication.replication_state import RecentPacks
 
 
 def test_the_longest_unused_pack_is_forgotten_first_and_reading_is_no_use() -> None:

@@ -1,1 +1,0 @@
-"""OpenTelemetry instruments."""

@@ -1,0 +1,146 @@
+"""Writes the tree of rooms into docs/house.md: what each holds, by its docstring, and what it imports, by its code.
+
+Usage: tools/house.py [--print]. A room is a folder with modules; `src/torchrelay` is left out of the paths.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "house.md"
+BEGIN, END = "<!-- tools/house.py writes from here -->", "<!-- to here -->"
+
+TOP = ("proto", "libs", "services", "cli", "bench", "examples", "docs", "deploy", "tests", "tools")
+
+# Folders that hold no Python package, hence have no docstring.
+FOLDERS = {
+    "proto": "the contracts, and the stubs made of them",
+    "libs": "what services share",
+    "services": "one folder per service; none imports another",
+    "bench": "every figure of speed and memory that is claimed, as a program",
+    "bench/data_plane": "parts of bench/relay.py: chains, faults and KV streams, on the lab's links and on loopback",
+    "bench/device": "parts of bench/gpu.py",
+    "bench/planning": "parts of bench/planner.py: random networks, a simulation, rival plans",
+    "bench/serving": "parts of bench/engine.py: models, peers, the memory's limit",
+    "bench/streaming": "load on a gateway, and echo servers behind it",
+    "deploy": "a compose file, and the program that makes its environment",
+    "deploy/images": "image recipes, one per service",
+    "proto/control/v1": "between services",
+    "proto/inference/v1": "for tenants",
+    "services/gateway/sql/migrations": "Alembic's environment",
+    "services/gateway/sql/migrations/versions": "the steps from one schema to the next",
+    "docs": "one page per concept",
+    "docs/pictures": "the relay in pictures",
+    "examples": "the demo",
+    "examples/glossary": "a tiny chat model of the platform's own words, and the scripts that train it",
+    "examples/glossary/model": "the trained model",
+    "tests": "unit tests mirror the rooms above; the others need more than one of them",
+    "tests/unit": "one folder per package, one file per module",
+    "tests/structure": "this page, and the import contracts of pyproject.toml",
+    "tests/integration": "several real parts in one process",
+    "tests/e2e": "the whole platform as separate processes",
+    "tests/lab": "hosts in network namespaces, with shaped links",
+    "tests/support": "what tests of several packages share",
+    "tools": "setup, stubs, and this tree",
+}
+
+
+def tracked() -> list[Path]:
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    return [path for name in names if name and (path := ROOT / name).exists()]
+
+
+def rooms(files: list[Path]) -> list[Path]:
+    """Folders to be listed: all that hold files, but for what lies around packages, and the mirror below tests/unit."""
+    found = set()
+    for file in files:
+        folder = file.relative_to(ROOT).parent
+        parts = folder.parts
+        if not parts or parts[0].startswith("."):
+            continue
+        if "torchrelay" in parts[:-1] or parts[0] not in ("proto", "libs", "services", "cli"):
+            found |= {folder} if parts[:2] != ("tests", "unit") else {Path("tests/unit")}
+            found |= {Path(parts[0])} if parts[0] != "cli" else set()
+    return sorted(found, key=lambda room: (TOP.index(room.parts[0]), room))
+
+
+def description(room: Path) -> str:
+    package = ROOT / room / "__init__.py"
+    text = ast.get_docstring(ast.parse(package.read_text())) if package.exists() else None
+    sentence = (text or FOLDERS.get(short(room), "")).split("\n\n")[0]
+    return " ".join(sentence.replace("``", "").split()).rstrip(".")
+
+
+def short(room: Path) -> str:
+    """The path without the folders that every distribution has: libs/engine/kernels."""
+    parts = room.parts
+    if "src" not in parts:
+        return str(room)
+    at = parts.index("src")
+    return "/".join((*parts[:at], *parts[at + 3 :])) if parts[0] != "proto" else "/".join(("proto", *parts[at + 2 :]))
+
+
+def module_of(path: Path) -> str:
+    return ".".join(path.parts[path.parts.index("src") + 1 :]).removesuffix(".py").removesuffix(".__init__")
+
+
+def imports(room: Path, modules: set[str]) -> list[str]:
+    """Rooms beside this one (or beside a room around it) and packages that the room's own modules import."""
+    own = module_of(room)
+    found = set()
+    for file in (ROOT / room).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torchrelay."):
+                names = {f"{node.module}.{alias.name}" for alias in node.names}
+                found |= {name if name in modules else node.module for name in names}
+    others = {module for module in found if module != own and not module.startswith(f"{own}.")}
+    return sorted({_seen_from(own, module, modules) for module in others} - {""})
+
+
+def _seen_from(own: str, module: str, modules: set[str]) -> str:
+    """The imported room, from the first folder that it does not share with ``own``; "" for a module beside it."""
+    mine, theirs = own.split("."), module.split(".")
+    shared = next(
+        (n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs))
+    )
+    name = ".".join(theirs[: shared + 1])
+    is_room = (name in modules) and any(other.startswith(f"{name}.") for other in modules)
+    return theirs[shared] if is_room and shared < len(theirs) else ""
+
+
+def tree() -> str:
+    files = tracked()
+    modules = {module_of(file.relative_to(ROOT)) for file in files if file.suffix == ".py" and "src" in file.parts}
+    lines: list[str] = []
+    around: list[str] = []  # the rooms that hold the next one
+    for room in rooms(files):
+        name = short(room)
+        while around and not name.startswith(f"{around[-1]}/"):
+            around.pop()
+        inside = name.removeprefix(f"{around[-1]}/") if around else name
+        line = f"{'    ' * len(around)}{inside}/"
+        line = f"{line:<28} {description(room)}"
+        around.append(name)
+        if "src" in room.parts and (imported := imports(room, modules)):
+            line += f"  <- {', '.join(imported)}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def main() -> None:
+    page = PAGE.read_text()
+    head, rest = page.split(BEGIN)
+    made = f"{head}{BEGIN}\n```\n{tree()}\n```\n{END}{rest.split(END)[1]}"
+    if "--print" in sys.argv:
+        sys.stdout.write(made)
+    else:
+        PAGE.write_text(made)
+
+
+if __name__ == "__main__":
+    main()
