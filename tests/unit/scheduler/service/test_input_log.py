@@ -238,6 +238,15 @@ def test_one_log_gives_the_same_bytes_whatever_the_hash_seed(life: tuple[Path, P
     assert printed.pop().count(b"\n") == len(life[1].effects)
 
 
+def test_a_file_that_is_no_log_ends_the_replay_with_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "inputs.jsonl"
+    path.write_text("not a log")
+    code = "from torchrelay.scheduler.main import main; main()"
+    ended = subprocess.run([sys.executable, "-c", code, "--replay", str(path)], capture_output=True, timeout=120)
+    assert ended.returncode == 1 and not ended.stdout
+    assert ended.stderr.decode().startswith(f"torchrelay-scheduler: {path}: ") and b"Traceback" not in ended.stderr
+
+
 async def test_what_a_serving_scheduler_records_is_enough_for_a_replay(nats_url: str, tmp_path: Path) -> None:
     path = tmp_path / "inputs.jsonl"
     async with house(nats_url) as it:

@@ -593,7 +593,7 @@ Global___ModelDemand: _TypeAlias = ModelDemand  # noqa: Y015
 
 @_typing.final
 class RelayView(_message.Message):
-    """One store's incoming copy: every arrow that ends there, from the plan until some seconds after the end."""
+    """One store's incoming copy: every edge that ends there, from the plan until some seconds after the end."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -664,7 +664,7 @@ class RelayView(_message.Message):
     num_repairs: _builtins.int
     num_replans: _builtins.int
     reason: _builtins.str
-    """why it was begun"""
+    """why it was started"""
     error: _builtins.str
     """why it failed"""
     @_builtins.property
@@ -784,7 +784,7 @@ class Event(_message.Message):
     """rises; gaps are events of other kinds"""
     at_unix_us: _builtins.int
     kind: _builtins.str
-    """"relay.begun", "instance.ready", "scale.up", "model.published", ..."""
+    """"relay.started", "instance.ready", "scale.up", "model.published", ..."""
     model: _builtins.str
     reason: _builtins.str
     """one sentence; may be empty"""

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 
+import msgspec
 from nats.aio.client import Client
 
 from torchrelay.common.ids import new_id
@@ -122,7 +123,11 @@ async def _tick_periodically(controller: Controller, nats: Client, tick_s: float
 def main() -> None:
     settings = load_settings(SchedulerSettings, "torchrelay-scheduler")
     if settings.replay is not None:
-        for effects in replay(settings.replay):
-            sys.stdout.buffer.write(effects + b"\n")
+        try:
+            for effects in replay(settings.replay):
+                sys.stdout.buffer.write(effects + b"\n")
+        except msgspec.DecodeError as error:
+            sys.stdout.flush()  # the effects up to there
+            sys.exit(f"torchrelay-scheduler: {settings.replay}: {error}")
         return
     run_service("scheduler", settings, partial(serving, settings))

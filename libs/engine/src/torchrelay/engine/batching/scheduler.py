@@ -139,7 +139,7 @@ class BatchScheduler:
                 self._prefilling.push(context.group.spec.tenant_id, context, first=True)
 
     def commit(self, plan: BatchPlan, tokens: Sequence[NewToken]) -> None:
-        """Advances every sequence of a computed plan. ``tokens`` are as ``sampling.draws_of`` orders them."""
+        """Advances every sequence of a computed plan. ``tokens`` are as ``sampling.sampler.draws_of`` orders them."""
         for chunk in plan.chunks:
             chunk.context.num_computed = chunk.end
         for decoding, token in zip(plan.decoding, tokens, strict=False):
