@@ -14,9 +14,9 @@ import pytest
 
 from tests.unit.engine.harness import Model, assert_idle, group_of, prompt_of
 from torchrelay.common.errors import Conflict
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.prefix_cache import PrefixCache
-from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import BatchPlan, GroupState, SequenceGroup
 from torchrelay.engine.core import GroupSpec, KvBlock, KvPoolFull, NewToken, SamplingParams
 from torchrelay.engine.instance import Instance

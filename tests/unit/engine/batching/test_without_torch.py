@@ -22,7 +22,7 @@ from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.layerwise import plans_within_budget
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.prefix_cache import PrefixCache
-from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, NewToken, SamplingParams
 from torchrelay.engine.execution.stepper import Runner, Stepper

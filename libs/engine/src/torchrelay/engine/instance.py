@@ -10,9 +10,9 @@ import torch
 
 from torchrelay.common.errors import Conflict
 from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
-from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.batching.validation import check_layer_boundaries, check_logit_bias, check_tokens
 from torchrelay.engine.core import GroupSpec, KvBlock, StepResult

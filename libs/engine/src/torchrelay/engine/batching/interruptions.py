@@ -7,7 +7,7 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import GroupState, SequenceGroup
 
 _MIN_PRUNE_SIZE = 64

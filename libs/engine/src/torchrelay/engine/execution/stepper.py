@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from torchrelay.common.latency_model import NO_WORK
 from torchrelay.engine import profile
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.layerwise import runnable_groups
-from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
 from torchrelay.engine.core import EMPTY_STEP, LoadFailed, NewToken, StepResult
 from torchrelay.engine.profile import Activity

@@ -8,7 +8,7 @@ import torch
 
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine import profile
-from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.buffers import as_tensor
 from torchrelay.engine.core import GroupSpec

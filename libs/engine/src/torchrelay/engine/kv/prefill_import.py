@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from torchrelay.common.errors import Conflict, DataCorrupted
-from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.buffers import as_tensor
 from torchrelay.engine.kv.hidden_states import HiddenStates

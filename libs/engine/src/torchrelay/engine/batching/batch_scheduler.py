@@ -8,7 +8,7 @@ from itertools import count
 
 from torchrelay.common.errors import Conflict
 from torchrelay.engine.batching.fair_queue import FairQueue
-from torchrelay.engine.batching.integrity import check_pages, check_states
+from torchrelay.engine.batching.invariants import check_pages, check_states
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.preemption import groups_to_preempt
 from torchrelay.engine.batching.prefix_cache import PrefixCache
@@ -231,7 +231,7 @@ class BatchScheduler:
         self._waiting.push(group.spec.tenant_id, group, first=True)
 
     def check_integrity(self) -> None:
-        """See ``integrity``. Raises ``AssertionError``."""
+        """See ``invariants``. Raises ``AssertionError``."""
         groups = self._groups.values()
         check_pages(self._pages.allocator, groups, self._held)
         self._prefixes.check_integrity()
