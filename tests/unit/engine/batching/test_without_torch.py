@@ -36,7 +36,7 @@ class Sevens(Runner):
     def run(self, plan):
         places = [(each.spec, each.choice, each.next_position) for each in plan.decoding]
         for context in [chunk.context for chunk in plan.chunks if chunk.ends_context]:
-            places += [(context.group.spec, choice, context.num_forced) for choice in context.choices]
+            places += [(context.group.spec, choice, len(context.forced)) for choice in context.choices]
         return plan, [NewToken(s.group_id, c, p, 7, s.sampling.finish_of(7, p)) for s, c, p in places]
 
     def run_one_layer(self, groups, token_budget):

@@ -196,12 +196,8 @@ class BatchScheduler:
         for decoding in [each for each in group.decodings if choice in (None, each.choice)]:
             self.finish(decoding)
         for context in tuple(group.contexts):
-            self._drop(context, [each for each in context.choices if choice in (None, each)])
+            self.drop(context, [each for each in context.choices if choice in (None, each)])
         return group.num_choices < num_before
-
-    def drop(self, context: PrefillContext) -> None:
-        """Frees a context that will not be computed."""
-        self._drop(context, list(context.choices))
 
     def preempt(self, group_id: str) -> None:
         """Frees the pages of a running group; it waits again, ahead of others of its tenant, with its output as forced
@@ -277,7 +273,8 @@ class BatchScheduler:
         if group.has_all_kv:
             self._prefixes.keep(group.spec.tenant_id, tokens[:num_computed], table)
 
-    def _drop(self, context: PrefillContext, choices: list[int]) -> None:
+    def drop(self, context: PrefillContext, choices: Sequence[int]) -> None:
+        """Ends choices of a context that is not computed yet; without any left, its pages are free."""
         for choice in choices:
             context.choices.remove(choice)
         num_needed = min(len(context.tables), context.num_tables if context.choices else 0)

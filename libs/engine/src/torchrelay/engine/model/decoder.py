@@ -88,7 +88,7 @@ class Decoder:
         heads = linear(hidden, weights.qkv, weights.qkv_bias).view(hidden.shape[0], -1, self._config.head_dim)
         if self.fused_ops is not None:
             queries = self.fused_ops.place_heads(
-                heads, weights.qk_norm, *self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
+                heads, weights.qk_norm, self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
             )
             return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
         queries_keys, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
