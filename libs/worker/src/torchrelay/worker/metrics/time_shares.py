@@ -45,7 +45,7 @@ def seconds_of(profile: StepProfile) -> dict[str, float]:
 
 
 def bottleneck(shares: TimeShares) -> str:
-    """The largest share but compute's if it is at least 30% of the time, else "compute"; empty before the first step."""
+    """The largest share but compute's if at least 30% of the time, else "compute"; empty before the first step."""
     overhead = {name: share for name, share in asdict(shares).items() if name != "compute"}
     largest = max(overhead, key=overhead.__getitem__)
     if overhead[largest] >= _BOTTLENECK_SHARE:
