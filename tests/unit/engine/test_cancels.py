@@ -14,9 +14,9 @@ import pytest
 
 from tests.unit.engine.harness import Model, assert_idle, group_of, prompt_of
 from torchrelay.common.errors import Conflict
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.prefix_cache import PrefixCache
-from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import BatchPlan, GroupState, SequenceGroup
 from torchrelay.engine.core import GroupSpec, KvBlock, KvPoolFull, NewToken, SamplingParams
 from torchrelay.engine.instance import Instance
@@ -74,7 +74,7 @@ class Mill:
 
     def start(self, group: SequenceGroup, count: int) -> None:
         for context in group.contexts[:count]:
-            goes_on = context.num_forced + 1 < group.spec.sampling.max_tokens and group.on_kv is None
+            goes_on = len(context.forced) + 1 < group.spec.sampling.max_tokens and group.on_kv is None
             self.scheduler.start(context, dict.fromkeys(context.choices, 7) if goes_on else {})
 
     def disturb(self) -> None:
@@ -96,7 +96,7 @@ def tokens_of(plan: BatchPlan) -> list[NewToken]:
     """What a step that samples nothing but 7 gives."""
     places = [(each.spec, each.choice, each.next_position) for each in plan.decoding]
     ended = [chunk.context for chunk in plan.chunks if chunk.ends_context]
-    places += [(each.group.spec, choice, each.num_forced) for each in ended for choice in each.choices]
+    places += [(each.group.spec, choice, len(each.forced)) for each in ended for choice in each.choices]
     return [
         NewToken(spec.group_id, choice, position, 7, spec.sampling.finish_of(7, position))
         for spec, choice, position in places

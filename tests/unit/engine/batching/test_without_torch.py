@@ -22,7 +22,7 @@ from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.layerwise import plans_within_budget
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.prefix_cache import PrefixCache
-from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, NewToken, SamplingParams
 from torchrelay.engine.execution.stepper import Runner, Stepper
@@ -36,7 +36,7 @@ class Sevens(Runner):
     def run(self, plan):
         places = [(each.spec, each.choice, each.next_position) for each in plan.decoding]
         for context in [chunk.context for chunk in plan.chunks if chunk.ends_context]:
-            places += [(context.group.spec, choice, context.num_forced) for choice in context.choices]
+            places += [(context.group.spec, choice, len(context.forced)) for choice in context.choices]
         return plan, [NewToken(s.group_id, c, p, 7, s.sampling.finish_of(7, p)) for s, c, p in places]
 
     def run_one_layer(self, groups, token_budget):

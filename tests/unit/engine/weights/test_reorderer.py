@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from tests.unit.engine.harness import Model, assert_idle, group_of, last_logits, outputs, prompt_of, run
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.kernels.linear import linear
-from torchrelay.engine.kernels.matrix import PackedMatrix
 from torchrelay.engine.weights import reorderer
 from torchrelay.engine.weights.reorderer import (
     OneDnnMatrix,
@@ -117,7 +116,7 @@ def test_weights_are_copied_only_where_there_is_room(model_of: ModelOf, availabl
     instance = model.instance(cpu_reorder=True, reorderer=partial(at_once, available_bytes=lambda: num_bytes))
     assert instance.model.reorderer is not None
     instance.model.reorderer.join()
-    assert isinstance(instance.model.weights.layer(0).qkv, PackedMatrix) is is_done
+    assert isinstance(instance.model.weights.layer(0).qkv, OneDnnMatrix) is is_done
     instance.close()
 
 
@@ -154,7 +153,7 @@ def test_the_engines_own_threads_stay_as_many(model_of: ModelOf) -> None:
     instance.close()
 
 
-def _copy_of_megabytes(beside: list[bytearray]) -> PackedMatrix:
+def _copy_of_megabytes(beside: list[bytearray]) -> OneDnnMatrix:
     copy = OneDnnMatrix(torch.ones(1024, 2048).bfloat16())
     beside.append(bytearray(1 << 16))
     return copy

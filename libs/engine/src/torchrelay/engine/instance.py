@@ -10,9 +10,9 @@ import torch
 
 from torchrelay.common.errors import Conflict
 from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.prefix_cache import PrefixCache
-from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import SequenceGroup
 from torchrelay.engine.batching.validation import check_layer_boundaries, check_logit_bias, check_tokens
 from torchrelay.engine.core import GroupSpec, KvBlock, StepResult
@@ -211,9 +211,7 @@ class Instance:
         self._scheduler.cancel(group_id, choice)
 
     def cancel_soon(self, group_id: str, choice: int | None = None) -> None:
-        """(any thread) As ``cancel``, between two layers of the running step, at once if it waits for one, or before
-        the next step.
-        """
+        """(any thread) As ``cancel``: between two layers of the running step, while it waits, or before the next."""
         self._interruptions.cancels.put(group_id, choice)
         self.model.weights.gate.wake()
 
@@ -242,9 +240,7 @@ class Instance:
         return self._stepper.has_work
 
     def max_sleep_s(self) -> float | None:
-        """How long the driver may sleep: 0 while there is work, else until the next deadline of a group that waits for
-        pages, its KV or its export. None: until the next call.
-        """
+        """How long the driver may sleep: until there is work, or a group's deadline. None: until the next call."""
         return 0.0 if self._stepper.has_work else self._interruptions.next_deadline_in_s()
 
     @torch.inference_mode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from itertools import groupby
 from typing import Any, Final
 
@@ -75,9 +76,7 @@ def zeros_manifest(dtype: str) -> Manifest:
         for _, group in groupby(slots, key=lambda slot: slot.group):
             end = -(-end // 64) * 64
             for slot in group:
-                num_bytes = DTYPE_BYTES[dtype]
-                for size in slot.shape:
-                    num_bytes *= size
+                num_bytes = math.prod(slot.shape, start=DTYPE_BYTES[dtype])
                 tensors.append(TensorEntry(slot.name, slot.shape, dtype, end, num_bytes))
                 end += num_bytes
         segments.append(Segment(begin, end))

@@ -59,7 +59,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
             role.register(server.server)
             await stack.enter_async_context(role.serving())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        worker.set_task_group(tasks)
+        worker.task_group = tasks
         background = [tasks.create_task(reporter.run(nats)), tasks.create_task(worker.usage.run())]
         worker.step_metrics.slot_start_s = process_age_s()
         await server.start()

@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
+from importlib.metadata import entry_points
 from typing import Any, ClassVar, Protocol
 
 import grpc
@@ -307,6 +308,15 @@ class WorkerRole(ABC):
     def fail_all(self, error: pb.RunError) -> None:
         for attempt in self.attempts:
             self.fail(attempt, error)
+
+
+def load_roles(names: Sequence[str], context: RoleContext) -> list[WorkerRole]:
+    """The installed roles of these names. Raises ``InvalidRequest`` naming the package to install."""
+    installed = {point.name: point for point in entry_points(group="torchrelay.roles")}
+    for name in names:
+        if name not in installed:
+            raise InvalidRequest(f"role {name!r} is not installed: pip install torchrelay-{name}", field="roles")
+    return [installed[name].load()(context) for name in names]
 
 
 def _code_of(error: TorchrelayError) -> pb.RunError.Code.ValueType:

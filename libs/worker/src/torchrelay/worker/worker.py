@@ -27,8 +27,7 @@ from torchrelay.transfer.transport.tls import transport_for
 from torchrelay.worker.attempts.hosted_tokenizer import HostedTokenizer, read_file
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
 from torchrelay.worker.metrics.step_metrics import StepMetrics
-from torchrelay.worker.role import WorkerRole
-from torchrelay.worker.role_registry import load_roles
+from torchrelay.worker.role import WorkerRole, load_roles
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.loader import Loader
@@ -78,7 +77,7 @@ class Worker:
         self._fault = ""  # why the engine gave up the instance
         self._spawned: set[asyncio.Task[None]] = set()
         self._drained: asyncio.Event | None = None  # during a drain; set when the last attempt has ended
-        self._tasks: asyncio.TaskGroup | None = None
+        self.task_group: asyncio.TaskGroup | None = None  # that spawned work runs in
 
     @property
     def data_address(self) -> str:
@@ -92,14 +91,10 @@ class Worker:
             self.holder.add_listener(listener)
         self.holder.start()
 
-    def set_task_group(self, tasks: asyncio.TaskGroup) -> None:
-        """Spawned work runs in this group from now on."""
-        self._tasks = tasks
-
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Runs ``work`` in the process's task group; an unexpected error is logged and ends only this work."""
-        assert self._tasks is not None, "the worker is not serving"
-        task = self._tasks.create_task(_guarded(work, name), name=name)
+        assert self.task_group is not None, "the worker is not serving"
+        task = self.task_group.create_task(_guarded(work, name), name=name)
         self._spawned.add(task)
         task.add_done_callback(self._spawned.discard)
         return task

@@ -17,7 +17,6 @@ from tests.unit.engine.test_exactness import ModelOf
 from torchrelay.engine.kernels.cpu.library import Kernels
 from torchrelay.engine.kernels.layer import LayerWeights
 from torchrelay.engine.kernels.linear import linear
-from torchrelay.engine.kernels.matrix import PackedMatrix
 from torchrelay.engine.weights.segment_gate import SegmentGate
 
 
@@ -108,7 +107,7 @@ def test_a_layer_in_another_form_is_left_to_the_steps(
 ) -> None:
     """One replaced by its like is computed with from where it now is."""
 
-    class Elsewhere(PackedMatrix):
+    class Elsewhere:
         def __init__(self, matrix: Tensor) -> None:
             self.matrix = matrix
 

@@ -69,7 +69,7 @@ def test_heads_are_placed(
     cos, sin = turns.cos().to(dtype), turns.sin().to(dtype)
     slots = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:num_rows]
     kv = torch.zeros(3, 2, 50, kv_heads, head_dim, dtype=dtype)[1]
-    queries = CpuOps(built).place_heads(together, norms, 1e-6, unit_offset, (cos, sin), kv, slots)
+    queries = CpuOps(built).place_heads(together, norms, (1e-6, unit_offset), (cos, sin), kv, slots)
 
     turned = together[:, : heads + kv_heads]
     turned = rotate(turned if norms is None else rms_norm(turned, norms, 1e-6, unit_offset), cos, sin)

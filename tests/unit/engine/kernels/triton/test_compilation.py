@@ -67,7 +67,7 @@ for dtype, product, head_dim, cap in [
     heads, angles = torch.zeros(6, 48, head_dim, dtype=dtype), torch.zeros(6, 1, head_dim // 2, dtype=dtype)
     norms = torch.zeros(40, head_dim, dtype=dtype)
     for norm in (None, norms):
-        ops.place_heads(heads, norm, 1e-5, cap is not None, (angles, angles), kv, torch.arange(6))
+        ops.place_heads(heads, norm, (1e-5, cap is not None), (angles, angles), kv, torch.arange(6))
     x, weight = torch.zeros(6, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
     ops.rms_norm(x, weight, 1e-5, False)
     ops.add_norm(x, x, weight, 1e-5, cap is not None)

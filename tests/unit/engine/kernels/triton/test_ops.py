@@ -63,7 +63,7 @@ def test_heads_are_placed(
     cos, sin = turns.cos().to(dtype), turns.sin().to(dtype)
     slots = torch.tensor([13, 0, 7])
     kv = torch.zeros(2, num_slots, kv_heads, head_dim, dtype=dtype, device=DEVICE)
-    given = (None if norms is None else norms.to(DEVICE), 1e-6, unit_offset, (cos.to(DEVICE), sin.to(DEVICE)))
+    given = (None if norms is None else norms.to(DEVICE), (1e-6, unit_offset), (cos.to(DEVICE), sin.to(DEVICE)))
     queries = STEPS.place_heads(together.to(DEVICE), *given, kv, slots.to(DEVICE))
 
     turned = together[:, : heads + kv_heads]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import count
 
-from torchrelay.engine.batching.scheduler import BatchScheduler
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import GroupState, SequenceGroup
 
 _MIN_PRUNE_SIZE = 64
@@ -77,15 +78,15 @@ class DeadlineQueue:
         return late
 
 
+@dataclass(eq=False)
 class Interruptions:
     """Ends groups of one scheduler at layer boundaries. Deadlines are by ``clock``."""
 
-    def __init__(self, scheduler: BatchScheduler, clock: Callable[[], float]) -> None:
-        self.cancels = PendingCancels()
-        self.deadlines = DeadlineQueue()
-        self._scheduler = scheduler
-        self._clock = clock
-        self._expired: list[str] = []
+    _scheduler: BatchScheduler
+    _clock: Callable[[], float]
+    cancels: PendingCancels = field(default_factory=PendingCancels)
+    deadlines: DeadlineQueue = field(default_factory=DeadlineQueue)
+    _expired: list[str] = field(default_factory=list)
 
     def apply(self) -> bool:
         """Called before each layer of a step, or each call of several. Whether any group or choice ended."""

@@ -22,7 +22,7 @@ class PageAllocator:
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
-        self.retained: set[int] = set()
+        self.retained: set[int] = set()  # held pages added here become idle, not free, at their last release
         self.on_reclaim: Callable[[int], None] = lambda page: None
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._num_touched = 0  # pages from here on were never taken: a cold start need not list them
@@ -62,10 +62,6 @@ class PageAllocator:
                 self._idle[page] = None
             else:
                 self._free.append(page)
-
-    def retain(self, page: int) -> None:
-        """This held page is to become idle, not free, when its last table releases it."""
-        self.retained.add(page)
 
     def _reclaim(self) -> int:
         page, _ = self._idle.popitem(last=False)

@@ -58,10 +58,7 @@ def groups_to_preempt(
     num_pages_lacking: int,
     can_be_preempted: Callable[[SequenceGroup], bool],
 ) -> tuple[SequenceGroup, ...]:
-    """The groups to preempt for one whose tenant has no pages.
-
-    Not those preempted before, nor those admitted while it waited.
-    """
+    """Those to preempt for a group whose tenant has no pages: none preempted before, or admitted while it waited."""
     holdings = [
         PageHolding(
             each.spec.group_id,

@@ -39,7 +39,7 @@ class PrefixCache:
             if key not in self._pages:
                 self._pages[key] = page
                 self._keys[page] = key
-                self._allocator.retain(page)
+                self._allocator.retained.add(page)
 
     def check_integrity(self) -> None:
         """Both maps and the allocator agree. Raises ``AssertionError``."""

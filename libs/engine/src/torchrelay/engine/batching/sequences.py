@@ -61,10 +61,6 @@ class PrefillContext:
         return self.group.spec.prompt + self.forced if self.group.spec.prompt else ()
 
     @property
-    def num_forced(self) -> int:
-        return len(self.forced)
-
-    @property
     def num_tokens(self) -> int:
         return self.group.spec.num_prompt_tokens + len(self.forced)
 
@@ -98,10 +94,6 @@ class DecodeSequence:
     @property
     def spec(self) -> GroupSpec:
         return self.group.spec
-
-    @property
-    def last_token(self) -> int:
-        return self.output[-1]
 
     @property
     def next_position(self) -> int:

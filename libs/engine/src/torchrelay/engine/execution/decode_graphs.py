@@ -10,7 +10,7 @@ compute with an old token and write to a scratch slot, which no other row reads.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import torch
@@ -41,23 +41,18 @@ class ScratchSlot:
     max_positions: int
 
 
+@dataclass(eq=False)
 class DecodeGraphs:
     """The recordings of one model. All methods on the engine thread."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        backend: AttentionBackend,
-        kinds: Sequence[LayerKind],
-        num_layers: int,
-        scratch: ScratchSlot,
-        capturer: Capturer,
-        is_loaded: Callable[[], bool],
-    ) -> None:
-        """``is_loaded``: every layer has arrived, so that a recording waits for none."""
-        self._decoder, self._backend, self._kinds, self._num_layers = decoder, backend, kinds, num_layers
-        self._scratch, self._capturer, self._is_loaded = scratch, capturer, is_loaded
-        self._recorded: dict[int, tuple[FixedBatch, Replay]] = {}
+    _decoder: Decoder
+    _backend: AttentionBackend
+    _kinds: Sequence[LayerKind]
+    _num_layers: int
+    _scratch: ScratchSlot
+    _capturer: Capturer
+    _is_loaded: Callable[[], bool]  # every layer has arrived, so that a recording waits for none
+    _recorded: dict[int, tuple[FixedBatch, Replay]] = field(default_factory=dict)
 
     def run(self, batch: Batch) -> Tensor | None:
         """Logits [rows, vocab], valid until the next run. None: this batch is to be computed as it is."""

@@ -43,7 +43,8 @@ class ResidentModel:
         self.kv_shape = KvShape.of(config, manifest.dtype)
         self.device = pool.device
         self.weights = PackWeights(manifest, config, data, link)
-        self.weights.gate.on_change = on_segment
+        if on_segment is not None:
+            self.weights.gate.on_change = on_segment
         dtype, capturer = self.weights.dtype, backends.capturer
         self.pages = pool.partition(self.kv_shape, dtype, page_tokens, has_scratch=capturer is not None)
         self.hidden_states = HiddenStates()

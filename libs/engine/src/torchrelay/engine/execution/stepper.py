@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torchrelay.common.latency_model import NO_WORK
 from torchrelay.engine import profile
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.layerwise import runnable_groups
-from torchrelay.engine.batching.scheduler import BatchScheduler
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
 from torchrelay.engine.core import EMPTY_STEP, LoadFailed, NewToken, StepResult
 from torchrelay.engine.profile import Activity
@@ -32,24 +33,16 @@ class Runner(ABC):
         """The first tokens of groups that have run layer by layer to the end, and the plan these are of."""
 
 
+@dataclass(slots=True)
 class Stepper:
     """The loop of an instance, one step per call. ``can_run`` tells whether a layer, or the head, could run now."""
 
-    def __init__(
-        self,
-        scheduler: BatchScheduler,
-        runner: Runner,
-        interruptions: Interruptions,
-        can_run: Callable[[int], bool],
-        num_layers: int,
-        token_budget: int,
-    ) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self._interruptions = interruptions
-        self._can_run = can_run
-        self._num_layers = num_layers
-        self._token_budget = token_budget
+    _scheduler: BatchScheduler
+    _runner: Runner
+    _interruptions: Interruptions
+    _can_run: Callable[[int], bool]
+    _num_layers: int
+    _token_budget: int
 
     @property
     def has_work(self) -> bool:

@@ -9,34 +9,30 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
+NormKind = tuple[float, bool]  # epsilon, and whether one is added to the weight
+Angles = tuple[Tensor, Tensor]  # cosines and sines
+
 
 class FusedOps(ABC):
     """The operations on one kind of device."""
 
-    @abstractmethod
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
         """As ``decoder.rms_norm``, of [rows, size]."""
+        return self.add_norm(x, None, weight, eps, unit_offset)[1]
 
     @abstractmethod
     def add_norm(
-        self, x: Tensor, added: Tensor, weight: Tensor, eps: float, unit_offset: bool
+        self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, unit_offset: bool
     ) -> tuple[Tensor, Tensor]:
-        """The sum of two [rows, size], and its norm."""
+        """The sum of two [rows, size] (``x`` itself without ``added``), and its norm."""
 
     @abstractmethod
     def place_heads(
-        self,
-        heads: Tensor,
-        norms: Tensor | None,
-        eps: float,
-        unit_offset: bool,
-        angles: tuple[Tensor, Tensor],
-        kv: Tensor,
-        slots: Tensor,
+        self, heads: Tensor, norms: Tensor | None, norm_kind: NormKind, angles: Angles, kv: Tensor, slots: Tensor
     ) -> Tensor:
         """Normalises and rotates the queries and keys of [rows, heads + 2 * kv heads, head_dim]; returns the queries.
 
-        Keys and values go to their slots in ``kv``, [2, slots, kv heads, head_dim]. ``angles`` are cosines and sines.
+        Keys and values go to their slots in ``kv``, [2, slots, kv heads, head_dim].
         """
 
     @abstractmethod

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from torchrelay.engine.kernels.matrix import Matrix
+# An [out, in] weight; or, in a kernel's own order, what maps [rows, in] to [rows, out] of the same dtype.
+Matrix = Tensor | Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

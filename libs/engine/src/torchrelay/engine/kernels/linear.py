@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrelay.engine.kernels.cpu.library import has_arithmetic, kernels
 from torchrelay.engine.kernels.cpu.linear import FEW_ROWS, cpu_linear, max_kernel_rows, supports_weight
-from torchrelay.engine.kernels.matrix import Matrix, PackedMatrix
+from torchrelay.engine.kernels.layer import Matrix
 from torchrelay.engine.kernels.workspace import Workspace
 
 # Weights widened at a time: 2 MB in fp32, which are then read from the core's own cache.
@@ -20,7 +20,7 @@ _scratch = Workspace()
 
 def linear(x: Tensor, weight: Matrix, bias: Tensor | None = None) -> Tensor:
     """``F.linear`` of [rows, in] and [out, in]: fp32 sums, rounded once to the dtype of ``x``."""
-    if isinstance(weight, PackedMatrix):
+    if not isinstance(weight, Tensor):
         out = weight(x)
         return out if bias is None else out + bias
     if not x.is_cpu:

@@ -1,58 +1,81 @@
-"""Import of a group's KV from the worker that computed it."""
+"""Import of what another worker computed; of a group's KV, to decode from it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 
 from torchrelay.common.errors import Conflict, DataCorrupted, InvalidRequest
 from torchrelay.engine import profile
-from torchrelay.engine.batching.scheduler import BatchScheduler
-from torchrelay.engine.batching.sequences import SequenceGroup
+from torchrelay.engine.batching.batch_scheduler import BatchScheduler
+from torchrelay.engine.batching.sequences import PrefillContext, SequenceGroup
 from torchrelay.engine.buffers import as_tensor
 from torchrelay.engine.core import GroupSpec
 from torchrelay.engine.kernels.cpu.threads import one_thread
-from torchrelay.engine.kv.layout import KvLayout
+from torchrelay.engine.kv.layout import KvLayout, KvLocation
 from torchrelay.engine.kv.pool import PagedKv
+from torchrelay.engine.kv.prefill_layout import PrefillLayout
 from torchrelay.engine.profile import Activity
 
 
-class KvImport:
-    """Pages reserved for a group, to be filled with received KV chunks. All methods on the engine thread."""
+class PageImport:
+    """Pages reserved for a group, to be filled with received chunks, in any order. All methods on the engine thread."""
+
+    layout: KvLayout | PrefillLayout
+    _chunk: ClassVar[str] = "chunk"  # as errors call one
+
+    def __init__(self, imported: SequenceGroup, num_chunks: int, pages: PagedKv, scheduler: BatchScheduler) -> None:
+        """Reserves at once. Raises ``KvPoolFull``, ``InvalidRequest`` or ``Conflict``."""
+        self.imported = imported
+        self._pages = pages
+        self._scheduler = scheduler
+        self._contexts = tuple(imported.contexts)
+        self._missing = set(range(num_chunks))
+        scheduler.receive(imported)
+
+    @property
+    def num_missing(self) -> int:
+        """Chunks not written yet."""
+        return len(self._missing)
+
+    def _locate(self, index: int, data: memoryview | bytes) -> tuple[KvLocation, PrefillContext]:
+        """The place of a chunk that arrived. Raises ``DataCorrupted`` if its length is wrong."""
+        name, expected = self.imported.spec.group_id, self.layout.chunk_bytes(index)
+        if len(data) != expected:
+            raise DataCorrupted(f"{self._chunk} {index} of {name} has {len(data)} bytes, not {expected}")
+        place = self.layout.locate(index)
+        self._missing.discard(index)
+        return place, self._contexts[place.sequence]
+
+    def _check_complete(self) -> None:
+        """Raises ``Conflict`` while chunks are missing, unless the group was cancelled."""
+        if self._missing and self.imported.contexts:
+            raise Conflict(f"{len(self._missing)} {self._chunk}s of {self.imported.spec.group_id} are missing")
+
+    def drop(self) -> None:
+        """The missing chunks will not arrive: frees the pages. Harmless once it decodes: that continues."""
+        for context in tuple(self.imported.contexts):
+            self._scheduler.drop(context, list(context.choices))
+
+
+class KvImport(PageImport):
+    """The KV of a group, in chunks."""
+
+    layout: KvLayout
+    _chunk = "KV chunk"
 
     def __init__(
         self, group: GroupSpec, layout: KvLayout, pages: PagedKv, scheduler: BatchScheduler, vocab_size: int
     ) -> None:
-        """Reserves at once. Raises ``KvPoolFull`` or ``InvalidRequest``."""
-        self.group = group
-        self.layout = layout
-        self._pages = pages
-        self._scheduler = scheduler
-        self._vocab_size = vocab_size
-        self.imported = SequenceGroup.of(group)
-        self._contexts = tuple(self.imported.contexts)
-        self._missing = set(range(layout.num_kv_chunks))
-        scheduler.receive(self.imported)
-
-    @property
-    def num_missing(self) -> int:
-        """KV chunks not written yet."""
-        return len(self._missing)
+        super().__init__(SequenceGroup.of(group), layout.num_kv_chunks, pages, scheduler)
+        self.group, self.layout, self._vocab_size = group, layout, vocab_size
 
     @torch.inference_mode()
     def write(self, index: int, data: memoryview | bytes) -> None:
-        """Copies one received KV chunk (not the trailer) into the pages, in any order.
-
-        Ignored after the group was cancelled. Raises ``DataCorrupted`` if the length is wrong.
-        """
-        if len(data) != self.layout.chunk_bytes(index):
-            raise DataCorrupted(
-                f"KV chunk {index} of {self.group.group_id} has {len(data)} bytes, not {self.layout.chunk_bytes(index)}"
-            )
-        place = self.layout.locate(index)
-        self._missing.discard(index)
-        context = self._contexts[place.sequence]
+        """Copies one chunk (not the trailer) into the pages, unless cancelled. Raises ``DataCorrupted``."""
+        place, context = self._locate(index, data)
         if not context.is_live:
             return
         kv = self._pages.kv[place.layer]
@@ -68,19 +91,13 @@ class KvImport:
 
         Ignored if the group was cancelled. Raises ``Conflict`` while chunks are missing.
         """
-        if self._missing and self.imported.contexts:
-            raise Conflict(f"{len(self._missing)} KV chunks of {self.group.group_id} are missing")
+        self._check_complete()
         if any(not 0 <= token < self._vocab_size for token in first_tokens.values()):
             raise InvalidRequest(f"first tokens must be between 0 and {self._vocab_size - 1}")
         for context in tuple(self.imported.contexts):
             goes_on = {
                 choice: token
                 for choice, token in first_tokens.items()
-                if self.group.sampling.finish_of(token, context.num_forced) is None
+                if self.group.sampling.finish_of(token, len(context.forced)) is None
             }
             self._scheduler.start(context, goes_on)
-
-    def drop(self) -> None:
-        """The KV will not arrive: frees the pages. Harmless after ``start``: what decodes continues."""
-        for context in tuple(self.imported.contexts):
-            self._scheduler.drop(context)

@@ -17,11 +17,9 @@ class ModelLayouts:
     def kv(self, group: GroupSpec) -> KvLayout:
         return KvLayout.of(self._shape, self._block_tokens, group)
 
-    def prefill(self, group: GroupSpec, boundary: int, with_kv: bool) -> PrefillLayout:
-        return self._prefill(group, boundary, with_kv, self._block_tokens)
-
-    def _prefill(self, group: GroupSpec, boundary: int, with_kv: bool, block_tokens: int) -> PrefillLayout:
-        return PrefillLayout.of(self._shape, self._hidden_size, boundary, with_kv, block_tokens, group)
+    def prefill(self, group: GroupSpec, boundary: int, with_kv: bool, block_tokens: int | None = None) -> PrefillLayout:
+        size = block_tokens or self._block_tokens
+        return PrefillLayout.of(self._shape, self._hidden_size, boundary, with_kv, size, group)
 
     def check_kv(self, group: GroupSpec, offered: KvLayout) -> None:
         """Raises ``InvalidRequest``."""
@@ -30,5 +28,5 @@ class ModelLayouts:
 
     def check_prefill(self, group: GroupSpec, given: PrefillLayout, with_kv: bool) -> None:
         """Raises ``InvalidRequest``."""
-        if given.block_tokens < 1 or given != self._prefill(group, given.boundary, with_kv, given.block_tokens):
+        if given.block_tokens < 1 or given != self.prefill(group, given.boundary, with_kv, given.block_tokens):
             raise InvalidRequest(f"the prefill exported for {group.group_id} does not match the model and the request")

@@ -53,7 +53,7 @@ def make_batch(
     plan: BatchPlan, kinds: Sequence[LayerKind], backend: AttentionBackend, dtype: torch.dtype, device: torch.device
 ) -> Batch:
     """Lays out a plan; ``dtype`` is the model's."""
-    token_ids = [each.last_token for each in plan.decoding]
+    token_ids = [each.output[-1] for each in plan.decoding]
     positions = [each.num_computed for each in plan.decoding]
     write_slots = [int(each.slots[each.num_computed]) for each in plan.decoding]
     spans = [Span(row, 1, each.slots[: each.num_computed + 1]) for row, each in enumerate(plan.decoding)]

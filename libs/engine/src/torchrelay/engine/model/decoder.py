@@ -6,6 +6,7 @@ Arithmetic follows transformers: norms and softmax in fp32, everything else in t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,27 +24,21 @@ from torchrelay.engine.weights.pack_weights import PackWeights
 from torchrelay.modelspec.config import ModelConfig
 
 
+@dataclass(eq=False)
 class Decoder:
     """Embedding, layers and head, each usable once its segment of the pack has arrived."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        weights: PackWeights,
-        kv: Tensor,
-        backend: AttentionBackend,
-        kind_of_layer: Sequence[int],
-        fused_ops: FusedOps | None,
-        whole_layers: CpuLayers | None,
-    ) -> None:
-        self._config = config
-        self._weights = weights
-        self._kv = kv  # [layers, 2, slots, kv_heads, head_dim]
-        self._backend = backend
-        self._kind_of_layer = kind_of_layer
-        self.fused_ops, self._whole_layers = fused_ops, whole_layers
-        self._norm_kind = config.norm_eps, config.architecture.unit_offset_norms
-        self._scoring = Scoring(config.query_scale, config.score_cap)
+    _config: ModelConfig
+    _weights: PackWeights
+    _kv: Tensor  # [layers, 2, slots, kv_heads, head_dim]
+    _backend: AttentionBackend
+    _kind_of_layer: Sequence[int]
+    fused_ops: FusedOps | None
+    _whole_layers: CpuLayers | None
+
+    def __post_init__(self) -> None:
+        self._norm_kind = self._config.norm_eps, self._config.architecture.unit_offset_norms
+        self._scoring = Scoring(self._config.query_scale, self._config.score_cap)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[rows] -> [rows, hidden]."""
@@ -88,7 +83,7 @@ class Decoder:
         heads = linear(hidden, weights.qkv, weights.qkv_bias).view(hidden.shape[0], -1, self._config.head_dim)
         if self.fused_ops is not None:
             queries = self.fused_ops.place_heads(
-                heads, weights.qk_norm, *self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
+                heads, weights.qk_norm, self._norm_kind, (view.cos, view.sin), kv, batch.write_slots
             )
             return linear(self._backend.attend(queries, kv, view.attention, self._scoring), weights.o)
         queries_keys, values = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]

@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchrelay.engine.kernels.fused_ops import FusedOps
-from torchrelay.engine.kernels.layer import LayerWeights
+from torchrelay.engine.kernels.layer import LayerWeights, Matrix
 from torchrelay.engine.kernels.linear import linear
-from torchrelay.engine.kernels.matrix import Matrix
 from torchrelay.modelspec.config import ExpertConfig
 
 

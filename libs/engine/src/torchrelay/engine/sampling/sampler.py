@@ -14,13 +14,7 @@ from torch import Tensor
 
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillContext
 from torchrelay.engine.core import NO_TOKEN, Finish, GroupSpec, Logprobs, NewToken, SamplingParams
-from torchrelay.engine.sampling.distributions import (
-    apply_biases_and_penalties,
-    draw_by_cdf,
-    finite_argmax,
-    logprobs,
-    probabilities,
-)
+from torchrelay.engine.sampling import distributions
 
 _COUNTER = struct.Struct("<QQQ")
 _MAX_ELEMENTS_CPU: Final = 1 << 19  # logits processed at once: their copies should fit a core's cache
@@ -72,7 +66,7 @@ def _draws_of_context(row: int, context: PrefillContext) -> list[TokenDraw]:
     num_cached = min(context.num_cached, spec.num_prompt_tokens)
     counts = Counter(context.forced) if spec.sampling.penalised else None
     return [
-        TokenDraw(row, spec, choice, context.num_forced, counts, 0 if choice in context.begun else num_cached)
+        TokenDraw(row, spec, choice, len(context.forced), counts, 0 if choice in context.begun else num_cached)
         for choice in context.choices
     ]
 
@@ -90,7 +84,7 @@ def sample_tokens(logits: Tensor, draws: Sequence[TokenDraw]) -> list[NewToken]:
     """
     if not draws:
         return []
-    is_finite, likeliest = finite_argmax(logits)
+    is_finite, likeliest = distributions.finite_argmax(logits)
     tokens = [likeliest[draw.row] if is_finite[draw.row] else NO_TOKEN for draw in draws]
     for places in _bounded_batches([not draw.is_plain and is_finite[draw.row] for draw in draws], logits):
         for place, token_id in zip(places, sample(logits, [draws[place] for place in places]), strict=True):
@@ -117,17 +111,18 @@ def _bounded_batches(is_wanted: Sequence[bool], logits: Tensor) -> Iterator[list
 def sample(logits: Tensor, draws: Sequence[TokenDraw]) -> list[int]:
     """One token for each draw from a finite row: after biases and penalties, the most likely or a random one."""
     wanted = _rows(logits, draws).float()  # a copy, and ours to write to
-    apply_biases_and_penalties(wanted, [draw.params for draw in draws], [draw.counts for draw in draws])
+    distributions.apply_biases_and_penalties(wanted, [draw.params for draw in draws], [draw.counts for draw in draws])
     random = [place for place, draw in enumerate(draws) if not draw.params.greedy]
     if not random:
         return _listed(wanted.max(dim=-1).indices)
     chosen = [draws[place] for place in random]
     numbers = [uniform(draw.params.seed, draw.choice, draw.position) for draw in chosen]
+    params = [draw.params for draw in chosen]
     if len(random) == len(draws):
-        return _listed(draw_by_cdf(probabilities(wanted, [draw.params for draw in chosen]), numbers))
+        return _listed(distributions.draw_by_cdf(distributions.probabilities(wanted, params), numbers))
     tokens = wanted.max(dim=-1).indices
     places = torch.tensor(random, device=logits.device)
-    tokens[places] = draw_by_cdf(probabilities(wanted[places], [draw.params for draw in chosen]), numbers)
+    tokens[places] = distributions.draw_by_cdf(distributions.probabilities(wanted[places], params), numbers)
     return _listed(tokens)
 
 
@@ -140,7 +135,7 @@ def _logprobs_of(logits: Tensor, chosen: Sequence[tuple[TokenDraw, int]]) -> Ite
     """The model's probabilities, before temperature, penalties and biases."""
     num_top = [draw.params.top_logprobs or 0 for draw, _ in chosen]
     token_ids = torch.tensor([token_id for _, token_id in chosen], device=logits.device)
-    found = logprobs(_rows(logits, [draw for draw, _ in chosen]), token_ids, max(num_top))
+    found = distributions.logprobs(_rows(logits, [draw for draw, _ in chosen]), token_ids, max(num_top))
     for count, own, tokens, values in zip(num_top, *found, strict=True):
         yield Logprobs(own, tuple(zip(tokens[:count], values[:count], strict=True)))
 

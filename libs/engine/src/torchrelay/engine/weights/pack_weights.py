@@ -14,8 +14,7 @@ from torch import Tensor
 
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.engine.buffers import as_tensor
-from torchrelay.engine.kernels.layer import LayerWeights
-from torchrelay.engine.kernels.matrix import Matrix
+from torchrelay.engine.kernels.layer import LayerWeights, Matrix
 from torchrelay.engine.weights.device_link import CopyEvent, DeviceLink
 from torchrelay.engine.weights.segment_gate import SegmentGate
 from torchrelay.engine.weights.stager import Stager

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from torchrelay.engine.kernels.cpu.library import has_arithmetic
-from torchrelay.engine.kernels.layer import LayerWeights
-from torchrelay.engine.kernels.matrix import Matrix, PackedMatrix
+from torchrelay.engine.kernels.layer import LayerWeights, Matrix
 from torchrelay.engine.weights.pack_weights import PackWeights
 
 # The request that woke the model goes first: both want all cores.
@@ -30,7 +29,7 @@ MEMORY_HEADROOM: Final = 2.0  # times the weights must be available: the copies,
 MEMINFO: Final = Path("/proc/meminfo")
 
 
-class OneDnnMatrix(PackedMatrix):
+class OneDnnMatrix:
     """In oneDNN's blocked layout, in the weight's own dtype."""
 
     def __init__(self, weight: Tensor) -> None:

@@ -24,7 +24,7 @@ class SegmentGate:
         self._num_open = 0
         self._failure: str | None = None
         self._changed = threading.Condition()
-        self.on_change: Callable[[], None] | None = None
+        self.on_change: Callable[[], None] = lambda: None
 
     @property
     def num_open(self) -> int:
@@ -49,14 +49,14 @@ class SegmentGate:
             self._open[segment] = True
             self._num_open += 1
             self._changed.notify_all()
-        self._notify()
+        self.on_change()
 
     def fail(self, reason: str) -> None:
         """(any thread) Waits for segments that are not open raise ``LoadFailed``."""
         with self._changed:
             self._failure = reason
             self._changed.notify_all()
-        self._notify()
+        self.on_change()
 
     def wake(self) -> None:
         """(any thread) Waiting threads check again for a reason to stop."""
@@ -82,7 +82,3 @@ class SegmentGate:
             if not self._open[segment] and self._failure is not None:
                 raise LoadFailed(f"segment {segment} of the weights did not arrive: {self._failure}")
             return self._open[segment]
-
-    def _notify(self) -> None:
-        if self.on_change is not None:
-            self.on_change()

@@ -109,13 +109,10 @@ class UsagePublisher:
         try:
             while self._urgent:
                 register = self._urgent.popleft()
-                await self._publish(register)
+                try:
+                    await self.client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
+                except BaseException:  # cancellation too: publishing twice is harmless, losing it is not
+                    self._urgent.appendleft(register)
+                    raise
         except (nats.errors.Error, OSError) as error:
             log.warning("usage_not_published", error=str(error), num_registers=len(self._urgent))
-
-    async def _publish(self, register: pb.UsageRegister) -> None:
-        try:
-            await self.client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
-        except BaseException:  # cancellation too: publishing twice is harmless, losing it is not
-            self._urgent.appendleft(register)
-            raise

@@ -45,10 +45,7 @@ def seconds_of(profile: StepProfile) -> dict[str, float]:
 
 
 def bottleneck(shares: TimeShares) -> str:
-    """The activity to look at first; empty before the first step.
-
-    The largest share other than compute if it is at least 30% of the time; else "compute".
-    """
+    """The largest share but compute's if at least 30% of the time, else "compute"; empty before the first step."""
     overhead = {name: share for name, share in asdict(shares).items() if name != "compute"}
     largest = max(overhead, key=overhead.__getitem__)
     if overhead[largest] >= _BOTTLENECK_SHARE:

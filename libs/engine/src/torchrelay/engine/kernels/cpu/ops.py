@@ -6,30 +6,15 @@ import torch
 from torch import Tensor
 
 from torchrelay.engine.kernels.cpu.library import DTYPES, Kernels, address
-from torchrelay.engine.kernels.fused_ops import FusedOps
+from torchrelay.engine.kernels.fused_ops import Angles, FusedOps, NormKind
 
 
 class CpuOps(FusedOps):
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
-        return self._norm(x, None, weight, eps, unit_offset)[1]
-
-    def add_norm(
-        self, x: Tensor, added: Tensor, weight: Tensor, eps: float, unit_offset: bool
-    ) -> tuple[Tensor, Tensor]:
-        return self._norm(x, added, weight, eps, unit_offset)
-
     def place_heads(
-        self,
-        heads: Tensor,
-        norms: Tensor | None,
-        eps: float,
-        unit_offset: bool,
-        angles: tuple[Tensor, Tensor],
-        kv: Tensor,
-        slots: Tensor,
+        self, heads: Tensor, norms: Tensor | None, norm_kind: NormKind, angles: Angles, kv: Tensor, slots: Tensor
     ) -> Tensor:
         num_rows, num_all, head_dim = heads.shape
         num_kv_heads = kv.shape[2]
@@ -40,10 +25,8 @@ class CpuOps(FusedOps):
             DTYPES[heads.dtype],
             address(heads),
             address(norms),
-            eps,
-            unit_offset,
-            address(angles[0]),
-            address(angles[1]),
+            *norm_kind,
+            *map(address, angles),
             address(slots),
             address(kv),
             kv.stride(0),
@@ -63,7 +46,7 @@ class CpuOps(FusedOps):
         self._kernels.gate(*numbers, activation == "silu", address(out))
         return out
 
-    def _norm(
+    def add_norm(
         self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, unit_offset: bool
     ) -> tuple[Tensor, Tensor]:
         x = x.contiguous()

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from torchrelay.engine.kernels.fused_ops import FusedOps
+from torchrelay.engine.kernels.fused_ops import Angles, FusedOps, NormKind
 from torchrelay.engine.kernels.triton import op_kernels
 
 _GATE_BLOCK: Final = 1024
@@ -17,23 +17,8 @@ _GATE_BLOCK: Final = 1024
 class TritonOps(FusedOps):
     """Triton kernels, compiled on first use."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, unit_offset: bool) -> Tensor:
-        return _norm(x, None, weight, eps, unit_offset)[1]
-
-    def add_norm(
-        self, x: Tensor, added: Tensor, weight: Tensor, eps: float, unit_offset: bool
-    ) -> tuple[Tensor, Tensor]:
-        return _norm(x, added, weight, eps, unit_offset)
-
     def place_heads(
-        self,
-        heads: Tensor,
-        norms: Tensor | None,
-        eps: float,
-        unit_offset: bool,
-        angles: tuple[Tensor, Tensor],
-        kv: Tensor,
-        slots: Tensor,
+        self, heads: Tensor, norms: Tensor | None, norm_kind: NormKind, angles: Angles, kv: Tensor, slots: Tensor
     ) -> Tensor:
         num_rows, num_all, head_dim = heads.shape
         num_kv_heads, half = kv.shape[2], head_dim // 2
@@ -43,19 +28,18 @@ class TritonOps(FusedOps):
         op_kernels.place_heads[(num_rows, num_all)](
             heads,
             heads if norms is None else norms,
-            angles[0],
-            angles[1],
+            *angles,
             slots,
             kv,
             queries,
-            eps,
+            norm_kind[0],
             kv.stride(0),
             HEADS=num_heads,
             KV_HEADS=num_kv_heads,
             HALF=half,
             BLOCK=triton.next_power_of_2(half),
             NORMED=norms is not None,
-            UNIT_OFFSET=unit_offset,
+            UNIT_OFFSET=norm_kind[1],
             num_warps=1,
         )
         return queries
@@ -70,25 +54,26 @@ class TritonOps(FusedOps):
             )
         return out
 
-
-def _norm(x: Tensor, added: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
-    x = x.contiguous()
-    size = x.shape[-1]
-    out = torch.empty_like(x)
-    total = x if added is None else torch.empty_like(x)
-    block = triton.next_power_of_2(size)
-    if len(x):
-        op_kernels.norm_rows[(x.numel() // size,)](
-            x,
-            x if added is None else added.contiguous(),
-            weight,
-            total,
-            out,
-            eps,
-            SIZE=size,
-            BLOCK=block,
-            ADDS=added is not None,
-            UNIT_OFFSET=unit_offset,
-            num_warps=min(max(block // 512, 1), 16),
-        )
-    return total, out
+    def add_norm(
+        self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float, unit_offset: bool
+    ) -> tuple[Tensor, Tensor]:
+        x = x.contiguous()
+        size = x.shape[-1]
+        out = torch.empty_like(x)
+        total = x if added is None else torch.empty_like(x)
+        block = triton.next_power_of_2(size)
+        if len(x):
+            op_kernels.norm_rows[(x.numel() // size,)](
+                x,
+                x if added is None else added.contiguous(),
+                weight,
+                total,
+                out,
+                eps,
+                SIZE=size,
+                BLOCK=block,
+                ADDS=added is not None,
+                UNIT_OFFSET=unit_offset,
+                num_warps=min(max(block // 512, 1), 16),
+            )
+        return total, out

@@ -8,7 +8,7 @@ from itertools import count
 
 from torchrelay.common.errors import Conflict
 from torchrelay.engine.batching.fair_queue import FairQueue
-from torchrelay.engine.batching.integrity import check_pages, check_states
+from torchrelay.engine.batching.invariants import check_pages, check_states
 from torchrelay.engine.batching.pages import PageTables
 from torchrelay.engine.batching.preemption import groups_to_preempt
 from torchrelay.engine.batching.prefix_cache import PrefixCache
@@ -196,12 +196,8 @@ class BatchScheduler:
         for decoding in [each for each in group.decodings if choice in (None, each.choice)]:
             self.finish(decoding)
         for context in tuple(group.contexts):
-            self._drop(context, [each for each in context.choices if choice in (None, each)])
+            self.drop(context, [each for each in context.choices if choice in (None, each)])
         return group.num_choices < num_before
-
-    def drop(self, context: PrefillContext) -> None:
-        """Frees a context that will not be computed."""
-        self._drop(context, list(context.choices))
 
     def preempt(self, group_id: str) -> None:
         """Frees the pages of a running group; it waits again, ahead of others of its tenant, with its output as forced
@@ -231,7 +227,7 @@ class BatchScheduler:
         self._waiting.push(group.spec.tenant_id, group, first=True)
 
     def check_integrity(self) -> None:
-        """See ``integrity``. Raises ``AssertionError``."""
+        """See ``invariants``. Raises ``AssertionError``."""
         groups = self._groups.values()
         check_pages(self._pages.allocator, groups, self._held)
         self._prefixes.check_integrity()
@@ -277,7 +273,8 @@ class BatchScheduler:
         if group.has_all_kv:
             self._prefixes.keep(group.spec.tenant_id, tokens[:num_computed], table)
 
-    def _drop(self, context: PrefillContext, choices: list[int]) -> None:
+    def drop(self, context: PrefillContext, choices: Sequence[int]) -> None:
+        """Ends choices of a context that is not computed yet; without any left, its pages are free."""
         for choice in choices:
             context.choices.remove(choice)
         num_needed = min(len(context.tables), context.num_tables if context.choices else 0)
