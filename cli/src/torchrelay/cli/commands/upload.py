@@ -18,6 +18,7 @@ from torchrelay.cli.api.access import (
     UrlOption,
     tenant_access,
 )
+from torchrelay.cli.api.client import given
 from torchrelay.cli.api.model_check import check_folder, check_name
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
@@ -70,13 +71,12 @@ def upload(
     running requests finish on the old one.
     """
     access = tenant_access(home, url, key)
-    settings: dict[str, Any] = {"idle_timeout_s": idle_timeout_s, "max_instances": max_instances}
-    chosen = {field: value for field, value in settings.items() if value is not None}
+    settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
     full_name = _model_name(access, folder, name)
     check_name(full_name)
     check_folder(folder)
     before = _version_before(access, full_name)
-    model = _run(access, folder, full_name, chosen)
+    model = _run(access, folder, full_name, settings)
     facts = f"{model['architecture']}, {model['dtype']}, {format_bytes(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
     console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")

@@ -12,6 +12,7 @@ from torchrelay.scheduler.policy.effects import AdmissionRefused, SchedulerEvent
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
+_ROLES = frozenset(core.Role)
 _PHASES = {
     reports_pb2.SlotState.STATE_UNSPECIFIED: core.InstancePhase.FREE,
     reports_pb2.SlotState.STATE_FREE: core.InstancePhase.FREE,
@@ -21,16 +22,9 @@ _PHASES = {
 }
 
 
-def roles_from_proto(roles: Iterable[int]) -> core.Roles:
+def _known_roles(roles: Iterable[int]) -> list[core.Role]:
     """The roles that this version knows; others are dropped."""
-    known = {int(role) for role in core.Role}
-    return frozenset(core.Role(role) for role in roles if role in known)
-
-
-def preferred_role(roles: Iterable[int]) -> core.Role | None:
-    """The first known role that a worker names."""
-    known = {int(role) for role in core.Role}
-    return next((core.Role(role) for role in roles if role in known), None)
+    return [core.Role(role) for role in roles if role in _ROLES]
 
 
 def roles_to_proto(roles: core.Roles) -> list[types_pb2.Role.ValueType]:
@@ -38,22 +32,22 @@ def roles_to_proto(roles: core.Roles) -> list[types_pb2.Role.ValueType]:
 
 
 def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> core.WorkerStatus:
-    slot = report.slot
+    slot, roles = report.slot, _known_roles(report.roles)
     return core.WorkerStatus(
         worker_id=report.worker_id,
         incarnation=report.incarnation,
         host_id=report.host_id,
         grpc_address=report.grpc_address,
-        playable_roles=roles_from_proto(report.roles),
+        playable_roles=frozenset(roles),
         seen_at=now,
-        preferred_role=preferred_role(report.roles),
+        preferred_role=roles[0] if roles else None,
         slot=core.SlotStatus(
             phase=_PHASES.get(slot.state, core.InstancePhase.FREE),
             instance_id=slot.instance_id,
             model=slot.model,
             version_id=slot.version_id,
             pack_id=slot.pack_id,
-            roles=roles_from_proto(slot.roles),
+            roles=frozenset(_known_roles(slot.roles)),
             num_layers_ready=slot.num_layers_ready,
             num_layers=slot.num_layers,
             load_phases=tuple(
