@@ -8,7 +8,6 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
@@ -16,41 +15,21 @@ from torchrelay.cli.errors import CliError
 DEFAULT_HOME = Path(".torchrelay")
 
 
-@dataclass(frozen=True, slots=True)
 class Home:
     """The folder of one install. Keys are created at the first start, readable by their owner only."""
 
-    path: Path
+    def __init__(self, path: Path) -> None:
+        self.path, self.run, self.logs = path, path / "run", path / "logs"
+        self.traces = path / "traces.jsonl"
+        self.endpoints_file = self.run / "up.json"
+        self.saved_key_file = path / "cli.key"
+        self._http_port_file = self.run / "http.port"
 
     @classmethod
     def at(cls, path: Path | None) -> Home:
         """``path``, or TORCHRELAY_HOME, or ``.torchrelay`` below the current folder."""
         chosen = path or Path(os.environ.get("TORCHRELAY_HOME") or DEFAULT_HOME)
         return cls(chosen.absolute())
-
-    @property
-    def run(self) -> Path:
-        return self.path / "run"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def traces(self) -> Path:
-        return self.path / "traces.jsonl"
-
-    @property
-    def endpoints_file(self) -> Path:
-        return self.run / "up.json"
-
-    @property
-    def saved_key_file(self) -> Path:
-        return self.path / "cli.key"
-
-    @property
-    def _http_port_file(self) -> Path:
-        return self.run / "http.port"
 
     def last_http_port(self) -> int:
         """The REST port of the last `up` here; 0 when none is known."""

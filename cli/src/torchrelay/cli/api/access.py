@@ -55,10 +55,7 @@ class Access:
         return self.key.startswith("tra-")
 
     def client(self) -> GatewayClient:
-        home = self.home
-        if home is None:
-            return GatewayClient(self.url, self.key)
-        return GatewayClient(self.url, self.key, is_supervised=lambda: home.running_pid() is not None)
+        return GatewayClient(self.url, self.key, is_supervised=lambda: bool(self.home and self.home.running_pid()))
 
     def require_tenant(self, what: str) -> None:
         """Raises ``CliError`` when the key is an admin key."""

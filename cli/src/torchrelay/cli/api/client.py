@@ -12,6 +12,7 @@ from torchrelay.cli.api.restarts import RESTART_TIMEOUT_S, restart_attempts
 from torchrelay.cli.errors import CliError, Unreachable, api_error
 
 RETRY_S = 0.1
+TIMEOUT_S = 600.0
 
 
 class GatewayClient:
@@ -24,14 +25,13 @@ class GatewayClient:
         self,
         url: str,
         key: str,
-        timeout_s: float = 600.0,
         is_supervised: Callable[[], bool] = lambda: False,
         restart_timeout_s: float = RESTART_TIMEOUT_S,
     ) -> None:
         headers = {"Authorization": f"Bearer {key}"}
         self.url, self._is_supervised, self._restart_timeout_s = url, is_supervised, restart_timeout_s
         try:
-            self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=5.0))
+            self._http = httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(TIMEOUT_S, connect=5.0))
         except (httpx.InvalidURL, UnicodeEncodeError) as error:
             raise CliError(f"{url!r} or its key is malformed", "check --url and --key") from error
 
@@ -41,13 +41,14 @@ class GatewayClient:
     def __exit__(self, *exception: object) -> None:
         self._http.close()
 
-    def call(self, method: str, path: str, **options: Any) -> Any:
-        """Sends one request and returns the decoded JSON. Raises ``ApiError`` or ``Unreachable``."""
+    def call(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """Sends one request and returns the decoded JSON, empty without one. Raises ``ApiError`` or ``Unreachable``."""
         with self._translated_errors():
             response = self._retry_connect(lambda: self._http.request(method, path, **options))
         if response.is_error:
             raise api_error(response.content, response.status_code)
-        return response.json() if response.content else None
+        body: dict[str, Any] = response.json() if response.content else {}
+        return body
 
     @contextmanager
     def stream(self, method: str, path: str, **options: Any) -> Iterator[Iterator[bytes]]:
@@ -81,6 +82,11 @@ class GatewayClient:
             raise Unreachable(f"the connection to {self.url} broke: {what}", "try again") from error
         except UnicodeEncodeError as error:  # surrogates: bytes of the command line or terminal that are not UTF-8
             raise CliError("the input is not valid UTF-8", "check the arguments and the terminal's encoding") from error
+
+
+def given(**fields: Any) -> dict[str, Any]:
+    """The fields that have a value."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _lines(response: httpx.Response) -> Iterator[bytes]:

@@ -31,10 +31,10 @@ def local_tls(endpoints: Mapping[str, str]) -> Tls | None:
         raise CliError(str(error), "run this command as the user who started the platform") from error
 
 
-def environment_tls() -> Tls | None:
-    """The same for a remote platform, from the TORCHRELAY_TLS_* variables. Raises ``CliError``."""
+def environment_settings() -> ServiceSettings:
+    """What the TORCHRELAY_* variables say to every service; for a remote platform too. Raises ``CliError``."""
     try:
-        return ServiceSettings().tls
+        return ServiceSettings()
     except ValidationError as error:
         raise CliError(setting_errors(error)[0], "fix or unset the TORCHRELAY_* variables in this shell") from error
 

@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -48,14 +48,6 @@ class UploadJournal:
         return self._folder / hashlib.sha256(fingerprint.encode()).hexdigest()
 
 
-@dataclass(slots=True)
-class _SentBytes:
-    """Bytes the gateway has received, over all files."""
-
-    done: int
-    total: int
-
-
 class ModelUpload:
     """One upload of one folder; with a ``journal`` it resumes where an earlier run stopped."""
 
@@ -69,6 +61,7 @@ class ModelUpload:
     ) -> None:
         self._client, self._folder, self._model = client, folder, model
         self._progress, self._journal = progress, journal
+        self._num_sent = self._num_bytes = 0  # what the gateway has received of all files, and their size
 
     def run(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Hashes, sends and commits; returns the published model. Raises ``CliError``."""
@@ -76,21 +69,20 @@ class ModelUpload:
         fingerprint = json.dumps([self._client.url, self._model, [asdict(file) for file in files]])
         upload = self._begin(fingerprint, files)
         states = {str(state["path"]): state for state in upload["files"]}
-        sent = _SentBytes(sum(int(state["received"]) for state in states.values()), sum(file.size for file in files))
-        self._progress("upload", sent.done, sent.total)
+        self._num_sent = sum(int(state["received"]) for state in states.values())
+        self._num_bytes = sum(file.size for file in files)
+        self._progress("upload", self._num_sent, self._num_bytes)
         for file in files:
-            self._send(str(upload["id"]), file, states[file.path], sent)
+            self._send(str(upload["id"]), file, states[file.path])
         model = self._commit(str(upload["id"]), settings)
         if self._journal is not None:
             self._journal.forget(fingerprint)
         return model
 
     def _begin(self, fingerprint: str, files: list[LocalFile]) -> dict[str, Any]:
-        upload: dict[str, Any]
         if self._journal is not None and (known := self._journal.find(fingerprint)):
             try:
-                upload = self._client.call("GET", f"/v1/uploads/{known}")
-                return upload
+                return self._client.call("GET", f"/v1/uploads/{known}")
             except ApiError as error:
                 if error.status != 404:
                     raise
@@ -101,14 +93,14 @@ class ModelUpload:
             self._journal.record(fingerprint, str(upload["id"]))
         return upload
 
-    def _send(self, upload_id: str, file: LocalFile, state: dict[str, Any], sent: _SentBytes) -> None:
+    def _send(self, upload_id: str, file: LocalFile, state: dict[str, Any]) -> None:
         """Sends until the gateway has the whole file; after an interruption asks how much arrived."""
-        num_failures, before = 0, sent.done - int(state["received"])
+        num_failures, before = 0, self._num_sent - int(state["received"])
         while not state["complete"]:
             offset = int(state["received"])
-            sent.done = before + offset
+            self._num_sent = before + offset
             try:
-                state = self._put(upload_id, file, offset, sent)
+                state = self._put(upload_id, file, offset)
             except (Unreachable, ApiError) as error:
                 if num_failures == MAX_FAILED_TRIES or (isinstance(error, ApiError) and error.status != 409):
                     raise
@@ -125,7 +117,7 @@ class ModelUpload:
             return known
         return next((state for state in upload["files"] if state["path"] == file.path), known)
 
-    def _put(self, upload_id: str, file: LocalFile, offset: int, sent: _SentBytes) -> dict[str, Any]:
+    def _put(self, upload_id: str, file: LocalFile, offset: int) -> dict[str, Any]:
         def body() -> Iterator[bytes]:
             with (self._folder / file.path).open("rb") as source:
                 source.seek(offset)
@@ -133,13 +125,12 @@ class ModelUpload:
                 while left and (block := source.read(min(READ_BYTES, left))):
                     yield block
                     left -= len(block)
-                    sent.done += len(block)
-                    self._progress("upload", sent.done, sent.total)
+                    self._num_sent += len(block)
+                    self._progress("upload", self._num_sent, self._num_bytes)
 
         headers = {"Upload-Offset": str(offset), "Content-Length": str(file.size - offset)}
         path = f"/v1/uploads/{upload_id}/files/{file.path}"
-        state: dict[str, Any] = self._client.call("PUT", path, content=body(), headers=headers)
-        return state
+        return self._client.call("PUT", path, content=body(), headers=headers)
 
     def _commit(self, upload_id: str, settings: dict[str, Any]) -> dict[str, Any]:
         path, headers = f"/v1/uploads/{upload_id}/commit", {"Accept": "application/x-ndjson"}

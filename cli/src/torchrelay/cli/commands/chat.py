@@ -13,7 +13,7 @@ import typer
 
 from torchrelay.cli.api.access import HomeOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.api.chat_stream import Answer, ChatEvent, Message, stream_chat
-from torchrelay.cli.api.client import GatewayClient
+from torchrelay.cli.api.client import GatewayClient, given
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.word_wrap import WordWrap
@@ -41,10 +41,8 @@ def chat(
     """
     access = tenant_access(home, url, key)
     access.require_tenant("chat")
-    options = {"max_tokens": max_tokens, "temperature": temperature}
     with access.client() as client:
-        given = {name: value for name, value in options.items() if value is not None}
-        conversation = Conversation(client, model, system, given)
+        conversation = Conversation(client, model, system, given(max_tokens=max_tokens, temperature=temperature))
         if question is None and not sys.stdin.isatty():
             question = _piped_question()
         if question is not None:

@@ -38,7 +38,7 @@ def events(
     home: HomeOption = None,
 ) -> None:
     """Show what the platform did and why: relays, instances, scaling, copies, models. Kept for 30 days."""
-    from torchrelay.cli.api.scheduler_client import environment_tls, local_tls
+    from torchrelay.cli.api.scheduler_client import environment_settings, local_tls
     from torchrelay.cli.home import Home
     from torchrelay.cli.views import event_lines
 
@@ -48,7 +48,7 @@ def events(
         raise typer.BadParameter(str(error), param_hint="--since") from error
     local = Home.at(home)
     address = scheduler or local.endpoints()["scheduler"]
-    tls = environment_tls() if scheduler else local_tls(local.endpoints())
+    tls = environment_settings().tls if scheduler else local_tls(local.endpoints())
     source = EventTail(address, tls, [str(name) for name in kind or ()], max(from_unix_us, 1))
     with contextlib.suppress(KeyboardInterrupt):
         found = source.tail(lambda: scheduler is not None or local.running_pid() is not None)

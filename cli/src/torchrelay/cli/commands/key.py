@@ -61,16 +61,14 @@ def create(
 
 def _create(client: GatewayClient, body: dict[str, Any]) -> dict[str, Any]:
     """The new key; creates the tenant if it does not exist."""
-    created: dict[str, Any]
     try:
-        created = client.call("POST", "/v1/keys", json=body)
+        return client.call("POST", "/v1/keys", json=body)
     except ApiError as error:
         if error.status != 404 or "tenant" not in body:
             raise
         client.call("POST", "/v1/tenants", json={"name": body["tenant"]})
         console.err().print(f"created tenant [bold]{body['tenant']}[/]")
-        created = client.call("POST", "/v1/keys", json=body)
-    return created
+        return client.call("POST", "/v1/keys", json=body)
 
 
 def _keep(access: Access, created: dict[str, Any], save: bool) -> None:

@@ -18,6 +18,7 @@ from torchrelay.cli.api.access import (
     UrlOption,
     tenant_access,
 )
+from torchrelay.cli.api.client import given
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
@@ -98,8 +99,7 @@ def set_model(
 
     Running instances adopt the change with the model's next request.
     """
-    settings = {"idle_timeout_s": idle_timeout_s, "max_instances": max_instances}
-    wanted = {field: value for field, value in settings.items() if value is not None}
+    wanted = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
     if not wanted:
         raise CliError("nothing to set", "pass --idle-timeout-s or --max-instances")
     with tenant_access(home, url, key).client() as client:

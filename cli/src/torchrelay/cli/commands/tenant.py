@@ -87,12 +87,11 @@ def set_tenant(
 def _create(client: GatewayClient, body: dict[str, Any]) -> dict[str, Any]:
     """The new tenant. Raises ``CliError``; for a taken name the hint is to create a key."""
     try:
-        created: dict[str, Any] = client.call("POST", "/v1/tenants", json=body)
+        return client.call("POST", "/v1/tenants", json=body)
     except ApiError as error:
         if error.status != 409:
             raise
         raise CliError(error.message, f"create a key for it: torchrelay key create --tenant {body['name']}") from None
-    return created
 
 
 @app.command("list", epilog="Example:  torchrelay tenant list")

@@ -26,12 +26,12 @@ def top(
     home: HomeOption = None,
 ) -> None:
     """Watch relays, workers, copies of packs, instances and demand; Ctrl-C quits."""
-    from torchrelay.cli.api.scheduler_client import environment_tls, local_tls
+    from torchrelay.cli.api.scheduler_client import environment_settings, local_tls
     from torchrelay.cli.home import Home
 
     local = Home.at(home)
     address = scheduler or local.endpoints()["scheduler"]
-    tls = environment_tls() if scheduler else local_tls(local.endpoints())
+    tls = environment_settings().tls if scheduler else local_tls(local.endpoints())
     if once or as_json or not sys.stdout.isatty():
         _print_once(address, tls, as_json)
     else:

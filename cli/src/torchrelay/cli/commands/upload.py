@@ -5,18 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
+import rich.progress
 import typer
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    Task,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.text import Text
 
 from torchrelay.cli.api.access import (
@@ -28,6 +18,7 @@ from torchrelay.cli.api.access import (
     UrlOption,
     tenant_access,
 )
+from torchrelay.cli.api.client import given
 from torchrelay.cli.api.model_check import check_folder, check_name
 from torchrelay.cli.api.upload import ModelUpload, UploadJournal
 from torchrelay.cli.errors import ApiError, CliError
@@ -41,9 +32,9 @@ _STAGES = {"hash": "Hashing", "upload": "Uploading", "validate": "Checking", "pa
 class StageBars:
     """A progress bar per stage, in order of appearance."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: rich.progress.Progress) -> None:
         self._progress = progress
-        self._bars: dict[str, TaskID] = {}
+        self._bars: dict[str, rich.progress.TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         if stage not in self._bars:
@@ -56,10 +47,10 @@ class StageBars:
         self._progress.update(self._bars[stage], completed=done, total=max(total, 1))
 
 
-class RateColumn(TransferSpeedColumn):
+class RateColumn(rich.progress.TransferSpeedColumn):
     """Bytes per second; empty while unknown."""
 
-    def render(self, task: Task) -> Text:
+    def render(self, task: rich.progress.Task) -> Text:
         return super().render(task) if task.finished_speed or task.speed else Text("")
 
 
@@ -80,13 +71,12 @@ def upload(
     running requests finish on the old one.
     """
     access = tenant_access(home, url, key)
-    settings: dict[str, Any] = {"idle_timeout_s": idle_timeout_s, "max_instances": max_instances}
-    chosen = {field: value for field, value in settings.items() if value is not None}
+    settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
     full_name = _model_name(access, folder, name)
     check_name(full_name)
     check_folder(folder)
     before = _version_before(access, full_name)
-    model = _run(access, folder, full_name, chosen)
+    model = _run(access, folder, full_name, settings)
     facts = f"{model['architecture']}, {model['dtype']}, {format_bytes(model['size_bytes'])}"
     what = "unchanged" if model["version"] == before else "published"
     console.out().print(f"[bold green]{what}[/] {model['id']}  [dim]({facts})[/]")
@@ -115,15 +105,15 @@ def _version_before(access: Access, name: str) -> str | None:
 
 def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     columns = (
-        TextColumn("{task.description:<10}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        DownloadColumn(),
+        rich.progress.TextColumn("{task.description:<10}"),
+        rich.progress.BarColumn(),
+        rich.progress.TaskProgressColumn(),
+        rich.progress.DownloadColumn(),
         RateColumn(),
-        TimeRemainingColumn(elapsed_when_finished=True),
+        rich.progress.TimeRemainingColumn(elapsed_when_finished=True),
     )
     try:
-        with Progress(*columns, console=console.err()) as progress, access.client() as client:
+        with rich.progress.Progress(*columns, console=console.err()) as progress, access.client() as client:
             return ModelUpload(client, folder, name, StageBars(progress), UploadJournal.of_user()).run(settings)
     except KeyboardInterrupt:
         raise CliError("interrupted", "run the same command again to resume") from None

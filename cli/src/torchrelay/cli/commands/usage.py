@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
+from torchrelay.cli.api.client import given
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import ResultTable
@@ -43,7 +44,7 @@ def usage(
     access = _access(home, url, key, tenant)
     wanted = {"group_by": by.value, "from": begin, "to": end, "model": model, "key": key_id, "tenant": tenant}
     with access.client() as client:
-        found = client.call("GET", "/v1/usage", params=_given(wanted))
+        found = client.call("GET", "/v1/usage", params=given(**wanted))
     if as_json:
         console.print_json(found)
     elif not found["data"]:
@@ -77,9 +78,9 @@ def bill(
     access = _access(home, url, key, tenant)
     if access.is_admin and not tenant:
         raise CliError("with the admin key, --tenant is required", "name the tenant: --tenant NAME")
-    wanted = {"period": month or datetime.now(UTC).strftime("%Y-%m"), "tenant": tenant}
+    period = month or datetime.now(UTC).strftime("%Y-%m")
     with access.client() as client:
-        found = client.call("GET", "/v1/bill", params=_given(wanted))
+        found = client.call("GET", "/v1/bill", params=given(period=period, tenant=tenant))
     if as_json:
         console.print_json(found)
     else:
@@ -103,10 +104,6 @@ def _access(home: Any, url: str | None, key: str | None, tenant: str | None) -> 
     if tenant and access.home is not None and key is None:
         return Access(access.url, access.home.admin_key(), access.home)
     return access
-
-
-def _given(wanted: dict[str, str | None]) -> dict[str, str]:
-    return {name: value for name, value in wanted.items() if value is not None}
 
 
 def _quantities(row: dict[str, Any]) -> tuple[str, str, str, str]:

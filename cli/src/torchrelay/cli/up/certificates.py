@@ -8,14 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cryptography import x509
-from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    NoEncryption,
-    PrivateFormat,
-    load_pem_private_key,
-)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from torchrelay.common.tls import CLUSTER_NAME, Tls, TlsFiles, TlsUnusable
@@ -101,7 +95,7 @@ def _load(cert_file: Path, key_file: Path) -> Identity | None:
     """None: the files are missing, or are not a matching pair."""
     try:
         cert = x509.load_pem_x509_certificate(cert_file.read_bytes())
-        key = load_pem_private_key(key_file.read_bytes(), password=None)
+        key = serialization.load_pem_private_key(key_file.read_bytes(), password=None)
     except (FileNotFoundError, ValueError, TypeError):
         return None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != cert.public_key():
@@ -111,11 +105,9 @@ def _load(cert_file: Path, key_file: Path) -> Identity | None:
 
 def _write(identity: Identity, cert_file: Path, key_file: Path) -> None:
     """Replaces each file atomically; a mismatched pair is detected at the next start."""
-    key = identity.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    for path, content, mode in (
-        (key_file, key, 0o600),
-        (cert_file, identity.cert.public_bytes(Encoding.PEM), 0o644),
-    ):
+    pem = serialization.Encoding.PEM
+    key = identity.key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    for path, content, mode in ((key_file, key, 0o600), (cert_file, identity.cert.public_bytes(pem), 0o644)):
         draft = path.with_suffix(f"{path.suffix}.draft")
         draft.unlink(missing_ok=True)  # left by a killed start
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:

@@ -59,11 +59,6 @@ def _port_from_environment(name: str) -> int:
     return int(value)
 
 
-def _service_program(name: str) -> str:
-    """The console script of a service, in the folder of this Python."""
-    return str(Path(sys.executable).parent / name)
-
-
 class StackPlan:
     """Chooses ports, keys and environments for one home. ``tls``: files for TLS between the services."""
 
@@ -145,7 +140,8 @@ class StackPlan:
             common["TORCHRELAY_NODE_KEY"] = derive_node_key(self._cluster_key, node_id).hex()
         log = self._home.logs / f"{name}.log"
         tls = None if is_public else self._tls
-        return ChildSpec(name, (_service_program(program),), log, {**common, **env}, ready_file, tls=tls)
+        script = str(Path(sys.executable).parent / program)  # console scripts are in the folder of this Python
+        return ChildSpec(name, (script,), log, {**common, **env}, ready_file, tls=tls)
 
     def _store(self) -> ChildSpec:
         env = {

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import ValidationError
-
+from torchrelay.cli.api.scheduler_client import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.plan import UpOptions
-from torchrelay.common.process.settings import ServiceSettings, setting_errors
 from torchrelay.common.tls import TlsFiles
 
 
@@ -16,10 +14,7 @@ def tls_of_install(home: Home, options: UpOptions) -> TlsFiles | None:
 
     None: no TLS. Raises ``CliError`` when the files cannot be used or written.
     """
-    try:
-        configured = ServiceSettings().tls_files
-    except ValidationError as error:
-        raise CliError(setting_errors(error)[0], "fix or unset the TORCHRELAY_* variables in this shell") from error
+    configured = environment_settings().tls_files
     if configured is not None or not options.tls:
         return configured
     from torchrelay.cli.up.certificates import ensure_certificates  # imports cryptography: slow

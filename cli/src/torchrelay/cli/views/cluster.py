@@ -129,7 +129,7 @@ def workers_table(workers: Iterable[reports_pb2.WorkerReport], rates: Rates, is_
             Text(slot.error, style="red") if slot.error else Text(slot.model or "-"),
             f"{slot.num_layers_ready}/{slot.num_layers}" if slot.num_layers else "",
             str(worker.num_running),
-            _part(worker.kv_free_bytes, worker.kv_pool_bytes),
+            f"{worker.kv_free_bytes / worker.kv_pool_bytes:.0%}" if worker.kv_pool_bytes else "-",
             _rate(rates.get(f"{node}.prefilled")),
             _rate(rates.get(f"{node}.decoded")),
         )
@@ -156,10 +156,6 @@ def stores_table(stores: Iterable[reports_pb2.StoreReport], rates: Rates, is_sma
             str(store.num_running_uploads),
         )
     return table
-
-
-def _part(free: int, total: int) -> str:
-    return f"{free / total:.0%}" if total else "-"
 
 
 def _rate(per_s: float | None, is_bytes: bool = False) -> str:

@@ -18,13 +18,7 @@ _KIND_CELLS = 17  # the longest are instance.released and instance.draining
 _LEAST_MODEL_CELLS, _MOST_MODEL_CELLS = 12, 32
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _AGO = re.compile(r"(\d+)([smhd])")
-_STYLES = {
-    "failed": "red",
-    "lost": "red",
-    "stopped": "magenta",
-    "repaired": "yellow",
-    "slow": "yellow",
-}
+_STYLES = {"failed": "red", "lost": "red", "stopped": "magenta", "repaired": "yellow", "slow": "yellow"}
 
 
 def parse_duration(text: str) -> timedelta:

@@ -116,15 +116,10 @@ def models_table(view: ClusterView, packs: PackIndex, is_small: bool = False) ->
     for model in sorted(waiting.keys() - served):
         table.add_line(Text(model), "", "", "", Text("waiting", style="yellow"), "", "", "", str(waiting[model]))
     for version in sorted(packs.at_zero, key=lambda version: list(version.models)):
-        table.add_line(
-            Text(join_names(version.models)), "", "", "", _at_zero_text(packs.num_copies(version.pack_id)), *[""] * 4
-        )
+        num_copies = packs.num_copies(version.pack_id)
+        state = Text(f"at zero, {num_copies or 'no'} host cop{'y' if num_copies == 1 else 'ies'}", style="dim")
+        table.add_line(Text(join_names(version.models)), "", "", "", state, *[""] * 4)
     return table
-
-
-def _at_zero_text(num_copies: int) -> Text:
-    copies = f"{num_copies or 'no'} host cop{'y' if num_copies == 1 else 'ies'}"
-    return Text(f"at zero, {copies}", style="dim")
 
 
 def roles_text(roles: Iterable[int]) -> str:

@@ -129,13 +129,9 @@ class DataCorrupted(TorchrelayError):
     grpc_status = "DATA_LOSS"
 
 
-def _tree(root: type[TorchrelayError]) -> dict[str, type[TorchrelayError]]:
-    found = {root.code: root}
-    for child in root.__subclasses__():
-        found |= _tree(child)
-    return found
-
-
 def error_class(code: str) -> type[TorchrelayError]:
     """The class with this ``code``; ``TorchrelayError`` for an unknown one."""
-    return _tree(TorchrelayError).get(code, TorchrelayError)
+    classes = [TorchrelayError]
+    for known in classes:  # which grows by the subclasses
+        classes += known.__subclasses__()
+    return next((known for known in classes if known.code == code), TorchrelayError)

@@ -120,15 +120,13 @@ class Child:
 
     def _log_hint(self) -> str:
         with self.spec.log.open("rb") as log:
-            log.seek(
-                self._log_begin if self._log_begin <= self.spec.log.stat().st_size else 0
-            )  # it may have been truncated
+            size = self.spec.log.stat().st_size
+            log.seek(self._log_begin if self._log_begin <= size else 0)  # it may have been truncated
             lines = log.read().decode(errors="replace").strip().splitlines()
         if not lines:
             return f"it wrote nothing to {self.spec.log}"
-        return "\n".join(
-            [f"the end of {self.spec.log}:", *(f"  {line[:TAIL_COLUMNS]}" for line in lines[-TAIL_LINES:])]
-        )
+        tail = (f"  {line[:TAIL_COLUMNS]}" for line in lines[-TAIL_LINES:])
+        return "\n".join((f"the end of {self.spec.log}:", *tail))
 
     async def stop(self) -> None:
         """Terminates the child, kills it after a timeout, and then the rest of its group."""

@@ -35,11 +35,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_retries", 0),
 ]
-_CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
-
-
 # Certificates name the cluster, not the peer's address.
 _TLS_OPTIONS = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", CLUSTER_NAME)]
+_CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
 
 
 def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
@@ -84,17 +82,11 @@ class _ErrorMapping(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return handler
-        codecs = {
-            "request_deserializer": handler.request_deserializer,
-            "response_serializer": handler.response_serializer,
-        }
-        if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(_mapped(handler.unary_unary), **codecs)
-        if handler.stream_unary:
-            return grpc.stream_unary_rpc_method_handler(_mapped(handler.stream_unary), **codecs)
-        if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(_mapped_stream(handler.unary_stream), **codecs)
-        return grpc.stream_stream_rpc_method_handler(_mapped_stream(handler.stream_stream), **codecs)
+        kinds = ("unary_unary", "stream_unary", "unary_stream", "stream_stream")
+        kind = next(kind for kind in kinds if getattr(handler, kind))
+        mapped = (_mapped_stream if handler.response_streaming else _mapped)(getattr(handler, kind))
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(mapped, handler.request_deserializer, handler.response_serializer)
 
 
 def _mapped(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:

@@ -47,7 +47,6 @@ class _LoadTimeline:
     created_us: int
     accepted_us: int = 0
     worker_id: str = ""
-    pack_id: str = ""
     relay: TimedPhase | None = None
     load_phases: tuple[TimedPhase, ...] = ()
 
@@ -75,27 +74,21 @@ class ExplainLog:
         for name in dict.fromkeys((event.model, *event.aliases)):
             subject = name if event.subject == event.model else event.subject
             reason = event.by_tenant.get(tenant_of(name), event.reason)
-            self._note(name, replace(event, model=name, subject=subject, reason=reason, aliases=(), by_tenant={}))
-
-    def _note(self, model: str, event: SchedulerEvent) -> None:
-        ring = self._decisions.get(model) or deque(maxlen=_MAX_DECISIONS_PER_MODEL)
-        ring.append(event)
-        self._decisions[model] = ring
+            ring = self._decisions.get(name) or deque(maxlen=_MAX_DECISIONS_PER_MODEL)
+            ring.append(replace(event, model=name, subject=subject, reason=reason, aliases=(), by_tenant={}))
+            self._decisions[name] = ring
 
     def placed(self, opened: AttemptPlaced) -> None:
         """A request was placed."""
         timeline = self._timeline(opened.key)
         timeline.model = opened.model
-        where = opened.placement
-        attempt = f"attempt {opened.key.attempt}"
-        timeline.add(
-            [TimedPhase("queue", unix_us(opened.admitted_at), unix_us(opened.placed_at), "scheduler", attempt)]
-        )
+        where, attempt = opened.placement, f"attempt {opened.key.attempt}"
+        begin_us, end_us = unix_us(opened.admitted_at), unix_us(opened.placed_at)
+        timeline.add([TimedPhase("queue", begin_us, end_us, "scheduler", attempt)])
         if len(timeline.places) < _MAX_PHASES:
             timeline.places.append(_placement_event(opened))
         if where.cold:
-            for instance_id in dict.fromkeys((where.prefill.instance_id, where.decode.instance_id)):
-                timeline.cold_instances.append(instance_id)
+            timeline.cold_instances += where.prefill.instance_id, where.decode.instance_id
 
     def released(self, key: AttemptKey, phases: Iterable[TimedPhase]) -> None:
         """A request ended; ``phases``: from its gateway and workers. The queue is measured here."""
@@ -116,7 +109,7 @@ class ExplainLog:
         """Notes how an instance got its weights, from the reports of its worker and its host's store."""
         times = self._instances.get(instance.instance_id)
         if times is None:
-            times = _LoadTimeline(unix_us(instance.created_at), 0, instance.worker_id, instance.pack_id)
+            times = _LoadTimeline(unix_us(instance.created_at), worker_id=instance.worker_id)
             self._instances[instance.instance_id] = times
         times.accepted_us = unix_us(instance.accepted_at)
         if slot.instance_id == instance.instance_id and slot.load_phases:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 import stamina
+from google.protobuf.message import Message
 
 from torchrelay.common.errors import NotFound, StaleEpoch, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
@@ -15,18 +16,7 @@ from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT
-from torchrelay.scheduler.policy import inputs
-from torchrelay.scheduler.policy.effects import (
-    Command,
-    CopyCommand,
-    Hop,
-    LoadOrder,
-    RerouteCommand,
-    RetainCommand,
-    SetRolesCommand,
-    UnloadCommand,
-    WakeCommand,
-)
+from torchrelay.scheduler.policy import effects, inputs
 from torchrelay.scheduler.service import converters
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels
@@ -56,24 +46,24 @@ class Actuator:
         """Starts no further command: the service shuts down."""
         self._stopped = True
 
-    def start(self, command: Command) -> None:
+    def start(self, command: effects.Command) -> None:
         if self._stopped:
             return
         match command:
-            case WakeCommand():
+            case effects.WakeCommand():
                 self._tasks.create_task(self._wake(command), name=f"wake {command.model.name}")
-            case SetRolesCommand():
+            case effects.SetRolesCommand():
                 self._tasks.create_task(self._set_roles(command), name=f"set roles {command.instance_id}")
-            case UnloadCommand():
+            case effects.UnloadCommand():
                 self._tasks.create_task(self._unload(command), name=f"unload {command.instance_id}")
-            case RerouteCommand():
+            case effects.RerouteCommand():
                 self._tasks.create_task(self._reroute(command), name=f"reroute {command.hop.store_id}")
-            case CopyCommand():
+            case effects.CopyCommand():
                 self._tasks.create_task(self._copy(command), name=f"copy {command.model.name}")
-            case RetainCommand():
+            case effects.RetainCommand():
                 self._tasks.create_task(self._retain(command), name=f"retain {command.store_id}")
 
-    async def _wake(self, command: WakeCommand) -> None:
+    async def _wake(self, command: effects.WakeCommand) -> None:
         """Relays in the order of the chain; each host's loads start as soon as its store has accepted its relay."""
         async with asyncio.TaskGroup() as loads:
             for hop in command.hops:
@@ -87,11 +77,10 @@ class Actuator:
                 for order in hop.loads:
                     loads.create_task(self._load(command, order))
 
-    async def _relay(self, command: WakeCommand | CopyCommand | RerouteCommand, hop: Hop) -> None:
-        stores = self._controller.policy.state.membership.stores
-        store = stores.get(hop.store_id)
-        if store is None:
-            raise Unavailable("the store is gone")
+    async def _relay(
+        self, command: effects.WakeCommand | effects.CopyCommand | effects.RerouteCommand, hop: effects.Hop
+    ) -> None:
+        store, stores = self._store(hop.store_id), self._controller.policy.state.membership.stores
         holders = [stores[source] for source in hop.sources if source in stores]
         model, cluster_tickets = command.model, self._controller.cluster_tickets
         sources = [cluster_tickets.source(model.pack_id, holder, hop.store_id) for holder in holders]
@@ -104,22 +93,20 @@ class Actuator:
             num_striped=max(sum(source in stores for source in hop.sources[: hop.num_striped]), 1),
             urgency=RELAY_URGENCY_URGENT,
         )
-        if isinstance(command, CopyCommand):
+        if isinstance(command, effects.CopyCommand):
             request.keep_retained = command.keep_retained
-        if not (isinstance(command, WakeCommand) or command.urgent):
+        if not (isinstance(command, effects.WakeCommand) or command.urgent):
             request.urgency = RELAY_URGENCY_IDLE
-        stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address))
-        timeout_s = _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S
-        await self._call(lambda: stub.Relay(request, timeout=timeout_s))
+        await self._call(store.Relay, request, _TIMEOUT_S + model.pack_bytes / _FAULTING_BYTES_PER_S)
 
-    async def _reroute(self, command: RerouteCommand) -> None:
+    async def _reroute(self, command: effects.RerouteCommand) -> None:
         """If the store cannot be reached, its relay goes on unchanged."""
         try:
             await self._relay(command, command.hop)
         except TorchrelayError as error:
             log.info("reroute_failed", store_id=command.hop.store_id, error=error.message)
 
-    async def _copy(self, command: CopyCommand) -> None:
+    async def _copy(self, command: effects.CopyCommand) -> None:
         pack_id, store_id = command.model.pack_id, command.hop.store_id
         try:
             await self._relay(command, command.hop)
@@ -129,13 +116,12 @@ class Actuator:
             return
         self._controller.apply(inputs.CopyAccepted(pack_id, store_id))
 
-    async def _retain(self, command: RetainCommand) -> None:
+    async def _retain(self, command: effects.RetainCommand) -> None:
         request = param_store_pb2.RetainRequest(
             epoch=self._controller.epoch.value, pack_ids=command.pack_ids, lease_s=command.lease_s
         )
         try:
-            stub = self._store(command.store_id)
-            await self._call(lambda: stub.Retain(request, timeout=_TIMEOUT_S))
+            await self._call(self._store(command.store_id).Retain, request)
         except TorchrelayError as error:
             log.info("retain_failed", store_id=command.store_id, error=error.message)
             self._controller.apply(inputs.RetainFailed(command.store_id))
@@ -146,7 +132,7 @@ class Actuator:
             raise Unavailable("the store is gone")
         return param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address))
 
-    async def _load(self, command: WakeCommand, order: LoadOrder) -> None:
+    async def _load(self, command: effects.WakeCommand, order: effects.LoadOrder) -> None:
         request = worker_pb2.LoadRequest(
             epoch=self._controller.epoch.value,
             instance_id=order.instance_id,
@@ -155,35 +141,32 @@ class Actuator:
             traceparent=command.traceparent,
         )
         try:
-            stub = self._worker(order.worker_id)
-            await self._call(lambda: stub.Load(request, timeout=_TIMEOUT_S))
+            await self._call(self._worker(order.worker_id).Load, request)
         except TorchrelayError as error:
             cause = f"worker {order.worker_id} did not accept the load: {error.message}"
             self._controller.apply(inputs.LoadFailed(order.instance_id, cause))
             return
         self._controller.apply(inputs.LoadAccepted(order.instance_id))
 
-    async def _set_roles(self, command: SetRolesCommand) -> None:
+    async def _set_roles(self, command: effects.SetRolesCommand) -> None:
         request = worker_pb2.SetRolesRequest(
             epoch=self._controller.epoch.value,
             instance_id=command.instance_id,
             roles=converters.roles_to_proto(command.roles),
         )
         try:
-            stub = self._worker(command.worker_id)
-            await self._call(lambda: stub.SetRoles(request, timeout=_TIMEOUT_S))
+            await self._call(self._worker(command.worker_id).SetRoles, request)
         except TorchrelayError as error:
             self._controller.apply(inputs.RolesFailed(command.instance_id, error.message))
             return
         self._controller.apply(inputs.RolesSet(command.instance_id))
 
-    async def _unload(self, command: UnloadCommand) -> None:
+    async def _unload(self, command: effects.UnloadCommand) -> None:
         request = worker_pb2.UnloadRequest(
             epoch=self._controller.epoch.value, instance_id=command.instance_id, drain_s=command.drain_s
         )
         try:
-            stub = self._worker(command.worker_id)
-            await self._call(lambda: stub.Unload(request, timeout=command.drain_s + _TIMEOUT_S))
+            await self._call(self._worker(command.worker_id).Unload, request, command.drain_s + _TIMEOUT_S)
         except TorchrelayError as error:
             self._controller.apply(inputs.UnloadFailed(command.instance_id, error.message))
 
@@ -193,14 +176,16 @@ class Actuator:
             raise Unavailable("the worker is gone")
         return worker_pb2_grpc.WorkerStub(self._channels.channel(worker.grpc_address))
 
-    async def _call(self, call: Callable[[], Awaitable[object]]) -> None:
+    async def _call(
+        self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float = _TIMEOUT_S
+    ) -> None:
         """One RPC, retried if the peer was not reached. ``StaleEpoch`` ends the service after start-up."""
         try:
             async for attempt in stamina.retry_context(
                 _is_unreached, attempts=_MAX_ATTEMPTS, wait_initial=_RETRY_S, wait_jitter=0
             ):
                 with attempt:
-                    await call()
+                    await rpc(request, timeout=timeout_s)
         except asyncio.CancelledError:
             # Either we are cancelled, or the peer was lost and its channel closed under the call.
             if (task := asyncio.current_task()) is None or task.cancelling():

@@ -99,9 +99,9 @@ class Controller:
     def admit(self, gateway_id: str, request: scheduler_pb2.AdmitRequest) -> None:
         now = self.clock.now()
         admission = converters.admission_from_proto(request, gateway_id, now)
-        current = (
-            converters.placement_from_proto(request.current, admission.key) if request.HasField("current") else None
-        )
+        current = None
+        if request.HasField("current"):
+            current = converters.placement_from_proto(request.current, admission.key)
         self._versions[request.version.version_id] = request.version
         self._apply(Admit(admission, converters.model_from_proto(request.version), current), now)
 

@@ -7,68 +7,47 @@ from collections.abc import Iterable
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.latency_model import LatencyModel, StepCost
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
-from torchrelay.scheduler.policy.core import (
-    Admission,
-    AttemptKey,
-    InstancePhase,
-    Model,
-    NicCounters,
-    PackCopy,
-    Placement,
-    Role,
-    Roles,
-    SlotStatus,
-    SourceShare,
-    StoreStatus,
-    WorkerRef,
-    WorkerStatus,
-)
+from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.effects import AdmissionRefused, SchedulerEvent, Waiting
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
+_ROLES = frozenset(core.Role)
 _PHASES = {
-    reports_pb2.SlotState.STATE_UNSPECIFIED: InstancePhase.FREE,
-    reports_pb2.SlotState.STATE_FREE: InstancePhase.FREE,
-    reports_pb2.SlotState.STATE_LOADING: InstancePhase.LOADING,
-    reports_pb2.SlotState.STATE_READY: InstancePhase.READY,
-    reports_pb2.SlotState.STATE_DRAINING: InstancePhase.DRAINING,
+    reports_pb2.SlotState.STATE_UNSPECIFIED: core.InstancePhase.FREE,
+    reports_pb2.SlotState.STATE_FREE: core.InstancePhase.FREE,
+    reports_pb2.SlotState.STATE_LOADING: core.InstancePhase.LOADING,
+    reports_pb2.SlotState.STATE_READY: core.InstancePhase.READY,
+    reports_pb2.SlotState.STATE_DRAINING: core.InstancePhase.DRAINING,
 }
 
 
-def roles_from_proto(roles: Iterable[int]) -> Roles:
+def _known_roles(roles: Iterable[int]) -> list[core.Role]:
     """The roles that this version knows; others are dropped."""
-    known = {int(role) for role in Role}
-    return frozenset(Role(role) for role in roles if role in known)
+    return [core.Role(role) for role in roles if role in _ROLES]
 
 
-def preferred_role(roles: Iterable[int]) -> Role | None:
-    """The first known role that a worker names."""
-    known = {int(role) for role in Role}
-    return next((Role(role) for role in roles if role in known), None)
+def roles_to_proto(roles: core.Roles) -> list[types_pb2.Role.ValueType]:
+    return [types_pb2.ROLE_PREFILL if role is core.Role.PREFILL else types_pb2.ROLE_DECODE for role in sorted(roles)]
 
 
-def roles_to_proto(roles: Roles) -> list[types_pb2.Role.ValueType]:
-    return [types_pb2.ROLE_PREFILL if role is Role.PREFILL else types_pb2.ROLE_DECODE for role in sorted(roles)]
-
-
-def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> WorkerStatus:
-    slot = report.slot
-    return WorkerStatus(
+def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> core.WorkerStatus:
+    slot, roles = report.slot, _known_roles(report.roles)
+    return core.WorkerStatus(
         worker_id=report.worker_id,
         incarnation=report.incarnation,
         host_id=report.host_id,
         grpc_address=report.grpc_address,
-        playable_roles=roles_from_proto(report.roles),
+        playable_roles=frozenset(roles),
         seen_at=now,
-        preferred_role=preferred_role(report.roles),
-        slot=SlotStatus(
-            phase=_PHASES.get(slot.state, InstancePhase.FREE),
+        preferred_role=roles[0] if roles else None,
+        slot=core.SlotStatus(
+            phase=_PHASES.get(slot.state, core.InstancePhase.FREE),
             instance_id=slot.instance_id,
             model=slot.model,
             version_id=slot.version_id,
             pack_id=slot.pack_id,
-            roles=roles_from_proto(slot.roles),
+            roles=frozenset(_known_roles(slot.roles)),
             num_layers_ready=slot.num_layers_ready,
             num_layers=slot.num_layers,
             load_phases=tuple(
@@ -99,8 +78,9 @@ def _latency_from_proto(learned: reports_pb2.LatencyModel) -> LatencyModel:
     return LatencyModel(prefill, decode, max(learned.token_budget, 1))
 
 
-def store_from_proto(report: reports_pb2.StoreReport, now: float) -> StoreStatus:
-    return StoreStatus(
+def store_from_proto(report: reports_pb2.StoreReport, now: float) -> core.StoreStatus:
+    nic = report.nic
+    return core.StoreStatus(
         store_id=report.store_id,
         incarnation=report.incarnation,
         host_id=report.host_id,
@@ -109,7 +89,7 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> StoreStatus
         seen_at=now,
         arena_target_bytes=report.arena_target_bytes,
         copies={
-            copy.pack_id: PackCopy(
+            copy.pack_id: core.PackCopy(
                 pack_id=copy.pack_id,
                 pack_bytes=copy.pack_bytes,
                 num_chunks=copy.num_chunks,
@@ -121,7 +101,7 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> StoreStatus
                 relay_end_us=copy.relay_end_unix_us,
                 source=copy.source,
                 shares=tuple(
-                    SourceShare(share.holder_id, share.num_bytes, share.bytes_per_s, share.following, share.error)
+                    core.SourceShare(share.holder_id, share.num_bytes, share.bytes_per_s, share.following, share.error)
                     for share in copy.shares
                 ),
                 retained=copy.retained,
@@ -132,17 +112,15 @@ def store_from_proto(report: reports_pb2.StoreReport, now: float) -> StoreStatus
         failure_domain=report.failure_domain,
         bytes_sent=report.bytes_sent,
         bytes_received=report.bytes_received,
-        nic=_nic_from_proto(report.nic) if report.HasField("nic") else None,
+        nic=core.NicCounters(nic.bytes_sent, nic.bytes_received, nic.link_bytes_per_s)
+        if report.HasField("nic")
+        else None,
     )
 
 
-def _nic_from_proto(nic: reports_pb2.NicCounters) -> NicCounters:
-    return NicCounters(nic.bytes_sent, nic.bytes_received, nic.link_bytes_per_s)
-
-
-def model_from_proto(version: types_pb2.ModelVersion) -> Model:
+def model_from_proto(version: types_pb2.ModelVersion) -> core.Model:
     shape = version.shape
-    return Model(
+    return core.Model(
         name=version.model,
         version_id=version.version_id,
         pack_id=version.pack_id,
@@ -154,20 +132,20 @@ def model_from_proto(version: types_pb2.ModelVersion) -> Model:
     )
 
 
-def key_from_proto(key: types_pb2.AttemptKey) -> AttemptKey:
+def key_from_proto(key: types_pb2.AttemptKey) -> core.AttemptKey:
     if not key.request_id:
         raise InvalidRequest("request id must not be empty", field="key.request_id")
-    return AttemptKey(key.request_id, key.attempt)
+    return core.AttemptKey(key.request_id, key.attempt)
 
 
-def key_to_proto(key: AttemptKey) -> types_pb2.AttemptKey:
+def key_to_proto(key: core.AttemptKey) -> types_pb2.AttemptKey:
     return types_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt)
 
 
-def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: float) -> Admission:
+def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, now: float) -> core.Admission:
     if not request.version.version_id or not request.version.pack_id:
         raise InvalidRequest("version must have a version id and a pack id", field="version")
-    return Admission(
+    return core.Admission(
         key=key_from_proto(request.key),
         gateway_id=gateway_id,
         version_id=request.version.version_id,
@@ -183,18 +161,18 @@ def admission_from_proto(request: scheduler_pb2.AdmitRequest, gateway_id: str, n
     )
 
 
-def placement_from_proto(placement: scheduler_pb2.Placement, key: AttemptKey) -> Placement:
+def placement_from_proto(placement: scheduler_pb2.Placement, key: core.AttemptKey) -> core.Placement:
     """A placement by an earlier scheduler."""
-    return Placement(
+    return core.Placement(
         key, _worker_ref_from_proto(placement.prefill), _worker_ref_from_proto(placement.decode), placement.cold
     )
 
 
-def _worker_ref_from_proto(ref: types_pb2.WorkerRef) -> WorkerRef:
-    return WorkerRef(ref.worker_id, ref.grpc_address, ref.instance_id)
+def _worker_ref_from_proto(ref: types_pb2.WorkerRef) -> core.WorkerRef:
+    return core.WorkerRef(ref.worker_id, ref.grpc_address, ref.instance_id)
 
 
-def placement_to_proto(placement: Placement, ticket: types_pb2.Ticket | None) -> scheduler_pb2.Placement:
+def placement_to_proto(placement: core.Placement, ticket: types_pb2.Ticket | None) -> scheduler_pb2.Placement:
     return scheduler_pb2.Placement(
         key=key_to_proto(placement.key),
         prefill=_worker_ref_to_proto(placement.prefill),
@@ -204,7 +182,7 @@ def placement_to_proto(placement: Placement, ticket: types_pb2.Ticket | None) ->
     )
 
 
-def _worker_ref_to_proto(worker_ref: WorkerRef) -> types_pb2.WorkerRef:
+def _worker_ref_to_proto(worker_ref: core.WorkerRef) -> types_pb2.WorkerRef:
     return types_pb2.WorkerRef(
         worker_id=worker_ref.worker_id, grpc_address=worker_ref.grpc_address, instance_id=worker_ref.instance_id
     )

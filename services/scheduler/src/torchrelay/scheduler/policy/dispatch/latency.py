@@ -80,9 +80,4 @@ def load_left_s(instance: Instance, whole_load_s: float, now: float) -> float:
     elapsed_s = max(now - instance.created_at, 0.0)
     if instance.num_layers_ready:
         return elapsed_s * (instance.num_layers - instance.num_layers_ready) / instance.num_layers_ready
-    return max(whole_load_s - elapsed_s, _min_load_left_s(whole_load_s))
-
-
-def _min_load_left_s(whole_load_s: float) -> float:
-    """An overdue load is still not done: at least a tenth of it is assumed to be left."""
-    return whole_load_s / 10
+    return max(whole_load_s - elapsed_s, whole_load_s / 10)  # an overdue load is still not done

@@ -13,17 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchrelay.common.latency_model import LatencyModel
+from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
-from torchrelay.scheduler.policy.core import (
-    Admission,
-    Instance,
-    InstancePhase,
-    Model,
-    Placement,
-    Role,
-    WorkerRef,
-    WorkerStatus,
-)
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes
 from torchrelay.scheduler.policy.prediction import Prediction
 
@@ -34,8 +25,8 @@ _MAX_PENALIZED_TOKENS = 256  # few requests run to their maximum
 class Candidate:
     """An instance that may serve the attempt."""
 
-    instance: Instance
-    worker: WorkerStatus
+    instance: core.Instance
+    worker: core.WorkerStatus
     latency: LatencyModel
     load_left_s: float
     queue_s: float  # prompts ahead
@@ -46,8 +37,8 @@ class Candidate:
     num_cached_tokens: int = 0  # of this attempt's prompt
 
     @property
-    def worker_ref(self) -> WorkerRef:
-        return WorkerRef(self.worker.worker_id, self.worker.grpc_address, self.instance.instance_id)
+    def worker_ref(self) -> core.WorkerRef:
+        return core.WorkerRef(self.worker.worker_id, self.worker.grpc_address, self.instance.instance_id)
 
 
 @dataclass(frozen=True)
@@ -58,15 +49,15 @@ class NoPlacement:
 
 
 def place(
-    admission: Admission,
-    model: Model,
+    admission: core.Admission,
+    model: core.Model,
     candidates: Sequence[Candidate],
     kv_transfer_times: KvTransferTimes,
     config: PolicyConfig,
-) -> Placement | NoPlacement:
+) -> core.Placement | NoPlacement:
     """The best pair of instances, or why there is none."""
-    prefills = [candidate for candidate in candidates if candidate.instance.plays(Role.PREFILL)]
-    decodes = [candidate for candidate in candidates if candidate.instance.plays(Role.DECODE)]
+    prefills = [candidate for candidate in candidates if candidate.instance.plays(core.Role.PREFILL)]
+    decodes = [candidate for candidate in candidates if candidate.instance.plays(core.Role.DECODE)]
     if not prefills or not decodes:
         return NoPlacement(f"no instance plays {'prefill' if not prefills else 'decode'}")
     kv_bytes = admission.kv_bytes(model)
@@ -86,7 +77,7 @@ def place(
         """Time to the second token, plus all later delays beyond the objective."""
         prefill, decode = pair
         ids = prefill.instance.instance_id, decode.instance.instance_id
-        ttft_s, next_s = firsts[ids[0]].ttft_s, nexts[ids[1]].cost_s
+        ttft_s, (_, next_s) = firsts[ids[0]].ttft_s, nexts[ids[1]]
         latency_s = ttft_s + max(decode.load_left_s - ttft_s, 0.0) + next_s
         if prefill.worker.worker_id != decode.worker.worker_id:
             hosts = prefill.instance.host_id, decode.instance.host_id
@@ -94,17 +85,17 @@ def place(
         return latency_s, -decode.kv_unreserved_bytes, *ids
 
     prefill, decode = min(((prefill, decode) for prefill in prefills for decode in fitting), key=cost)
-    return Placement(
+    return core.Placement(
         key=admission.key,
         prefill=prefill.worker_ref,
         decode=decode.worker_ref,
-        cold=InstancePhase.LOADING in (prefill.instance.phase, decode.instance.phase),
-        predicted=replace(firsts[prefill.instance.instance_id], tbt_s=nexts[decode.instance.instance_id].tbt_s),
+        cold=core.InstancePhase.LOADING in (prefill.instance.phase, decode.instance.phase),
+        predicted=replace(firsts[prefill.instance.instance_id], tbt_s=nexts[decode.instance.instance_id][0]),
     )
 
 
-def _first_token(admission: Admission, prefill: Candidate) -> Prediction:
-    decodes_beside = prefill.instance.plays(Role.DECODE)
+def _first_token(admission: core.Admission, prefill: Candidate) -> Prediction:
+    decodes_beside = prefill.instance.plays(core.Role.DECODE)
     prefill_s = admission.num_contexts * prefill.latency.prefill_s(
         admission.num_context_tokens,
         prefill.num_cached_tokens,
@@ -115,21 +106,14 @@ def _first_token(admission: Admission, prefill: Candidate) -> Prediction:
     return Prediction(ttft_s, prefill_s, num_cached_tokens=prefill.num_cached_tokens)
 
 
-@dataclass(frozen=True)
-class _DecodeCost:
-    """The cost of a decode instance, apart from its load and the KV transfer."""
-
-    tbt_s: float
-    cost_s: float  # of the second token, and of all that exceed the objective
-
-
-def _next_tokens(admission: Admission, decode: Candidate, config: PolicyConfig) -> _DecodeCost:
+def _next_tokens(admission: core.Admission, decode: Candidate, config: PolicyConfig) -> tuple[float, float]:
+    """TBT, and the cost of the second token and of all that exceed the objective, without load and KV transfer."""
     num_attended = admission.num_choices * (admission.num_prompt_tokens + admission.max_tokens)
     batch = decode.num_decoding + admission.num_choices
     tbt_s = decode.latency.tbt_s(batch, decode.num_decode_attended + num_attended)
     late_s = max(tbt_s - config.tbt_target_s, 0.0) * min(admission.max_tokens, _MAX_PENALIZED_TOKENS)
     interruption_s = 0.0
-    if decode.instance.plays(Role.PREFILL):
+    if decode.instance.plays(core.Role.PREFILL):
         # A prompt interrupts decoding by one step at a time.
         interruption_s = min(decode.queue_s, decode.latency.prefill_s(decode.latency.token_budget))
-    return _DecodeCost(tbt_s, tbt_s + late_s + interruption_s)
+    return tbt_s, tbt_s + late_s + interruption_s
