@@ -17,8 +17,8 @@ from torchrelay.gateway.inference.execution.admission_stream import AdmissionStr
 from torchrelay.gateway.inference.execution.attempt import Upstreams
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
 from torchrelay.gateway.inference.execution.worker_streams import WorkerStreams
+from torchrelay.gateway.inference.interfaces import Authenticator, ModelCatalog, RequestLedger, RequestLimiter
 from torchrelay.gateway.inference.pipeline import RequestPipeline
-from torchrelay.gateway.inference.ports import Authenticator, ModelCatalog, RequestLedger, RequestLimiter
 from torchrelay.gateway.inference.sampling import GenerationBounds
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.inference.text.template_renderer import TemplateRenderer

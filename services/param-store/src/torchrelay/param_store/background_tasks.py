@@ -12,8 +12,8 @@ from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.copies.copy_record import REMOTE
 from torchrelay.param_store.copies.recovery import release_unmapped
-from torchrelay.param_store.disk.cache import DiskCache
 from torchrelay.param_store.disk.cache_writer import write_to_cache
+from torchrelay.param_store.disk.disk_cache import DiskCache
 from torchrelay.param_store.grpc.messages import store_report
 from torchrelay.param_store.store import Store
 from torchrelay.transfer.arena.slab import Slab

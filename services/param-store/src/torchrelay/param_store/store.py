@@ -10,8 +10,8 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.change_notifier import ChangeNotifier
 from torchrelay.param_store.copies.arena_copies import ArenaCopies
-from torchrelay.param_store.disk.cache import DiskCache
-from torchrelay.param_store.disk.tier import DiskTier
+from torchrelay.param_store.disk.disk_cache import DiskCache
+from torchrelay.param_store.disk.disk_tier import DiskTier
 from torchrelay.param_store.remote.remote_store import RemoteStore, open_remote
 from torchrelay.param_store.remote.versions import Versions
 from torchrelay.param_store.settings import StoreSettings

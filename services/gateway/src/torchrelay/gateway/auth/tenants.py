@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.common.ids import new_id
-from torchrelay.gateway.names import check_name
+from torchrelay.gateway.resource_names import check_name
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import balances, tenants

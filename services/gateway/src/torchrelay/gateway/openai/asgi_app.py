@@ -15,8 +15,8 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, LogprobDelta, TokenDelta
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
+from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
-from torchrelay.gateway.inference.ports import Authenticator
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.openai import errors, replies, requests
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter

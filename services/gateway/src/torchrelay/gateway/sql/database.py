@@ -23,7 +23,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.executor import batch_executor
+from torchrelay.gateway.thread_pool import batch_executor
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torchrelay.common.errors import TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.param_store.disk.cache import DiskCache
+from torchrelay.param_store.disk.disk_cache import DiskCache
 from torchrelay.param_store.durable_files import write_all
 from torchrelay.transfer.arena.slab import Slab
 from torchrelay.transfer.manifest import MAX_CHUNK_BYTES

@@ -9,7 +9,7 @@ from typing import Any, Self, TypeVar
 from torchrelay.common.errors import NotFound, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Reservation
-from torchrelay.gateway.inference.ports import RequestLedger, RequestLimiter
+from torchrelay.gateway.inference.interfaces import RequestLedger, RequestLimiter
 
 log = get_logger(__name__)
 T = TypeVar("T")
