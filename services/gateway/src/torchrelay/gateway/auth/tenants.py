@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
@@ -39,15 +39,7 @@ class Tenants:
         tenant = Tenant(new_id("ten"), name, storage_quota_bytes, budget_nano, now_unix_us())
         try:
             async with self._database.write() as connection:
-                await connection.execute(
-                    insert(tenants).values(
-                        tenant_id=tenant.tenant_id,
-                        name=name,
-                        storage_quota_bytes=storage_quota_bytes,
-                        budget_nano=budget_nano,
-                        created_unix_us=tenant.created_unix_us,
-                    )
-                )
+                await connection.execute(insert(tenants).values(asdict(tenant)))
                 await connection.execute(insert(balances).values(tenant_id=tenant.tenant_id, spent_nano=0))
         except IntegrityError as error:
             raise Conflict(f"tenant {name!r} already exists", field="name") from error

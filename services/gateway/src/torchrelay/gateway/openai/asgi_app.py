@@ -90,7 +90,8 @@ def _decode_request(encoded: bytes, is_chat: bool) -> tuple[GenerateParams, Repl
     else:
         body = completion = requests.decode_completion(encoded)
         params = requests.params_of_completion(completion)
-    return params, ReplyFormat(is_chat, body.wants_usage, bool(body.return_token_ids)), bool(body.stream)
+    wants_usage = bool(body.stream_options and body.stream_options.include_usage)
+    return params, ReplyFormat(is_chat, wants_usage, bool(body.return_token_ids)), bool(body.stream)
 
 
 class HttpExchange:
