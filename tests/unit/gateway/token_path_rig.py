@@ -23,7 +23,7 @@ from tests.support.sample_tokenizers import EOS, tiny_tokenizer
 from torchrelay.common.net.rpc import RpcServer, open_channel
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S
 from torchrelay.gateway.settings import GatewaySettings
-from torchrelay.gateway.token_path import TokenPath
+from torchrelay.gateway.token_path import TokenPath, open_token_path
 from torchrelay.inference.v1 import inference_pb2_grpc
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
@@ -142,7 +142,7 @@ async def _make(
         stack.push_async_callback(channel.close)
     gateway_settings = GatewaySettings.model_validate({"drain_s": 1.0, **settings})
     token_path = await stack.enter_async_context(
-        TokenPath(
+        open_token_path(
             gateway_settings,
             "gw-test",
             keys=ports,

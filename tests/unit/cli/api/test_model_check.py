@@ -12,7 +12,7 @@ from tests.unit.cli.fake_gateway import TENANT_KEY, FakeGateway
 from torchrelay.cli.api.model_check import check_folder, check_name, is_model_name
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
-from torchrelay.gateway.names import is_name
+from torchrelay.gateway.resource_names import is_name
 
 NAMES = ["tiny", "a", "qwen2.5-0.5b_it", "9b", "", "-a", ".a", "Tiny", "a b", "a" * 64, "a" * 65, "ä", "tiny\n", "a/b"]
 

@@ -11,8 +11,8 @@ import pytest
 from tests.support.disk_limits import files_end_at
 from tests.unit.param_store.model_folders import LARGER, write_folder
 from torchrelay.common.ids import new_id
-from torchrelay.param_store.disk.cache import DiskCache
 from torchrelay.param_store.disk.cache_writer import write_to_cache
+from torchrelay.param_store.disk.disk_cache import DiskCache
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.arena.slab import Slab

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import grpc
@@ -26,7 +26,7 @@ from torchrelay.gateway.billing.ledger import Ledger
 from torchrelay.gateway.billing.orphan_sweep import OrphanSweep
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
-from torchrelay.gateway.catalog.garbage_collection import GarbageCollector
+from torchrelay.gateway.catalog.garbage_collection import collect_garbage
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
@@ -40,7 +40,7 @@ from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.schema import ensure_schema
 from torchrelay.gateway.sql.table_versions import TableVersions
-from torchrelay.gateway.token_path import TokenPath
+from torchrelay.gateway.token_path import TokenPath, open_token_path
 from torchrelay.inference.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 log = get_logger(__name__)
@@ -66,9 +66,9 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
         components = await _make_components(settings, gateway_id, database, stack)
         await stack.enter_async_context(_jobs(settings, database, heartbeat, components))
         token_path = await stack.enter_async_context(
-            TokenPath(
+            open_token_path(
                 settings,
-                gateway_id=gateway_id,
+                gateway_id,
                 keys=components.services.keys,
                 catalog=components.services.catalog,
                 ledger=components.ledger,
@@ -130,12 +130,9 @@ async def _make_components(
     )
     prices = Prices(database, table_versions)
     catalog = Catalog(database, table_versions, prices, settings.cached_models)
-    tls = settings.tls
-    store_channel = open_channel(settings.store_address, tls)
-    stack.push_async_callback(store_channel.close)
+    store_channel = await stack.enter_async_context(open_channel(settings.store_address, settings.tls))
     store = StoreClient(store_channel, settings.store_address)
-    scheduler_channel = open_channel(settings.scheduler_address, tls)
-    stack.push_async_callback(scheduler_channel.close)
+    scheduler_channel = await stack.enter_async_context(open_channel(settings.scheduler_address, settings.tls))
     services = Services(
         database=database,
         tenants=Tenants(database, table_versions),
@@ -153,10 +150,9 @@ async def _make_components(
     return _Components(services, ledger, limits, nats_events, store, scheduler_channel, store_channel)
 
 
-@asynccontextmanager
-async def _jobs(
+def _jobs(
     settings: GatewaySettings, database: Database, heartbeat: Heartbeat, components: _Components
-) -> AsyncIterator[None]:
+) -> AbstractAsyncContextManager[None]:
     sweep = OrphanSweep(
         database,
         components.ledger,
@@ -165,15 +161,14 @@ async def _jobs(
         every_s=settings.heartbeat_s,
         after_s=settings.sweep_after_s,
     )
-    garbage_collector = GarbageCollector(
+    collecting = collect_garbage(
         database,
         components.store,
         every_s=settings.housekeeping_s,
         lease_s=settings.upload_lease_s,
         retired_s=settings.retired_version_s,
     )
-    async with background(components.nats_events.run(), sweep.run(), garbage_collector.run()):
-        yield
+    return background(components.nats_events.run(), sweep.run(), collecting)
 
 
 async def _leave(heartbeat: Heartbeat) -> None:

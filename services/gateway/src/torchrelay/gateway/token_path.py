@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack, suppress
-from typing import Self
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 
 import grpc
 from opentelemetry.metrics import Meter
@@ -17,8 +18,8 @@ from torchrelay.gateway.inference.execution.admission_stream import AdmissionStr
 from torchrelay.gateway.inference.execution.attempt import Upstreams
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
 from torchrelay.gateway.inference.execution.worker_streams import WorkerStreams
+from torchrelay.gateway.inference.interfaces import Authenticator, ModelCatalog, RequestLedger, RequestLimiter
 from torchrelay.gateway.inference.pipeline import RequestPipeline
-from torchrelay.gateway.inference.ports import Authenticator, ModelCatalog, RequestLedger, RequestLimiter
 from torchrelay.gateway.inference.sampling import GenerationBounds
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.inference.text.template_renderer import TemplateRenderer
@@ -29,74 +30,59 @@ from torchrelay.gateway.settings import GatewaySettings
 FLUSH_TIMEOUT_S = 0.5  # for the last releases to reach the scheduler
 
 
+@dataclass(frozen=True, slots=True)
 class TokenPath:
-    """While entered, ``asgi`` serves the OpenAI paths and ``servicer`` gRPC.
-
-    On exit, requests still running end with an error, are released and settled.
-    """
+    """``asgi`` serves the OpenAI paths, ``servicer`` gRPC."""
 
     asgi: CompletionsApp
     servicer: GatewayServicer
+    pipeline: RequestPipeline
+    admissions: AdmissionStream
 
-    def __init__(
-        self,
-        settings: GatewaySettings,
-        gateway_id: str,
-        *,
-        keys: Authenticator,
-        catalog: ModelCatalog,
-        ledger: RequestLedger,
-        limits: RequestLimiter,
-        scheduler: grpc.aio.Channel,
-        store: grpc.aio.Channel,
-        write_gap_s: float = WRITE_GAP_S,
-        meter: Meter | None = None,
-    ) -> None:
-        self._settings = settings
-        self._gateway_id = gateway_id
-        self._keys = keys
-        self._catalog = catalog
-        self._ledger = ledger
-        self._limits = limits
-        self._scheduler = scheduler
-        self._store = store
-        self._write_gap_s = write_gap_s
-        self._meter = meter
-        self._stack = AsyncExitStack()
 
-    async def __aenter__(self) -> Self:
-        settings, stack = self._settings, self._stack
-        files = StoreFileReader(ParamStoreStub(self._store), settings.store_address)
-        self.tokenizers = TokenizerCache(files, settings.tokenizer_cache_bytes)
-        stack.callback(self.tokenizers.close)
+@asynccontextmanager
+async def open_token_path(
+    settings: GatewaySettings,
+    gateway_id: str,
+    *,
+    keys: Authenticator,
+    catalog: ModelCatalog,
+    ledger: RequestLedger,
+    limits: RequestLimiter,
+    scheduler: grpc.aio.Channel,
+    store: grpc.aio.Channel,
+    write_gap_s: float = WRITE_GAP_S,
+    meter: Meter | None = None,
+) -> AsyncIterator[TokenPath]:
+    """Serves inside the block. On exit, requests still running end with an error, are released and settled."""
+    async with AsyncExitStack() as stack:
+        files = StoreFileReader(ParamStoreStub(store), settings.store_address)
+        tokenizers = TokenizerCache(files, settings.tokenizer_cache_bytes)
+        stack.callback(tokenizers.close)
         templates = await stack.enter_async_context(TemplateRenderer(settings.template_timeout_s))
-        self.admissions = AdmissionStream(SchedulerStub(self._scheduler), self._gateway_id, settings.scheduler_address)
-        self._admitting = asyncio.ensure_future(self.admissions.run())
-        stack.push_async_callback(self._stop_admitting)
-        self.workers = await stack.enter_async_context(WorkerStreams(self._gateway_id, tls=settings.tls))
-        ledger_writer = await stack.enter_async_context(LedgerWriter(self._ledger, self._limits, settings.drain_s))
-        self.pipeline = RequestPipeline(
-            self._catalog,
-            self._limits,
-            PromptEncoder(files, self.tokenizers, templates),
-            Upstreams(self.admissions, self.workers, self._gateway_id),
-            ledger_writer,
+        admissions = AdmissionStream(SchedulerStub(scheduler), gateway_id, settings.scheduler_address)
+        admitting = asyncio.ensure_future(admissions.run())
+        stack.push_async_callback(_stop_admitting, admissions, admitting)
+        workers = await stack.enter_async_context(WorkerStreams(gateway_id, tls=settings.tls))
+        pipeline = RequestPipeline(
+            catalog,
+            limits,
+            PromptEncoder(files, tokenizers, templates),
+            Upstreams(admissions, workers, gateway_id),
+            await stack.enter_async_context(LedgerWriter(ledger, limits, settings.drain_s)),
             GenerationBounds(settings.default_max_tokens, settings.max_choices),
             max_attempts=settings.max_attempts,
             keep_alive_s=settings.keep_alive_s,
             request_timeout_s=settings.request_timeout_s,
-            meter=self._meter,
+            meter=meter,
         )
-        stack.push_async_callback(self.pipeline.stop_all, settings.drain_s)
-        self.asgi = CompletionsApp(self._keys, self.pipeline, settings.max_body_bytes, self._write_gap_s)
-        self.servicer = GatewayServicer(self._keys, self._catalog, self.pipeline)
-        return self
+        stack.push_async_callback(pipeline.stop_all, settings.drain_s)
+        asgi = CompletionsApp(keys, pipeline, settings.max_body_bytes, write_gap_s)
+        yield TokenPath(asgi, GatewayServicer(keys, catalog, pipeline), pipeline, admissions)
 
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._stack.aclose()
 
-    async def _stop_admitting(self) -> None:
-        await self.admissions.flush(FLUSH_TIMEOUT_S)
-        self._admitting.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._admitting
+async def _stop_admitting(admissions: AdmissionStream, admitting: asyncio.Future[None]) -> None:
+    await admissions.flush(FLUSH_TIMEOUT_S)
+    admitting.cancel()
+    with suppress(asyncio.CancelledError):
+        await admitting

@@ -12,8 +12,8 @@ from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.copies.copy_record import REMOTE
 from torchrelay.param_store.copies.recovery import release_unmapped
-from torchrelay.param_store.disk.cache import DiskCache
 from torchrelay.param_store.disk.cache_writer import write_to_cache
+from torchrelay.param_store.disk.disk_cache import DiskCache
 from torchrelay.param_store.grpc.messages import store_report
 from torchrelay.param_store.store import Store
 from torchrelay.transfer.arena.slab import Slab
@@ -58,19 +58,14 @@ async def fill_disk_cache(store: Store) -> None:
     with store.changes.listen() as changed:
         while True:
             changed.clear()
-            slabs = _downloaded_slabs(store)
+            ids = {copy.record.pack_id for copy in store.arena_copies.copies() if copy.record.source == REMOTE}
+            slabs = {slab.pack_id: slab for slab in store.arena.slabs() if slab.pack_id in ids and slab.complete}
             for slab in slabs.values():
                 if tried.get(slab.pack_id) is not slab:
                     await _write(store.disk, slab)
             tried = slabs
             await asyncio.sleep(_DISK_SCAN_INTERVAL_S)
             await changed.wait()
-
-
-def _downloaded_slabs(store: Store) -> dict[str, Slab]:
-    """The complete packs in the arena that came from the remote store."""
-    downloaded = {copy.record.pack_id for copy in store.arena_copies.copies() if copy.record.source == REMOTE}
-    return {slab.pack_id: slab for slab in store.arena.slabs() if slab.pack_id in downloaded and slab.complete}
 
 
 async def _write(cache: DiskCache, slab: Slab) -> None:

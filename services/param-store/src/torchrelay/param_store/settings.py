@@ -9,7 +9,7 @@ from pydantic import Field
 
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.settings import ServiceSettings
-from torchrelay.param_store.disk.cache import default_limit_bytes
+from torchrelay.param_store.disk.disk_cache import default_limit_bytes
 from torchrelay.param_store.remote.remote_store import RemoteOptions, is_folder
 from torchrelay.transfer.arena.arena_file import capacity_left_at
 

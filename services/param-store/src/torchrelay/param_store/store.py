@@ -10,9 +10,9 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.change_notifier import ChangeNotifier
 from torchrelay.param_store.copies.arena_copies import ArenaCopies
-from torchrelay.param_store.disk.cache import DiskCache
-from torchrelay.param_store.disk.tier import DiskTier
-from torchrelay.param_store.remote.remote_store import RemoteStore, open_remote
+from torchrelay.param_store.disk.disk_cache import DiskCache
+from torchrelay.param_store.disk.disk_tier import DiskTier
+from torchrelay.param_store.remote.remote_store import open_remote
 from torchrelay.param_store.remote.versions import Versions
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.param_store.uploads.packer_process import PackerQueue
@@ -35,8 +35,11 @@ class Store:
         self.grpc_address = ""
         self.epoch = EpochFence()
         self.changes = ChangeNotifier(loop)
-        self.disk = _open_disk(settings)
-        remote = _open_remote(settings, self.disk)
+        limit_bytes = settings.disk_cache_limit_bytes()
+        self.disk = DiskCache(settings.disk_cache_folder, limit_bytes) if limit_bytes else None
+        remote = open_remote(settings.remote_url, settings.remote_options)
+        if self.disk is not None:
+            remote = DiskTier(remote, self.disk)
         self.versions = Versions(remote)
         self.uploads = StagingArea(settings.data_dir / "uploads", settings.max_upload_bytes, settings.upload_expiry_s)
         self.packer_queue = PackerQueue(settings.max_waiting_commits)
@@ -109,13 +112,3 @@ class Store:
             self.arena.free_bytes,
             self.uploads.num_open,
         )
-
-
-def _open_disk(settings: StoreSettings) -> DiskCache | None:
-    limit_bytes = settings.disk_cache_limit_bytes()
-    return DiskCache(settings.disk_cache_folder, limit_bytes) if limit_bytes else None
-
-
-def _open_remote(settings: StoreSettings, disk: DiskCache | None) -> RemoteStore:
-    remote = open_remote(settings.remote_url, settings.remote_options)
-    return remote if disk is None else DiskTier(remote, disk)

@@ -137,11 +137,10 @@ async def test_a_cancelled_rendering_leaves_no_answer_behind(renderer: TemplateR
 
 async def test_a_child_that_died_is_replaced(renderer: TemplateRenderer) -> None:
     await renderer.render("", {})
-    assert renderer.child_pid is not None
-    os.kill(renderer.child_pid, signal.SIGKILL)
+    assert renderer._child is not None
+    os.kill(renderer._child.pid, signal.SIGKILL)
     async with asyncio.timeout(10):
-        while renderer.child_pid is not None:  # noqa: ASYNC110 -- there is no event for it
-            await asyncio.sleep(0.01)
+        await renderer._child.wait()
     assert await renderer.render("fine", {}) == "fine"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from sqlalchemy import insert, select, update
 from sqlalchemy.exc import IntegrityError
@@ -11,7 +11,7 @@ from sqlalchemy.exc import IntegrityError
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.common.ids import new_id
-from torchrelay.gateway.names import check_name
+from torchrelay.gateway.resource_names import check_name
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import balances, tenants
@@ -39,15 +39,7 @@ class Tenants:
         tenant = Tenant(new_id("ten"), name, storage_quota_bytes, budget_nano, now_unix_us())
         try:
             async with self._database.write() as connection:
-                await connection.execute(
-                    insert(tenants).values(
-                        tenant_id=tenant.tenant_id,
-                        name=name,
-                        storage_quota_bytes=storage_quota_bytes,
-                        budget_nano=budget_nano,
-                        created_unix_us=tenant.created_unix_us,
-                    )
-                )
+                await connection.execute(insert(tenants).values(asdict(tenant)))
                 await connection.execute(insert(balances).values(tenant_id=tenant.tenant_id, spent_nano=0))
         except IntegrityError as error:
             raise Conflict(f"tenant {name!r} already exists", field="name") from error

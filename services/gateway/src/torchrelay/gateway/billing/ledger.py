@@ -51,24 +51,17 @@ class Settlement:
     usages: tuple[ChoiceUsage, ...]
 
 
-class Ledger:
+class Ledger(GroupCommit[OpenedRequest | Settlement]):
     """Opens and settles requests. An async context manager; on exit it commits pending writes."""
 
     def __init__(self, database: Database) -> None:
+        super().__init__(database, self._write)
         self._open = database.insert(opened).on_conflict_do_nothing()
         self._prices: dict[str, Price] = {}  # few rows, and immutable
-        self._commits: GroupCommit[OpenedRequest | Settlement] = GroupCommit(database, self._apply)
-
-    async def __aenter__(self) -> Ledger:
-        await self._commits.__aenter__()
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._commits.__aexit__(*exc_info)
 
     async def open(self, request: OpenedRequest) -> None:
         """Returns once the row is committed. Idempotent. Raises ``Unavailable`` without SQL."""
-        await self._commits.do(request)
+        await self.do(request)
 
     async def settle(self, request_id: str, usages: Sequence[ChoiceUsage]) -> int:
         """Bills the request; returns its cost in nano-dollars once committed.
@@ -76,9 +69,9 @@ class Ledger:
         A second call changes nothing and returns the recorded cost. Raises ``NotFound`` for a request that was never
         opened, and ``Unavailable`` without SQL; the caller is expected to retry.
         """
-        return await self._commits.do(Settlement(request_id, tuple(usages)))
+        return await self.do(Settlement(request_id, tuple(usages)))
 
-    def _apply(self, connection: Connection, writes: Sequence[OpenedRequest | Settlement]) -> dict[int, Result]:
+    def _write(self, connection: Connection, writes: Sequence[OpenedRequest | Settlement]) -> dict[int, Result]:
         """The results of ``writes``, by their index."""
         opens = {index: write for index, write in enumerate(writes) if isinstance(write, OpenedRequest)}
         if opens:
@@ -89,7 +82,8 @@ class Ledger:
         results: dict[int, Result] = dict.fromkeys(opens, 0)
         for index, settlement in settlements.items():
             cost = costs.get(settlement.request_id)
-            results[index] = _unknown(settlement) if cost is None else cost
+            unknown = NotFound(f"request {settlement.request_id} was never opened", field="request_id")
+            results[index] = unknown if cost is None else cost
         return results
 
     def _settle(self, connection: Connection, settlements: Sequence[Settlement]) -> dict[str, int]:
@@ -128,10 +122,6 @@ def _standing_costs(connection: Connection, request_ids: Iterable[str]) -> dict[
     for request_id, _ in rows:
         log.info("settled_before", request_id=request_id)
     return {request_id: int(cost) for request_id, cost in rows}
-
-
-def _unknown(settlement: Settlement) -> NotFound:
-    return NotFound(f"request {settlement.request_id} was never opened", field="request_id")
 
 
 def opened_of(row: Sequence[Any]) -> OpenedRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 
 from sqlalchemy import insert, select
 from sqlalchemy.exc import IntegrityError
@@ -50,16 +51,7 @@ class Prices:
         price = Price(new_id("price"), model, prompt_nano, cached_nano, output_nano, begin)
         try:
             async with self._database.write() as connection:
-                await connection.execute(
-                    insert(prices).values(
-                        price_id=price.price_id,
-                        model=model,
-                        prompt_nano=prompt_nano,
-                        cached_nano=cached_nano,
-                        output_nano=output_nano,
-                        valid_from_unix_us=begin,
-                    )
-                )
+                await connection.execute(insert(prices).values(asdict(price)))
                 await bump_version(connection, "catalog")
         except IntegrityError as error:
             raise Conflict("a price with this valid_from already exists", field="valid_from") from error

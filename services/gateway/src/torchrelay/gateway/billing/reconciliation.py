@@ -65,15 +65,14 @@ async def _incomplete(connection: SqlConnection) -> list[str]:
 
 async def _mispriced(connection: SqlConnection) -> list[str]:
     """Ledger rows whose cost does not follow from their price, or with more tokens than were opened."""
-    query = select(ledger, prices, opened.c.max_tokens, opened.c.num_prompt_tokens.label("opened_prompt"))
+    query = select(*prices.c, ledger, opened.c.max_tokens, opened.c.num_prompt_tokens.label("opened_prompt"))
     query = query.join_from(ledger, prices, ledger.c.price_id == prices.c.price_id)
     query = query.join(opened, ledger.c.request_id == opened.c.request_id)
     faults = []
     for row in await connection.execute(query):
-        price = Price(
-            row.price_id, row.model, row.prompt_nano, row.cached_nano, row.output_nano, row.valid_from_unix_us
+        cost = cost_nano(
+            Price(*row[: len(prices.c)]), row.num_prompt_tokens, row.num_cached_prompt_tokens, row.num_output_tokens
         )
-        cost = cost_nano(price, row.num_prompt_tokens, row.num_cached_prompt_tokens, row.num_output_tokens)
         if cost != row.cost_nano:
             faults.append(f"request {row.request_id} choice {row.choice}: costs {cost} nano, billed {row.cost_nano}")
         if row.num_output_tokens > row.max_tokens or row.num_prompt_tokens > row.opened_prompt:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, Integer, Select, cast, func, select
+from sqlalchemy import ColumnElement, Integer, Row, Select, cast, func, select
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.gateway.billing.bills import BilledSum
@@ -15,7 +15,6 @@ from torchrelay.gateway.sql.tables import ledger, prices
 
 GroupBy = Literal["key", "model", "day"]
 _DAY_US = 86_400_000_000
-_TOTALS = ("prompt_tokens", "cached_tokens", "completion_tokens", "requests", "cost_nano")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +29,8 @@ class UsageFilter:
 
     def conditions(self) -> list[ColumnElement[bool]]:
         row = ledger.c
-        conditions: list[ColumnElement[bool]] = []
-        for column, value in ((row.tenant_id, self.tenant_id), (row.key_id, self.key_id), (row.model, self.model)):
-            if value is not None:
-                conditions.append(column == value)
+        equal = ((row.tenant_id, self.tenant_id), (row.key_id, self.key_id), (row.model, self.model))
+        conditions = [column == value for column, value in equal if value is not None]
         if self.from_unix_us is not None:
             conditions.append(row.settled_unix_us >= self.from_unix_us)
         if self.to_unix_us is not None:
@@ -83,13 +80,7 @@ async def usage_sums(database: Database, filter_: UsageFilter, group_by: GroupBy
         query = query.add_columns(group.label("group")).group_by(group).order_by(group)
     async with database.read() as connection:
         rows = (await connection.execute(query)).all()
-    return [
-        UsageSum(
-            group=_label(row.group, group_by) if group_by else "",
-            **{name: int(getattr(row, name)) for name in _TOTALS},
-        )
-        for row in rows
-    ]
+    return [UsageSum(_label(row.group, group_by) if group_by else "", **_totals(row)) for row in rows]
 
 
 async def billed_sums(database: Database, filter_: UsageFilter) -> list[BilledSum]:
@@ -102,27 +93,24 @@ async def billed_sums(database: Database, filter_: UsageFilter) -> list[BilledSu
     query = query.order_by(ledger.c.model, func.min(prices.c.valid_from_unix_us))
     async with database.read() as connection:
         rows = (await connection.execute(query)).all()
-    return [
-        BilledSum(
-            model=row.model,
-            prompt_nano=row.prompt_nano,
-            cached_nano=row.cached_nano,
-            output_nano=row.output_nano,
-            **{name: int(getattr(row, name)) for name in _TOTALS},
-        )
-        for row in rows
-    ]
+    return [BilledSum(row.model, row.prompt_nano, row.cached_nano, row.output_nano, **_totals(row)) for row in rows]
 
 
 def _sums() -> list[ColumnElement[Any]]:
-    row = ledger.c
-    return [
-        func.coalesce(func.sum(row.num_prompt_tokens), 0).label("prompt_tokens"),
-        func.coalesce(func.sum(row.num_cached_prompt_tokens), 0).label("cached_tokens"),
-        func.coalesce(func.sum(row.num_output_tokens), 0).label("completion_tokens"),
-        func.count(func.distinct(row.request_id)).label("requests"),
-        func.coalesce(func.sum(row.cost_nano), 0).label("cost_nano"),
-    ]
+    summed = {
+        "prompt_tokens": ledger.c.num_prompt_tokens,
+        "cached_tokens": ledger.c.num_cached_prompt_tokens,
+        "completion_tokens": ledger.c.num_output_tokens,
+        "cost_nano": ledger.c.cost_nano,
+    }
+    sums = [func.coalesce(func.sum(column), 0).label(name) for name, column in summed.items()]
+    return [*sums, func.count(func.distinct(ledger.c.request_id)).label("requests")]
+
+
+def _totals(row: Row[Any]) -> dict[str, int]:
+    """The totals of a row of ``_sums``, which PostgreSQL returns as decimals."""
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "requests", "cost_nano")
+    return {name: int(getattr(row, name)) for name in names}
 
 
 def _label(group: Any, group_by: GroupBy) -> str:

@@ -7,13 +7,12 @@ is therefore commutative, associative and idempotent: duplicates and reordering 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest
 
 
-@dataclass(frozen=True, slots=True)
-class UsageRegister:
+class UsageRegister(NamedTuple):
     """The usage workers reported for one choice; every field is a maximum."""
 
     num_prompt_tokens: int = 0
@@ -26,11 +25,7 @@ EMPTY_REGISTER = UsageRegister()
 
 def merge_registers(a: UsageRegister, b: UsageRegister) -> UsageRegister:
     """The field-wise maximum."""
-    return UsageRegister(
-        num_prompt_tokens=max(a.num_prompt_tokens, b.num_prompt_tokens),
-        num_cached_prompt_tokens=max(a.num_cached_prompt_tokens, b.num_cached_prompt_tokens),
-        output_position=max(a.output_position, b.output_position),
-    )
+    return UsageRegister(*map(max, a, b))
 
 
 def usages_from_registers(opened: OpenedRequest, registers: Mapping[int, UsageRegister]) -> list[ChoiceUsage]:

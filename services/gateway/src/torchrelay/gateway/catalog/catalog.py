@@ -16,7 +16,7 @@ from torchrelay.common.errors import NotFound
 from torchrelay.gateway.billing.price_list import price_at
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.core import Price, Principal, PublishedModel, Version
-from torchrelay.gateway.names import is_name
+from torchrelay.gateway.resource_names import is_name
 from torchrelay.gateway.sql.database import Database, SqlConnection
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import models, retired_versions, tenants, versions

@@ -61,26 +61,16 @@ async def drop_expired_uploads(database: Database, store: StoreClient, lease_s: 
     return len(upload_ids)
 
 
-class GarbageCollector:
-    """Runs both periodically; any number of gateways may."""
-
-    def __init__(
-        self, database: Database, store: StoreClient, *, every_s: float, lease_s: float, retired_s: float
-    ) -> None:
-        self._database = database
-        self._store = store
-        self._every_s = every_s
-        self._lease_s = lease_s
-        self._retired_s = retired_s
-
-    async def run(self) -> None:
-        """Runs until cancelled. A failed round is logged and the next one tries again."""
-        while True:
-            await asyncio.sleep(self._every_s)
-            try:
-                await drop_expired_uploads(self._database, self._store, self._lease_s)
-                await free_retired_versions(self._database, self._store, self._retired_s)
-            except TorchrelayError as error:
-                log.warning("housekeeping_failed", error=error.message)
-            except Exception:  # task boundary: one failed round must not end the gateway and its streams
-                log.exception("housekeeping_crashed")
+async def collect_garbage(
+    database: Database, store: StoreClient, *, every_s: float, lease_s: float, retired_s: float
+) -> None:
+    """Does both every ``every_s`` until cancelled; any number of gateways may. A failed round is logged."""
+    while True:
+        await asyncio.sleep(every_s)
+        try:
+            await drop_expired_uploads(database, store, lease_s)
+            await free_retired_versions(database, store, retired_s)
+        except TorchrelayError as error:
+            log.warning("housekeeping_failed", error=error.message)
+        except Exception:  # task boundary: one failed round must not end the gateway and its streams
+            log.exception("housekeeping_crashed")

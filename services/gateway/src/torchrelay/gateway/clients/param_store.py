@@ -8,9 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import grpc
+import msgspec
 
 from torchrelay.common.errors import NotFound, Unavailable
-from torchrelay.control.v1 import param_store_pb2, types_pb2
+from torchrelay.control.v1 import param_store_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.endpoint import param_store_endpoint
 from torchrelay.gateway.clients.rechunk import ByteStream, rechunk
@@ -112,20 +113,9 @@ def version_of(description: param_store_pb2.VersionDescription) -> Version:
         pack_bytes=description.pack_bytes,
         architecture=description.architecture,
         dtype=description.dtype,
-        shape=_shape_of(description.shape),
+        shape=msgspec.convert(description.shape, ModelShape, from_attributes=True),
         routing_block_tokens=description.routing_block_tokens,
         stored_bytes=description.stored_bytes,
         eos_token_ids=tuple(description.eos_token_ids),
         file_digests=dict(description.file_digests),
-    )
-
-
-def _shape_of(shape: types_pb2.ModelShape) -> ModelShape:
-    return ModelShape(
-        num_layers=shape.num_layers,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        kv_dtype_bytes=shape.kv_dtype_bytes,
-        max_context_tokens=shape.max_context_tokens,
-        vocab_size=shape.vocab_size,
     )

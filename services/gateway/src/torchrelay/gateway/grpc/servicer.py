@@ -12,8 +12,8 @@ from torchrelay.common.ids import new_id
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
+from torchrelay.gateway.inference.interfaces import Authenticator, ModelCatalog
 from torchrelay.gateway.inference.pipeline import RequestPipeline
-from torchrelay.gateway.inference.ports import Authenticator, ModelCatalog
 from torchrelay.inference.v1 import inference_pb2 as pb
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceServicer
 

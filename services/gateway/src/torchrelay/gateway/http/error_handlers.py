@@ -51,10 +51,10 @@ def first_fault(faults: Sequence[Any]) -> tuple[str, str | None]:
 async def _frameworks(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
-    messages = {404: f"{path} not found", 405: f"method {method} is not allowed for {path}"}
-    message = messages.get(error.status_code, str(error.detail))
-    codes = {404: "not_found", 405: "method_not_allowed"}
-    code = codes.get(error.status_code, "invalid_request")
+    message, code = {
+        404: (f"{path} not found", "not_found"),
+        405: (f"method {method} is not allowed for {path}", "method_not_allowed"),
+    }.get(error.status_code, (str(error.detail), "invalid_request"))
     return JSONResponse(body(error.status_code, message, code=code), error.status_code, error.headers)
 
 

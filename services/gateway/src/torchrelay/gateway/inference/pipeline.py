@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
@@ -16,8 +16,8 @@ from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams
 from torchrelay.gateway.inference.execution.attempt import Upstreams
 from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
 from torchrelay.gateway.inference.execution.running_request import RunningRequest
+from torchrelay.gateway.inference.interfaces import ModelCatalog, RequestLimiter
 from torchrelay.gateway.inference.metrics import InferenceMetrics
-from torchrelay.gateway.inference.ports import ModelCatalog, RequestLimiter
 from torchrelay.gateway.inference.sampling import GenerationBounds, sampling_of
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
@@ -65,9 +65,9 @@ class RequestPipeline:
         self._max_attempts = max_attempts
         self._keep_alive_s = keep_alive_s
         self._request_timeout_s = request_timeout_s
-        self._requests: set[RunningRequest] = set()
+        self.requests: set[RunningRequest] = set()  # under way
         self._num_inside = 0
-        self._metrics = InferenceMetrics(lambda: len(self._requests), lambda: ledger_writer.num_waiting, meter)
+        self._metrics = InferenceMetrics(lambda: len(self.requests), lambda: ledger_writer.num_waiting, meter)
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -101,7 +101,7 @@ class RequestPipeline:
                     raise
                 finally:
                     session.request.close()
-                    self._requests.discard(session.request)
+                    self.requests.discard(session.request)
                     self._metrics.used(session.request.usage, session.request.ttft_s)
             outcome = "ok"
         except TorchrelayError as error:
@@ -142,7 +142,7 @@ class RequestPipeline:
             max_attempts=self._max_attempts,
             keep_alive_s=self._keep_alive_s,
         )
-        self._requests.add(request)
+        self.requests.add(request)
         request.start()
         texts = tuple(ChoiceDetokenizer(tokenizer, params.stop) for _ in range(params.num_choices))
         return RequestSession(request, texts, None if params.top_logprobs is None else TokenBytes(tokenizer))
@@ -154,7 +154,7 @@ class RequestPipeline:
 
     async def stop_all(self, timeout_s: float) -> None:
         """Ends every request with a shutdown error and waits until all are closed."""
-        for request in self._requests:
+        for request in self.requests:
             request.stop(Unavailable("the gateway is shutting down"))
         await self._wait_idle(timeout_s)
 
@@ -162,8 +162,3 @@ class RequestPipeline:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
-
-    @property
-    def requests(self) -> Collection[RunningRequest]:
-        """The requests under way."""
-        return self._requests

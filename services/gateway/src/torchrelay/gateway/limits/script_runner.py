@@ -10,7 +10,6 @@ from torchrelay.common.net import redis_client
 from torchrelay.common.process.telemetry import get_logger
 
 log = get_logger(__name__)
-OK = b"ok"
 
 
 class RedisScriptRunner:
@@ -28,7 +27,7 @@ class RedisScriptRunner:
             if not self._is_away:
                 log.warning("redis_away_requests_not_limited", error=str(error)[:200])
             self._is_away = True
-            return [OK]
+            return [b"ok"]
         if self._is_away:
             log.info("redis_back")
             self._is_away = False

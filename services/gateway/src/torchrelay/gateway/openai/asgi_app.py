@@ -15,8 +15,8 @@ from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, LogprobDelta, TokenDelta
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
+from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
-from torchrelay.gateway.inference.ports import Authenticator
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.openai import errors, replies, requests
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
@@ -90,7 +90,8 @@ def _decode_request(encoded: bytes, is_chat: bool) -> tuple[GenerateParams, Repl
     else:
         body = completion = requests.decode_completion(encoded)
         params = requests.params_of_completion(completion)
-    return params, ReplyFormat(is_chat, body.wants_usage, bool(body.return_token_ids)), bool(body.stream)
+    wants_usage = bool(body.stream_options and body.stream_options.include_usage)
+    return params, ReplyFormat(is_chat, wants_usage, bool(body.return_token_ids)), bool(body.stream)
 
 
 class HttpExchange:

@@ -69,10 +69,6 @@ class BaseBody(msgspec.Struct, kw_only=True):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
 
-    @property
-    def wants_usage(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_usage)
-
 
 class ChatBody(BaseBody, kw_only=True):
     messages: list[ChatMessageBody]
@@ -102,13 +98,11 @@ def decode_chat(encoded: bytes) -> ChatBody:
     body = decode(_CHAT, encoded)
     response_format = body.response_format or {}
     _refuse(
-        _shared_refusals(body)
-        | {
-            "tools": bool(body.tools),
-            "tool_choice": body.tool_choice not in (None, "none", "auto"),
-            "functions": bool(body.functions),
-            "response_format": response_format.get("type", "text") != "text",
-        }
+        body,
+        tools=bool(body.tools),
+        tool_choice=body.tool_choice not in (None, "none", "auto"),
+        functions=bool(body.functions),
+        response_format=response_format.get("type", "text") != "text",
     )
     return body
 
@@ -116,14 +110,7 @@ def decode_chat(encoded: bytes) -> ChatBody:
 def decode_completion(encoded: bytes) -> CompletionBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_COMPLETION, encoded)
-    _refuse(
-        _shared_refusals(body)
-        | {
-            "best_of": body.best_of is not None and body.best_of > 1,
-            "echo": bool(body.echo),
-            "suffix": bool(body.suffix),
-        }
-    )
+    _refuse(body, best_of=(body.best_of or 1) > 1, echo=bool(body.echo), suffix=bool(body.suffix))
     return body
 
 
@@ -199,14 +186,9 @@ def _message(message: ChatMessageBody, index: int) -> ChatMessage:
     return plain if message.name is None else {**plain, "name": message.name}
 
 
-def _shared_refusals(body: BaseBody) -> dict[str, bool]:
-    return {
-        "repetition_penalty": body.repetition_penalty not in (None, 1),
-        "min_tokens": bool(body.min_tokens),
-    }
-
-
-def _refuse(refusals: dict[str, bool]) -> None:
-    for name, is_requested in refusals.items():
+def _refuse(body: BaseBody, **refusals: bool) -> None:
+    """Raises ``InvalidRequest`` for the first field that asks for something unsupported."""
+    shared = {"repetition_penalty": body.repetition_penalty not in (None, 1), "min_tokens": bool(body.min_tokens)}
+    for name, is_requested in (shared | refusals).items():
         if is_requested:
             raise InvalidRequest(f"{name} is not supported yet", field=name)

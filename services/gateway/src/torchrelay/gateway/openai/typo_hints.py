@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from itertools import islice
 
 MIN_CHARS = 4  # nearly everything is one edit away from shorter names
@@ -19,11 +19,7 @@ def typo_hint(given: Collection[str], known: Collection[str]) -> tuple[str, str]
     if not unknown:
         return None
     missing = [name for name in known if name not in given and len(name) >= MIN_CHARS]
-    return next(((name, meant) for name in unknown for meant in _near(name, missing)), None)
-
-
-def _near(name: str, known: Iterable[str]) -> Iterable[str]:
-    return (other for other in known if is_one_edit_away(name, other))
+    return next(((name, other) for name in unknown for other in missing if is_one_edit_away(name, other)), None)
 
 
 def is_one_edit_away(name: str, other: str) -> bool:

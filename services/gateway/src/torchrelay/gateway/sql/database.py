@@ -23,7 +23,7 @@ from sqlalchemy.util import greenlet_spawn
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.executor import batch_executor
+from torchrelay.gateway.thread_pool import batch_executor
 
 if TYPE_CHECKING:
     from concurrent.futures import ThreadPoolExecutor
@@ -85,27 +85,24 @@ class Database:
     async def read(self) -> AsyncIterator[SqlConnection]:
         """A connection in a read-only transaction. Raises ``Unavailable`` if the database is unreachable."""
         with _mapped_errors():
-            connection = await greenlet_spawn(self._engine.connect)
-            try:
+            async with self._connected() as connection:
                 yield SqlConnection(connection)
-            finally:
-                await asyncio.shield(greenlet_spawn(connection.close))
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[SqlConnection]:
         """A connection in a transaction, committed at the end of the block and rolled back by an exception."""
         with _mapped_errors():
-            async with self._one_writer(), self._transaction() as connection:
-                yield connection
+            async with self._one_writer(), self._connected() as connection:
+                await greenlet_spawn(connection.execution_options, torchrelay_write=True)
+                await greenlet_spawn(connection.begin)
+                yield SqlConnection(connection)
+                await greenlet_spawn(connection.commit)
 
     @asynccontextmanager
-    async def _transaction(self) -> AsyncIterator[SqlConnection]:
+    async def _connected(self) -> AsyncIterator[Connection]:
         connection = await greenlet_spawn(self._engine.connect)
         try:
-            await greenlet_spawn(connection.execution_options, torchrelay_write=True)
-            await greenlet_spawn(connection.begin)
-            yield SqlConnection(connection)
-            await greenlet_spawn(connection.commit)
+            yield connection
         finally:
             # Closing rolls back an uncommitted transaction; shielded, so that it also happens for a cancelled caller.
             await asyncio.shield(greenlet_spawn(connection.close))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Self, TypeAlias, TypeVar
 
 from sqlalchemy import Connection
 
@@ -45,7 +45,7 @@ class GroupCommit(Generic[W]):
         self._waiting: asyncio.Queue[tuple[W, asyncio.Future[int]] | None] = asyncio.Queue(_MAX_QUEUED_WRITES)
         self._task: asyncio.Task[None] | None = None
 
-    async def __aenter__(self) -> GroupCommit[W]:
+    async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run(), name="group-commit")
         return self
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from torchrelay.common.errors import TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.param_store.disk.cache import DiskCache
+from torchrelay.param_store.disk.disk_cache import DiskCache
 from torchrelay.param_store.durable_files import write_all
 from torchrelay.transfer.arena.slab import Slab
 from torchrelay.transfer.manifest import MAX_CHUNK_BYTES
@@ -43,7 +41,8 @@ def write_to_cache(cache: DiskCache, slab: Slab, stop: threading.Event) -> bool:
 
 def _write(draft: Path, slab: Slab, stop: threading.Event) -> None:
     buffer = memoryview(bytearray(MAX_CHUNK_BYTES))
-    with _opened(draft) as file:
+    with draft.open("wb", buffering=0) as opened:
+        file = opened.fileno()
         os.posix_fallocate(file, 0, slab.num_bytes)  # fails now if the disk is too full
         synced = 0
         for index in range(slab.num_chunks):
@@ -63,15 +62,6 @@ def _write(draft: Path, slab: Slab, stop: threading.Event) -> None:
                 os.posix_fadvise(file, synced, span.end - synced, os.POSIX_FADV_DONTNEED)
                 synced = span.end
         os.fsync(file)
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        yield file
-    finally:
-        os.close(file)
 
 
 def _remove(*drafts: Path) -> None:

@@ -57,7 +57,7 @@ def version_description(version: Version) -> pb.VersionDescription:
 
 def store_report(store: Store) -> reports_pb2.StoreReport:
     """The store's state, as the scheduler needs it."""
-    retained = store.arena.retention.ranks
+    retained, counters = store.arena.retention.ranks, read_nic_counters()
     return reports_pb2.StoreReport(
         store_id=store.settings.store_id,
         incarnation=store.incarnation,
@@ -73,7 +73,7 @@ def store_report(store: Store) -> reports_pb2.StoreReport:
         bytes_received=store.arena_copies.num_bytes_received,
         num_running_uploads=store.uploads.num_open,
         failure_domain=store.settings.failure_domain or store.settings.host_id,
-        nic=_nic(),
+        nic=reports_pb2.NicCounters(**asdict(counters)) if counters else None,
     )
 
 
@@ -94,8 +94,3 @@ def _pack_copy(copy: CopyReport, retained: Container[str]) -> reports_pb2.PackCo
         num_repairs=record.stats.num_repairs,
         retained=record.pack_id in retained,
     )
-
-
-def _nic() -> reports_pb2.NicCounters | None:
-    counters = read_nic_counters()
-    return reports_pb2.NicCounters(**asdict(counters)) if counters else None

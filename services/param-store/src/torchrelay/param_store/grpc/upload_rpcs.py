@@ -13,8 +13,8 @@ import grpc
 from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread
 from torchrelay.param_store.grpc.messages import file_state, upload_state, version_description
-from torchrelay.param_store.grpc.thread_acquire import acquire_on_thread
 from torchrelay.param_store.remote.versions import Version
 from torchrelay.param_store.store import Store
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, is_weights

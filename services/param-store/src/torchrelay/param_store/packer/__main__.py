@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrelay.param_store.packer.checkpoint import read_checkpoint, weight_files
-from torchrelay.param_store.packer.core import PackPlan, PackRefused
+from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.param_store.packer.documents import check_eos, check_other_documents, check_tokenizer, read_model_config
 from torchrelay.param_store.packer.pack_plan import plan_pack
 from torchrelay.param_store.packer.pack_writer import write_pack
@@ -40,7 +40,9 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     check_tokenizer(folder, config.vocab_size)
     tensors = read_checkpoint(folder)
     plan = plan_pack(config, tensors, weight_files(sorted(path.name for path in folder.iterdir()))[0])
-    _refuse_too_large(plan, largest_slot_bytes)
+    if largest_slot_bytes and plan.num_bytes > largest_slot_bytes:
+        detail = f"the weights need {plan.num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"
+        raise PackRefused(plan.sources[0].file, detail)
     emit(stage="validate", done=plan.num_bytes, total=plan.num_bytes)
 
     num_reported = 0
@@ -64,12 +66,6 @@ def pack(folder: Path, pack_path: Path, largest_slot_bytes: int) -> dict[str, An
     ).encode()
     pack_path.with_suffix(".manifest").write_bytes(encoded)
     return {"pack_id": pack_id_of(encoded)}
-
-
-def _refuse_too_large(plan: PackPlan, largest_slot_bytes: int) -> None:
-    if largest_slot_bytes and plan.num_bytes > largest_slot_bytes:
-        detail = f"the weights need {plan.num_bytes:,} bytes and the largest slot has {largest_slot_bytes:,} available"
-        raise PackRefused(plan.sources[0].file, detail)
 
 
 def main() -> None:

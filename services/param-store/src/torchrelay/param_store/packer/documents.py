@@ -150,7 +150,10 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     special = {token.id for token in added if token.special}
     needed = [*ids, *(token.id for token in added)]
-    lowest, highest = _span([token for token in needed if token < vocab_size or token not in special])
+    checked = [token for token in needed if token < vocab_size or token not in special]
+    if not checked:
+        raise PackRefused(TOKENIZER, "its vocabulary is empty")
+    lowest, highest = min(checked), max(checked)
     if lowest < 0 or highest >= vocab_size:
         wrong = lowest if lowest < 0 else highest
         raise PackRefused(
@@ -158,12 +161,6 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
             f"token id {quoted(wrong)} is outside the vocab_size {vocab_size} of config.json: the tokenizer has tokens"
             " that the model has no embedding for",
         )
-
-
-def _span(ids: list[int]) -> tuple[int, int]:
-    if not ids:
-        raise PackRefused(TOKENIZER, "its vocabulary is empty")
-    return min(ids), max(ids)
 
 
 def check_other_documents(folder: Path) -> None:

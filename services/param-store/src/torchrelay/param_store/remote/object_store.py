@@ -41,7 +41,13 @@ class ObjectStore(RemoteStore):
         reading: ClientConfig = {"read_timeout": timedelta(seconds=options.timeout_s), "timeout": "1h"}
         # While a part is sent nothing is read, so silence means nothing: writes have a total timeout.
         writing: ClientConfig = {"timeout": timedelta(seconds=max(_PART_TIMEOUT_S, options.timeout_s))}
-        retries = _retries(options.give_up_s)
+        backoff: BackoffConfig = {
+            "init_backoff": timedelta(seconds=0.1),
+            "max_backoff": timedelta(seconds=3),
+            "base": 2,
+        }
+        give_up = timedelta(seconds=options.give_up_s)
+        retries: RetryConfig = {"max_retries": 10, "retry_timeout": give_up, "backoff": backoff}
         self._ranges = _client(url, options, reading, {"max_retries": 0})
         self._reads = _client(url, options, reading, retries)
         self._writes = _client(url, options, writing, retries)
@@ -105,8 +111,3 @@ def _client(url: str, options: RemoteOptions, limits: ClientConfig, retries: Ret
     except (BaseError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise InvalidRequest(f"remote_url {url!r} is not usable: {reason}", field="remote_url") from error
-
-
-def _retries(give_up_s: float) -> RetryConfig:
-    backoff: BackoffConfig = {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=3), "base": 2}
-    return {"max_retries": 10, "retry_timeout": timedelta(seconds=give_up_s), "backoff": backoff}

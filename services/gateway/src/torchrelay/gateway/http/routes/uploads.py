@@ -20,8 +20,8 @@ from torchrelay.gateway.clients.param_store import CommitProgress, DeclaredFile
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Caller, Services, ServicesOf, tenant_of
 from torchrelay.gateway.http.routes.models import ScalingSettingsBody, shown
-from torchrelay.gateway.names import check_name
 from torchrelay.gateway.openai.errors import error_body
+from torchrelay.gateway.resource_names import check_name
 
 log = get_logger(__name__)
 router = APIRouter(prefix="/v1/uploads")

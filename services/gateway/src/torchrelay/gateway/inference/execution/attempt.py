@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS, routing_hashes
 from torchrelay.control.v1 import generation_pb2 as pb
@@ -12,7 +14,7 @@ from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.inference.core import ResolvedRequest
 from torchrelay.gateway.inference.execution.admission_stream import AdmissionStream, AttemptId, Listener
 from torchrelay.gateway.inference.execution.generation import FIRST_ATTEMPT, AttemptPlan
-from torchrelay.gateway.inference.execution.worker_streams import RunStream, WorkerStreams
+from torchrelay.gateway.inference.execution.worker_streams import RoleName, RunStream, WorkerStreams
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +28,14 @@ class Upstreams:
 
 def model_version(resolved: ResolvedRequest) -> types_pb2.ModelVersion:
     """The scheduler's description of the requested version."""
-    model, version, shape = resolved.model, resolved.model.version, resolved.model.version.shape
+    model, version = resolved.model, resolved.model.version
     return types_pb2.ModelVersion(
         version_id=version.version_id,
         model=model.name,
         tenant_id=model.tenant_id,
         pack_id=version.pack_id,
         pack_bytes=version.pack_bytes,
-        shape=types_pb2.ModelShape(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            kv_dtype_bytes=shape.kv_dtype_bytes,
-            max_context_tokens=shape.max_context_tokens,
-            vocab_size=shape.vocab_size,
-        ),
+        shape=types_pb2.ModelShape(**msgspec.to_builtins(version.shape)),
         tokenizer_digest=version.file_digests.get("tokenizer.json", ""),
         routing_block_tokens=version.routing_block_tokens,
         scaling=types_pb2.ScalingSettings(idle_timeout_s=model.idle_timeout_s, max_instances=model.max_instances),
@@ -74,7 +69,7 @@ class Attempt:
     upstreams: Upstreams
     traceparent: str
     placement: scheduler_pb2.Placement | None = None
-    has_left_prefill: bool = False
+    has_left_prefill: bool = False  # the prefill worker sent all its tokens; it may still report a failed hand-over
     admitted_unix_us: int = 0
     placed_unix_us: int = 0
     first_token_unix_us: int = 0
@@ -96,16 +91,15 @@ class Attempt:
     def place(self, placement: scheduler_pb2.Placement, listener: Listener) -> None:
         """Starts the attempt on both its workers."""
         self.placement, self.placed_unix_us = placement, now_unix_us()
-        for role, worker in (("decode", placement.decode), ("prefill", placement.prefill)):
-            stream = self.upstreams.workers.stream("decode" if role == "decode" else "prefill", worker)
-            self._streams[role] = stream
-            stream.start(self._start_for(role, worker.instance_id), listener)
+        self._start("decode", placement, placement.decode, listener)
+        self._start("prefill", placement, placement.prefill, listener)
 
-    def _start_for(self, role: str, instance_id: str) -> pb.AttemptStart:
-        assert self.placement is not None
+    def _start(
+        self, role: RoleName, placement: scheduler_pb2.Placement, worker: types_pb2.WorkerRef, listener: Listener
+    ) -> None:
         start = pb.AttemptStart(
-            key=self.placement.key,
-            instance_id=instance_id,
+            key=placement.key,
+            instance_id=worker.instance_id,
             tenant_id=self.resolved.principal.tenant_id,
             num_prompt_tokens=len(self.resolved.prompt),
             sampling=self.resolved.sampling,
@@ -114,14 +108,12 @@ class Attempt:
             traceparent=self.traceparent,
         )
         if role == "prefill":
-            decode = self.placement.decode
             start.prompt.extend(self.resolved.prompt)
-            start.decode.worker_id = decode.worker_id
-            start.decode.grpc_address = decode.grpc_address
-            start.decode.instance_id = decode.instance_id
-            if self.placement.HasField("kv_ticket"):
-                start.kv_ticket.CopyFrom(self.placement.kv_ticket)
-        return start
+            start.decode.CopyFrom(placement.decode)
+            if placement.HasField("kv_ticket"):
+                start.kv_ticket.CopyFrom(placement.kv_ticket)
+        stream = self._streams[role] = self.upstreams.workers.stream(role, worker)
+        stream.start(start, listener)
 
     def note(self, output: pb.ChoiceOutput, num_tokens: int) -> None:
         """Records the timing of an accepted output."""
@@ -141,10 +133,6 @@ class Attempt:
             return ""
         is_first = output.first_position == len(self.plan.forced[output.choice])
         return (self.placement.prefill if is_first else self.placement.decode).worker_id
-
-    def leave_prefill(self) -> None:
-        """The prefill worker has delivered all its tokens; it may still report a failed hand-over."""
-        self.has_left_prefill = True
 
     def survives_loss_of(self, worker_id: str) -> bool:
         """Whether the attempt can continue without this worker.

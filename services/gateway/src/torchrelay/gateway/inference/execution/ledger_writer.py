@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
 from torchrelay.common.errors import NotFound, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Reservation
-from torchrelay.gateway.inference.ports import RequestLedger, RequestLimiter
+from torchrelay.gateway.inference.interfaces import RequestLedger, RequestLimiter
 
 log = get_logger(__name__)
 T = TypeVar("T")
+Opening: TypeAlias = asyncio.Task[TorchrelayError | None]  # the error that prevented the opened row's commit, or None
 RETRY_S = (0.05, 0.2, 0.5, 1.0, 1.0, 1.0, 5.0)
 
 
@@ -40,16 +41,12 @@ class LedgerWriter:
         """Writes not yet committed."""
         return len(self._tasks)
 
-    def open(self, opened: OpenedRequest) -> asyncio.Task[TorchrelayError | None]:
-        """Writes the opened row; the task returns the error that prevented its commit, or None."""
+    def open(self, opened: OpenedRequest) -> Opening:
+        """Writes the opened row."""
         return self._own(self._open(opened))
 
     def settle(
-        self,
-        opening: asyncio.Task[TorchrelayError | None],
-        reservation: Reservation,
-        request_id: str,
-        usages: Sequence[ChoiceUsage],
+        self, opening: Opening, reservation: Reservation, request_id: str, usages: Sequence[ChoiceUsage]
     ) -> asyncio.Task[None]:
         """Bills the accepted usage once the opened row is committed, and ends the reservation."""
         return self._own(self._settle(opening, reservation, request_id, usages))
@@ -76,11 +73,7 @@ class LedgerWriter:
         return None
 
     async def _settle(
-        self,
-        opening: asyncio.Task[TorchrelayError | None],
-        reservation: Reservation,
-        request_id: str,
-        usages: Sequence[ChoiceUsage],
+        self, opening: Opening, reservation: Reservation, request_id: str, usages: Sequence[ChoiceUsage]
     ) -> None:
         cost_nano, num_failures = 0, 0
         if await opening is not None:

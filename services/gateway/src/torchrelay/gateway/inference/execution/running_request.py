@@ -29,7 +29,7 @@ from torchrelay.gateway.inference.core import (
 )
 from torchrelay.gateway.inference.execution.attempt import Attempt, Upstreams
 from torchrelay.gateway.inference.execution.generation import AttemptPlan, Generation, LogprobGeneration
-from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter
+from torchrelay.gateway.inference.execution.ledger_writer import LedgerWriter, Opening
 from torchrelay.gateway.inference.execution.notifier import Notifier
 
 log = get_logger(__name__)
@@ -99,7 +99,7 @@ class RunningRequest:
         self._lost_workers: list[str] = []
         self._timers: list[asyncio.TimerHandle] = []
         self._accepted: list[TokenDelta] = []  # not yet returned by ``next``
-        self._opening: asyncio.Task[TorchrelayError | None] | None = None
+        self._opening: Opening | None = None
         self._settling: asyncio.Task[None] | None = None
         self._is_opened = False
         self._failure: TorchrelayError | ClientDisconnected | None = None
@@ -141,7 +141,7 @@ class RunningRequest:
             self._timers.append(asyncio.get_running_loop().call_later(max(remaining_s, 0.0), self.stop, error))
         self._admit(self._generation.first())
 
-    def _opened(self, opening: asyncio.Task[TorchrelayError | None]) -> None:
+    def _opened(self, opening: Opening) -> None:
         self._on_event(LedgerOpened(Unavailable("the ledger was closed") if opening.cancelled() else opening.result()))
 
     def stop(self, error: TorchrelayError | None = None) -> None:
@@ -230,9 +230,7 @@ class RunningRequest:
                 raise event.error
             self._is_opened = True
         elif isinstance(event, RequestStopped):
-            if event.error is not None:
-                raise event.error
-            raise ClientDisconnected
+            raise event.error or ClientDisconnected()
 
     def _output(self, output: pb.ChoiceOutput) -> None:
         number = output.key.attempt
@@ -256,7 +254,7 @@ class RunningRequest:
             if self._generation.is_finished:
                 self._notifier.end_pause()
         elif not attempt.has_left_prefill and self._generation.has_prefilled(number):
-            attempt.leave_prefill()
+            attempt.has_left_prefill = True
 
     def _failed(self, output: pb.ChoiceOutput) -> None:
         number, error = output.key.attempt, output.error

@@ -13,10 +13,10 @@ from tokenizers import Tokenizer
 from torchrelay.common.errors import ContextLengthExceeded, DataCorrupted, InvalidRequest
 from torchrelay.gateway.clients.file_reader import StoreFileReader
 from torchrelay.gateway.core import PublishedModel
-from torchrelay.gateway.executor import batch_executor
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.text.template_renderer import TemplateRenderer
 from torchrelay.gateway.inference.text.tokenizer_cache import TokenizerCache
+from torchrelay.gateway.thread_pool import batch_executor
 
 MAX_CONFIG_BYTES = 4 << 20
 MAX_TEMPLATE_CHARS = 1 << 20

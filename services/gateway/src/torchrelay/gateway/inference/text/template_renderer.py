@@ -62,15 +62,13 @@ class TemplateRenderer:
                 async with asyncio.timeout(self._timeout_s):
                     line = await self._exchange(child, job)
             except TimeoutError:
-                await self._kill()
-                self._ban(name)
+                await self._ban(name)
                 raise self._timed_out() from None
             except asyncio.CancelledError:
                 await self._kill()  # its answer would be read as the next job's
                 raise
             if not line.endswith(b"\n"):
-                await self._kill()
-                self._ban(name)
+                await self._ban(name)
                 raise _failed("it exceeded its CPU, memory or output limit")
         try:
             reply = msgspec.json.decode(line, type=_Reply)
@@ -98,11 +96,6 @@ class TemplateRenderer:
                 raise Unavailable("chat templates cannot be rendered at the moment")
         return self._child
 
-    @property
-    def child_pid(self) -> int | None:
-        """The process id of the child, while one runs."""
-        return None if self._child is None or self._child.returncode is not None else self._child.pid
-
     async def _start(self) -> asyncio.subprocess.Process:
         limits = (MAX_MEMORY_BYTES, math.ceil(self._timeout_s), MAX_OUTPUT_CHARS)
         try:
@@ -124,7 +117,8 @@ class TemplateRenderer:
             child.kill()
             await child.wait()
 
-    def _ban(self, name: bytes) -> None:
+    async def _ban(self, name: bytes) -> None:
+        await self._kill()
         log.warning("template_killed", template=name.hex())
         self._banned[name] = True
 

@@ -57,7 +57,7 @@ class TokenizerCache:
                 raise Unavailable(f"the model's tokenizer could not be loaded within {LOAD_TIMEOUT_S:g} s") from None
         self._entries[digest] = entry
         self._entries.move_to_end(digest)
-        self._evict()
+        self._evict(num_kept=1)
         return entry.tokenizer
 
     async def _load(self, digest: str) -> _Entry:
@@ -65,16 +65,12 @@ class TokenizerCache:
         with tempfile.TemporaryDirectory(prefix="torchrelay-tokenizer-") as folder:
             path = Path(folder, "tokenizer.json")
             num_bytes = await self._files.save(digest, "tokenizer.json", MAX_FILE_BYTES, path)
-            self._make_room(int(num_bytes * BYTES_PER_FILE_BYTE))
+            self._evict(0, int(num_bytes * BYTES_PER_FILE_BYTE))
             tokenizer = await loop.run_in_executor(self._thread, load_tokenizer, path)
         return _Entry(tokenizer, int(num_bytes * BYTES_PER_FILE_BYTE))
 
-    def _make_room(self, num_bytes: int) -> None:
-        while self._entries and self.num_bytes + num_bytes > self._max_bytes:
-            self._entries.popitem(last=False)
-
-    def _evict(self) -> None:
-        while len(self._entries) > 1 and self.num_bytes > self._max_bytes:
+    def _evict(self, num_kept: int, num_bytes_needed: int = 0) -> None:
+        while len(self._entries) > num_kept and self.num_bytes + num_bytes_needed > self._max_bytes:
             self._entries.popitem(last=False)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torchrelay.common.errors import DataCorrupted
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.param_store.disk.cache import DiskCache
+from torchrelay.param_store.disk.disk_cache import DiskCache
 from torchrelay.param_store.remote.file_reader import FileReader
 from torchrelay.param_store.remote.keys import parse_pack_key
 from torchrelay.param_store.remote.remote_store import RangeReader, RemoteStore

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.gateway.names import check_name
+from torchrelay.gateway.resource_names import check_name
 
 
 @given(st.text(max_size=70))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import os
 import sys
 
-from torchrelay.gateway.executor import batch_executor
+from torchrelay.gateway.thread_pool import batch_executor
 
 
 def policy() -> int:

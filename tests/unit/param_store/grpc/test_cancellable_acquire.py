@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from torchrelay.common.errors import Conflict
-from torchrelay.param_store.grpc.thread_acquire import acquire_on_thread
+from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread
 
 
 async def test_what_is_taken_is_returned_and_kept() -> None:

@@ -11,7 +11,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.param_store.disk.cache import CachedPack, DiskCache, default_limit_bytes, select_evictions
+from torchrelay.param_store.disk.disk_cache import CachedPack, DiskCache, default_limit_bytes, select_evictions
 
 MANY = 1 << 60
 
