@@ -1,10 +1,11 @@
 """Writes the tree of rooms into docs/house.md: what each holds, by its docstring, and what it imports, by its code.
 
-Usage: tools/house.py [--print]. A room is a folder with modules; `src/torchrelay` is left out of the paths.
+A room is a folder with modules; `src/torchrelay` is left out of the paths.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import subprocess
 import sys
@@ -133,10 +134,13 @@ def tree() -> str:
 
 
 def main() -> None:
+    arguments = argparse.ArgumentParser(description="Write the tree of rooms into docs/house.md.")
+    arguments.add_argument("--print", action="store_true", help="print the page instead, and change nothing")
+    is_dry = arguments.parse_args().print
     page = PAGE.read_text()
     head, rest = page.split(BEGIN)
     made = f"{head}{BEGIN}\n```\n{tree()}\n```\n{END}{rest.split(END)[1]}"
-    if "--print" in sys.argv:
+    if is_dry:
         sys.stdout.write(made)
     else:
         PAGE.write_text(made)

@@ -41,7 +41,7 @@ from torchrelay.scheduler.policy.inputs import (
     GatewayConnected,
     Input,
     LoadAccepted,
-    LoadFailed,
+    LoadRefused,
     Release,
     RolesFailed,
     RolesSet,
@@ -198,7 +198,7 @@ class PaperCluster:
 
     def load(self, instance_id: str, worker_id: str, roles: Roles, model: Model) -> None:
         if worker_id in self.failing_workers or worker_id not in self.workers:
-            self.apply(LoadFailed(instance_id, f"{worker_id} is broken"))
+            self.apply(LoadRefused(instance_id, f"{worker_id} is broken"))
             return
         slot = SlotStatus(InstancePhase.LOADING, instance_id, model.name, model.version_id, model.pack_id, roles, 0, 4)
         self.workers[worker_id] = replace(self.workers[worker_id], slot=slot)

@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
 )
 from torchrelay.scheduler.policy.autoscaling.decision import decide, wanted_instances
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import FreeSlot, assign, free_slots
-from torchrelay.scheduler.policy.cluster.tiers import Tier
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import (
     BOTH,

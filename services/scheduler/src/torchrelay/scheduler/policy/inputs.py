@@ -79,7 +79,7 @@ class LoadAccepted(_Input, frozen=True):
     instance_id: str
 
 
-class LoadFailed(_Input, frozen=True):
+class LoadRefused(_Input, frozen=True):
     """``failed_store``: the store whose relay could not be started, if that was the reason."""
 
     instance_id: str
@@ -138,7 +138,7 @@ Input = (
     | StoreReported
     | StoreGone
     | LoadAccepted
-    | LoadFailed
+    | LoadRefused
     | RolesSet
     | RolesFailed
     | UnloadFailed

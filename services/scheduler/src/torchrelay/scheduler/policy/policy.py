@@ -18,7 +18,7 @@ from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatu
 from torchrelay.scheduler.policy.effects import Effects, RefusalReason
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.steps import admissions, relays, replication, scaling
+from torchrelay.scheduler.policy.transitions import admissions, relays, replication, scaling
 
 _GONE = Reason("worker_gone", "its worker's process is gone")
 _STOPPED = Reason("worker_stopped", "its worker shut down")
@@ -60,7 +60,7 @@ class Policy:
                     self._remove_store(lost, "the store's process is gone", now)
             case inputs.LoadAccepted(instance_id):
                 self._load_accepted(instance_id, now)
-            case inputs.LoadFailed():
+            case inputs.LoadRefused():
                 self._load_failed(input_, now)
             case inputs.RolesSet(instance_id):
                 instance = state.instances.get(instance_id)
@@ -160,7 +160,7 @@ class Policy:
             self.state.instances.put(replace(instance, accepted_at=now))
             admissions.place_waiting(self.state, now, (instance.version_id,))
 
-    def _load_failed(self, input_: inputs.LoadFailed, now: float) -> None:
+    def _load_failed(self, input_: inputs.LoadRefused, now: float) -> None:
         state, cause = self.state, input_.cause
         instance = state.instances.get(input_.instance_id)
         if instance is None or instance.accepted:

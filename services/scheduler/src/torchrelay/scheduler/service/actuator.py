@@ -72,7 +72,7 @@ class Actuator:
                 except TorchrelayError as error:
                     cause = f"the relay to {hop.store_id} could not be started: {error.message}"
                     for order in hop.loads:
-                        self._controller.apply(inputs.LoadFailed(order.instance_id, cause, hop.store_id))
+                        self._controller.apply(inputs.LoadRefused(order.instance_id, cause, hop.store_id))
                     continue
                 for order in hop.loads:
                     loads.create_task(self._load(command, order))
@@ -144,7 +144,7 @@ class Actuator:
             await self._call(self._worker(order.worker_id).Load, request)
         except TorchrelayError as error:
             cause = f"worker {order.worker_id} did not accept the load: {error.message}"
-            self._controller.apply(inputs.LoadFailed(order.instance_id, cause))
+            self._controller.apply(inputs.LoadRefused(order.instance_id, cause))
             return
         self._controller.apply(inputs.LoadAccepted(order.instance_id))
 

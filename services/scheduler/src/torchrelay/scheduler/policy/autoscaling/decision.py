@@ -21,7 +21,7 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import (
     Wake,
     cover_both_roles,
 )
-from torchrelay.scheduler.policy.autoscaling.eviction import evict
+from torchrelay.scheduler.policy.autoscaling.instance_eviction import evict
 from torchrelay.scheduler.policy.autoscaling.slot_assignment import assign, free_slots
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, WorkerStatus

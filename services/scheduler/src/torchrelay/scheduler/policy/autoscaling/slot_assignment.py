@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import product
 
-from torchrelay.scheduler.policy.cluster.tiers import Tier, tier_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import Tier, tier_of
 from torchrelay.scheduler.policy.core import BOTH, Model, Role, Roles, StoreStatus, WorkerStatus
 
 

@@ -20,7 +20,7 @@ from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Rol
 from torchrelay.scheduler.policy.dispatch.reservations import OpenAttempt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.steps import relays
+from torchrelay.scheduler.policy.transitions import relays
 
 _UNLOAD_RETRY_S = 1.0
 _SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}

@@ -18,9 +18,9 @@ from torchrelay.scheduler.planning import TransferEdge
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import REMOTE, NicCounters, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.effects import RerouteCommand
-from torchrelay.scheduler.policy.inputs import LoadFailed, StoreGone
+from torchrelay.scheduler.policy.inputs import LoadRefused, StoreGone
 from torchrelay.scheduler.policy.reasons import Reason
-from torchrelay.scheduler.policy.steps import relays
+from torchrelay.scheduler.policy.transitions import relays
 from torchrelay.scheduler.service.relay_view import relay_views
 
 MODEL = a_model()
@@ -186,7 +186,7 @@ def test_a_relay_that_its_store_refuses_has_failed() -> None:
     scene.admit(MODEL, "r1")
     instance = next(iter(scene.policy.state.instances))
     store = next(iter(scene.stores))
-    scene.apply(LoadFailed(instance.instance_id, "the arena is full", store))
+    scene.apply(LoadRefused(instance.instance_id, "the arena is full", store))
     (failed,) = [event for event in scene.events if event.topic == "relay.failed"]
     assert failed.reason.endswith("ended: the arena is full") and failed.fields["error"] == "the arena is full"
 

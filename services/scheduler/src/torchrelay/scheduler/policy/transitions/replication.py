@@ -7,8 +7,8 @@ from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.replication.repair import CopyOrder, PackDemand, ReplicationInput, repair
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.steps import relays
-from torchrelay.scheduler.policy.steps.transfer_outcomes import record_copy_event
+from torchrelay.scheduler.policy.transitions import relays
+from torchrelay.scheduler.policy.transitions.transfer_outcomes import record_copy_event
 
 
 def replicate(state: State, now: float) -> None:

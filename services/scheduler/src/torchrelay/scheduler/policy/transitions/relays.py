@@ -13,7 +13,7 @@ from torchrelay.scheduler.policy.relay.replan import is_replan_due, replanned_ed
 from torchrelay.scheduler.policy.relay.transfer_events import slow_event
 from torchrelay.scheduler.policy.relay.transfers import Transfer, planned_sources
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.steps import transfer_outcomes
+from torchrelay.scheduler.policy.transitions import transfer_outcomes
 
 
 def plan_relay(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torchrelay.common.latency_model import attended_positions
 from torchrelay.scheduler.policy import effects
-from torchrelay.scheduler.policy.cluster.tiers import tier_of
+from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import Admission, AttemptKey, Instance, InstancePhase, Model, Placement, Role
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
