@@ -59,7 +59,7 @@ demo: setup ## Upload a model, talk to it, let it sleep, wake it, print the bill
 stubs: .venv/.installed ## Regenerate the gRPC stubs after a change in proto/
 	tools/generate_stubs.sh
 
-house: .venv/.installed ## Write the tree of rooms into docs/house.md anew
+house: .venv/.installed ## Regenerate the tree in docs/house.md
 	$(BIN)/python tools/house.py
 
 clean: ## Remove the virtual environment, caches and what was compiled

@@ -54,6 +54,8 @@ def test_predictions_are_made_measured_and_near(platform: Platform, tenant: Tena
     ]
     last = complete(platform, tenant.key, model, prompts[-1], max_tokens=16, ignore_eos=True)["id"]
     again = complete(platform, tenant.key, model, prompts[-1], max_tokens=16, ignore_eos=True)["id"]
+    reports = [report for report in next(platform.views()).workers if report.slot.model == model]  # before it is idle
+    assert reports
     for request_id in (last, again):
         reason = explained(platform, request_id)["predict"]
         for what in ("first token", "between tokens"):
@@ -61,8 +63,6 @@ def test_predictions_are_made_measured_and_near(platform: Platform, tenant: Tena
             assert predicted_ms < measured_ms + 20 and measured_ms < predicted_ms + 100, reason
     assert_near([explained(platform, request_id)["predict"] for request_id in warm[NUM_WARM // 2 :]])
     assert "128 tokens expected in the cache" in explained(platform, again)["predict"]
-    reports = [report for report in next(platform.views()).workers if report.slot.model == model]
-    assert reports
     for report in reports:
         assert sum(getattr(report.profile, share) for share in SHARES) == pytest.approx(1.0)
         assert report.profile.bottleneck in SHARES

@@ -1,1 +1,1 @@
-"""The torch engine: one model in one slot, prompts in, tokens out. ``instance`` is the door; see the README."""
+"""The torch engine: one model in one slot, prompts in, tokens out. ``instance`` is the entry point; see the README."""
