@@ -211,7 +211,7 @@ def test_a_changed_transfer_keeps_its_place_and_an_ended_one_does_not_come_back(
     assert transfer is not None
     transfers.put(replace(transfer, sources=(PlannedSource("s3", 9e6),), num_replans=1))
     changed = transfers.get(KEY)
-    assert changed is not None and changed.holder_ids == ("s3",) and changed.num_replans == 1
+    assert changed is not None and changed.sources == (("s3", 9e6),) and changed.num_replans == 1
     assert (changed.planned_at, changed.rank) == (100.0, transfer.rank)
     transfers.refused(KEY, "no room", 101.0)
     transfers.put(changed)
@@ -350,7 +350,7 @@ def test_transfers_are_holders_until_they_end(transfers: Transfers) -> None:
     transfers.observe(a_store("s1", "h1", [a_copy(MODEL)]), None, 102.0)
     assert transfers.receiving(PACK, []) == ["s2"]
     transfers.observe(a_store("s2", "h2"), None, 200.0)  # it never began
-    assert not transfers.num_running
+    assert not transfers.with_rates()
 
 
 def test_stores_of_one_plan_keep_its_order(transfers: Transfers) -> None:
@@ -359,6 +359,8 @@ def test_stores_of_one_plan_keep_its_order(transfers: Transfers) -> None:
     (first,) = transfers.into("s9")
     transfers.put(replace(first, sources=(PlannedSource("s5", 0.0),), replan_checked_at=103.0))
     assert transfers.receiving(PACK, []) == ["s9", "s2"]
+    (moved,) = transfers.into("s9")
+    assert (moved.holder_ids, moved.planned_at, moved.replan_checked_at) == (("s5",), 100.0, 103.0)
 
 
 @pytest.mark.parametrize("clock_ahead_s", [-3600, 0, 3600])

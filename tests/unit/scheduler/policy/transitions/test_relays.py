@@ -222,4 +222,4 @@ def test_a_wake_on_a_host_that_has_the_pack_names_no_relay() -> None:
 def test_a_store_that_is_lost_takes_its_relays_along() -> None:
     scene = slow_relay()
     scene.apply(StoreGone("store-3"))
-    assert not scene.policy.state.transfers.num_running
+    assert not scene.policy.state.transfers.with_rates()

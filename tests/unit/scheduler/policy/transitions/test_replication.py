@@ -49,7 +49,7 @@ def test_a_used_model_gets_a_second_copy_in_another_rack_and_both_are_retained()
     assert why.model == MODEL.name and "only on store-1" in why.reason and why.topic == "copy.replicate"
     assert why.fields["store_id"] == "store-3" and why.fields["source"] == "store-1"
     assert len(of_kind(scene, "copied")) == 1
-    assert not scene.policy.state.transfers.num_running and scene.policy.state.replication_state.num_short == 0
+    assert not scene.policy.state.transfers.with_rates() and scene.policy.state.replication_state.num_short == 0
 
 
 def test_a_model_nobody_asked_for_is_left_alone() -> None:
@@ -131,7 +131,7 @@ def test_a_copy_that_fails_is_tried_elsewhere_and_there_again_later() -> None:
     assert len(copies(scene)) == 1
     scene.apply(CopyFailed(MODEL.pack_id, "store-3", "the arena is full"))
     assert "the arena is full" in of_kind(scene, "copy_failed")[0].reason
-    assert not scene.policy.state.transfers.num_running
+    assert not scene.policy.state.transfers.with_rates()
     scene.pass_time(0.9)
     assert [command.hop.store_id for command in copies(scene)] == ["store-3", "store-2"]
     scene.apply(CopyAccepted(MODEL.pack_id, "store-2"))
