@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from torchrelay.engine.core import StepProfile
@@ -16,6 +16,7 @@ profiles = st.builds(StepProfile, seconds, seconds, seconds, seconds, seconds)
 
 
 @given(st.lists(profiles, max_size=20))
+@example([StepProfile(0.0, 0.0, 0.0, 0.0, 2.2e-311)])  # the reciprocal of so little overflows
 def test_shares_add_up_to_one(steps: list[StepProfile]) -> None:
     shares = NO_SHARES
     for step in steps:

@@ -25,9 +25,8 @@ class TimeShares:
         if not profile.total_s:
             return self
         kept = 0.0 if self == NO_SHARES else 0.5 ** (profile.total_s / _HALF_LIFE_S)
-        added = (1 - kept) / profile.total_s
-        seconds = seconds_of(profile)
-        return TimeShares(*(getattr(self, name) * kept + seconds[name] * added for name in seconds))
+        parts = {name: seconds / profile.total_s for name, seconds in seconds_of(profile).items()}
+        return TimeShares(*(getattr(self, name) * kept + part * (1 - kept) for name, part in parts.items()))
 
 
 NO_SHARES = TimeShares()
