@@ -93,12 +93,15 @@ class Home:
     def forget_key(self) -> None:
         self.saved_key_file.unlink(missing_ok=True)
 
-    def endpoints(self) -> dict[str, str]:
-        """The addresses of the running install. Raises ``CliError`` when none runs here."""
+    def endpoints(self, elsewhere: str = "a gateway with --url and --key") -> dict[str, str]:
+        """The addresses of the running install. Raises ``CliError`` when none runs here.
+
+        ``elsewhere``: how the caller's command names a platform that runs on another machine.
+        """
         if self.running_pid() is None:
             raise CliError(
                 f"no platform is running at {self.path}",
-                "start one with `torchrelay up`, give its folder with --home, or a gateway with --url and --key",
+                f"start one with `torchrelay up`, give its folder with --home, or {elsewhere}",
             )
         found = json.loads(self.endpoints_file.read_text())
         return {str(key): str(value) for key, value in found.items()}

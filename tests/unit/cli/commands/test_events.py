@@ -51,6 +51,20 @@ def test_it_asks_for_what_was_named(run: Run, home: Home) -> None:
     assert list(request.kinds) == ["relay", "scale"] and request.since_unix_us > 1.7e15 and not request.follow
 
 
+def test_it_says_when_there_are_none(run: Run, home: Home) -> None:
+    with scheduler(lambda request, context: iter(())) as address:
+        shown = run("events", "--scheduler", address, "--kind", "copy", "--since", "2h")
+    assert (shown.exit_code, shown.stdout) == (0, "")
+    assert "no events of kind copy in the last 2h" in shown.stderr
+
+
+def test_without_a_platform_it_names_its_own_option(run: Run, home: Home) -> None:
+    home.endpoints_file.unlink()
+    refused = run("events").exception
+    assert isinstance(refused, CliError) and refused.hint is not None
+    assert "--scheduler" in refused.hint and "--url" not in refused.hint
+
+
 def test_after_a_break_nothing_is_shown_twice() -> None:
     def answer(request: WatchEventsRequest, context: grpc.ServicerContext) -> Iterator[Event]:
         assert request.follow

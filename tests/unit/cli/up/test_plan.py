@@ -147,10 +147,12 @@ def test_a_home_keeps_its_rest_port_and_says_when_it_is_taken(home: Home, tmp_pa
     told = io.StringIO()
     StartupProgress(home, Console(file=told, width=200)).port_taken(last, moved.endpoints["http"])
     assert f"{last} is taken: REST is on {moved.endpoints['http']}" in told.getvalue()
+    assert f"--http-port {last}" in told.getvalue()
 
 
 def test_the_next_steps_are_those_of_the_folder(tmp_path: Path) -> None:
     assert next_steps(tmp_path, None)[1:] == ["torchrelay upload DIR --name mine", "torchrelay chat mine"]
+    assert next_steps(tmp_path, None, has_key=True) == ["torchrelay models", "torchrelay top"]
     (tmp_path / "examples/glossary/model").mkdir(parents=True)
     assert next_steps(tmp_path, tmp_path / ".venv") == [
         ". .venv/bin/activate",

@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import grpc
 from pydantic import ValidationError
 
 from torchrelay.cli.api.restarts import RESTART_TIMEOUT_S, restart_attempts
 from torchrelay.cli.errors import CliError, Unreachable
+from torchrelay.cli.home import Home
 from torchrelay.common.net.rpc import open_blocking_channel
 from torchrelay.common.process.settings import ServiceSettings, setting_errors
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 T = TypeVar("T")
+
+
+class SchedulerAccess(NamedTuple):
+    """Which scheduler a command asks."""
+
+    address: str
+    tls: Tls | None
+    may_return: Callable[[], bool]  # whether it is worth waiting for when it does not answer
 
 
 def local_tls(endpoints: Mapping[str, str]) -> Tls | None:
@@ -29,6 +38,15 @@ def local_tls(endpoints: Mapping[str, str]) -> Tls | None:
         return Tls(TlsFiles(*(Path(endpoints[name]) for name in names)))
     except TlsUnusable as error:
         raise CliError(str(error), "run this command as the user who started the platform") from error
+
+
+def scheduler_access(home: Path | None, address: str | None) -> SchedulerAccess:
+    """The scheduler at ``address``, else the one of the platform that runs at ``home``. Raises ``CliError``."""
+    local = Home.at(home)
+    if address is not None:
+        return SchedulerAccess(address, environment_settings().tls, lambda: True)
+    endpoints = local.endpoints("a scheduler with --scheduler")
+    return SchedulerAccess(endpoints["scheduler"], local_tls(endpoints), lambda: local.running_pid() is not None)
 
 
 def environment_settings() -> ServiceSettings:

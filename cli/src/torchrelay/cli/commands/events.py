@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from torchrelay.cli.api.access import HomeOption, SchedulerOption
+from torchrelay.cli.views import console
 
 if TYPE_CHECKING:
     from torchrelay.common.tls import Tls
@@ -38,33 +39,36 @@ def events(
     home: HomeOption = None,
 ) -> None:
     """Show what the platform did and why: relays, instances, scaling, copies, models. Kept for 30 days."""
-    from torchrelay.cli.api.scheduler_client import environment_settings, local_tls
-    from torchrelay.cli.home import Home
+    from torchrelay.cli.api.scheduler_client import scheduler_access
     from torchrelay.cli.views import event_lines
 
     try:
         from_unix_us = int((datetime.now() - event_lines.parse_duration(since)).timestamp() * 1e6)
     except (ValueError, OverflowError) as error:
         raise typer.BadParameter(str(error), param_hint="--since") from error
-    local = Home.at(home)
-    address = scheduler or local.endpoints()["scheduler"]
-    tls = environment_settings().tls if scheduler else local_tls(local.endpoints())
-    source = EventTail(address, tls, [str(name) for name in kind or ()], max(from_unix_us, 1))
+    address, tls, may_return = scheduler_access(home, scheduler)
+    kinds = [str(name) for name in kind or ()]
+    source = EventTail(address, tls, kinds, max(from_unix_us, 1))
     with contextlib.suppress(KeyboardInterrupt):
-        found = source.tail(lambda: scheduler is not None or local.running_pid() is not None)
-        _print(found if follow else source.once(), as_json)
+        num_printed = _print(source.tail(may_return) if follow else source.once(), as_json)
+        if not num_printed:
+            of_kinds = f" of kind {' or '.join(kinds)}" if kinds else ""
+            console.err().print(f"no events{of_kinds} in the last {since}; --since looks further back")
 
 
-def _print(found: Iterator[Event], as_json: bool) -> None:
-    from torchrelay.cli.views import console
+def _print(found: Iterator[Event], as_json: bool) -> int:
+    """Returns how many there were."""
     from torchrelay.cli.views.event_lines import EventLines, json_line
 
     lines, out = EventLines(), console.out()
+    num_printed = 0
     for event in found:
+        num_printed += 1
         if as_json:
             print(json_line(event), flush=True)
         else:
             out.print(lines.line(event, datetime.now()), soft_wrap=True)
+    return num_printed
 
 
 class EventTail:

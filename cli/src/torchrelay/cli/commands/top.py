@@ -26,17 +26,14 @@ def top(
     home: HomeOption = None,
 ) -> None:
     """Watch relays, workers, copies of packs, instances and demand; Ctrl-C quits."""
-    from torchrelay.cli.api.scheduler_client import environment_settings, local_tls
-    from torchrelay.cli.home import Home
+    from torchrelay.cli.api.scheduler_client import scheduler_access
 
-    local = Home.at(home)
-    address = scheduler or local.endpoints()["scheduler"]
-    tls = environment_settings().tls if scheduler else local_tls(local.endpoints())
+    address, tls, may_return = scheduler_access(home, scheduler)
     if once or as_json or not sys.stdout.isatty():
         _print_once(address, tls, as_json)
     else:
         with contextlib.suppress(KeyboardInterrupt):
-            follow(address, lambda: scheduler is not None or local.running_pid() is not None, tls)
+            follow(address, may_return, tls)
 
 
 def _print_once(address: str, tls: Tls | None, as_json: bool) -> None:

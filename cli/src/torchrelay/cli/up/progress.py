@@ -19,12 +19,17 @@ from torchrelay.cli.views.console import print_error
 EXAMPLE_MODEL = "examples/glossary/model"
 
 
-def next_steps(folder: Path, venv: Path | None) -> list[str]:
-    """Commands to try next in a new terminal in ``folder``; in the repository with its example model."""
+def next_steps(folder: Path, venv: Path | None, has_key: bool = False) -> list[str]:
+    """Commands to try next in a new terminal in ``folder``; in the repository with its example model.
+
+    ``has_key``: this home has been used before.
+    """
     steps = []
     if venv is not None:
         shown = venv.relative_to(folder) if venv.is_relative_to(folder) else venv
         steps.append(f". {shlex.quote(str(shown / 'bin' / 'activate'))}")
+    if has_key:
+        return [*steps, "torchrelay models", "torchrelay top"]
     has_example = (folder / EXAMPLE_MODEL).is_dir()
     model, name = (EXAMPLE_MODEL, "glossary") if has_example else ("DIR", "mine")
     question = ' "What is a relay?"' if has_example else ""
@@ -50,7 +55,8 @@ class StartupProgress:
         console.print(f"Starting Torchrelay in [bold]{home.path}[/]")
 
     def port_taken(self, port: int, url: str) -> None:
-        self._console.print(f"[yellow]port {port} is taken: REST is on {url}[/]")
+        cure = f"once it is free, take it back with --http-port {port}"
+        self._console.print(f"[yellow]port {port} is taken: REST is on {url}; {cure}[/]", soft_wrap=True)
 
     def starting(self, names: Iterable[str]) -> None:
         self._awaited += names
@@ -84,7 +90,8 @@ class StartupProgress:
         show("\nNext, in another terminal:\n")
         if self._home.path != DEFAULT_HOME.absolute():
             show(f"  export TORCHRELAY_HOME={self._home.path}", soft_wrap=True)
-        for line in next_steps(Path.cwd(), Path(sys.prefix) if sys.prefix != sys.base_prefix else None):
+        venv = Path(sys.prefix) if sys.prefix != sys.base_prefix else None
+        for line in next_steps(Path.cwd(), venv, self._home.saved_key() is not None):
             show(f"  {line}", soft_wrap=True, markup=False)
         show("\nCtrl-C stops everything.\n")
 

@@ -27,7 +27,12 @@ class ServiceSettings(BaseSettings):
     """Settings that all services share; each service adds its own in a subclass."""
 
     model_config = SettingsConfigDict(
-        env_prefix="TORCHRELAY_", extra="ignore", frozen=True, cli_kebab_case=True, cli_implicit_flags=True
+        env_prefix="TORCHRELAY_",
+        extra="ignore",
+        frozen=True,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
     )
 
     host: str = Field("127.0.0.1", description="Address that servers of this process listen on.")
