@@ -74,7 +74,7 @@ class StackPlan:
         self._store_port = ports.free()
         host = options.host
         self._http_port, self._taken_http_port = self._choose_http_port()
-        self._grpc_port = ports.exactly(host, options.grpc_port) if options.grpc_port else ports.free(host)
+        self._grpc_port = ports.exactly(host, options.grpc_port, "--grpc-port") if options.grpc_port else ports.free(host)
         shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
         self._arena = shared_memory / f"torchrelay-{self._cluster_key[:6].hex()}"
 
@@ -98,7 +98,7 @@ class StackPlan:
         """The REST port, and the preferred one if it was taken (else 0): a home keeps its port when it can."""
         host, asked, last = self._options.host, self._options.http_port, self._home.last_http_port()
         if asked:
-            return self._ports.exactly(host, asked), 0
+            return self._ports.exactly(host, asked, "--http-port"), 0
         preferred = [last, PREFERRED_HTTP_PORT] if last else [PREFERRED_HTTP_PORT]
         found = self._ports.free(host, preferred)
         return found, 0 if found == preferred[0] else preferred[0]
@@ -134,7 +134,9 @@ class StackPlan:
             **{f"TORCHRELAY_{name.upper()}": path for name, path in self._tls_settings.items()},
         }
         if self._metrics_port:  # consecutive ports from the configured one on
-            common["TORCHRELAY_METRICS_PORT"] = str(self._metrics_port)
+            host = self._options.host if is_public else LOOPBACK
+            port = self._ports.exactly(host, self._metrics_port, "TORCHRELAY_METRICS_PORT")
+            common["TORCHRELAY_METRICS_PORT"] = str(port)
             self._metrics_port += 1
         if node_id:
             common["TORCHRELAY_NODE_KEY"] = derive_node_key(self._cluster_key, node_id).hex()
