@@ -64,7 +64,7 @@ async def test_streams_shrink_to_what_nats_can_set_aside_and_grow_later(server: 
     async with server.storing(100) as js:
         keeping = asyncio.create_task(keep_streams(js, SUBJECTS, WANTED, every_s=0.05))
         async with asyncio.timeout(10):
-            while await sizes_of(js) != WANTED:
+            while await sizes_of(js) != WANTED:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         keeping.cancel()
         assert (await js.get_last_msg(SUBJECTS.usage_stream, SUBJECTS.usage("gw"))).data == b"kept"

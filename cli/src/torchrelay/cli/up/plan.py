@@ -74,7 +74,9 @@ class StackPlan:
         self._store_port = ports.free()
         host = options.host
         self._http_port, self._taken_http_port = self._choose_http_port()
-        self._grpc_port = ports.exactly(host, options.grpc_port, "--grpc-port") if options.grpc_port else ports.free(host)
+        self._grpc_port = (
+            ports.exactly(host, options.grpc_port, "--grpc-port") if options.grpc_port else ports.free(host)
+        )
         shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
         self._arena = shared_memory / f"torchrelay-{self._cluster_key[:6].hex()}"
 

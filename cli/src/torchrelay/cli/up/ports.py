@@ -1,7 +1,7 @@
 """Ports of the children of one `up`: bound by it from the choice to the end of the run.
 
-A bound socket that does not listen keeps its port from everybody who asks for any free one or connects from one. Servers
-set SO_REUSEADDR (ours, NATS and Redis do), with which Linux lets them bind and listen beside it, also when they start again.
+A bound socket that does not listen keeps its port from everybody who asks for any free one or connects from one. Ours,
+NATS and Redis set SO_REUSEADDR, with which Linux lets them bind and listen beside it, also when they start again.
 """
 
 from __future__ import annotations

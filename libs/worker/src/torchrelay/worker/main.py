@@ -45,7 +45,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
     async with AsyncExitStack() as stack:
         nats = await connect(settings.nats_url, settings.worker_id)
         stack.push_async_callback(nats.close)
-        # Registers go by a connection of their own: while JetStream cannot store them, NATS reads nothing more from theirs.
+        # Registers have a connection of their own: when JetStream cannot store them, NATS reads nothing more from it.
         usage_nats = await connect(settings.nats_url, f"{settings.worker_id}-usage")
         stack.push_async_callback(usage_nats.close)
         channel = await stack.enter_async_context(open_channel(settings.store_address, tls))
