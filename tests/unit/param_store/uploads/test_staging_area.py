@@ -80,10 +80,9 @@ def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) ->
 def test_an_upload_that_does_not_fit_is_refused_before_its_first_byte(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 48 << 20) as disk:
         uploads = StagingArea(disk.folder, 1 << 30, expiry_s=100)
-        config = DeclaredFile("config.json", 1 << 20, "0" * 64)
-        too_large = [config, DeclaredFile("model.safetensors", 9 << 20, "0" * 64)]
-        with pytest.raises(DiskFull, match=f"disk of {disk.folder} has room for .* needs 20,971,520"):
+        documents = [DeclaredFile(name, 1 << 10, "0" * 64) for name in ("config.json", "tokenizer.json")]
+        too_large = [*documents, DeclaredFile("model.safetensors", 10 << 20, "0" * 64)]
+        small = [*documents, DeclaredFile("model.safetensors", 1 << 20, "0" * 64)]
+        with pytest.raises(DiskFull, match=f"disk of {disk.folder} has room for .* needs 20,975,616,"):
             uploads.begin("u1", "ten-1", too_large, 0)
-        assert uploads.begin(
-            "u2", "ten-1", [config, DeclaredFile("model.safetensors", 1 << 20, "0" * 64)], 0
-        ).progress()
+        assert uploads.begin("u2", "ten-1", small, 0).progress()
