@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.child import ChildSpec
 from torchrelay.cli.up.children.stack import Stack
+from torchrelay.cli.up.disk import folder_bytes, stream_sizes
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
+from torchrelay.common.disk import free_bytes
 from torchrelay.common.tls import Tls, TlsFiles
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
@@ -94,7 +97,8 @@ class StackPlan:
             "redis": self._redis_url,
             **self._tls_settings,
         }
-        return Stack(groups, endpoints, self._arena, self._http_port, self._taken_http_port)
+        home = self._home
+        return Stack(groups, endpoints, home.path, home.traces, self._arena, self._http_port, self._taken_http_port)
 
     def _choose_http_port(self) -> tuple[int, int]:
         """The REST port, and the preferred one if it was taken (else 0): a home keeps its port when it can."""
@@ -120,7 +124,10 @@ class StackPlan:
             return None
         port, folder = self._ports.free(), self._home.path / "nats"
         self._nats_url = f"nats://{LOOPBACK}:{port}"
-        command = (_program("nats-server"), "-a", LOOPBACK, "-p", str(port), "-js", "-sd", str(folder))
+        settings = self._home.run / "nats.conf"
+        # By default NATS sets aside no more than the disk has free at the moment. Ours is bounded by its streams.
+        settings.write_text(f"jetstream {{ store_dir: {json.dumps(str(folder))}, max_file_store: 1TB }}\n")
+        command = (_program("nats-server"), "-c", str(settings), "-a", LOOPBACK, "-p", str(port))
         return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
 
     def _service(
@@ -164,7 +171,15 @@ class StackPlan:
         env = {"TORCHRELAY_PORT": str(self._scheduler_port), "TORCHRELAY_CLUSTER_KEY": self._cluster_key.hex()}
         if self._options.idle_timeout_s:
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
+        if not os.environ.get("TORCHRELAY_NATS_URL"):
+            env |= self._stream_settings()
         return self._service("scheduler", "torchrelay-scheduler", env)
+
+    def _stream_settings(self) -> dict[str, str]:
+        """What the home's disk leaves for the streams, unless variables set it."""
+        found = free_bytes(self._home.path) + folder_bytes(self._home.path / "nats")
+        sizes = {f"TORCHRELAY_{name.upper()}": str(size) for name, size in asdict(stream_sizes(found)).items()}
+        return {name: size for name, size in sizes.items() if name not in os.environ}
 
     def _workers(self) -> list[ChildSpec]:
         counts = (
