@@ -72,7 +72,7 @@ def _await_port(process: subprocess.Popen[bytes], host: str, port: int, log: Pat
     raise RuntimeError(f"{process.args!r} did not listen on port {port} within 20 s")
 
 
-def _program(name: str) -> str:
+def broker_program(name: str) -> str:
     found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
     if found is None:
         raise RuntimeError(f"{name} is not installed: run `make setup`")
@@ -82,7 +82,7 @@ def _program(name: str) -> str:
 @contextmanager
 def redis_server(folder: Path) -> Iterator[str]:
     """The URL of a fresh Redis without persistence."""
-    program = _program("redis-server")
+    program = broker_program("redis-server")
 
     def command(port: int) -> list[str]:
         place = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
@@ -95,7 +95,7 @@ def redis_server(folder: Path) -> Iterator[str]:
 @contextmanager
 def nats_server(folder: Path, port: int = 0, host: str = "127.0.0.1") -> Iterator[str]:
     """The URL of a fresh NATS server with JetStream on file storage."""
-    program = _program("nats-server")
+    program = broker_program("nats-server")
     # Every stream reserves its largest size, and tests make dozens: the default limit is what the disk has free.
     settings = folder / "nats.conf"
     settings.write_text(f'jetstream {{ store_dir: "{folder / "jetstream"}", max_file_store: 1TB }}\n')

@@ -9,7 +9,8 @@ import pytest
 from sqlalchemy import Connection, select, text, update
 from sqlalchemy.exc import IntegrityError, ProgrammingError
 
-from torchrelay.common.errors import Unavailable
+from tests.support.small_disk import small_disk
+from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.gateway.sql.database import Database, driver_url
 from torchrelay.gateway.sql.tables import balances, table_versions
 
@@ -130,3 +131,34 @@ def test_only_two_databases_are_supported() -> None:
     assert driver_url("sqlite:///x.db").drivername == "sqlite+aiosqlite"
     with pytest.raises(ValueError, match="use sqlite or postgresql"):
         driver_url("mysql://h/d")
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("is_new_process", [False, True])
+async def test_a_full_disk_is_named_and_nothing_committed_is_lost(tmp_path: Path, is_new_process: bool) -> None:
+    rows = text("INSERT INTO t VALUES (zeroblob(1000))")
+    with small_disk(tmp_path / "home", 4 << 20) as disk:
+        database = Database(f"sqlite:///{disk.folder}/ledger.db")
+        async with database.write() as connection:
+            await connection.execute(text("CREATE TABLE t (x BLOB)"))
+            await connection.execute(rows)
+        if is_new_process:
+            await database.close()
+        disk.fill()
+        if is_new_process:
+            database = Database(f"sqlite:///{disk.folder}/ledger.db")
+        num_rows = 1
+        with pytest.raises(DiskFull) as full:
+            for _ in range(100):  # the log in which the first ones fit is on the disk already
+                await database.transact(lambda connection: connection.execute(rows).rowcount)
+                num_rows += 1
+        assert str(disk.folder) in full.value.message and "full" in full.value.message
+        with pytest.raises(DiskFull):
+            async with database.write() as connection:
+                await connection.execute(rows)
+        disk.free()
+        await database.transact(lambda connection: connection.execute(rows).rowcount)
+        async with database.read() as connection:
+            found = (await connection.execute(text("SELECT count(*) FROM t"))).scalar_one()
+        assert found == num_rows + 1
+        await database.close()

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.small_disk import small_disk
 from tests.unit.param_store.model_folders import write_folder
 from tests.unit.param_store.running_store import declared
-from torchrelay.common.errors import NotFound
+from torchrelay.common.errors import DiskFull, NotFound
 from torchrelay.param_store.uploads.declared_files import DeclaredFile
 from torchrelay.param_store.uploads.staging_area import StagingArea
 
@@ -73,3 +74,15 @@ def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) ->
     (tmp_path / "damaged/state.json").write_bytes(b'{"upload_id": "\xff"}')
     assert StagingArea(tmp_path, 1 << 30, 100).num_open == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.lab
+def test_an_upload_that_does_not_fit_is_refused_before_its_first_byte(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 48 << 20) as disk:
+        uploads = StagingArea(disk.folder, 1 << 30, expiry_s=100)
+        documents = [DeclaredFile(name, 1 << 10, "0" * 64) for name in ("config.json", "tokenizer.json")]
+        too_large = [*documents, DeclaredFile("model.safetensors", 10 << 20, "0" * 64)]
+        small = [*documents, DeclaredFile("model.safetensors", 1 << 20, "0" * 64)]
+        with pytest.raises(DiskFull, match=f"disk of {disk.folder} has room for .* needs 20,975,616,"):
+            uploads.begin("u1", "ten-1", too_large, 0)
+        assert uploads.begin("u2", "ten-1", small, 0).progress()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.child import ChildSpec
 from torchrelay.cli.up.children.stack import Stack
+from torchrelay.cli.up.disk import folder_bytes, stream_sizes
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
+from torchrelay.common.disk import free_bytes
 from torchrelay.common.tls import Tls, TlsFiles
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
@@ -74,7 +77,9 @@ class StackPlan:
         self._store_port = ports.free()
         host = options.host
         self._http_port, self._taken_http_port = self._choose_http_port()
-        self._grpc_port = ports.exactly(host, options.grpc_port) if options.grpc_port else ports.free(host)
+        self._grpc_port = (
+            ports.exactly(host, options.grpc_port, "--grpc-port") if options.grpc_port else ports.free(host)
+        )
         shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
         self._arena = shared_memory / f"torchrelay-{self._cluster_key[:6].hex()}"
 
@@ -92,13 +97,14 @@ class StackPlan:
             "redis": self._redis_url,
             **self._tls_settings,
         }
-        return Stack(groups, endpoints, self._arena, self._http_port, self._taken_http_port)
+        home = self._home
+        return Stack(groups, endpoints, home.path, home.traces, self._arena, self._http_port, self._taken_http_port)
 
     def _choose_http_port(self) -> tuple[int, int]:
         """The REST port, and the preferred one if it was taken (else 0): a home keeps its port when it can."""
         host, asked, last = self._options.host, self._options.http_port, self._home.last_http_port()
         if asked:
-            return self._ports.exactly(host, asked), 0
+            return self._ports.exactly(host, asked, "--http-port"), 0
         preferred = [last, PREFERRED_HTTP_PORT] if last else [PREFERRED_HTTP_PORT]
         found = self._ports.free(host, preferred)
         return found, 0 if found == preferred[0] else preferred[0]
@@ -118,7 +124,10 @@ class StackPlan:
             return None
         port, folder = self._ports.free(), self._home.path / "nats"
         self._nats_url = f"nats://{LOOPBACK}:{port}"
-        command = (_program("nats-server"), "-a", LOOPBACK, "-p", str(port), "-js", "-sd", str(folder))
+        settings = self._home.run / "nats.conf"
+        # By default NATS sets aside no more than the disk has free at the moment. Ours is bounded by its streams.
+        settings.write_text(f"jetstream {{ store_dir: {json.dumps(str(folder))}, max_file_store: 1TB }}\n")
+        command = (_program("nats-server"), "-c", str(settings), "-a", LOOPBACK, "-p", str(port))
         return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
 
     def _service(
@@ -134,7 +143,9 @@ class StackPlan:
             **{f"TORCHRELAY_{name.upper()}": path for name, path in self._tls_settings.items()},
         }
         if self._metrics_port:  # consecutive ports from the configured one on
-            common["TORCHRELAY_METRICS_PORT"] = str(self._metrics_port)
+            host = self._options.host if is_public else LOOPBACK
+            port = self._ports.exactly(host, self._metrics_port, "TORCHRELAY_METRICS_PORT")
+            common["TORCHRELAY_METRICS_PORT"] = str(port)
             self._metrics_port += 1
         if node_id:
             common["TORCHRELAY_NODE_KEY"] = derive_node_key(self._cluster_key, node_id).hex()
@@ -160,7 +171,15 @@ class StackPlan:
         env = {"TORCHRELAY_PORT": str(self._scheduler_port), "TORCHRELAY_CLUSTER_KEY": self._cluster_key.hex()}
         if self._options.idle_timeout_s:
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
+        if not os.environ.get("TORCHRELAY_NATS_URL"):
+            env |= self._stream_settings()
         return self._service("scheduler", "torchrelay-scheduler", env)
+
+    def _stream_settings(self) -> dict[str, str]:
+        """What the home's disk leaves for the streams, unless variables set it."""
+        found = free_bytes(self._home.path) + folder_bytes(self._home.path / "nats")
+        sizes = {f"TORCHRELAY_{name.upper()}": str(size) for name, size in asdict(stream_sizes(found)).items()}
+        return {name: size for name, size in sizes.items() if name not in os.environ}
 
     def _workers(self) -> list[ChildSpec]:
         counts = (

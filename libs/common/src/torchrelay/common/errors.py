@@ -14,6 +14,7 @@
     |   |-- QueueFull
     |   `-- RateLimited
     |-- Unavailable               a part of the platform is down; try again
+    |   `-- DiskFull              a disk of the platform is full; names the folder
     |-- DeadlineExceeded          the deadline passed first
     `-- DataCorrupted             bytes did not match their digest
 
@@ -116,6 +117,14 @@ class Unavailable(TorchrelayError):
     code = "unavailable"
     http_status = 503
     grpc_status = "UNAVAILABLE"
+
+
+class DiskFull(Unavailable):
+    """Only whoever runs the platform can make room."""
+
+    code = "disk_full"
+    http_status = 507
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class DeadlineExceeded(TorchrelayError):

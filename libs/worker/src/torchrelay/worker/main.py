@@ -45,8 +45,11 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
     async with AsyncExitStack() as stack:
         nats = await connect(settings.nats_url, settings.worker_id)
         stack.push_async_callback(nats.close)
+        # Registers have a connection of their own: when JetStream cannot store them, NATS reads nothing more from it.
+        usage_nats = await connect(settings.nats_url, f"{settings.worker_id}-usage")
+        stack.push_async_callback(usage_nats.close)
         channel = await stack.enter_async_context(open_channel(settings.store_address, tls))
-        worker = Worker(settings, nats, ParamStoreStub(channel), tls)
+        worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls)
         worker.engine.start()
         await worker.engine.call(lambda: warm_up(worker.pool))
         worker.serve_data()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import grpc
 import uvloop
 
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc import RpcServer, open_channel
 from torchrelay.common.process.heap import keep_heap_small
@@ -61,7 +61,11 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
         stack.push_async_callback(database.close)
         await ensure_schema(database, settings.database_url)
         heartbeat = Heartbeat(database, gateway_id)
-        await heartbeat.beat()
+        try:
+            await heartbeat.beat()
+        except DiskFull as error:
+            # Requests are refused, with this cause, until there is space; the sweep's first beat soon follows that.
+            log.warning("started_with_a_full_disk", error=error.message)
         stack.push_async_callback(_leave, heartbeat)
         components = await _make_components(settings, gateway_id, database, stack)
         await stack.enter_async_context(_jobs(settings, database, heartbeat, components))

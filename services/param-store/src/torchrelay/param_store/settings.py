@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
@@ -68,6 +69,11 @@ class StoreSettings(ServiceSettings):
     @property
     def remote_options(self) -> RemoteOptions:
         return RemoteOptions(self.remote_endpoint, self.remote_timeout_s, self.remote_give_up_s)
+
+    @property
+    def remote_folder(self) -> Path:
+        """The folder that ``remote_url`` names, if it names one."""
+        return Path(unquote(urlsplit(self.remote_url).path))
 
     @property
     def disk_cache_folder(self) -> Path:

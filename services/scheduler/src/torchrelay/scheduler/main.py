@@ -12,7 +12,7 @@ import msgspec
 from nats.aio.client import Client
 
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
+from torchrelay.common.net.nats_client import Subjects, connect, keep_streams, try_streams
 from torchrelay.common.net.rpc import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
@@ -44,7 +44,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     channels = PeerChannels(tls)
     server = RpcServer(settings.host, settings.port, tls)
     try:
-        await ensure_streams(nats.jetstream(), subjects)
+        await try_streams(nats.jetstream(), subjects, settings.stream_sizes)
         event_publisher = EventPublisher(nats.jetstream(), subjects)
         with _controller(settings, clock, event_publisher) as controller:
             servicer = SchedulerServicer(controller, EventReader(nats.jetstream(), subjects))
@@ -52,7 +52,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
             async with asyncio.TaskGroup() as group:
                 ready = asyncio.Event()
                 background = group.create_task(
-                    _background(controller, event_publisher, channels, nats, subjects, ready, tick_s)
+                    _background(settings, controller, event_publisher, channels, nats, subjects, ready, tick_s)
                 )
                 await ready.wait()
                 await server.start()
@@ -85,6 +85,7 @@ def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: Even
 
 
 async def _background(
+    settings: SchedulerSettings,
     controller: Controller,
     event_publisher: EventPublisher,
     channels: PeerChannels,
@@ -98,6 +99,7 @@ async def _background(
         controller.actuator = Actuator(controller, channels, tasks)
         discovery = Discovery(controller, channels, nats, subjects, tasks)
         await discovery.start()
+        tasks.create_task(keep_streams(nats.jetstream(), subjects, settings.stream_sizes), name="streams")
         tasks.create_task(event_publisher.run(), name="history")
         tasks.create_task(_tick_periodically(controller, nats, tick_s), name="ticks")
         ready.set()

@@ -72,6 +72,9 @@ class Recorder:
     def failed(self, problem: CliError) -> None:
         self.said.append(("failed", problem.message))
 
+    def disk(self, message: str) -> None:
+        self.said.append(("disk", message))
+
     def stopping(self) -> None:
         self.said.append(("stopping", ""))
 

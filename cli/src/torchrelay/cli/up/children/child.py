@@ -58,23 +58,26 @@ class Child:
     async def start(cls, spec: ChildSpec) -> Child:
         """Starts the program in its own process group, so that Ctrl-C reaches it only through `up`.
 
-        Raises ``CliError`` when the program is not installed.
+        Raises ``CliError`` when the program is not installed, or its log cannot be written.
         """
         program = shutil.which(spec.command[0])
         if program is None:
             raise CliError(f"{spec.name} cannot start: {spec.command[0]} is not installed", "run make setup")
-        if spec.ready_file is not None:
-            spec.ready_file.unlink(missing_ok=True)
-        with spec.log.open("ab") as log:
-            log_begin = log.tell()
-            process = await asyncio.create_subprocess_exec(
-                *_tied_to_parent((program, *spec.command[1:])),
-                env={**os.environ, **spec.env},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        try:
+            if spec.ready_file is not None:
+                spec.ready_file.unlink(missing_ok=True)
+            with spec.log.open("ab") as log:
+                log_begin = log.tell()
+                process = await asyncio.create_subprocess_exec(
+                    *_tied_to_parent((program, *spec.command[1:])),
+                    env={**os.environ, **spec.env},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise CliError(f"{spec.name} cannot start: {error}", "see whether the disk is full") from error
         return cls(spec, process, log_begin)
 
     @property

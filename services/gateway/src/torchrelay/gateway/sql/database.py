@@ -10,8 +10,10 @@ would import the ORM, which costs 8 MB.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sqlalchemy import Connection, CursorResult, Engine, Executable, Table, create_engine, event
@@ -21,7 +23,8 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.util import greenlet_spawn
 
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.disk import disk_full, free_bytes
+from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.thread_pool import batch_executor
 
@@ -33,6 +36,9 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 T = TypeVar("T")
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
+_FULL = "the database's disk is full; it works again once space is freed there"
+_POSTGRES_DISK_FULL = "53100"
+_SMALLEST_WRITE_BYTES = 64 << 10  # SQLite's shared memory file and a page
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000")
 
 
@@ -68,6 +74,7 @@ class Database:
     def __init__(self, url: str) -> None:
         parsed = driver_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self._folder = Path(parsed.database or ".").absolute().parent if self.is_sqlite else None
         self._thread: ThreadPoolExecutor | None = None
         if self.is_sqlite:
             self._engine = _sqlite_engine(parsed, 2)  # a writer and a reader, each with a thread and a page cache
@@ -84,14 +91,14 @@ class Database:
     @asynccontextmanager
     async def read(self) -> AsyncIterator[SqlConnection]:
         """A connection in a read-only transaction. Raises ``Unavailable`` if the database is unreachable."""
-        with _mapped_errors():
+        with _mapped_errors(self._folder):
             async with self._connected() as connection:
                 yield SqlConnection(connection)
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[SqlConnection]:
         """A connection in a transaction, committed at the end of the block and rolled back by an exception."""
-        with _mapped_errors():
+        with _mapped_errors(self._folder):
             async with self._one_writer(), self._connected() as connection:
                 await greenlet_spawn(connection.execution_options, torchrelay_write=True)
                 await greenlet_spawn(connection.begin)
@@ -113,7 +120,7 @@ class Database:
         For frequent work: with SQLite it runs on one thread, which costs two thread switches in all, where each
         statement of ``write()`` costs about six.
         """
-        with _mapped_errors():
+        with _mapped_errors(self._folder):
             async with self._one_writer():
                 running = asyncio.ensure_future(self._transacted(work))
                 try:
@@ -170,15 +177,35 @@ def _in_transaction(engine: Engine, work: Callable[[Connection], T]) -> T:
             return work(connection)
 
 
+def is_disk_full(error: BaseException, folder: Path | None) -> bool:
+    """Whether the database's disk is full. ``folder``: SQLite's."""
+    cause = getattr(error, "orig", None) or error
+    if folder is None:
+        return getattr(cause, "sqlstate", "") == _POSTGRES_DISK_FULL
+    code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):  # also what a full disk makes of its auxiliary files
+        return free_bytes(folder) < _SMALLEST_WRITE_BYTES
+    return code == sqlite3.SQLITE_FULL
+
+
 @contextmanager
-def _mapped_errors() -> Iterator[None]:
-    """Maps connection failures to ``Unavailable``; errors of our own statements pass through."""
+def _mapped_errors(folder: Path | None) -> Iterator[None]:
+    """Maps lost connections to ``Unavailable``, a full disk to ``DiskFull``; errors of our own statements pass through.
+
+    ``folder``: SQLite's.
+    """
     try:
         yield
     except (OperationalError, InterfaceError, PoolTimeout, OSError) as error:
+        if is_disk_full(error, folder):
+            full = DiskFull(_FULL) if folder is None else disk_full(folder)
+            log.warning("ledger_disk_full", error=full.message)
+            raise full from error
         log.warning("database_away", error=f"{type(error).__name__}: {error}"[:300])
         raise Unavailable("the database is unavailable; try again") from error
     except DBAPIError as error:
+        if is_disk_full(error, folder):
+            raise DiskFull(_FULL) from error
         if not error.connection_invalidated:
             raise
         raise Unavailable("the database connection was lost; try again") from error

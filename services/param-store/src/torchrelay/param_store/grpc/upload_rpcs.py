@@ -10,7 +10,8 @@ from typing import Any
 
 import grpc
 
-from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable
+from torchrelay.common.disk import write_error
+from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread
@@ -56,7 +57,7 @@ class UploadRpcs:
             try:
                 await _receive(writer, request_iterator)
             except OSError as error:
-                raise Unavailable(f"{first.open.path}: cannot be written: {error.strerror}") from error
+                raise write_error(error, f"{first.open.path} cannot be written", upload.folder) from error
             finally:
                 await asyncio.to_thread(writer.close)
         return file_state(upload.file_progress(first.open.path))
@@ -107,7 +108,7 @@ class UploadRpcs:
             version = self.store.versions.publish(upload.pack_path, {name: upload.files / name for name in names})
             version_id = version.version_id
         except OSError as error:
-            raise Unavailable(f"the version cannot be published: {error.strerror}") from error
+            raise write_error(error, "the version cannot be published", self.store.settings.remote_folder) from error
         finally:
             upload.end_commit(version_id)
         attributes = {

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, UploadRefused
+from torchrelay.common.disk import write_error
+from torchrelay.common.errors import Overloaded, TorchrelayError, UploadRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
             if "stage" in line:
                 yield PackProgress(line["stage"], line["done"], line["total"])
             else:
-                _check_result(line)
+                _check_result(line, job.pack_path.parent)
                 return
         raise TorchrelayError(f"the packer exited early with status {await process.wait()}")
     finally:
@@ -92,9 +93,9 @@ async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
         await process.wait()
 
 
-def _check_result(line: dict[str, Any]) -> None:
+def _check_result(line: dict[str, Any], folder: Path) -> None:
     if refused := line.get("refused"):
         file, detail = refused["file"], refused["detail"]
         raise UploadRefused(f"{file}: {detail}" if file else detail, field=file or None)
-    if "failed" in line:
-        raise Unavailable(f"the upload could not be packed: {line['failed']}")
+    if failed := line.get("failed"):
+        raise write_error(OSError(failed["errno"], failed["detail"]), "the upload could not be packed", folder)

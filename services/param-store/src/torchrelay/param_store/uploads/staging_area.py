@@ -11,14 +11,15 @@ from pathlib import Path
 
 import msgspec
 
-from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from torchrelay.common.disk import free_bytes, write_error
+from torchrelay.common.errors import Conflict, DiskFull, InvalidRequest, NotFound
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 from torchrelay.param_store.uploads.staged_upload import StagedUpload, UploadRecord
 
 log = get_logger(__name__)
 _UPLOAD_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_RESERVED_DISK_BYTES = 256 << 20
+_RESERVED_DISK_BYTES = 32 << 20  # for the ledger and logs, which may share the disk
 
 
 class StagingArea:
@@ -49,7 +50,7 @@ class StagingArea:
         return sum(not upload.record.version_id for upload in list(self._uploads.values()))
 
     def begin(self, upload_id: str, tenant_id: str, files: Sequence[DeclaredFile], quota_bytes: int) -> StagedUpload:
-        """Raises ``UploadRefused`` or ``QuotaExceeded`` for a wrong declaration, ``Unavailable`` without disk space."""
+        """Raises ``UploadRefused`` or ``QuotaExceeded`` for a wrong declaration, ``DiskFull`` without disk space."""
         if not _UPLOAD_ID.fullmatch(upload_id):
             raise InvalidRequest("upload_id must be 1 to 64 letters, digits, '-' or '_'", field="upload_id")
         check_declared(files, quota_bytes, self._max_upload_bytes)
@@ -61,16 +62,19 @@ class StagingArea:
                 try:
                     self._uploads[upload_id] = StagedUpload.begin(self._root / upload_id, record)
                 except OSError as error:
-                    raise Unavailable(f"the store cannot begin the upload: {error.strerror}") from error
+                    raise write_error(error, "the store cannot begin the upload", self._root) from error
             elif (existing.record.tenant_id, existing.record.files) != (record.tenant_id, record.files):
                 raise Conflict("an upload with this id was begun with other files", field="upload_id")
             return self._uploads[upload_id]
 
     def _check_room(self, num_bytes: int) -> None:
-        free = shutil.disk_usage(self._root).free - _RESERVED_DISK_BYTES
+        free = max(free_bytes(self._root) - _RESERVED_DISK_BYTES, 0)
         needed = 2 * num_bytes  # the upload, and its pack
         if needed > free:
-            raise Unavailable(f"the store has {max(free, 0):,} bytes of disk free and the upload needs {needed:,}")
+            raise DiskFull(
+                f"the disk of {self._root} has room for {free:,} bytes and the upload needs {needed:,}, for its files "
+                "and the pack made of them"
+            )
 
     def get(self, upload_id: str) -> StagedUpload:
         upload = self._uploads.get(upload_id)
