@@ -111,7 +111,9 @@ class StackPlan:
         self._redis_url = f"redis://{LOOPBACK}:{port}/0"
         command = (_program("redis-server"), "--port", str(port), "--bind", LOOPBACK, "--dir", str(folder))
         options = ("--save", "", "--appendonly", "no", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
-        return ChildSpec("redis", (*command, *options), self._home.logs / "redis.log", ready_port=port, ready_s=20)
+        return ChildSpec(
+            "redis", (*command, *options), self._home.logs / "redis.log", broker_url=self._redis_url, ready_s=20
+        )
 
     def _nats(self) -> ChildSpec | None:
         if self._nats_url:
@@ -119,7 +121,7 @@ class StackPlan:
         port, folder = self._ports.free(), self._home.path / "nats"
         self._nats_url = f"nats://{LOOPBACK}:{port}"
         command = (_program("nats-server"), "-a", LOOPBACK, "-p", str(port), "-js", "-sd", str(folder))
-        return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
+        return ChildSpec("nats", command, self._home.logs / "nats.log", broker_url=self._nats_url, ready_s=20)
 
     def _service(
         self, name: str, program: str, env: dict[str, str], node_id: str = "", *, is_public: bool = False
