@@ -117,7 +117,9 @@ class StackPlan:
         self._redis_url = f"redis://{LOOPBACK}:{port}/0"
         command = (_program("redis-server"), "--port", str(port), "--bind", LOOPBACK, "--dir", str(folder))
         options = ("--save", "", "--appendonly", "no", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
-        return ChildSpec("redis", (*command, *options), self._home.logs / "redis.log", ready_port=port, ready_s=20)
+        return ChildSpec(
+            "redis", (*command, *options), self._home.logs / "redis.log", broker_url=self._redis_url, ready_s=20
+        )
 
     def _nats(self) -> ChildSpec | None:
         if self._nats_url:
@@ -128,7 +130,7 @@ class StackPlan:
         # By default NATS sets aside no more than the disk has free at the moment. Ours is bounded by its streams.
         settings.write_text(f"jetstream {{ store_dir: {json.dumps(str(folder))}, max_file_store: 1TB }}\n")
         command = (_program("nats-server"), "-c", str(settings), "-a", LOOPBACK, "-p", str(port))
-        return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
+        return ChildSpec("nats", command, self._home.logs / "nats.log", broker_url=self._nats_url, ready_s=20)
 
     def _service(
         self, name: str, program: str, env: dict[str, str], node_id: str = "", *, is_public: bool = False

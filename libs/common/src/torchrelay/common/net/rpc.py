@@ -7,7 +7,7 @@ metadata; ``error_from_rpc`` restores it on the client.
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -38,6 +38,8 @@ _CHANNEL_OPTIONS = [
 # Certificates name the cluster, not the peer's address.
 _TLS_OPTIONS = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", CLUSTER_NAME)]
 _CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
+_FAULT = "torchrelay-fault"
+Faults = Callable[[], Awaitable[str]]
 
 
 def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
@@ -123,12 +125,40 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchrelayE
     await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailing))
 
 
-class RpcServer:
-    """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster."""
+def fault_in(trailing: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Why a health check was answered with NOT_SERVING; empty if the server does not say."""
+    return next((str(value) for key, value in trailing or () if key == _FAULT), "")
 
-    def __init__(self, host: str, port: int = 0, tls: Tls | None = None) -> None:
+
+class _HealthServicer(health.aio.HealthServicer):
+    """Health checks that ask the service itself, each time."""
+
+    def __init__(self, fault: Faults) -> None:
+        super().__init__()
+        self._fault = fault
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        if fault := await self._fault():
+            context.set_trailing_metadata(((_FAULT, fault.encode("ascii", "replace").decode()),))
+            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+        return await super().Check(request, context)
+
+
+async def _no_fault() -> str:
+    return ""
+
+
+class RpcServer:
+    """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster.
+
+    ``fault`` is asked at each health check: why the service cannot serve, empty if it can.
+    """
+
+    def __init__(self, host: str, port: int = 0, tls: Tls | None = None, fault: Faults = _no_fault) -> None:
         self.server = grpc.aio.server(interceptors=(_ErrorMapping(),), options=_OPTIONS)
-        self._health = health.aio.HealthServicer()
+        self._health = _HealthServicer(fault)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         address = f"{host}:{port}"
         self.port = (

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.common.process.telemetry import Telemetry, get_logger
+from torchrelay.common.process.watchdog import watched_event_loop
 
 log = get_logger(__name__)
 Addresses = Mapping[str, str]
@@ -79,7 +80,7 @@ async def _until_signal(
     try:
         async with serving() as addresses:
             stop.started()
-            with published_addresses(settings.ready_file, addresses):
+            with published_addresses(settings.ready_file, addresses), watched_event_loop(settings.watchdog_s):
                 log.info("serving", **addresses)
                 await stop.requested.wait()
                 log.info("stopping")
