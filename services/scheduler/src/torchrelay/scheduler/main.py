@@ -44,7 +44,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     channels = PeerChannels(tls)
     server = RpcServer(settings.host, settings.port, tls)
     try:
-        await ensure_streams(nats.jetstream(), subjects)
+        await ensure_streams(nats.jetstream(), subjects, settings.nats_replicas)
         event_publisher = EventPublisher(nats.jetstream(), subjects)
         with _controller(settings, clock, event_publisher) as controller:
             servicer = SchedulerServicer(controller, EventReader(nats.jetstream(), subjects))

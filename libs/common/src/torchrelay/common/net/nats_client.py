@@ -15,6 +15,7 @@ from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 
 from torchrelay.common.cancellation import cancellable
+from torchrelay.common.net.urls import nats_servers
 from torchrelay.common.process.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -75,8 +76,16 @@ class _Client(Client):
             writer.transport.abort()
 
 
+def inbox_prefix(user: str) -> str:
+    """Where the answers to this user's requests go: nobody else may subscribe to them."""
+    return f"_INBOX.{user}"
+
+
 async def connect(url: str, name: str) -> Client:
-    """A connection that reconnects forever; nats-py buffers what is published meanwhile, within bounds."""
+    """A connection that reconnects forever; nats-py buffers what is published meanwhile, within bounds.
+
+    ``url``: one server or several, separated by commas, with the user and the password if there are any.
+    """
 
     warned_at = -WARN_EVERY_S
 
@@ -84,12 +93,20 @@ async def connect(url: str, name: str) -> Client:
         nonlocal warned_at
         if time.monotonic() - warned_at >= WARN_EVERY_S:
             warned_at = time.monotonic()
-            log.warning("nats_unreachable", url=url, error=str(error))
+            log.warning("nats_unreachable", url=shown, error=str(error))
 
     client = _Client()
+    servers = nats_servers(url)
+    shown = ",".join(servers.urls)
+    is_token = servers.user is not None and servers.password is None
+    # Apart from the addresses: those that a cluster's servers tell of have no credentials.
     connecting = client.connect(
-        url,
+        servers.urls,
         name=name,
+        user=None if is_token else servers.user,
+        password=servers.password,
+        token=servers.user if is_token else None,
+        inbox_prefix=inbox_prefix(servers.user) if servers.user and not is_token else "_INBOX",
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.2,  # type: ignore[arg-type]  # passed to asyncio.sleep: seconds, whatever the annotation
         connect_timeout=5,
@@ -104,7 +121,7 @@ async def connect(url: str, name: str) -> Client:
     return client
 
 
-async def ensure_streams(js: JetStreamContext, subjects: Subjects) -> None:
+async def ensure_streams(js: JetStreamContext, subjects: Subjects, num_replicas: int = 1) -> None:
     """Creates or updates the two streams. Both are bounded: neither is the only record of money."""
     for name, subject, max_bytes, max_age_s in (
         (subjects.history_stream, subjects.event(">"), 256 << 20, 30 * 86400),
@@ -117,6 +134,7 @@ async def ensure_streams(js: JetStreamContext, subjects: Subjects) -> None:
             storage=StorageType.FILE,
             max_bytes=max_bytes,
             max_age=max_age_s,
+            num_replicas=num_replicas,
         )
         try:
             await cancellable(js.add_stream(config))
