@@ -22,6 +22,8 @@ from pydantic_settings import (
 
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 
+NODE_ID = "^[A-Za-z0-9_-]{1,64}$"  # one word of a NATS subject
+
 
 class ServiceSettings(BaseSettings):
     """Settings that all services share; each service adds its own in a subclass."""
