@@ -62,7 +62,7 @@ async def test_streams_shrink_to_what_nats_can_set_aside_and_grow_later(server: 
         assert await sizes_of(js) == StreamSizes(history_bytes=4 << 20, usage_bytes=16 << 20)
         await js.publish(SUBJECTS.usage("gw"), b"kept")
     async with server.storing(100) as js:
-        keeping = asyncio.create_task(keep_streams(js, SUBJECTS, WANTED, every_s=0.05))
+        keeping = asyncio.create_task(keep_streams(js, SUBJECTS, WANTED, 1, every_s=0.05))
         async with asyncio.timeout(10):
             while await sizes_of(js) != WANTED:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)

@@ -27,6 +27,7 @@ from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.events.reader import EventReader
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart, replay
 from torchrelay.scheduler.service.peer_channels import PeerChannels
+from torchrelay.scheduler.service.report_check import ReportCheck
 from torchrelay.scheduler.service.servicer import SchedulerServicer
 from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
@@ -44,15 +45,18 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     channels = PeerChannels(tls)
     server = RpcServer(settings.host, settings.port, tls)
     try:
-        await try_streams(nats.jetstream(), subjects, settings.stream_sizes)
+        await try_streams(nats.jetstream(), subjects, settings.stream_sizes, settings.nats_replicas)
         event_publisher = EventPublisher(nats.jetstream(), subjects)
         with _controller(settings, clock, event_publisher) as controller:
             servicer = SchedulerServicer(controller, EventReader(nats.jetstream(), subjects))
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
             async with asyncio.TaskGroup() as group:
                 ready = asyncio.Event()
+                report_check = ReportCheck(bytes.fromhex(settings.cluster_key))
                 background = group.create_task(
-                    _background(settings, controller, event_publisher, channels, nats, subjects, ready, tick_s)
+                    _background(
+                        settings, controller, event_publisher, channels, nats, subjects, report_check, ready, tick_s
+                    )
                 )
                 await ready.wait()
                 await server.start()
@@ -91,15 +95,17 @@ async def _background(
     channels: PeerChannels,
     nats: Client,
     subjects: Subjects,
+    report_check: ReportCheck,
     ready: asyncio.Event,
     tick_s: float,
 ) -> None:
     """Everything that runs beside the RPCs; cancelled together."""
     async with asyncio.TaskGroup() as tasks:
         controller.actuator = Actuator(controller, channels, tasks)
-        discovery = Discovery(controller, channels, nats, subjects, tasks)
+        discovery = Discovery(controller, channels, nats, subjects, report_check, tasks)
         await discovery.start()
-        tasks.create_task(keep_streams(nats.jetstream(), subjects, settings.stream_sizes), name="streams")
+        streams = keep_streams(nats.jetstream(), subjects, settings.stream_sizes, settings.nats_replicas)
+        tasks.create_task(streams, name="streams")
         tasks.create_task(event_publisher.run(), name="history")
         tasks.create_task(_tick_periodically(controller, nats, tick_s), name="ticks")
         ready.set()

@@ -18,6 +18,7 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import parent_death
 from torchrelay.cli.up.children.liveness import await_fault, probe_of
 from torchrelay.common.net.probes import Probe
+from torchrelay.common.process.environment import plain_environment
 from torchrelay.common.tls import Tls
 
 POLL_S = 0.02
@@ -32,7 +33,7 @@ TAIL_COLUMNS = 240
 class ChildSpec:
     """What to run. Our services write ``ready_file`` once they serve; brokers answer at ``broker_url``.
 
-    ``tls``: credentials for its gRPC server, if that uses TLS.
+    ``inherited``: its environment beside ``env``. ``tls``: credentials for its gRPC server, if that uses TLS.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ChildSpec:
     broker_url: str = ""
     ready_s: float = 60.0
     tls: Tls | None = None
+    inherited: Mapping[str, str] = field(default_factory=lambda: plain_environment(os.environ))
 
 
 class Child:
@@ -69,7 +71,7 @@ class Child:
                 log_begin = log.tell()
                 process = await asyncio.create_subprocess_exec(
                     *_tied_to_parent((program, *spec.command[1:])),
-                    env={**os.environ, **spec.env},
+                    env={**spec.inherited, **spec.env},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
