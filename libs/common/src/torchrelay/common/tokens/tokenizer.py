@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -12,24 +11,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.tokens.tokenizer_document import (
     TokenizerDocument,
-    TokenizerRefused,
     decode_json,
     read_tokenizer,
 )
+from torchrelay.common.tokens.tokenizer_limits import TokenizerRefused
 
 BPE_CACHE_WORDS = 4096
 
-# A slice of a merges list, in either of its forms. Possessive quantifiers: linear time on any upload.
-_STRING = rb'"(?:[^"\\]|\\.)*+"'
-_PAIRS = re.compile(rb"(?:\s*+\[\s*+" + _STRING + rb"\s*+,\s*+" + _STRING + rb"\s*+\]\s*+,?+){1,1024}+")
-_LINES = re.compile(rb"(?:\s*+" + _STRING + rb"\s*+,?+){1,1024}+")
 _OPTIONS = (
     "unk_token",
     "continuing_subword_prefix",
@@ -154,33 +148,21 @@ def _panics_as_errors() -> Iterator[None]:
 
 def _split(document: TokenizerDocument, folder: Path, decodes_only: bool) -> TokenizerDocument:
     """Writes vocabulary and merges of a BPE into files; returns the rest. Raises ``_UnsupportedTokenizer``."""
-    merges = b"[]" if decodes_only else document.model.get("merges")
-    if document.model_type != "BPE" or merges is None:
+    if document.model_type != "BPE" or not (decodes_only or "merges" in document.model):
         raise _UnsupportedTokenizer
     (folder / _VOCAB).write_bytes(document.model["vocab"])
     with (folder / _MERGES).open("wb") as file:
-        file.writelines(_merge_lines(merges))
+        if not decodes_only:
+            file.writelines(_lines(pairs) for pairs in document.merges())
     return replace(document, model={name: raw.copy() for name, raw in document.model.items() if name in _OPTIONS})
 
 
-def _merge_lines(merges: msgspec.Raw | bytes) -> Iterator[bytes]:
-    """Lines ``a b`` of a merges list, a thousand at a time. Raises ``_UnsupportedTokenizer``."""
-    data = memoryview(merges)
-    begin = 1
-    form: Any = list[tuple[str, str]] if _PAIRS.match(data, begin) else list[str]
-    pattern = _LINES if form is list[str] else _PAIRS
-    while (found := pattern.match(data, begin)) is not None:
-        part = msgspec.json.decode(b"[" + found[0].rstrip().rstrip(b",") + b"]", type=form)
-        lines = part if form is list[str] else [f"{left} {right}" for left, right in part]
-        if any(line.count(" ") != 1 or line.startswith("#version") for line in lines):
-            raise _UnsupportedTokenizer
-        text = "\n".join(lines) + "\n"
-        if text.count("\n") != len(lines) or "\r" in text:
-            raise _UnsupportedTokenizer
-        yield text.encode()
-        begin = found.end()
-    if bytes(data[begin:]).strip() != b"]":
+def _lines(pairs: list[tuple[str, str]]) -> bytes:
+    """The lines of a merges file. Raises ``_UnsupportedTokenizer`` if it cannot hold these merges."""
+    text = "".join([f"{left} {right}\n" for left, right in pairs])
+    if text.count("\n") != len(pairs) or text.count(" ") != len(pairs) or "\r" in text or "#version" in text:
         raise _UnsupportedTokenizer
+    return text.encode()
 
 
 def _return_freed_memory() -> None:
