@@ -20,6 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 START_S = 30
+ADMIN_KEY = f"tra-{'0' * 32}"
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def gateway(home: Path, nats_url: str, redis_url: str) -> Iterator[tuple[subproc
     ready = home / "ready.json"
     ready.unlink(missing_ok=True)
     settings = {
-        "admin-key": "tra-test",
+        "admin-key": ADMIN_KEY,
         "database-url": f"sqlite:///{home}/ledger.db",
         "nats-url": nats_url,
         "nats-prefix": home.name,
@@ -67,7 +68,7 @@ def test_keys_outlive_kill_9_and_sigterm_ends_in_order(home: Path, nats_url: str
     with gateway(home, nats_url, redis_url) as (process, addresses):
         first_id = addresses["gateway_id"]
         with httpx.Client(base_url=addresses["http"], trust_env=False) as client:
-            admin = {"authorization": "Bearer tra-test"}
+            admin = {"authorization": f"Bearer {ADMIN_KEY}"}
             assert client.post("/v1/tenants", json={"name": "acme"}, headers=admin).status_code == 201
             key = client.post("/v1/keys", json={"tenant": "acme"}, headers=admin).json()["key"]
             absent = client.post(

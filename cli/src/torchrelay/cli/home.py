@@ -49,15 +49,26 @@ class Home:
         self._http_port_file.write_text(f"{port}\n")
 
     def make(self) -> None:
-        """Creates the folders. Raises ``CliError`` when the folder cannot be written."""
+        """Creates the folders, and closes to others what they may read. Raises ``CliError`` when it cannot."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ledger and traces are private
             if self.run.is_symlink() and not self.run.exists():  # the memory is gone with a restart of the machine
                 self.run.unlink()
+            # A folder that holds something else, such as /tmp, is not ours to close.
+            if (self.path / "cluster.key").exists() or not any(self.path.iterdir()):
+                _make_private(self.path)
             for folder in (self.run, self.logs, self.path / "store", self.path / "remote"):
-                folder.mkdir(exist_ok=True)
+                folder.mkdir(mode=0o700, exist_ok=True)
+            for secret in (*self.path.glob("*.key"), *self.path.glob("*.conf"), *self.path.glob("tls/*.key")):
+                _make_private(secret)
         except OSError as error:
             raise CliError(f"{self.path} cannot be used as home: {error.strerror}", "choose another") from error
+
+    def write_private(self, name: str, text: str) -> Path:
+        """Writes a file of the home that its owner alone may read; returns its path."""
+        path = self.path / name
+        _write_private(path, text)
+        return path
 
     @contextmanager
     def owned(self) -> Iterator[None]:
@@ -108,7 +119,7 @@ class Home:
             return path.read_text().strip()
         except FileNotFoundError:
             key = prefix + secrets.token_hex(32)
-            _write_private(path, key, os.O_EXCL)
+            _write_private(path, f"{key}\n")
             return key
 
     def saved_key(self) -> str | None:
@@ -119,7 +130,7 @@ class Home:
             return None
 
     def save_key(self, key: str) -> None:
-        _write_private(self.saved_key_file, key, os.O_TRUNC)
+        _write_private(self.saved_key_file, f"{key}\n")
 
     def forget_key(self) -> None:
         self.saved_key_file.unlink(missing_ok=True)
@@ -152,6 +163,16 @@ class Home:
         return pid
 
 
-def _write_private(path: Path, text: str, flag: int) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600), "w") as file:
-        file.write(text + "\n")
+def _write_private(path: Path, text: str) -> None:
+    """Replaces the file, whoever could read the old one."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.unlink(missing_ok=True)  # left by a killed command
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    draft.replace(path)
+
+
+def _make_private(path: Path) -> None:
+    mode = path.stat().st_mode
+    if mode & 0o077:
+        path.chmod(mode & 0o700)

@@ -10,7 +10,13 @@ from typing import Any, Self
 
 from nats.aio.client import Client
 
-from tests.unit.scheduler.service.scripted_peers import NUM_LAYERS, PACK_BYTES, ScriptedStore, ScriptedWorker
+from tests.unit.scheduler.service.scripted_peers import (
+    CLUSTER_KEY,
+    NUM_LAYERS,
+    PACK_BYTES,
+    ScriptedStore,
+    ScriptedWorker,
+)
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc import open_channel
@@ -19,7 +25,6 @@ from torchrelay.scheduler.main import TICK_S, serving
 from torchrelay.scheduler.settings import SchedulerSettings
 
 WAIT_S = 20.0  # for what merely must happen, on a machine however busy
-CLUSTER_KEY = "00112233445566778899aabbccddeeff"
 
 
 class GatewayClient:

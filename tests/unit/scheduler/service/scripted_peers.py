@@ -12,6 +12,7 @@ from nats.aio.client import Client
 
 from torchrelay.common.errors import Conflict, StaleEpoch, TorchrelayError
 from torchrelay.common.ids import new_id
+from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.rpc import RpcServer
 from torchrelay.control.v1 import (
@@ -22,7 +23,9 @@ from torchrelay.control.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from torchrelay.transfer.protocol.tickets import derive_node_key
 
+CLUSTER_KEY = "00112233445566778899aabbccddeeff"
 MB = 1 << 20
 PACK_BYTES = 32 * MB
 NUM_LAYERS = 4
@@ -33,6 +36,7 @@ class ReportingPeer(abc.ABC):
 
     def __init__(self, nats: Client, subject: str) -> None:
         self._nats, self._subject = nats, subject
+        self._node_key = derive_node_key(bytes.fromhex(CLUSTER_KEY), subject.rpartition(".")[2])
         self.server = RpcServer("127.0.0.1")
         self.address = f"127.0.0.1:{self.server.port}"
         self.epoch = 0
@@ -68,7 +72,9 @@ class ReportingPeer(abc.ABC):
 
     async def _publish(self) -> None:
         while True:
-            await self._nats.publish(self._subject, self.report().SerializeToString())
+            payload = self.report().SerializeToString()
+            mac = report_mac(self._node_key, self._subject, payload)
+            await self._nats.publish(self._subject, payload, headers={MAC_HEADER: mac})
             await asyncio.sleep(0.1)
 
     async def __aenter__(self) -> Self:

@@ -9,6 +9,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchrelay.cli.api.scheduler_client import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.child import ChildSpec
@@ -17,6 +18,21 @@ from torchrelay.cli.up.disk import folder_bytes, stream_sizes
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
 from torchrelay.common.disk import free_bytes
+from torchrelay.common.keys import broker_password, framed_mac
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.net.nats_permissions import (
+    GATEWAY_USER,
+    SCHEDULER_USER,
+    NatsUser,
+    authorization,
+    gateway_user,
+    scheduler_user,
+    store_user,
+    worker_user,
+)
+from torchrelay.common.net.redis_users import redis_users
+from torchrelay.common.net.urls import with_credentials, without_password
+from torchrelay.common.process.environment import service_environment
 from torchrelay.common.tls import Tls, TlsFiles
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
@@ -72,7 +88,9 @@ class StackPlan:
         self._cluster_key = bytes.fromhex(home.cluster_key())
         self._redis_url = os.environ.get("TORCHRELAY_REDIS_URL", "")
         self._nats_url = os.environ.get("TORCHRELAY_NATS_URL", "")
+        self._is_nats_embedded = not self._nats_url
         self._metrics_port = _port_from_environment("TORCHRELAY_METRICS_PORT")
+        self._subjects = Subjects(environment_settings().nats_prefix)
         self._scheduler_port = ports.free()
         self._store_port = ports.free()
         host = options.host
@@ -81,7 +99,8 @@ class StackPlan:
             ports.exactly(host, options.grpc_port, "--grpc-port") if options.grpc_port else ports.free(host)
         )
         shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
-        self._arena = shared_memory / f"torchrelay-{self._cluster_key[:6].hex()}"
+        # A hash: the name is there for everybody to read.
+        self._arena = shared_memory / f"torchrelay-{framed_mac(self._cluster_key, b'torchrelay arena')[:6].hex()}"
 
     def stack(self) -> Stack:
         """Raises ``CliError`` when a broker is not installed."""
@@ -93,8 +112,8 @@ class StackPlan:
             "grpc": f"{host}:{self._grpc_port}",
             "scheduler": f"{LOOPBACK}:{self._scheduler_port}",
             "store": f"{LOOPBACK}:{self._store_port}",
-            "nats": self._nats_url,
-            "redis": self._redis_url,
+            "nats": without_password(self._nats_url),
+            "redis": without_password(self._redis_url),
             **self._tls_settings,
         }
         home = self._home
@@ -114,8 +133,19 @@ class StackPlan:
             return None
         port, folder = self._ports.free(), self._home.path / "redis"
         folder.mkdir(exist_ok=True)
-        self._redis_url = f"redis://{LOOPBACK}:{port}/0"
-        command = (_program("redis-server"), "--port", str(port), "--bind", LOOPBACK, "--dir", str(folder))
+        user, password = GATEWAY_USER, broker_password(self._cluster_key, "redis", GATEWAY_USER)
+        self._redis_url = f"redis://{user}:{password}@{LOOPBACK}:{port}/0"
+        settings = self._home.write_private("redis.conf", redis_users(user, password))
+        command = (
+            _program("redis-server"),
+            str(settings),
+            "--port",
+            str(port),
+            "--bind",
+            LOOPBACK,
+            "--dir",
+            str(folder),
+        )
         options = ("--save", "", "--appendonly", "no", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
         return ChildSpec("redis", (*command, *options), self._home.logs / "redis.log", ready_port=port, ready_s=20)
 
@@ -124,19 +154,37 @@ class StackPlan:
             return None
         port, folder = self._ports.free(), self._home.path / "nats"
         self._nats_url = f"nats://{LOOPBACK}:{port}"
-        settings = self._home.run / "nats.conf"
         # By default NATS sets aside no more than the disk has free at the moment. Ours is bounded by its streams.
-        settings.write_text(f"jetstream {{ store_dir: {json.dumps(str(folder))}, max_file_store: 1TB }}\n")
+        storage = f"jetstream {{ store_dir: {json.dumps(str(folder))}, max_file_store: 1TB }}\n"
+        settings = self._home.write_private("nats.conf", storage + authorization(self._nats_users()))
         command = (_program("nats-server"), "-c", str(settings), "-a", LOOPBACK, "-p", str(port))
         return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
 
+    def _nats_users(self) -> list[tuple[NatsUser, str]]:
+        users = [scheduler_user(self._subjects), gateway_user(self._subjects), store_user(STORE_ID, self._subjects)]
+        users += [worker_user(name, self._subjects) for name, _ in self._worker_roles()]
+        return [(user, broker_password(self._cluster_key, "nats", user.name)) for user in users]
+
+    def _nats_url_of(self, user: str) -> str:
+        """With the user's password, unless the server is one that a variable names."""
+        if not self._is_nats_embedded:
+            return self._nats_url
+        return with_credentials(self._nats_url, user, broker_password(self._cluster_key, "nats", user))
+
     def _service(
-        self, name: str, program: str, env: dict[str, str], node_id: str = "", *, is_public: bool = False
+        self,
+        name: str,
+        program: str,
+        env: dict[str, str],
+        nats_user: str,
+        node_id: str = "",
+        *,
+        is_public: bool = False,
     ) -> ChildSpec:
         ready_file = self._home.run / f"{name}.json"
         common = {
             "TORCHRELAY_HOST": LOOPBACK,
-            "TORCHRELAY_NATS_URL": self._nats_url,
+            "TORCHRELAY_NATS_URL": self._nats_url_of(nats_user),
             "TORCHRELAY_READY_FILE": str(ready_file),
             "TORCHRELAY_TRACE_FILE": str(self._home.traces),
             "TORCHRELAY_LOG_LEVEL": self._options.log_level,
@@ -152,7 +200,8 @@ class StackPlan:
         log = self._home.logs / f"{name}.log"
         tls = None if is_public else self._tls
         script = str(Path(sys.executable).parent / program)  # console scripts are in the folder of this Python
-        return ChildSpec(name, (script,), log, {**common, **env}, ready_file, tls=tls)
+        inherited = service_environment(os.environ, reads_object_store=node_id == STORE_ID)
+        return ChildSpec(name, (script,), log, {**common, **env}, ready_file, tls=tls, inherited=inherited)
 
     def _store(self) -> ChildSpec:
         env = {
@@ -165,15 +214,15 @@ class StackPlan:
         }
         if self._options.arena_bytes:
             env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)
-        return self._service("param-store", "torchrelay-param-store", env, STORE_ID)
+        return self._service("param-store", "torchrelay-param-store", env, STORE_ID, STORE_ID)
 
     def _scheduler(self) -> ChildSpec:
         env = {"TORCHRELAY_PORT": str(self._scheduler_port), "TORCHRELAY_CLUSTER_KEY": self._cluster_key.hex()}
         if self._options.idle_timeout_s:
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
-        if not os.environ.get("TORCHRELAY_NATS_URL"):
+        if self._is_nats_embedded:
             env |= self._stream_settings()
-        return self._service("scheduler", "torchrelay-scheduler", env)
+        return self._service("scheduler", "torchrelay-scheduler", env, SCHEDULER_USER)
 
     def _stream_settings(self) -> dict[str, str]:
         """What the home's disk leaves for the streams, unless variables set it."""
@@ -181,7 +230,8 @@ class StackPlan:
         sizes = {f"TORCHRELAY_{name.upper()}": str(size) for name, size in asdict(stream_sizes(found)).items()}
         return {name: size for name, size in sizes.items() if name not in os.environ}
 
-    def _workers(self) -> list[ChildSpec]:
+    def _worker_roles(self) -> list[tuple[str, str]]:
+        """The workers' names, each with its roles."""
         counts = (
             # Every worker can play both roles; its own comes first. When the others are gone or busy, the scheduler
             # changes its role without moving the weights.
@@ -189,7 +239,10 @@ class StackPlan:
             ("decode", "decode,prefill", self._options.num_decode_workers),
             ("worker", "prefill,decode", self._options.num_both_workers),
         )
-        return [self._worker(f"{name}-{i}", roles) for name, roles, count in counts for i in range(count)]
+        return [(f"{name}-{i}", roles) for name, roles, count in counts for i in range(count)]
+
+    def _workers(self) -> list[ChildSpec]:
+        return [self._worker(name, roles) for name, roles in self._worker_roles()]
 
     def _worker(self, name: str, roles: str) -> ChildSpec:
         env = {
@@ -203,7 +256,7 @@ class StackPlan:
         }
         if self._options.kv_pool_bytes:
             env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
-        return self._service(name, "torchrelay-worker", env, name)
+        return self._service(name, "torchrelay-worker", env, name, name)
 
     def _gateway(self) -> ChildSpec:
         env = {
@@ -218,6 +271,8 @@ class StackPlan:
             "TORCHRELAY_HTTP_PORT": str(self._http_port),
             "TORCHRELAY_GRPC_PORT": str(self._grpc_port),
         }
+        if pepper := os.environ.get("TORCHRELAY_KEY_PEPPER"):
+            env["TORCHRELAY_KEY_PEPPER"] = pepper
         if self._options.idle_timeout_s:  # the gateway reports it to tenants
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
-        return self._service("gateway", "torchrelay-gateway", env, is_public=True)
+        return self._service("gateway", "torchrelay-gateway", env, GATEWAY_USER, is_public=True)

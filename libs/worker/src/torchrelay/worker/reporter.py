@@ -76,8 +76,9 @@ class Reporter:
 
     async def run(self, nats_client: Client) -> None:
         """Publishes until cancelled."""
-        subject = Subjects(self._worker.settings.nats_prefix).worker_load(self._worker.settings.worker_id)
-        await publish_reports(nats_client, subject, self.activity, self.report)
+        settings = self._worker.settings
+        subject = Subjects(settings.nats_prefix).worker_load(settings.worker_id)
+        await publish_reports(nats_client, subject, bytes.fromhex(settings.node_key), self.activity, self.report)
 
 
 def _profile_to_proto(shares: TimeShares) -> reports_pb2.EngineProfile | None:

@@ -123,7 +123,9 @@ async def _make_components(
     settings: GatewaySettings, gateway_id: str, database: Database, stack: AsyncExitStack
 ) -> _Components:
     table_versions = TableVersions(database, settings.confirm_s)
-    nats_events = NatsEvents(settings.nats_url, settings.nats_prefix, gateway_id, table_versions.invalidate)
+    nats_events = NatsEvents(
+        settings.nats_url, settings.nats_prefix, gateway_id, table_versions.invalidate, settings.nats_replicas
+    )
     keys = ApiKeys(
         database,
         table_versions,

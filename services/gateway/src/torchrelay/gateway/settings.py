@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
+from torchrelay.common.net.urls import without_password
 from torchrelay.common.process.settings import ServiceSettings
+
+ADMIN_PREFIX = "tra-"
+MIN_ADMIN_KEY_CHARS = 32  # 128 bits in hex
 
 
 class GatewaySettings(ServiceSettings):
@@ -20,7 +24,9 @@ class GatewaySettings(ServiceSettings):
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey; empty: no rate limits or budgets.")
     scheduler_address: str = Field("127.0.0.1:7101", description="host:port of the scheduler's gRPC server.")
     store_address: str = Field("127.0.0.1:7103", description="host:port of the param-store that uploads go to.")
-    admin_key: str = Field("", description="The admin key (tra-...); empty: no admin access.")
+    admin_key: str = Field(
+        "", description="The admin key: tra- and at least 32 random characters; empty: no admin access."
+    )
     key_pepper: str = Field(
         "", description="Hex secret for hashing API keys; empty: generated at first start and kept in SQL."
     )
@@ -57,6 +63,16 @@ class GatewaySettings(ServiceSettings):
     housekeeping_s: float = Field(60.0, gt=0, description="Interval of the search for expired uploads and versions.")
     drain_s: float = Field(5.0, ge=0, description="Time for running streams to end at shutdown.")
 
+    @field_validator("admin_key")
+    @classmethod
+    def _is_an_admin_key(cls, key: str) -> str:
+        if key and (not key.startswith(ADMIN_PREFIX) or len(key) - len(ADMIN_PREFIX) < MIN_ADMIN_KEY_CHARS):
+            raise ValueError(
+                f"must be {ADMIN_PREFIX} and at least {MIN_ADMIN_KEY_CHARS} random characters, "
+                f"such as {ADMIN_PREFIX}$(openssl rand -hex 32)"
+            )
+        return key
+
     @field_validator("database_url")
     @classmethod
     def _is_a_known_database(cls, url: str) -> str:
@@ -67,5 +83,6 @@ def check_database_url(url: str) -> str:
     """Returns ``url``. Raises ``ValueError`` if it is not a supported database."""
     scheme, separator, _ = url.partition(":")
     if not separator or scheme.partition("+")[0] not in ("sqlite", "postgresql"):
-        raise ValueError(f"must be sqlite:///path or postgresql://user:password@host/name, not {url!r}")
+        shown = without_password(url)
+        raise ValueError(f"must be sqlite:///path or postgresql://user:password@host/name, not {shown!r}")
     return url

@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 from pydantic import Field
 
 from torchrelay.common.ids import new_id
-from torchrelay.common.process.settings import ServiceSettings
+from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.param_store.disk.disk_cache import default_limit_bytes
 from torchrelay.param_store.remote.remote_store import RemoteOptions, is_folder
 from torchrelay.transfer.arena.arena_file import capacity_left_at
@@ -21,7 +21,9 @@ _DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
 class StoreSettings(ServiceSettings):
     """One store per host. Every field is a flag and an environment variable too."""
 
-    store_id: str = Field(default_factory=lambda: new_id("sto"), description="Stable name of this store.")
+    store_id: str = Field(
+        default_factory=lambda: new_id("sto"), pattern=NODE_ID, description="Stable name of this store."
+    )
     host_id: str = Field("local", description="Name of this host, the same as its workers'.")
     failure_domain: str = Field(
         "", description="What may fail together with this host: a rack, a zone; by default the host itself."

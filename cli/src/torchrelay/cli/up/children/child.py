@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import parent_death
 from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.process.environment import plain_environment
 from torchrelay.common.tls import Tls
 
 POLL_S = 0.02
@@ -34,7 +35,7 @@ TAIL_COLUMNS = 240
 class ChildSpec:
     """What to run. Our services write ``ready_file`` once they serve; other programs listen on ``ready_port``.
 
-    ``tls``: credentials for its gRPC server, if that uses TLS.
+    ``inherited``: its environment beside ``env``. ``tls``: credentials for its gRPC server, if that uses TLS.
     """
 
     name: str
@@ -45,6 +46,7 @@ class ChildSpec:
     ready_port: int = 0
     ready_s: float = 60.0
     tls: Tls | None = None
+    inherited: Mapping[str, str] = field(default_factory=lambda: plain_environment(os.environ))
 
 
 class Child:
@@ -70,7 +72,7 @@ class Child:
                 log_begin = log.tell()
                 process = await asyncio.create_subprocess_exec(
                     *_tied_to_parent((program, *spec.command[1:])),
-                    env={**os.environ, **spec.env},
+                    env={**spec.inherited, **spec.env},
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

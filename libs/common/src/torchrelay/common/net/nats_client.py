@@ -16,6 +16,7 @@ from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 
 from torchrelay.common.cancellation import cancellable
+from torchrelay.common.net.urls import nats_servers
 from torchrelay.common.process.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -79,8 +80,16 @@ class _Client(Client):
             writer.transport.abort()
 
 
+def inbox_prefix(user: str) -> str:
+    """Where the answers to this user's requests go: nobody else may subscribe to them."""
+    return f"_INBOX.{user}"
+
+
 async def connect(url: str, name: str) -> Client:
-    """A connection that reconnects forever; nats-py buffers what is published meanwhile, within bounds."""
+    """A connection that reconnects forever; nats-py buffers what is published meanwhile, within bounds.
+
+    ``url``: one server or several, separated by commas, with the user and the password if there are any.
+    """
 
     warned_at = -WARN_EVERY_S
 
@@ -88,12 +97,20 @@ async def connect(url: str, name: str) -> Client:
         nonlocal warned_at
         if time.monotonic() - warned_at >= WARN_EVERY_S:
             warned_at = time.monotonic()
-            log.warning("nats_unreachable", url=url, error=str(error))
+            log.warning("nats_unreachable", url=shown, error=str(error))
 
     client = _Client()
+    servers = nats_servers(url)
+    shown = ",".join(servers.urls)
+    is_token = servers.user is not None and servers.password is None
+    # Apart from the addresses: those that a cluster's servers tell of have no credentials.
     connecting = client.connect(
-        url,
+        servers.urls,
         name=name,
+        user=None if is_token else servers.user,
+        password=servers.password,
+        token=servers.user if is_token else None,
+        inbox_prefix=inbox_prefix(servers.user) if servers.user and not is_token else "_INBOX",
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.2,  # type: ignore[arg-type]  # passed to asyncio.sleep: seconds, whatever the annotation
         connect_timeout=5,
@@ -116,7 +133,9 @@ class StreamSizes:
     usage_bytes: int = 1 << 30
 
 
-async def ensure_streams(js: JetStreamContext, subjects: Subjects, sizes: StreamSizes | None = None) -> bool:
+async def ensure_streams(
+    js: JetStreamContext, subjects: Subjects, num_replicas: int = 1, sizes: StreamSizes | None = None
+) -> bool:
     """Creates both streams, or gives them ``sizes``; where NATS cannot set that much aside, half, a quarter, and so on.
 
     Both are bounded: neither is the only record of money. Returns whether they have the sizes. Without ``sizes`` an
@@ -136,6 +155,7 @@ async def ensure_streams(js: JetStreamContext, subjects: Subjects, sizes: Stream
             storage=StorageType.FILE,
             max_bytes=max_bytes,
             max_age=max_age_s,
+            num_replicas=num_replicas,
         )
         is_full_size &= await _ensure_stream(js, config, may_update=sizes is not None)
     return is_full_size
@@ -162,17 +182,19 @@ async def _ensure_stream(js: JetStreamContext, config: StreamConfig, *, may_upda
         return max_bytes == asked_bytes
 
 
-async def try_streams(js: JetStreamContext, subjects: Subjects, sizes: StreamSizes) -> None:
+async def try_streams(js: JetStreamContext, subjects: Subjects, num_replicas: int, sizes: StreamSizes) -> None:
     """``ensure_streams``, but an error is only logged: the platform serves without history and registers, too."""
     try:
-        if not await ensure_streams(js, subjects, sizes):
+        if not await ensure_streams(js, subjects, num_replicas, sizes):
             log.warning("streams_reduced", **asdict(sizes))
     except (nats.errors.Error, OSError) as error:
         log.warning("streams_not_ensured", error=repr(error)[:200])
 
 
-async def keep_streams(js: JetStreamContext, subjects: Subjects, sizes: StreamSizes, every_s: float = 30.0) -> None:
+async def keep_streams(
+    js: JetStreamContext, subjects: Subjects, num_replicas: int, sizes: StreamSizes, every_s: float = 30.0
+) -> None:
     """Ensures the streams until cancelled: NATS may be away, lose its storage, or have more room later."""
     while True:
         await asyncio.sleep(every_s)
-        await try_streams(js, subjects, sizes)
+        await try_streams(js, subjects, num_replicas, sizes)

@@ -22,6 +22,8 @@ from pydantic_settings import (
 
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 
+NODE_ID = "^[A-Za-z0-9_-]{1,64}$"  # one word of a NATS subject
+
 
 class ServiceSettings(BaseSettings):
     """Settings that all services share; each service adds its own in a subclass."""
@@ -37,7 +39,13 @@ class ServiceSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address that servers of this process listen on.")
     advertise_host: str = Field("", description="Address at which others reach this process; empty: same as host.")
-    nats_url: str = Field("nats://127.0.0.1:4222", description="NATS server, with JetStream.")
+    nats_url: str = Field(
+        "nats://127.0.0.1:4222",
+        description="NATS server with JetStream (several of a cluster: with commas), with user and password.",
+    )
+    nats_replicas: int = Field(
+        1, ge=1, le=5, description="Servers of a NATS cluster that keep each stream; set the same everywhere."
+    )
     nats_prefix: str = Field(
         "", description="Prefix of NATS subjects and streams, so that installs can share a server."
     )

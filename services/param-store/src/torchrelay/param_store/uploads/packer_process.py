@@ -14,6 +14,7 @@ from typing import Any
 
 from torchrelay.common.disk import write_error
 from torchrelay.common.errors import Overloaded, TorchrelayError, UploadRefused
+from torchrelay.common.process.environment import plain_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        env={**plain_environment(os.environ), "OPENBLAS_NUM_THREADS": "1"},
     )
     try:
         assert process.stdin is not None and process.stdout is not None

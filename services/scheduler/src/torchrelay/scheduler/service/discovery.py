@@ -25,6 +25,7 @@ from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.policy.inputs import StoreGone, WorkerGone, WorkerStopped, WorkerStreamClosed
 from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
+from torchrelay.scheduler.service.report_check import ReportCheck
 
 log = get_logger(__name__)
 
@@ -43,12 +44,19 @@ class Discovery:
     """Owns one watching task per peer; ``tasks`` ends them."""
 
     def __init__(
-        self, controller: Controller, channels: PeerChannels, nats: Client, subjects: Subjects, tasks: asyncio.TaskGroup
+        self,
+        controller: Controller,
+        channels: PeerChannels,
+        nats: Client,
+        subjects: Subjects,
+        report_check: ReportCheck,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         self._controller = controller
         self._channels = channels
         self._nats = nats
         self._subjects = subjects
+        self._report_check = report_check
         self._tasks = tasks
         self._stopped = False
         self._watches: dict[str, _Watch] = {}  # by "worker <id>" or "store <id>"
@@ -72,13 +80,16 @@ class Discovery:
             self._watch(f"store {report.store_id}", report.incarnation, lambda: self._watch_store(report))
 
     def _apply(self, kind: type[Report], message: Msg, apply: Callable[[Report], None]) -> Report | None:
-        """The report of a message, once applied; None if it cannot be read, or reports are ignored by now."""
-        if self._stopped:
+        """The report of a message, once applied; None if it cannot be read or is another's, or reports are ignored."""
+        if self._stopped or not self._report_check.is_signed(message):
             return None
         try:
             report = kind.FromString(message.data)
         except DecodeError as error:
             log.warning("report_unreadable", subject=message.subject, error=str(error))
+            return None
+        claimed_id = report.worker_id if isinstance(report, WorkerReport) else report.store_id
+        if not self._report_check.names_its_node(message, claimed_id):
             return None
         try:
             apply(report)
