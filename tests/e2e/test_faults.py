@@ -17,7 +17,7 @@ import pytest
 
 from tests.e2e.conftest import SMALL, Tenant
 from tests.support.completions import complete, headers, stream
-from tests.support.platform import Platform, running_platform
+from tests.support.platform import Platform, child_of, running_platform
 from torchrelay.control.v1.param_store_pb2 import WatchCopiesRequest
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.control.v1.worker_pb2 import WatchSlotRequest
@@ -131,19 +131,6 @@ def test_a_broker_that_dies_comes_back(shaken: Tenant, program: str) -> None:
         time.sleep(0.05)
     answer = complete(platform, shaken.key, model, PROMPT, max_tokens=8)
     assert answer["choices"][0]["token_ids"] == expected
-
-
-def child_of(platform: Platform, program: str) -> int:
-    """The running child of `up` with this name; 0 when there is none."""
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            name = (path / "comm").read_text().strip()
-            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if name == program and parent == platform.process.pid:
-            return int(path.name)
-    return 0
 
 
 def num_decoded(platform: Platform) -> int:

@@ -93,6 +93,19 @@ class Platform:
         return [json.loads(line) for line in self.home.traces.read_text().splitlines()]
 
 
+def child_of(platform: Platform, program: str) -> int:
+    """The running child of `up` with this name; 0 when there is none."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (path / "comm").read_text().strip()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if name == program and parent == platform.process.pid:
+            return int(path.name)
+    return 0
+
+
 @contextmanager
 def running_platform(
     folder: Path, options: Sequence[str] = (), env: dict[str, str] | None = None

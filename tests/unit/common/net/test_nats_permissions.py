@@ -11,7 +11,7 @@ from nats.js.api import AckPolicy, ConsumerConfig
 
 from tests.support.brokers import nats_server
 from tests.support.nats_wire import publication, refusal, subscription
-from torchrelay.common.net.nats_client import StreamSizes, Subjects, connect, ensure_streams
+from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.common.net.nats_permissions import (
     NatsUser,
     authorization,
@@ -126,8 +126,8 @@ async def test_the_scheduler_hears_reports_and_reads_its_events_back(guarded_url
         await worker.publish(SUBJECTS.worker_load("w-1"), b"report")
         assert (await heard.next_msg(timeout=10)).subject == SUBJECTS.worker_load("w-1")
         js = scheduler.jetstream()
-        await ensure_streams(js, SUBJECTS, StreamSizes(1 << 20, 1 << 20))
-        await ensure_streams(js, SUBJECTS, StreamSizes(2 << 20, 2 << 20))
+        await ensure_streams(js, SUBJECTS, 1)
+        await ensure_streams(js, SUBJECTS, 1)
         sequence = (await js.publish(SUBJECTS.event("scale.up"), b"{}")).seq
         assert (await js.stream_info(SUBJECTS.history_stream)).state.last_seq >= sequence
         config = ConsumerConfig(ack_policy=AckPolicy.NONE)
@@ -139,7 +139,7 @@ async def test_the_scheduler_hears_reports_and_reads_its_events_back(guarded_url
 async def test_a_gateway_reads_registers_that_workers_wrote(guarded_url: str) -> None:
     async with connected(guarded_url, "gateway") as gateway, connected(guarded_url, "w-2") as worker:
         js = gateway.jetstream()
-        await ensure_streams(js, SUBJECTS)
+        await ensure_streams(js, SUBJECTS, 1)
         await worker.publish(SUBJECTS.usage("gw-1"), b"register")
         await worker.flush()
         config = ConsumerConfig(ack_policy=AckPolicy.NONE, inactive_threshold=30)

@@ -58,11 +58,11 @@ async def sizes_of(js: JetStreamContext) -> StreamSizes:
 
 async def test_streams_shrink_to_what_nats_can_set_aside_and_grow_later(server: SmallServer) -> None:
     async with server.storing(20) as js:
-        assert not await ensure_streams(js, SUBJECTS, WANTED)
+        assert not await ensure_streams(js, SUBJECTS, sizes=WANTED)
         assert await sizes_of(js) == StreamSizes(history_bytes=4 << 20, usage_bytes=16 << 20)
         await js.publish(SUBJECTS.usage("gw"), b"kept")
     async with server.storing(100) as js:
-        keeping = asyncio.create_task(keep_streams(js, SUBJECTS, WANTED, 1, every_s=0.05))
+        keeping = asyncio.create_task(keep_streams(js, SUBJECTS, 1, WANTED, every_s=0.05))
         async with asyncio.timeout(10):
             while await sizes_of(js) != WANTED:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -73,13 +73,13 @@ async def test_streams_shrink_to_what_nats_can_set_aside_and_grow_later(server: 
 async def test_a_server_without_any_storage_is_an_error(server: SmallServer) -> None:
     async with server.storing(1) as js:
         with pytest.raises(nats.js.errors.APIError, match="storage"):
-            await ensure_streams(js, SUBJECTS, WANTED)
+            await ensure_streams(js, SUBJECTS, sizes=WANTED)
 
 
 async def test_whoever_does_not_size_the_streams_leaves_them_as_they_are(server: SmallServer) -> None:
     async with server.storing(100) as js:
         await ensure_streams(js, SUBJECTS)
         assert await sizes_of(js) == StreamSizes(MIN_STREAM_BYTES, MIN_STREAM_BYTES)
-        assert await ensure_streams(js, SUBJECTS, WANTED)
+        assert await ensure_streams(js, SUBJECTS, sizes=WANTED)
         await ensure_streams(js, SUBJECTS)
         assert await sizes_of(js) == WANTED

@@ -41,7 +41,7 @@ class NatsEvents:
         """The reader of usage registers; ``None`` until the streams are known to exist."""
         if self._client is None or not self._streams_made:
             return None
-        return UsageRegisterReader(self._client, self._subjects, num_replicas=self._num_replicas)
+        return UsageRegisterReader(self._client, self._subjects, self._num_replicas)
 
     async def run(self, retry_s: float = 1.0) -> None:
         """Connects, subscribes and ensures the streams exist; then waits to be cancelled, and closes."""
@@ -60,7 +60,7 @@ class NatsEvents:
             client = await connect(self._url, self._gateway_id)
             self._client = client
             await client.subscribe(self._subjects.key_hint, cb=self._key_hint)
-        await ensure_streams(self._client.jetstream(), self._subjects, num_replicas=self._num_replicas)
+        await ensure_streams(self._client.jetstream(), self._subjects, self._num_replicas)
         self._streams_made = True
 
     async def _key_hint(self, _message: Msg) -> None:

@@ -41,23 +41,25 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     """Serves until the block is left; raises when a newer scheduler takes over, or a background task fails."""
     clock, subjects = Clock(), Subjects(settings.nats_prefix)
     nats = await connect(settings.nats_url, "scheduler")
+    # When JetStream cannot store an event, NATS reads nothing more from the connection that it came by.
+    history_nats = await connect(settings.nats_url, "scheduler-history")
     tls = settings.tls
     channels = PeerChannels(tls)
     server = RpcServer(settings.host, settings.port, tls)
+    js = history_nats.jetstream()
     try:
-        await try_streams(nats.jetstream(), subjects, settings.stream_sizes, settings.nats_replicas)
-        event_publisher = EventPublisher(nats.jetstream(), subjects)
+        await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
+        event_publisher = EventPublisher(js, subjects)
         with _controller(settings, clock, event_publisher) as controller:
-            servicer = SchedulerServicer(controller, EventReader(nats.jetstream(), subjects))
+            servicer = SchedulerServicer(controller, EventReader(js, subjects))
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
             async with asyncio.TaskGroup() as group:
                 ready = asyncio.Event()
                 report_check = ReportCheck(bytes.fromhex(settings.cluster_key))
                 background = group.create_task(
-                    _background(
-                        settings, controller, event_publisher, channels, nats, subjects, report_check, ready, tick_s
-                    )
+                    _background(controller, event_publisher, channels, nats, subjects, report_check, ready, tick_s)
                 )
+                streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
                 await ready.wait()
                 await server.start()
                 try:
@@ -65,9 +67,11 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 finally:
                     controller.streams.close()
                     await server.stop()
+                    streams.cancel()
                     background.cancel()
     finally:
         await channels.close()
+        await history_nats.close()
         await nats.close()
 
 
@@ -89,7 +93,6 @@ def _controller(settings: SchedulerSettings, clock: Clock, event_publisher: Even
 
 
 async def _background(
-    settings: SchedulerSettings,
     controller: Controller,
     event_publisher: EventPublisher,
     channels: PeerChannels,
@@ -104,8 +107,6 @@ async def _background(
         controller.actuator = Actuator(controller, channels, tasks)
         discovery = Discovery(controller, channels, nats, subjects, report_check, tasks)
         await discovery.start()
-        streams = keep_streams(nats.jetstream(), subjects, settings.stream_sizes, settings.nats_replicas)
-        tasks.create_task(streams, name="streams")
         tasks.create_task(event_publisher.run(), name="history")
         tasks.create_task(_tick_periodically(controller, nats, tick_s), name="ticks")
         ready.set()

@@ -134,7 +134,7 @@ class StreamSizes:
 
 
 async def ensure_streams(
-    js: JetStreamContext, subjects: Subjects, sizes: StreamSizes | None = None, num_replicas: int = 1
+    js: JetStreamContext, subjects: Subjects, num_replicas: int = 1, sizes: StreamSizes | None = None
 ) -> bool:
     """Creates both streams, or gives them ``sizes``; where NATS cannot set that much aside, half, a quarter, and so on.
 
@@ -182,19 +182,19 @@ async def _ensure_stream(js: JetStreamContext, config: StreamConfig, *, may_upda
         return max_bytes == asked_bytes
 
 
-async def try_streams(js: JetStreamContext, subjects: Subjects, sizes: StreamSizes, num_replicas: int) -> None:
+async def try_streams(js: JetStreamContext, subjects: Subjects, num_replicas: int, sizes: StreamSizes) -> None:
     """``ensure_streams``, but an error is only logged: the platform serves without history and registers, too."""
     try:
-        if not await ensure_streams(js, subjects, sizes, num_replicas):
+        if not await ensure_streams(js, subjects, num_replicas, sizes):
             log.warning("streams_reduced", **asdict(sizes))
     except (nats.errors.Error, OSError) as error:
         log.warning("streams_not_ensured", error=repr(error)[:200])
 
 
 async def keep_streams(
-    js: JetStreamContext, subjects: Subjects, sizes: StreamSizes, num_replicas: int, every_s: float = 30.0
+    js: JetStreamContext, subjects: Subjects, num_replicas: int, sizes: StreamSizes, every_s: float = 30.0
 ) -> None:
     """Ensures the streams until cancelled: NATS may be away, lose its storage, or have more room later."""
     while True:
         await asyncio.sleep(every_s)
-        await try_streams(js, subjects, sizes, num_replicas)
+        await try_streams(js, subjects, num_replicas, sizes)

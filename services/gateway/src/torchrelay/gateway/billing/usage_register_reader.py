@@ -40,8 +40,9 @@ class UsageRegisterReader:
 
     async def _read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
         merged: RegistersByRequest = {}
-        # A server that lost its storage has no stream.
-        await ensure_streams(self._js, self._subjects, num_replicas=self._num_replicas)
+        await ensure_streams(
+            self._js, self._subjects, self._num_replicas
+        )  # a server that lost its storage has no stream
         consumer = await self._js.pull_subscribe(
             self._subjects.usage(gateway_id),
             stream=self._subjects.usage_stream,
