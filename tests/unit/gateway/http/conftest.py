@@ -18,6 +18,7 @@ from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import PublishedModel
+from torchrelay.gateway.health import Health
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.rest_app import make_app
 from torchrelay.gateway.http.router import AsgiRouter
@@ -78,6 +79,7 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
             uploads=Uploads(parts.database, parts.catalog, store_client),
             scheduler=scheduler,
             default_scaling=ScalingSettings(60.0, 8),
+            health=Health({"database": parts.database.ask}, {}),
             model_changed=model_changed,
         )
         app = AsgiRouter(_tokens, make_app(services), max_body_bytes=64 << 10)

@@ -16,6 +16,7 @@ from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import Principal, PublishedModel
+from torchrelay.gateway.health import Health
 from torchrelay.gateway.sql.database import Database
 
 ModelChanged = Callable[[str, str, PublishedModel | None], Awaitable[None]]
@@ -31,6 +32,7 @@ class Services:
     uploads: Uploads
     scheduler: SchedulerClient
     default_scaling: ScalingSettings  # the scheduler's defaults
+    health: Health
     model_changed: ModelChanged  # ("published" or "deleted", name, model): publishes a history event
 
 
