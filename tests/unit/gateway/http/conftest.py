@@ -13,12 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from tests.unit.gateway.conftest import AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedStore, serving_scheduler, serving_store
+from torchrelay.common.health import Health
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import PublishedModel
-from torchrelay.gateway.health import Health
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.rest_app import make_app
 from torchrelay.gateway.http.router import AsgiRouter

@@ -12,6 +12,7 @@ import grpc
 import uvloop
 
 from torchrelay.common.errors import Unavailable
+from torchrelay.common.health import Ask, Health
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.probes import GrpcProbe, RedisProbe
 from torchrelay.common.net.rpc import RpcServer, open_channel
@@ -31,7 +32,6 @@ from torchrelay.gateway.catalog.garbage_collection import collect_garbage
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
-from torchrelay.gateway.health import Ask, Health
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.rest_app import make_app
 from torchrelay.gateway.http.router import AsgiRouter

@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from torchrelay.common.errors import InvalidRequest, PermissionDenied
+from torchrelay.common.health import Health
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
 from torchrelay.gateway.billing.prices import Prices
@@ -16,7 +17,6 @@ from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import Principal, PublishedModel
-from torchrelay.gateway.health import Health
 from torchrelay.gateway.sql.database import Database
 
 ModelChanged = Callable[[str, str, PublishedModel | None], Awaitable[None]]

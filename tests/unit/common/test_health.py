@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from torchrelay.gateway.health import Health, HealthReport
+from torchrelay.common.health import Health, HealthReport
 
 
 class Part:
@@ -23,7 +23,7 @@ class Part:
 
 async def test_without_what_is_essential_it_is_unavailable_and_without_others_degraded() -> None:
     database, redis, nats = Part(), Part(), Part()
-    health = Health({"database": database.ask}, {"redis": redis.ask, "nats": nats.ask}, wait_s=0.05, ask_every_s=0)
+    health = Health({"database": database.ask}, {"redis": redis.ask, "nats": nats.ask}, silent_s=0.05, ask_every_s=0)
     assert await health.report() == HealthReport({}, {}) and await health.fault() == ""
     redis.fault, num_asked = None, redis.num_asked
     report = await health.report()
@@ -51,4 +51,13 @@ async def test_however_often_it_is_asked_it_asks_once_in_a_while() -> None:
     for _ in range(3):
         await asyncio.gather(*(health.report() for _ in range(10)))
     assert part.num_asked == 1
+    await health.close()
+
+
+async def test_a_part_may_take_its_time_before_it_counts_as_silent() -> None:
+    disk = Part()
+    disk.fault = None
+    health = Health({"disk": disk.ask}, {}, silent_s=60, ask_every_s=0)
+    assert (await health.report()).status == "ok" == (await health.report()).status
+    assert disk.num_asked == 1
     await health.close()
