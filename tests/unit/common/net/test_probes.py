@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.brokers import free_port, listening, nats_server, redis_server
 from torchrelay.common.net.probes import GrpcProbe, HttpProbe, NatsProbe, Probe, RedisProbe
-from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.net.rpc import RpcServer, open_channel
 
 HTTP_SERVER = """
 import sys
@@ -112,7 +112,7 @@ async def test_a_grpc_service_says_why_it_cannot_serve() -> None:
 
     server = RpcServer("127.0.0.1", fault=what_is_wrong)
     await server.start()
-    probe = GrpcProbe(f"127.0.0.1:{server.port}")
+    probe = GrpcProbe(open_channel(f"127.0.0.1:{server.port}"))
     assert await ask(probe) == ""
     fault = "the engine has made no step for 61 s"
     assert await ask(probe) == "cannot serve: the engine has made no step for 61 s"

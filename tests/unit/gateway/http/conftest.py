@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from tests.unit.gateway.conftest import AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedStore, serving_scheduler, serving_store
+from torchrelay.common.health import Health
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
@@ -78,6 +79,7 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
             uploads=Uploads(parts.database, parts.catalog, store_client),
             scheduler=scheduler,
             default_scaling=ScalingSettings(60.0, 8),
+            health=Health({"database": parts.database.ask}, {}),
             model_changed=model_changed,
         )
         app = AsgiRouter(_tokens, make_app(services), max_body_bytes=64 << 10)

@@ -12,7 +12,9 @@ import grpc
 import uvloop
 
 from torchrelay.common.errors import DiskFull, Unavailable
+from torchrelay.common.health import Ask, Health
 from torchrelay.common.ids import new_id
+from torchrelay.common.net.probes import GrpcProbe, RedisProbe
 from torchrelay.common.net.rpc import RpcServer, open_channel
 from torchrelay.common.process.heap import keep_heap_small
 from torchrelay.common.process.service import Addresses, run_service
@@ -95,7 +97,7 @@ async def _servers(settings: GatewaySettings, token_path: TokenPath, services: S
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
     app = AsgiRouter(token_path.asgi, make_app(services), settings.max_body_bytes)
     async with http_server(app, settings.host, settings.http_port, settings.drain_s + ERROR_DRAIN_S) as http:
-        rpc = RpcServer(settings.host, settings.grpc_port)
+        rpc = RpcServer(settings.host, settings.grpc_port, fault=services.health.fault)
         add_InferenceServicer_to_server(token_path.servicer, rpc.server)
         await rpc.start()
         try:
@@ -139,6 +141,17 @@ async def _make_components(
     store_channel = await stack.enter_async_context(open_channel(settings.store_address, settings.tls))
     store = StoreClient(store_channel, settings.store_address)
     scheduler_channel = await stack.enter_async_context(open_channel(settings.scheduler_address, settings.tls))
+    others: dict[str, Ask] = {
+        "scheduler": GrpcProbe(scheduler_channel).ask,
+        "param-store": GrpcProbe(store_channel).ask,
+        "nats": nats_events.ask,
+    }
+    if settings.redis_url:  # by a connection of its own: without limits no client of Redis is imported
+        redis = RedisProbe(settings.redis_url)
+        stack.push_async_callback(redis.close)
+        others["redis"] = redis.ask
+    health = Health({"database": database.ask}, others)
+    stack.push_async_callback(health.close)
     services = Services(
         database=database,
         tenants=Tenants(database, table_versions),
@@ -148,6 +161,7 @@ async def _make_components(
         uploads=Uploads(database, catalog, store),
         scheduler=SchedulerClient(scheduler_channel, settings.scheduler_address),
         default_scaling=ScalingSettings(settings.idle_timeout_s, settings.max_instances),
+        health=health,
         model_changed=nats_events.model_changed,
     )
     ledger = await stack.enter_async_context(Ledger(database))

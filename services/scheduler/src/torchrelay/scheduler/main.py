@@ -108,7 +108,7 @@ async def _background(
         discovery = Discovery(controller, channels, nats, subjects, report_check, tasks)
         await discovery.start()
         tasks.create_task(event_publisher.run(), name="history")
-        tasks.create_task(_tick_periodically(controller, nats, tick_s), name="ticks")
+        tasks.create_task(_tick_periodically(controller, tick_s), name="ticks")
         ready.set()
         try:
             await asyncio.Event().wait()
@@ -117,16 +117,16 @@ async def _background(
             controller.actuator.stop()
 
 
-async def _tick_periodically(controller: Controller, nats: Client, tick_s: float) -> None:
-    """Drives timeouts. While the broker is away, or the event loop stalls, silence means nothing."""
-    last = reports_complete_since = controller.clock.now()
+async def _tick_periodically(controller: Controller, tick_s: float) -> None:
+    """Drives timeouts. While the event loop stalls, silence means nothing."""
+    last = listening_since = controller.clock.now()
     while True:
         await asyncio.sleep(tick_s)
         now = controller.clock.now()
-        if not nats.is_connected or now - last > _LOOP_STALL_S:
-            reports_complete_since = now
+        if now - last > _LOOP_STALL_S:
+            listening_since = now
         last = now
-        controller.tick(reports_complete_since)
+        controller.tick(listening_since)
 
 
 def main() -> None:

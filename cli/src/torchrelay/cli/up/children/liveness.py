@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from torchrelay.common.net.probes import GrpcProbe, HttpProbe, NatsProbe, Probe, RedisProbe
+from torchrelay.common.net.rpc import open_channel
 from torchrelay.common.tls import Tls
 
 LOOK_EVERY_S = 0.5
@@ -20,7 +21,7 @@ def probe_of(broker_url: str, addresses: Mapping[str, str], tls: Tls | None) -> 
     if url := addresses.get("http"):
         return HttpProbe(f"{url}/health")
     if address := addresses.get("grpc"):
-        return GrpcProbe(address, tls)
+        return GrpcProbe(open_channel(address, tls))
     return None
 
 

@@ -16,8 +16,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from torchrelay.common.net.rpc import fault_in, open_channel
-from torchrelay.common.tls import Tls
+from torchrelay.common.net.rpc import fault_in
 
 
 class Probe(Protocol):
@@ -28,11 +27,11 @@ class Probe(Protocol):
 
 
 class GrpcProbe:
-    """The standard gRPC health check."""
+    """The standard gRPC health check, over a channel of the caller's."""
 
-    def __init__(self, address: str, tls: Tls | None = None) -> None:
-        self._channel = open_channel(address, tls)
-        self._health: Any = health_pb2_grpc.HealthStub(self._channel)  # its published types lack methods
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._channel = channel
+        self._health: Any = health_pb2_grpc.HealthStub(channel)  # its published types lack methods
 
     async def ask(self) -> str:
         call = self._health.Check(health_pb2.HealthCheckRequest())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import faulthandler
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 BEATS_PER_LIMIT = 10
+STDERR = 2  # the descriptor: a thread in C writes to it
 
 
 @contextmanager
@@ -26,7 +26,7 @@ def watched_event_loop(limit_s: float) -> Iterator[None]:
     def beat() -> None:
         nonlocal next_beat
         # The limit is kept by a thread of the interpreter in C: it ends the process even if native code holds the GIL.
-        faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(limit_s, exit=True, file=STDERR)
         next_beat = loop.call_later(limit_s / BEATS_PER_LIMIT, beat)
 
     beat()

@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from torchrelay.common.errors import InvalidRequest, PermissionDenied
+from torchrelay.common.health import Health
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
 from torchrelay.gateway.billing.prices import Prices
@@ -31,6 +32,7 @@ class Services:
     uploads: Uploads
     scheduler: SchedulerClient
     default_scaling: ScalingSettings  # the scheduler's defaults
+    health: Health
     model_changed: ModelChanged  # ("published" or "deleted", name, model): publishes a history event
 
 

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, CursorResult, Engine, Executable, Table, create_engine, event
+from sqlalchemy import Connection, CursorResult, Engine, Executable, Table, create_engine, event, select
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
@@ -243,6 +243,19 @@ class Database:
             if not error.connection_invalidated:
                 raise
             raise Unavailable("the database connection was lost; try again") from error
+
+    async def ask(self) -> str:
+        """What is wrong with the database; empty: it answers."""
+
+        async def ping() -> None:
+            async with self.read() as connection:
+                await connection.execute(select(1))
+
+        try:
+            await self.answer(ping())
+        except Unavailable as error:
+            return "does not answer" if isinstance(error.__cause__, TimeoutError) else "is unavailable"
+        return ""
 
     def insert(self, table: Table) -> sqlite.Insert | postgresql.Insert:
         """An INSERT with ON CONFLICT support in this database's dialect."""
