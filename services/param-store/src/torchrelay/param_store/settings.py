@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
+from torchrelay.common.callers import Caller
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.param_store.disk.disk_cache import default_limit_bytes
@@ -21,6 +22,7 @@ _DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
 class StoreSettings(ServiceSettings):
     """One store per host. Every field is a flag and an environment variable too."""
 
+    caller = Caller.STORE
     store_id: str = Field(
         default_factory=lambda: new_id("sto"), pattern=NODE_ID, description="Stable name of this store."
     )

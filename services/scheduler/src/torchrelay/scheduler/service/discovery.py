@@ -117,7 +117,7 @@ class Discovery:
         patience = _Patience(self._controller.clock)
         while patience.lasts(worker_id in membership.workers):
             request = worker_pb2.WatchSlotRequest(beat_every_s=BEAT_S)
-            stub = worker_pb2_grpc.WorkerStub(self._channels.channel(address))
+            stub = worker_pb2_grpc.WorkerStub(self._channels.channel(address, worker_id))
             stream = _ReportStream(partial(stub.WatchSlot, request), worker_id)
             async with aclosing(stream.reports()) as reports:
                 async for report in reports:
@@ -138,7 +138,7 @@ class Discovery:
         patience = _Patience(self._controller.clock)
         while patience.lasts(store_id in membership.stores):
             request = param_store_pb2.WatchCopiesRequest(beat_every_s=BEAT_S)
-            stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(address))
+            stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(address, store_id))
             async with aclosing(_ReportStream(partial(stub.WatchCopies, request), store_id).reports()) as reports:
                 async for report in reports:
                     if report.store_id != store_id or report.incarnation != first.incarnation:
