@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 from starlette.types import Receive, Scope, Send
 
 from tests.unit.gateway.conftest import AccountingRig
@@ -23,6 +25,13 @@ from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.rest_app import make_app
 from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.http.server import http_server
+from torchrelay.gateway.limits.door_shares import door_shares
+from torchrelay.gateway.settings import GatewaySettings
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """uvloop, as the gateway itself: its transports differ from asyncio's where connections are closed and paused."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture
@@ -66,6 +75,7 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
     async def model_changed(kind: str, name: str, model: PublishedModel | None) -> None:
         events.append((kind, name))
 
+    shares = door_shares(GatewaySettings(max_uploads_per_tenant=2))
     async with AsyncExitStack() as stack:
         store = ScriptedStore()  # type: ignore[abstract]
         store_client = StoreClient(await stack.enter_async_context(serving_store(store)), "store:1")
@@ -78,11 +88,12 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
             prices=parts.prices,
             uploads=Uploads(parts.database, parts.catalog, store_client),
             scheduler=scheduler,
+            queries=shares.queries,
             default_scaling=ScalingSettings(60.0, 8),
             health=Health({"database": parts.database.ask}, {}),
             model_changed=model_changed,
         )
-        app = AsgiRouter(_tokens, make_app(services), max_body_bytes=64 << 10)
+        app = AsgiRouter(_tokens, make_app(services), parts.keys, shares, max_body_bytes=64 << 10)
         http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
         url = f"http://127.0.0.1:{http.port}"
         _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")

@@ -14,7 +14,8 @@
     |-- QuotaExceeded             storage, budget
     |-- Overloaded                try again later; says when
     |   |-- QueueFull
-    |   `-- RateLimited
+    |   |-- RateLimited
+    |   `-- AtCapacity            all callers together; not the fault of this one
     |-- Unavailable               a part of the platform is down; try again
     |   `-- DiskFull              a disk of the platform is full; names the folder
     |-- DeadlineExceeded          the deadline passed first
@@ -125,6 +126,12 @@ class QueueFull(Overloaded):
 
 class RateLimited(Overloaded):
     code = "rate_limited"
+
+
+class AtCapacity(Overloaded):
+    code = "at_capacity"
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
 
 
 class Unavailable(TorchrelayError):

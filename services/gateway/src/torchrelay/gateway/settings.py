@@ -52,9 +52,46 @@ class GatewaySettings(ServiceSettings):
     )
     keep_alive_s: float = Field(5.0, gt=0, description="Interval of keep-alive comments on a waiting stream.")
     max_attempts: int = Field(5, ge=1, description="Placements tried before a request fails.")
-    max_body_bytes: int = Field(8 << 20, description="Largest JSON body accepted.")
+    max_body_bytes: int = Field(8 << 20, ge=1 << 10, description="Largest JSON body or gRPC message accepted.")
     tokenizer_cache_bytes: int = Field(96 << 20, description="Memory for the tokenizers of recently used versions.")
     template_timeout_s: float = Field(2.0, gt=0, description="Time limit for rendering a chat template.")
+
+    max_open_requests: int = Field(8192, ge=1, description="Requests with a key in progress at once.")
+    max_open_requests_per_tenant: int = Field(512, ge=1, description="The share of one tenant in them.")
+    max_buffered_body_bytes: int = Field(64 << 20, ge=1, description="Bytes of request bodies in memory at once.")
+    max_buffered_body_bytes_per_tenant: int = Field(16 << 20, ge=1, description="The share of one tenant in them.")
+    max_uploads: int = Field(32, ge=1, description="Files being sent to uploads, and commits, at once.")
+    max_uploads_per_tenant: int = Field(4, ge=1, description="The share of one tenant in them.")
+    max_queries_per_tenant: int = Field(
+        8, ge=1, description="Lists, usage and bills of one tenant at once: one runs, the others wait in line."
+    )
+    max_connections: int = Field(
+        8192, ge=8, description="REST connections at once; fewer if the limit of open files is low."
+    )
+    max_keyless_connections: int = Field(
+        2048, ge=1, description="REST connections at once that never showed a valid key; the oldest is closed first."
+    )
+    max_keyless_connections_per_address: int = Field(
+        1024, ge=1, description="Of these, from one address; with an ingress in front, all are from one."
+    )
+    max_grpc_connections: int = Field(1024, ge=1, description="gRPC connections at once.")
+    max_grpc_streams: int = Field(256, ge=1, description="Calls at once on one gRPC connection; further ones wait.")
+    max_head_bytes: int = Field(16 << 10, ge=1 << 10, description="Largest request line with all headers.")
+    max_headers: int = Field(100, ge=10, description="Most headers of a request.")
+    max_url_bytes: int = Field(8 << 10, ge=256, description="Longest URL of a request.")
+    head_timeout_s: float = Field(
+        10.0, gt=0, description="Time from the connection or the first byte to the end of the headers."
+    )
+    body_silence_s: float = Field(30.0, gt=0, description="Longest pause while a body arrives.")
+    min_body_bytes_per_s: int = Field(
+        1024, ge=1, description="Lowest average rate of a body, after a grace of body_silence_s."
+    )
+    idle_connection_s: int = Field(
+        75, ge=1, description="A REST or gRPC connection without a request is closed after this time."
+    )
+    stall_timeout_s: float = Field(
+        60.0, gt=0, description="A client that takes nothing of its answer for this long is disconnected."
+    )
 
     cached_keys: int = Field(10_000, ge=1, description="API keys cached in memory.")
     cached_models: int = Field(10_000, ge=1, description="Models cached in memory.")

@@ -24,6 +24,7 @@ from torchrelay.gateway.inference.sampling import GenerationBounds
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.inference.text.template_renderer import TemplateRenderer
 from torchrelay.gateway.inference.text.tokenizer_cache import TokenizerCache
+from torchrelay.gateway.limits.door_shares import DoorShares
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S, CompletionsApp
 from torchrelay.gateway.settings import GatewaySettings
 
@@ -49,6 +50,7 @@ async def open_token_path(
     catalog: ModelCatalog,
     ledger: RequestLedger,
     limits: RequestLimiter,
+    shares: DoorShares,
     scheduler: grpc.aio.Channel,
     store: grpc.aio.Channel,
     write_gap_s: float = WRITE_GAP_S,
@@ -77,8 +79,9 @@ async def open_token_path(
             meter=meter,
         )
         stack.push_async_callback(pipeline.stop_all, settings.drain_s)
-        asgi = CompletionsApp(keys, pipeline, settings.max_body_bytes, write_gap_s)
-        yield TokenPath(asgi, GatewayServicer(keys, catalog, pipeline), pipeline, admissions)
+        asgi = CompletionsApp(keys, pipeline, shares, settings.max_body_bytes, write_gap_s)
+        servicer = GatewayServicer(keys, catalog, pipeline, shares, message_timeout_s=settings.body_silence_s)
+        yield TokenPath(asgi, servicer, pipeline, admissions)
 
 
 async def _stop_admitting(admissions: AdmissionStream, admitting: asyncio.Future[None]) -> None:

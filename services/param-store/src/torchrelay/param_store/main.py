@@ -34,7 +34,7 @@ async def serving(
         health = Health(storage_checks(store), {}, silent_s=SILENT_S, ask_every_s=ASK_EVERY_S)
         stack.push_async_callback(health.close)
         node_key = bytes.fromhex(settings.node_key)
-        server = RpcServer(settings.host, settings.port, settings.tls, node_key, health.fault)
+        server = RpcServer(settings.host, settings.port, settings.tls, node_key, fault=health.fault)
         store.grpc_address = f"{settings.advertised_host}:{server.port}"
         param_store_pb2_grpc.add_ParamStoreServicer_to_server(ParamStoreServicer(store), server.server)
         server.allow(CALLERS)

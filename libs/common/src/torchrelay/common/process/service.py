@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
+from torchrelay.common.process.descriptors import raise_descriptor_limit
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.common.process.telemetry import Telemetry, get_logger
 from torchrelay.common.process.watchdog import watched_event_loop
@@ -44,6 +45,7 @@ def run_service(
     ``serving`` is an async context manager that yields the process's addresses once it serves (for the ready file) and
     shuts down in order on exit. If it raises, the process ends with a traceback and status 1.
     """
+    raise_descriptor_limit()
     telemetry = Telemetry(name, settings)
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:

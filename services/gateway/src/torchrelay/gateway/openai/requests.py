@@ -93,7 +93,7 @@ _CHAT: msgspec.json.Decoder[ChatBody] = msgspec.json.Decoder(ChatBody)
 _COMPLETION: msgspec.json.Decoder[CompletionBody] = msgspec.json.Decoder(CompletionBody)
 
 
-def decode_chat(encoded: bytes) -> ChatBody:
+def decode_chat(encoded: bytes | bytearray) -> ChatBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_CHAT, encoded)
     response_format = body.response_format or {}
@@ -107,7 +107,7 @@ def decode_chat(encoded: bytes) -> ChatBody:
     return body
 
 
-def decode_completion(encoded: bytes) -> CompletionBody:
+def decode_completion(encoded: bytes | bytearray) -> CompletionBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_COMPLETION, encoded)
     _refuse(body, best_of=(body.best_of or 1) > 1, echo=bool(body.echo), suffix=bool(body.suffix))
