@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from torchrelay.common.errors import QueueFull, Unavailable
-from torchrelay.common.tokens.tokenizer import load_tokenizer as load_decoder
+from torchrelay.common.tokens.tokenizer import load_decoder
 from torchrelay.gateway.inference.text.fair_queue import FairQueue
 from torchrelay.gateway.inference.text.process_connection import LocalFile
 

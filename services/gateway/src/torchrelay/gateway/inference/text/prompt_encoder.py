@@ -27,7 +27,6 @@ from torchrelay.gateway.inference.text.refusals import (
     kill_error,
     refusal_error,
     too_many_characters,
-    too_many_messages,
 )
 from torchrelay.gateway.inference.text.text_lane import FileRefused, PromptKilled
 from torchrelay.gateway.inference.text.text_processes import TextProcesses
@@ -78,8 +77,6 @@ class PromptEncoder:
         text = params.text or ""
         if len(text) > max_chars:
             raise too_many_characters(len(text), model, field)
-        if params.messages is not None and len(params.messages) > shape.max_context_tokens:
-            raise too_many_messages(len(params.messages), model, field)
         file_ids = [_tokenizer_file(model)]
         if params.messages is not None:
             digests = model.version.file_digests

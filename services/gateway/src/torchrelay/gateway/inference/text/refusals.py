@@ -72,9 +72,3 @@ def too_many_characters(num_chars: int, model: PublishedModel, field: str) -> Co
     max_tokens = model.version.shape.max_context_tokens
     message = f"the prompt has {num_chars} characters, too many for the context length of {max_tokens} tokens"
     return ContextLengthExceeded(message, field=field)
-
-
-def too_many_messages(num_messages: int, model: PublishedModel, field: str) -> ContextLengthExceeded:
-    max_tokens = model.version.shape.max_context_tokens
-    message = f"the prompt has {num_messages} messages, too many for the context length of {max_tokens} tokens"
-    return ContextLengthExceeded(message, field=field)

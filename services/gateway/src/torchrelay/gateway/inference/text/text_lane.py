@@ -173,9 +173,10 @@ class TextLane:
             self._own(self._load_and_ask(run))
 
     def _answered(self, run: _Run, answer: asyncio.Future[Answer]) -> None:
+        is_lost = answer.exception() is not None
         if self._is_closed:
             return
-        if answer.exception() is not None:
+        if is_lost:
             self._own(self._bury(run))
         else:
             self._finish(run, answer.result())

@@ -7,7 +7,6 @@ grow. The kernel kills it when a command exceeds its CPU time; the signal tells 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -16,11 +15,13 @@ import sys
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer
 
+from torchrelay.common.tokens.tokenizer import load_tokenizer
 from torchrelay.gateway.inference.text import chat_format
 from torchrelay.gateway.inference.text.chat_format import ChatFormat
 from torchrelay.gateway.inference.text.chat_template import ChatTemplate, OutputTooLong
@@ -43,7 +44,6 @@ from torchrelay.gateway.inference.text.frames import (
     frame_of,
 )
 
-BPE_CACHE_WORDS = 4096
 MAX_DETAIL_CHARS = 500
 
 
@@ -53,22 +53,8 @@ class PromptRefused(Exception):
         self.refusal = refusal
 
 
-def load_tokenizer(encoded: bytes) -> Tokenizer:
-    """The whole tokenizer, without truncation and padding. Raises ``ValueError``."""
-    # Not that of torchrelay.common: it keeps its peak low with temporary files, which this process cannot write.
-    try:
-        tokenizer = Tokenizer.from_str(encoded.decode())
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(str(error)) from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    if isinstance(tokenizer.model, models.BPE):
-        tokenizer.model._resize_cache(BPE_CACHE_WORDS)
-    return tokenizer
-
-
 _LOADERS: dict[str, Any] = {
-    TOKENIZER: load_tokenizer,
+    TOKENIZER: partial(load_tokenizer, has_disk=False),
     TOKENIZER_CONFIG: chat_format.tokenizer_config,
     CHAT_TEMPLATE: chat_format.template_file,
 }
@@ -207,7 +193,6 @@ def warm_up() -> None:
 def serve(commands: BinaryIO, answers: socket.socket, service: TextService) -> None:
     """Answers commands until the gateway closes its end."""
     decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent from musl
     answers.sendall(frame_of(Ready()))
     while len(length := commands.read(LENGTH_BYTES)) == LENGTH_BYTES:
         command = decoder.decode(commands.read(int.from_bytes(length, "big")))
@@ -215,10 +200,7 @@ def serve(commands: BinaryIO, answers: socket.socket, service: TextService) -> N
             case Forget(files):
                 service.forget(files)
             case Load(file, num_bytes):
-                answer = service.load(file, commands.read(num_bytes))
-                if trim is not None:
-                    trim(0)
-                answers.sendall(frame_of(answer))
+                answers.sendall(frame_of(service.load(file, commands.read(num_bytes))))
             case Prompt():
                 answers.sendall(frame_of(service.token_ids(command)))
 
