@@ -53,8 +53,19 @@ class GatewaySettings(ServiceSettings):
     keep_alive_s: float = Field(5.0, gt=0, description="Interval of keep-alive comments on a waiting stream.")
     max_attempts: int = Field(5, ge=1, description="Placements tried before a request fails.")
     max_body_bytes: int = Field(8 << 20, ge=1 << 10, description="Largest JSON body or gRPC message accepted.")
-    tokenizer_cache_bytes: int = Field(96 << 20, description="Memory for the tokenizers of recently used versions.")
-    template_timeout_s: float = Field(2.0, gt=0, description="Time limit for rendering a chat template.")
+    tokenizer_cache_bytes: int = Field(
+        96 << 20, description="Memory for recently used tokenizers, in the gateway and in each of its text processes."
+    )
+    text_processes: int = Field(
+        0,
+        ge=0,
+        description="Processes that render chat templates and tokenize prompts; 0: one per core, from 2 to 8. "
+        "One more is for tenants whose prompts had to be stopped.",
+    )
+    text_process_bytes: int = Field(1 << 30, ge=256 << 20, description="Largest address space of a text process.")
+    prompt_cpu_s: float = Field(
+        2.0, gt=0, description="Seconds of CPU for rendering a prompt's chat template, and again for tokenizing it."
+    )
 
     max_open_requests: int = Field(8192, ge=1, description="Requests with a key in progress at once.")
     max_open_requests_per_tenant: int = Field(512, ge=1, description="The share of one tenant in them.")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import ctypes
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
-from tokenizers.models import BPE
+from tokenizers.models import BPE, Model, WordLevel
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.tokens.tokenizer_document import (
@@ -39,14 +39,14 @@ class _UnsupportedTokenizer(Exception):
     """The tokenizer cannot be loaded in parts."""
 
 
-def load_tokenizer(source: bytes | Path) -> Tokenizer:
+def load_tokenizer(source: bytes | Path, *, has_disk: bool = True) -> Tokenizer:
     """Loads a ``tokenizer.json`` (bytes or path), without truncation and padding. Blocks for about a second.
 
     Its patterns are the tenant's: encode only in a process that can be killed. Raises ``InvalidRequest``. Parsed as a
     whole, a BPE of 128,000 tokens peaks at 130 MB; with vocabulary and merges cut out of the JSON unparsed and read
-    from files, at 50 MB.
+    from files, at 50 MB; ``has_disk`` is False where temporary files cannot be written.
     """
-    return _load(source, decodes_only=False)
+    return _load(source, lambda read: _load_complete(read, has_disk))
 
 
 def load_decoder(source: bytes | Path) -> Tokenizer:
@@ -54,14 +54,14 @@ def load_decoder(source: bytes | Path) -> Tokenizer:
 
     No pattern of the tenant's is compiled. Without merges and pre-tokenizer it must not encode. Its text is that of
     ``load_tokenizer``'s, except for added tokens that a pattern would have to normalize: they are spelt as declared.
-    Takes and raises what ``load_tokenizer`` does.
+    Takes and raises what ``load_tokenizer`` does; other threads wait for it for a tenth of a second at most.
     """
-    return _load(source, decodes_only=True)
+    return _load(source, _load_decoding)
 
 
-def _load(source: bytes | Path, *, decodes_only: bool) -> Tokenizer:
+def _load(source: bytes | Path, load: Callable[[Callable[[], TokenizerDocument]], Tokenizer]) -> Tokenizer:
     try:
-        tokenizer = _load_document(source, decodes_only)
+        tokenizer = load(lambda: read_tokenizer(source.read_bytes() if isinstance(source, Path) else source))
     except TokenizerRefused as refused:
         raise InvalidRequest(f"tokenizer.json: {refused}", field="tokenizer.json") from refused
     tokenizer.no_truncation()
@@ -70,18 +70,31 @@ def _load(source: bytes | Path, *, decodes_only: bool) -> Tokenizer:
     return tokenizer
 
 
-def _load_document(source: bytes | Path, decodes_only: bool) -> Tokenizer:
-    with tempfile.TemporaryDirectory(prefix="torchrelay-tokenizer-") as folder:
-        try:
-            shell = _split(_read(source), Path(folder), decodes_only)  # the JSON is freed before the model is built
-            return _load_in_parts(shell, Path(folder), decodes_only)
-        except _UnsupportedTokenizer:
-            pass
-    return _load_whole(_read(source), decodes_only)
+def _load_complete(read: Callable[[], TokenizerDocument], has_disk: bool) -> Tokenizer:
+    if has_disk:
+        with tempfile.TemporaryDirectory(prefix="torchrelay-tokenizer-") as folder, suppress(_UnsupportedTokenizer):
+            shell = _split(read(), Path(folder))  # the JSON is freed before the model is built
+            return _load_in_parts(shell, Path(folder))
+    return _load_whole(read(), decodes_only=False)
 
 
-def _read(source: bytes | Path) -> TokenizerDocument:
-    return read_tokenizer(source.read_bytes() if isinstance(source, Path) else source)
+def _load_decoding(read: Callable[[], TokenizerDocument]) -> Tokenizer:
+    with suppress(_UnsupportedTokenizer):
+        shell, vocabulary = _vocabulary(read())  # the JSON is freed before the model is built
+        # Any model decodes alike, and this one is built fastest. The library holds the interpreter's lock meanwhile.
+        with _failures_as_unsupported():
+            model = WordLevel(vocabulary, unk_token="")
+            vocabulary.clear()
+            return _with_model(shell, model, decodes_only=True)
+    return _load_whole(read(), decodes_only=True)
+
+
+def _vocabulary(document: TokenizerDocument) -> tuple[TokenizerDocument, dict[str, int]]:
+    """The document without its model, and ids by token."""
+    vocabulary: dict[str, int] = {}
+    for part in document.vocabulary():
+        vocabulary.update(part)
+    return replace(document, model={}), vocabulary
 
 
 def _load_whole(document: TokenizerDocument, decodes_only: bool) -> Tokenizer:
@@ -100,30 +113,42 @@ def _load_whole(document: TokenizerDocument, decodes_only: bool) -> Tokenizer:
     return tokenizer
 
 
-def _load_in_parts(document: TokenizerDocument, folder: Path, decodes_only: bool) -> Tokenizer:
+def _load_in_parts(document: TokenizerDocument, folder: Path) -> Tokenizer:
     """A BPE from the files of ``_split``. Raises ``_UnsupportedTokenizer``."""
     options = {name: decode_json(document.model[name], Any, name) for name in _OPTIONS if name in document.model}
-    try:
-        with _panics_as_errors():
-            model = BPE.from_file(
-                str(folder / _VOCAB),
-                str(folder / _MERGES),
-                cache_capacity=BPE_CACHE_WORDS,
-                **{name: value for name, value in options.items() if value is not None},
-            )
-            _check_ids(document, model)
-            # The library adds tokens one by one in quadratic time unless it reads them from JSON, and their ids depend
-            # on the model's vocabulary. Hence a model of just these tokens, replaced once they are added.
-            added = {token.content: token.id for token in document.added_tokens}
-            stand_in = {"type": "WordLevel", "vocab": added, "unk_token": ""}
-            tokenizer = Tokenizer.from_str(document.encode(stand_in, decodes_only=decodes_only))
-            tokenizer.model = model
-    except Exception as error:  # the library raises nothing narrower; loading it whole explains the error
-        raise _UnsupportedTokenizer from error
+    with _failures_as_unsupported():
+        model = BPE.from_file(
+            str(folder / _VOCAB),
+            str(folder / _MERGES),
+            cache_capacity=BPE_CACHE_WORDS,
+            **{name: value for name, value in options.items() if value is not None},
+        )
+        return _with_model(document, model, decodes_only=False)
+
+
+def _with_model(document: TokenizerDocument, model: Model, *, decodes_only: bool) -> Tokenizer:
+    """The tokenizer with ``model`` in place of the document's."""
+    _check_ids(document, model)
+    # The library adds tokens one by one in quadratic time unless it reads them from JSON, and their ids depend on the
+    # model's vocabulary. Hence a model of just these tokens, replaced once they are added.
+    added = {token.content: token.id for token in document.added_tokens}
+    stand_in = {"type": "WordLevel", "vocab": added, "unk_token": ""}
+    tokenizer = Tokenizer.from_str(document.encode(stand_in, decodes_only=decodes_only))
+    tokenizer.model = model
     return tokenizer
 
 
-def _check_ids(document: TokenizerDocument, model: BPE) -> None:
+@contextmanager
+def _failures_as_unsupported() -> Iterator[None]:
+    """Whatever the library raises, nothing narrower than ``Exception``: loading the whole explains the error."""
+    try:
+        with _panics_as_errors():
+            yield
+    except Exception as error:
+        raise _UnsupportedTokenizer from error
+
+
+def _check_ids(document: TokenizerDocument, model: Model) -> None:
     """Raises ``_UnsupportedTokenizer`` unless the library would give the added tokens the ids in the file."""
     highest, contents = Tokenizer(model).get_vocab_size() - 1, set[str]()
     for token in document.added_tokens:
@@ -146,14 +171,13 @@ def _panics_as_errors() -> Iterator[None]:
         raise RuntimeError(f"the tokenizers library panicked: {panic}") from panic
 
 
-def _split(document: TokenizerDocument, folder: Path, decodes_only: bool) -> TokenizerDocument:
+def _split(document: TokenizerDocument, folder: Path) -> TokenizerDocument:
     """Writes vocabulary and merges of a BPE into files; returns the rest. Raises ``_UnsupportedTokenizer``."""
-    if document.model_type != "BPE" or not (decodes_only or "merges" in document.model):
+    if document.model_type != "BPE" or "merges" not in document.model:
         raise _UnsupportedTokenizer
     (folder / _VOCAB).write_bytes(document.model["vocab"])
     with (folder / _MERGES).open("wb") as file:
-        if not decodes_only:
-            file.writelines(_lines(pairs) for pairs in document.merges())
+        file.writelines(_lines(pairs) for pairs in document.merges())
     return replace(document, model={name: raw.copy() for name, raw in document.model.items() if name in _OPTIONS})
 
 

@@ -124,9 +124,9 @@ class RequestPipeline:
         if principal.is_admin:  # it has no tenant to resolve short model names in, or to bill
             raise PermissionDenied("the admin key cannot call models; create a tenant key (torchrelay key create)")
         model = await self._catalog.resolve(principal, params.model)
-        prompt = await self._prompts.token_ids(model, params)
+        prompt = await self._prompts.token_ids(principal, model, params)
         sampling = sampling_of(params, model, len(prompt), self._bounds)
-        tokenizer = await self._prompts.tokenizer(model)
+        decoder = await self._prompts.decoder(principal, model)
         num_output_tokens = sampling.max_tokens * params.num_choices
         reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens)
         request = RunningRequest(
@@ -141,8 +141,8 @@ class RequestPipeline:
         )
         self.requests.add(request)
         request.start()
-        texts = tuple(ChoiceDetokenizer(tokenizer, params.stop) for _ in range(params.num_choices))
-        return RequestSession(request, texts, None if params.top_logprobs is None else TokenBytes(tokenizer))
+        texts = tuple(ChoiceDetokenizer(decoder, params.stop) for _ in range(params.num_choices))
+        return RequestSession(request, texts, None if params.top_logprobs is None else TokenBytes(decoder))
 
     async def drain(self, timeout_s: float, end_s: float) -> None:
         """Waits ``timeout_s`` for running requests, then ends the rest and waits ``end_s`` for them to close."""

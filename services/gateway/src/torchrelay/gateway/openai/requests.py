@@ -18,6 +18,7 @@ from torchrelay.gateway.inference.parameter_ranges import (
     RANGES,
     bias_tokens,
     check_biases,
+    check_num_messages,
     check_ranges,
     check_role,
     check_stop_tokens,
@@ -116,8 +117,7 @@ def decode_completion(encoded: bytes | bytearray) -> CompletionBody:
 
 def params_of_chat(body: ChatBody) -> GenerateParams:
     """Raises ``InvalidRequest``."""
-    if not body.messages:
-        raise InvalidRequest("messages must not be empty", field="messages")
+    check_num_messages(len(body.messages))
     max_tokens, field = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
         max_tokens, field = body.max_completion_tokens, "max_completion_tokens"
