@@ -21,7 +21,7 @@ from tests.support.gateway_ports import KEY, InMemoryPorts, published_model
 from tests.support.sample_tokenizers import EOS, tiny_tokenizer
 from torchrelay.common.net.rpc import RpcServer, open_channel
 from torchrelay.gateway.http.server import HttpLimits, http_server
-from torchrelay.gateway.limits.door_shares import door_shares
+from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.token_path import TokenPath, open_token_path
@@ -45,6 +45,7 @@ class TokenPathRig:
     store: EchoStore
     ports: InMemoryPorts
     token_path: TokenPath
+    shares: DoorShares
     url: str
     grpc_address: str
     http: httpx.AsyncClient
@@ -124,6 +125,7 @@ async def _make(
     for channel in channels:
         stack.push_async_callback(channel.close)
     gateway_settings = GatewaySettings.model_validate({"drain_s": 1.0, **settings})
+    shares = door_shares(gateway_settings)
     token_path = await stack.enter_async_context(
         open_token_path(
             gateway_settings,
@@ -132,7 +134,7 @@ async def _make(
             catalog=ports,
             ledger=ports,
             limits=ports,
-            shares=door_shares(gateway_settings),
+            shares=shares,
             scheduler=channels[0],
             store=channels[1],
             write_gap_s=write_gap_s,
@@ -158,6 +160,7 @@ async def _make(
         store=store,
         ports=ports,
         token_path=token_path,
+        shares=shares,
         url=url,
         grpc_address=f"127.0.0.1:{grpc_server.port}",
         http=http,
