@@ -76,6 +76,7 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
             catalog=parts.catalog,
             prices=parts.prices,
             uploads=Uploads(parts.database, parts.catalog, store_client),
+            store=store_client,
             scheduler=scheduler,
             default_scaling=ScalingSettings(60.0, 8),
             model_changed=model_changed,

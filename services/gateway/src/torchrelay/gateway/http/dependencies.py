@@ -14,6 +14,7 @@ from torchrelay.gateway.auth.tenants import Tenant, Tenants
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.catalog.uploads import Uploads
+from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import Principal, PublishedModel
 from torchrelay.gateway.sql.database import Database
@@ -29,6 +30,7 @@ class Services:
     catalog: Catalog
     prices: Prices
     uploads: Uploads
+    store: StoreClient
     scheduler: SchedulerClient
     default_scaling: ScalingSettings  # the scheduler's defaults
     model_changed: ModelChanged  # ("published" or "deleted", name, model): publishes a history event
