@@ -112,7 +112,11 @@ def environment(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str
 @pytest.mark.parametrize(
     ("environment", "module", "settings"),
     [
-        ("torchrelay-gateway", "gateway", {"DATABASE_URL": "sqlite:///{folder}/ledger.db", "ADMIN_KEY": "tra-test"}),
+        (
+            "torchrelay-gateway",
+            "gateway",
+            {"DATABASE_URL": "sqlite:///{folder}/ledger.db", "ADMIN_KEY": f"tra-{'0' * 32}"},
+        ),
         ("torchrelay-scheduler", "scheduler", {"CLUSTER_KEY": "11" * 32}),
         (
             "torchrelay-param-store",

@@ -72,7 +72,7 @@ def _await_port(process: subprocess.Popen[bytes], host: str, port: int, log: Pat
     raise RuntimeError(f"{process.args!r} did not listen on port {port} within 20 s")
 
 
-def _program(name: str) -> str:
+def broker_program(name: str) -> str:
     found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
     if found is None:
         raise RuntimeError(f"{name} is not installed: run `make setup`")
@@ -80,12 +80,14 @@ def _program(name: str) -> str:
 
 
 @contextmanager
-def redis_server(folder: Path) -> Iterator[str]:
-    """The URL of a fresh Redis without persistence."""
-    program = _program("redis-server")
+def redis_server(folder: Path, users: str = "") -> Iterator[str]:
+    """The URL of a fresh Redis without persistence. ``users``: lines of its configuration; empty: everybody may all."""
+    program = broker_program("redis-server")
+    settings = folder / "redis.conf"
+    settings.write_text(users)
 
     def command(port: int) -> list[str]:
-        place = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
+        place = [str(settings), "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
         return [program, *place, "--save", "", "--appendonly", "no"]
 
     with listening(command, folder / "redis.log", "127.0.0.1") as port:
@@ -93,12 +95,15 @@ def redis_server(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def nats_server(folder: Path, port: int = 0, host: str = "127.0.0.1") -> Iterator[str]:
-    """The URL of a fresh NATS server with JetStream on file storage."""
-    program = _program("nats-server")
+def nats_server(folder: Path, port: int = 0, host: str = "127.0.0.1", authorization: str = "") -> Iterator[str]:
+    """The URL of a fresh NATS server with JetStream on file storage.
+
+    ``authorization``: a block of its configuration; empty: everybody may all.
+    """
+    program = broker_program("nats-server")
     # Every stream reserves its largest size, and tests make dozens: the default limit is what the disk has free.
     settings = folder / "nats.conf"
-    settings.write_text(f'jetstream {{ store_dir: "{folder / "jetstream"}", max_file_store: 1TB }}\n')
+    settings.write_text(f'jetstream {{ store_dir: "{folder / "jetstream"}", max_file_store: 1TB }}\n{authorization}')
 
     def command(port: int) -> list[str]:
         return [program, "-c", str(settings), "-a", host, "-p", str(port)]

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.scheduler_client import local_tls, watch
+from torchrelay.cli.api.scheduler_client import scheduler_access, watch
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
+from torchrelay.common.callers import Caller
+from torchrelay.common.net.rpc import open_blocking_channel
 from torchrelay.control.v1 import scheduler_pb2
 
 START_S = 90
@@ -77,7 +81,14 @@ class Platform:
 
     def views(self) -> Iterator[scheduler_pb2.ClusterView]:
         """The scheduler's view, at once and after every change."""
-        return watch(self.endpoints["scheduler"], local_tls(self.endpoints))
+        address, tls, token, _ = scheduler_access(self.home.path, None)
+        return watch(address, tls, token)
+
+    @contextmanager
+    def channel(self, address: str, node_id: str) -> Iterator[grpc.Channel]:
+        """A channel to a node of a platform without TLS, on which every call may be made."""
+        with open_blocking_channel(address, token=self.home.call_token(node_id, *Caller)) as channel:
+            yield channel
 
     def await_zero(self, timeout_s: float = 60) -> scheduler_pb2.ClusterView:
         """Until no worker holds a model."""
@@ -91,6 +102,19 @@ class Platform:
     def spans(self) -> list[dict[str, Any]]:
         """The finished spans of all services so far."""
         return [json.loads(line) for line in self.home.traces.read_text().splitlines()]
+
+
+def child_of(platform: Platform, program: str) -> int:
+    """The running child of `up` with this name; 0 when there is none."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            name = (path / "comm").read_text().strip()
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if name == program and parent == platform.process.pid:
+            return int(path.name)
+    return 0
 
 
 @contextmanager

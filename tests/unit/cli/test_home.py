@@ -6,6 +6,7 @@ import json
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,39 @@ def test_a_new_home_is_its_owners_alone(tmp_path: Path) -> None:
     assert stat.S_IMODE(home.path.stat().st_mode) == 0o700  # the ledger and the traces are in it
 
 
+def test_a_home_that_others_could_read_is_closed_to_them(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    home.cluster_key()
+    home.admin_key()
+    home.save_key("tr-a-b")
+    (tmp_path / "tls").mkdir()
+    (tmp_path / "tls" / "ca.key").write_text("key")
+    (tmp_path / "nats.conf").write_text("password")
+    secrets = [tmp_path / name for name in ("admin.key", "cluster.key", "cli.key", "nats.conf", "tls/ca.key")]
+    for path in secrets:
+        path.chmod(0o644)
+    tmp_path.chmod(0o755)
+    Home(tmp_path).make()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+    assert [stat.S_IMODE(path.stat().st_mode) for path in secrets] == [0o600] * len(secrets)
+
+
+def test_a_folder_with_other_things_in_it_stays_open(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "letters").mkdir()
+    Home(tmp_path).make()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o700
+
+
+def test_a_private_file_is_private_however_open_the_old_one_was(tmp_path: Path) -> None:
+    (tmp_path / "nats.conf").write_text("old")
+    (tmp_path / "nats.conf").chmod(0o666)
+    path = Home(tmp_path).write_private("nats.conf", "new")
+    assert path.read_text() == "new" and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
 def test_the_saved_key_is_replaced_and_forgotten(tmp_path: Path) -> None:
     home = Home(tmp_path)
     assert home.saved_key() is None
@@ -47,7 +81,7 @@ def test_the_rest_port_is_remembered(tmp_path: Path) -> None:
     assert home.last_http_port() == 0
     home.save_http_port(8123)
     assert home.last_http_port() == 8123
-    (home.run / "http.port").write_text("99999")
+    (home.path / "http.port").write_text("99999")
     assert home.last_http_port() == 0
 
 
@@ -78,3 +112,28 @@ def test_a_place_that_cannot_be_a_home(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CliError, match="cannot be used as home"):
         Home(tmp_path / "file" / "home").make()
+
+
+def test_what_processes_tell_each_other_lies_in_memory_while_they_run(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    with home.owned():
+        memory = home.run.resolve()
+        assert memory.is_relative_to("/dev/shm") and stat.S_IMODE(memory.stat().st_mode) == 0o700
+        (home.run / "gateway.json").write_text("{}")
+    assert not memory.exists() and list(home.run.iterdir()) == []
+
+
+def test_memory_left_by_a_killed_up_is_given_back(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    left = Path(tempfile.mkdtemp(prefix="torchrelay-run-", dir="/dev/shm"))
+    home.run.rmdir()
+    home.run.symlink_to(left)
+    with home.owned():
+        assert not left.exists()
+    home.run.rmdir()
+    home.run.symlink_to(left)  # the machine was restarted
+    home.make()
+    with home.owned():
+        assert home.run.is_dir()

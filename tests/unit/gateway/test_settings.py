@@ -12,6 +12,9 @@ from torchrelay.gateway.settings import GatewaySettings
     [
         ({"database_url": "foo"}, "database_url (TORCHRELAY_DATABASE_URL): must be sqlite:///path or postgresql"),
         ({"database_url": "mysql://host/name"}, "not 'mysql://host/name'"),
+        ({"database_url": "mysql://ann:hunter2@host/name"}, "not 'mysql://ann:***@host/name'"),
+        ({"admin_key": "tra-0123456789"}, "admin_key (TORCHRELAY_ADMIN_KEY): must be tra- and at least 32 random"),
+        ({"admin_key": "0" * 64}, "admin_key (TORCHRELAY_ADMIN_KEY): must be tra- and"),
         ({"http_port": 99999}, "http_port (TORCHRELAY_HTTP_PORT): Input should be less than or equal to 65535"),
     ],
 )
@@ -19,6 +22,11 @@ def test_a_wrong_setting_is_named(wrong: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError) as caught:
         GatewaySettings(**wrong)  # type: ignore[arg-type]
     assert said in setting_errors(caught.value)[0]
+
+
+def test_an_admin_key_of_a_home_or_none_is_right() -> None:
+    assert GatewaySettings(admin_key=f"tra-{'0' * 32}").admin_key
+    assert GatewaySettings(admin_key="").admin_key == ""
 
 
 def test_the_ports_of_a_hand_started_platform_fit() -> None:

@@ -6,24 +6,32 @@ import fcntl
 import json
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
+from torchrelay.common.callers import Caller, call_token
+from torchrelay.common.keys import derive_node_key
 
 DEFAULT_HOME = Path(".torchrelay")
 
 
 class Home:
-    """The folder of one install. Keys are created at the first start, readable by their owner only."""
+    """The folder of one install. Keys are created at the first start, readable by their owner only.
+
+    ``run`` holds what its processes tell each other; while `up` runs it lies in memory, so that they can do so when the
+    disk is full.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.run, self.logs = path, path / "run", path / "logs"
         self.traces = path / "traces.jsonl"
         self.endpoints_file = self.run / "up.json"
         self.saved_key_file = path / "cli.key"
-        self._http_port_file = self.run / "http.port"
+        self._http_port_file = path / "http.port"
 
     @classmethod
     def at(cls, path: Path | None) -> Home:
@@ -43,18 +51,31 @@ class Home:
         self._http_port_file.write_text(f"{port}\n")
 
     def make(self) -> None:
-        """Creates the folders. Raises ``CliError`` when the folder cannot be written."""
+        """Creates the folders, and closes to others what they may read. Raises ``CliError`` when it cannot."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ledger and traces are private
+            if self.run.is_symlink() and not self.run.exists():  # the memory is gone with a restart of the machine
+                self.run.unlink()
+            # A folder that holds something else, such as /tmp, is not ours to close.
+            if (self.path / "cluster.key").exists() or not any(self.path.iterdir()):
+                _make_private(self.path)
             for folder in (self.run, self.logs, self.path / "store", self.path / "remote"):
-                folder.mkdir(exist_ok=True)
+                folder.mkdir(mode=0o700, exist_ok=True)
+            for secret in (*self.path.glob("*.key"), *self.path.glob("*.conf"), *self.path.glob("tls/*.key")):
+                _make_private(secret)
         except OSError as error:
             raise CliError(f"{self.path} cannot be used as home: {error.strerror}", "choose another") from error
+
+    def write_private(self, name: str, text: str) -> Path:
+        """Writes a file of the home that its owner alone may read; returns its path."""
+        path = self.path / name
+        _write_private(path, text)
+        return path
 
     @contextmanager
     def owned(self) -> Iterator[None]:
         """One `up` at a time; the kernel drops the lock with the process. Raises ``CliError`` when it is held."""
-        with (self.run / "up.lock").open("a") as lock:
+        with (self.path / "up.lock").open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -63,7 +84,30 @@ class Home:
                 message = f"a platform is already running at {self.path}{who}"
                 raise CliError(message, "stop it, or choose another --home") from None
             self.endpoints_file.unlink(missing_ok=True)  # left behind by a killed `up`
+            with self._run_in_memory():
+                yield
+
+    @contextmanager
+    def _run_in_memory(self) -> Iterator[None]:
+        """Makes ``run`` a link to a folder in shared memory, where there is some."""
+        try:
+            if self.run.is_symlink():  # left behind by a killed `up`
+                shutil.rmtree(self.run.resolve(), ignore_errors=True)
+                self.run.unlink()
+            else:
+                self.run.rmdir()
+            memory = Path(tempfile.mkdtemp(prefix="torchrelay-run-", dir="/dev/shm"))
+            self.run.symlink_to(memory)
+        except OSError:  # no shared memory, or a file system without links
+            self.run.mkdir(exist_ok=True)
             yield
+            return
+        try:
+            yield
+        finally:
+            self.run.unlink()
+            self.run.mkdir()
+            shutil.rmtree(memory, ignore_errors=True)
 
     def admin_key(self) -> str:
         return self._key("admin.key", "tra-")
@@ -71,13 +115,17 @@ class Home:
     def cluster_key(self) -> str:
         return self._key("cluster.key", "")
 
+    def call_token(self, node_id: str, *callers: Caller) -> str:
+        """What these callers show to a node of this install."""
+        return call_token(derive_node_key(bytes.fromhex(self.cluster_key()), node_id), *callers)
+
     def _key(self, name: str, prefix: str) -> str:
         path = self.path / name
         try:
             return path.read_text().strip()
         except FileNotFoundError:
             key = prefix + secrets.token_hex(32)
-            _write_private(path, key, os.O_EXCL)
+            _write_private(path, f"{key}\n")
             return key
 
     def saved_key(self) -> str | None:
@@ -88,7 +136,7 @@ class Home:
             return None
 
     def save_key(self, key: str) -> None:
-        _write_private(self.saved_key_file, key, os.O_TRUNC)
+        _write_private(self.saved_key_file, f"{key}\n")
 
     def forget_key(self) -> None:
         self.saved_key_file.unlink(missing_ok=True)
@@ -121,6 +169,16 @@ class Home:
         return pid
 
 
-def _write_private(path: Path, text: str, flag: int) -> None:
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | flag, 0o600), "w") as file:
-        file.write(text + "\n")
+def _write_private(path: Path, text: str) -> None:
+    """Replaces the file, whoever could read the old one."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.unlink(missing_ok=True)  # left by a killed command
+    with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    draft.replace(path)
+
+
+def _make_private(path: Path) -> None:
+    mode = path.stat().st_mode
+    if mode & 0o077:
+        path.chmod(mode & 0o700)

@@ -49,11 +49,15 @@ def test_a_password_is_not_shown(variable: str, url: str, told: str) -> None:
 
 
 def test_where_they_are_tried() -> None:
-    named = {NATS: "nats://a:b@one", REDIS: "unix:///tmp/redis.sock", DATABASE: "postgresql+asyncpg://u:p@two:1/name"}
-    assert {one.name: one.address for one in external_servers(named)} == {
-        "Redis": None,
-        "NATS": ("one", 4222),
-        "PostgreSQL": ("two", 1),
+    named = {
+        NATS: "nats://a:b@one, nats://three:5",
+        REDIS: "unix:///tmp/redis.sock",
+        DATABASE: "postgresql+asyncpg://u:p@two:1/name",
+    }
+    assert {one.name: one.addresses for one in external_servers(named)} == {
+        "Redis": (),
+        "NATS": (("one", 4222), ("three", 5)),
+        "PostgreSQL": (("two", 1),),
     }
     assert external_servers({DATABASE: "sqlite:///ledger.db", NATS: ""}) == []
 
@@ -63,6 +67,7 @@ async def test_one_that_nobody_answers_at_ends_the_start() -> None:
     async with there:
         port = there.sockets[0].getsockname()[1]
         await check_external_servers({NATS: f"nats://127.0.0.1:{port}"})
+        await check_external_servers({NATS: f"nats://127.0.0.1:{free_port()},nats://127.0.0.1:{port}"})  # one of them
     silent = free_port()
     for variable, url in ((NATS, f"nats://127.0.0.1:{silent}"), (REDIS, f"redis://127.0.0.1:{silent}/0")):
         with pytest.raises(CliError, match=f"127.0.0.1:{silent}, which {variable} names"):

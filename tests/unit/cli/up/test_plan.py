@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from rich.console import Console
@@ -17,6 +18,7 @@ from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress, next_steps
+from torchrelay.common.process.environment import SECRET_SETTINGS
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
 
@@ -104,6 +106,47 @@ def test_each_child_is_told_its_own(home: Home, ports: Ports) -> None:
     assert told["gateway"]["TORCHRELAY_ADMIN_KEY"] == home.admin_key()
     holders_of_the_cluster_key = [name for name, env in told.items() if home.cluster_key() in env.values()]
     assert holders_of_the_cluster_key == ["scheduler"]
+
+
+def test_each_child_knows_its_own_secrets_alone(home: Home, ports: Ports, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SECRET_SETTINGS:
+        if not name.endswith("_url"):  # those would name servers of another's
+            monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", f"somebody's {name}")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    monkeypatch.setenv("TORCHRELAY_CONFIRM_S", "0.25")
+    stack = StackPlan(home, UpOptions(), ports).stack()
+    whole = {spec.name: {**spec.inherited, **spec.env} for spec in stack.specs}
+    assert {name for name, env in whole.items() if "AWS_SECRET_ACCESS_KEY" in env} == {"param-store"}
+    for name in ("redis", "nats"):
+        assert not any(variable.startswith(("TORCHRELAY_", "AWS_")) for variable in whole[name])
+    services = {name: env for name, env in whole.items() if name not in ("redis", "nats")}
+    assert all(env["TORCHRELAY_CONFIRM_S"] == "0.25" and "PATH" in env for env in services.values())
+    told = {
+        name: {one for one in SECRET_SETTINGS if f"TORCHRELAY_{one.upper()}" in env} for name, env in services.items()
+    }
+    assert told["scheduler"] == {"cluster_key", "nats_url"}
+    assert told["param-store"] == {"node_key", "nats_url"}
+    assert told["gateway"] >= {"admin_key", "database_url", "key_pepper", "nats_url", "redis_url"}
+    assert not told["gateway"] & {"cluster_key", "node_key", "api_key"}
+    assert told["prefill-0"] >= {"node_key", "nats_url"}
+    assert not told["prefill-0"] & {"admin_key", "api_key", "cluster_key", "database_url", "key_pepper", "redis_url"}
+    assert services["gateway"]["TORCHRELAY_ADMIN_KEY"] == home.admin_key()
+    urls = [env["TORCHRELAY_NATS_URL"] for env in services.values()]
+    assert len(set(urls)) == len(urls)  # a password each
+
+
+def test_no_secret_is_seen_by_other_users(home: Home, ports: Ports) -> None:
+    """Neither in a command, which `ps` shows, nor in a file, nor in the addresses, nor in the arena's name."""
+    stack = StackPlan(home, UpOptions(), ports).stack()
+    passwords = [urlsplit(env[name]).password for env in envs(stack).values() for name in env if name.endswith("S_URL")]
+    secrets = [home.cluster_key(), home.admin_key(), *(word for word in passwords if word)]
+    assert len(secrets) == 2 + 5 + 1  # five services at NATS, the gateway at Redis
+    for shown in (str([spec.command for spec in stack.specs]), str(stack.endpoints), str(stack.arena)):
+        assert not any(secret in shown for secret in secrets)
+        assert home.cluster_key()[:12] not in shown
+    for spec in stack.groups[0]:
+        settings = Path(spec.command[1 if spec.name == "redis" else 2])
+        assert settings.stat().st_mode & 0o077 == 0 and any(secret in settings.read_text() for secret in secrets)
 
 
 def test_workers_divide_the_cores(home: Home, ports: Ports) -> None:

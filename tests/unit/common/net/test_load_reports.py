@@ -16,5 +16,5 @@ def test_what_changes_is_said_at_every_look_and_what_does_not_now_and_then() -> 
 
 async def test_a_cancel_that_the_brokers_client_swallows_ends_the_reports() -> None:
     async with stalled_client() as client:
-        reports = publish_reports(client, "load", lambda: 0, lambda: reports_pb2.WorkerReport(worker_id="w"))
+        reports = publish_reports(client, "load", b"key", lambda: 0, lambda: reports_pb2.WorkerReport(worker_id="w"))
         await assert_it_ends(reports, client)

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.small_disk import small_disk
 from tests.unit.param_store.model_folders import write_folder
 from tests.unit.param_store.running_store import declared
-from torchrelay.common.errors import NotFound, Unavailable
+from torchrelay.common.errors import DiskFull, NotFound
 from torchrelay.param_store.uploads.declared_files import DeclaredFile
 from torchrelay.param_store.uploads.staging_area import StagingArea
 
@@ -73,7 +74,7 @@ def test_what_open_uploads_have_declared_is_not_free_for_others(tmp_path: Path, 
     weights = shutil.disk_usage(tmp_path).free * 3 // 10  # twice that is needed, for the pack
     large = [f if f.path != "model.safetensors" else DeclaredFile(f.path, weights, f.sha256) for f in files]
     uploads.begin("u1", "ten-1", large, 0)
-    with pytest.raises(Unavailable, match="bytes of disk free and the upload needs"):
+    with pytest.raises(DiskFull, match="bytes and the upload needs"):
         uploads.begin("u2", "ten-2", large, 0)
     uploads.abort("u1")
     uploads.begin("u2", "ten-2", large, 0)
@@ -99,3 +100,15 @@ def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) ->
     (tmp_path / "damaged/state.json").write_bytes(b'{"upload_id": "\xff"}')
     assert StagingArea(tmp_path, 1 << 30, 100).num_open == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.lab
+def test_an_upload_that_does_not_fit_is_refused_before_its_first_byte(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 48 << 20) as disk:
+        uploads = StagingArea(disk.folder, 1 << 30, expiry_s=100)
+        documents = [DeclaredFile(name, 1 << 10, "0" * 64) for name in ("config.json", "tokenizer.json")]
+        too_large = [*documents, DeclaredFile("model.safetensors", 10 << 20, "0" * 64)]
+        small = [*documents, DeclaredFile("model.safetensors", 1 << 20, "0" * 64)]
+        with pytest.raises(DiskFull, match=f"disk of {disk.folder} has room for .* needs 20,975,616,"):
+            uploads.begin("u1", "ten-1", too_large, 0)
+        assert uploads.begin("u2", "ten-1", small, 0).progress()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from nats.aio.client import Client
 
 from torchrelay.common.errors import Conflict, StaleEpoch, TorchrelayError
 from torchrelay.common.ids import new_id
+from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.rpc import RpcServer
 from torchrelay.control.v1 import (
@@ -22,7 +24,9 @@ from torchrelay.control.v1 import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from torchrelay.transfer.protocol.tickets import derive_node_key
 
+CLUSTER_KEY = "00112233445566778899aabbccddeeff"
 MB = 1 << 20
 PACK_BYTES = 32 * MB
 NUM_LAYERS = 4
@@ -33,17 +37,24 @@ class ReportingPeer(abc.ABC):
 
     def __init__(self, nats: Client, subject: str) -> None:
         self._nats, self._subject = nats, subject
+        self._node_key = derive_node_key(bytes.fromhex(CLUSTER_KEY), subject.rpartition(".")[2])
         self.server = RpcServer("127.0.0.1")
         self.address = f"127.0.0.1:{self.server.port}"
         self.epoch = 0
         self._version = 0
         self._is_leaving = False
+        self.is_hung = False  # it keeps its connections and says nothing
+        self.is_heard_by_broker = True  # cleared: the broker passes nothing on
         self._changed = asyncio.Condition()
         self._publishing: asyncio.Task[None] | None = None
 
     @abc.abstractmethod
     def report(self) -> Any:
         """What it says of itself now."""
+
+    @abc.abstractmethod
+    def beat(self) -> Any:
+        """A sign of life."""
 
     def check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
@@ -55,20 +66,26 @@ class ReportingPeer(abc.ABC):
             self._version += 1
             self._changed.notify_all()
 
-    async def watch(self) -> AsyncIterator[Any]:
+    async def watch(self, beat_every_s: float) -> AsyncIterator[Any]:
         seen = -1
         while True:
             async with self._changed:
-                while seen == self._version:
-                    await self._changed.wait()
-                seen = self._version
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(beat_every_s):
+                        while seen == self._version or self.is_hung:
+                            await self._changed.wait()
+                has_changed, seen = seen != self._version, self._version
                 if self._is_leaving:
                     return
-            yield self.report()
+            if not self.is_hung:
+                yield self.report() if has_changed else self.beat()
 
     async def _publish(self) -> None:
         while True:
-            await self._nats.publish(self._subject, self.report().SerializeToString())
+            if self.is_heard_by_broker and not self.is_hung:
+                payload = self.report().SerializeToString()
+                mac = report_mac(self._node_key, self._subject, payload)
+                await self._nats.publish(self._subject, payload, headers={MAC_HEADER: mac})
             await asyncio.sleep(0.1)
 
     async def __aenter__(self) -> Self:
@@ -80,6 +97,11 @@ class ReportingPeer(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.kill()
+
+    async def wake(self) -> None:
+        """Goes on after it hung."""
+        self.is_hung = False
+        await self.touch()
 
     async def leave(self) -> None:
         """Begins to end as a process does that is told to: it ends its streams, and still reports for a moment."""
@@ -106,6 +128,7 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
         self.role_changes: list[worker_pb2.SetRolesRequest] = []
         self.unloads: list[worker_pb2.UnloadRequest] = []
         self.refusal: TorchrelayError | None = None
+        self.engine = types_pb2.EngineProgress()
 
     def report(self) -> reports_pb2.WorkerReport:
         return reports_pb2.WorkerReport(
@@ -119,6 +142,16 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
             slot=self.slot,
             kv_pool_bytes=64 * MB,
             kv_free_bytes=64 * MB,
+            engine=self.engine,
+        )
+
+    def beat(self) -> reports_pb2.WorkerReport:
+        return reports_pb2.WorkerReport(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            epoch=self.epoch,
+            is_beat=True,
+            engine=self.engine,
         )
 
     async def Load(self, request: worker_pb2.LoadRequest, context: Any) -> worker_pb2.LoadReply:
@@ -171,7 +204,7 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
     async def WatchSlot(
         self, request: worker_pb2.WatchSlotRequest, context: Any
     ) -> AsyncIterator[reports_pb2.WorkerReport]:
-        async for report in self.watch():
+        async for report in self.watch(request.beat_every_s):
             yield report
 
 
@@ -203,6 +236,11 @@ class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
             nic=self.nic,
         )
 
+    def beat(self) -> reports_pb2.StoreReport:
+        return reports_pb2.StoreReport(
+            store_id=self.store_id, incarnation=self.incarnation, epoch=self.epoch, is_beat=True
+        )
+
     async def Relay(self, request: param_store_pb2.RelayRequest, context: Any) -> param_store_pb2.RelayReply:
         self.check_epoch(request.epoch)
         self.relays.append(request)
@@ -231,5 +269,5 @@ class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
     async def WatchCopies(
         self, request: param_store_pb2.WatchCopiesRequest, context: Any
     ) -> AsyncIterator[reports_pb2.StoreReport]:
-        async for report in self.watch():
+        async for report in self.watch(request.beat_every_s):
             yield report

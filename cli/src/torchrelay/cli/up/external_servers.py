@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from urllib.parse import urlsplit
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children.child import is_listening
+from torchrelay.common.net.urls import without_password
 from torchrelay.gateway.settings import check_database_url
-
-_SECRET = re.compile(r"((?:password|token|secret|key)=)[^&#]*", re.IGNORECASE)  # in a query
 
 
 @dataclass(frozen=True, slots=True)
 class ExternalServer:
-    """A server that ``variable`` names by ``url``; ``address`` is None when it cannot be checked."""
+    """A server that ``variable`` names: one of ``addresses`` must answer; there are none if it cannot be checked."""
 
     name: str
     variable: str
-    url: str
-    address: tuple[str, int] | None
+    addresses: tuple[tuple[str, int], ...]
 
 
 _FALLBACKS = {
@@ -40,30 +38,26 @@ def external_servers(environment: Mapping[str, str]) -> list[ExternalServer]:
     found = []
     for variable, (name, schemes, port) in _BROKERS.items():
         if url := environment.get(variable, ""):
-            found.append(_server(name, variable, url, schemes, port))
+            seeds = url.split(",") if name == "NATS" else [url]
+            addresses = (_addresses(name, variable, seed.strip(), schemes, port) for seed in seeds)
+            found.append(ExternalServer(name, variable, tuple(chain.from_iterable(addresses))))
     variable = "TORCHRELAY_DATABASE_URL"
     if url := environment.get(variable, ""):
         try:
             check_database_url(url)
         except ValueError as error:
-            message = str(error).replace(repr(url), repr(without_password(url)))
-            raise CliError(f"{variable}: {message}", "fix it, or unset it to use the home folder's ledger") from None
+            raise CliError(f"{variable}: {error}", "fix it, or unset it to use the home folder's ledger") from None
         if url.startswith("postgresql"):
             scheme = url.partition(":")[0]
-            found.append(_server("PostgreSQL", variable, url, (scheme,), 5432))
+            found.append(
+                ExternalServer("PostgreSQL", variable, _addresses("PostgreSQL", variable, url, (scheme,), 5432))
+            )
     return found
 
 
-def without_password(url: str) -> str:
-    """The URL for display. It may be malformed, so anything before an @ counts as user and password."""
-    scheme, slashes, rest = url.rpartition("://")
-    user, at, host = rest.rpartition("@")
-    name, colon, _ = user.partition(":")
-    masked = f"{name}{colon}{'***' if colon else ''}{at}{host}"
-    return _SECRET.sub(r"\1***", f"{scheme}{slashes}{masked}")
-
-
-def _server(name: str, variable: str, url: str, schemes: tuple[str, ...], default_port: int) -> ExternalServer:
+def _addresses(
+    name: str, variable: str, url: str, schemes: tuple[str, ...], default_port: int
+) -> tuple[tuple[str, int], ...]:
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port or default_port
@@ -74,15 +68,22 @@ def _server(name: str, variable: str, url: str, schemes: tuple[str, ...], defaul
         message = f"{variable} is {without_password(url)!r}, which is not a valid address"
         raise CliError(message, f"write it as {schemes[0]}://host:{default_port}")
     # Without a host it is a socket file (Redis), or named in the query (PostgreSQL).
-    return ExternalServer(name, variable, url, None if host is None else (host, port))
+    return () if host is None else ((host, port),)
 
 
 async def check_external_servers(environment: Mapping[str, str]) -> None:
     """Raises ``CliError`` within seconds when a server does not answer; services would wait much longer."""
     for server in external_servers(environment):
-        if server.address is not None and not await is_listening(*server.address):
-            host, port = server.address
+        if server.addresses and not await _is_any_listening(server.addresses):
+            shown = " or ".join(f"{host}:{port}" for host, port in server.addresses)
             raise CliError(
-                f"no {server.name} answers at {host}:{port}, which {server.variable} names",
+                f"no {server.name} answers at {shown}, which {server.variable} names",
                 f"start it, or unset {server.variable}: then {_FALLBACKS[server.name]}",
             )
+
+
+async def _is_any_listening(addresses: tuple[tuple[str, int], ...]) -> bool:
+    for address in addresses:
+        if await is_listening(*address):
+            return True
+    return False

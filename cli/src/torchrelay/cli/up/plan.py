@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchrelay.cli.api.scheduler_client import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.child import ChildSpec
 from torchrelay.cli.up.children.stack import Stack
+from torchrelay.cli.up.disk import folder_bytes, stream_sizes
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
+from torchrelay.common.callers import SCHEDULER_NODE, Caller
+from torchrelay.common.disk import free_bytes
+from torchrelay.common.keys import broker_password, derive_node_key, framed_mac
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.net.nats_permissions import (
+    GATEWAY_USER,
+    SCHEDULER_USER,
+    NatsUser,
+    authorization,
+    gateway_user,
+    scheduler_user,
+    store_user,
+    worker_user,
+)
+from torchrelay.common.net.redis_users import redis_users
+from torchrelay.common.net.urls import with_credentials, without_password
+from torchrelay.common.process.environment import service_environment
 from torchrelay.common.tls import Tls, TlsFiles
-from torchrelay.transfer.protocol.tickets import derive_node_key
 
 HOST_ID = "local"
 STORE_ID = "store-local"
+COMMANDS = "cli"  # the name of the commands' certificate
 LOOPBACK = "127.0.0.1"
 
 
@@ -59,24 +80,47 @@ def _port_from_environment(name: str) -> int:
     return int(value)
 
 
-class StackPlan:
-    """Chooses ports, keys and environments for one home. ``tls``: files for TLS between the services."""
+def worker_roles(options: UpOptions) -> list[tuple[str, str]]:
+    """The workers' names, each with its roles."""
+    counts = (
+        # Every worker can play both roles; its own comes first. When the others are gone or busy, the scheduler
+        # changes its role without moving the weights.
+        ("prefill", "prefill,decode", options.num_prefill_workers),
+        ("decode", "decode,prefill", options.num_decode_workers),
+        ("worker", "prefill,decode", options.num_both_workers),
+    )
+    return [(f"{name}-{i}", roles) for name, roles, count in counts for i in range(count)]
 
-    def __init__(self, home: Home, options: UpOptions, ports: Ports, tls: TlsFiles | None = None) -> None:
+
+def callers_of(options: UpOptions) -> dict[str, Caller]:
+    """What each child, and the commands, are to those that they call."""
+    services = {"param-store": Caller.STORE, "scheduler": Caller.SCHEDULER, "gateway": Caller.GATEWAY}
+    return {**services, **{name: Caller.WORKER for name, _ in worker_roles(options)}, COMMANDS: Caller.CLI}
+
+
+class StackPlan:
+    """Chooses ports, keys and environments for one home. ``tls``: each child's files for TLS between the services."""
+
+    def __init__(self, home: Home, options: UpOptions, ports: Ports, tls: Mapping[str, TlsFiles] | None = None) -> None:
         self._home, self._options, self._ports = home, options, ports
-        self._tls_settings = tls.as_settings() if tls else {}
-        self._tls = Tls(tls) if tls else None
+        self._tls_files = tls or {}
+        self._tls = Tls(self._tls_files[COMMANDS]) if self._tls_files else None
         self._cluster_key = bytes.fromhex(home.cluster_key())
         self._redis_url = os.environ.get("TORCHRELAY_REDIS_URL", "")
         self._nats_url = os.environ.get("TORCHRELAY_NATS_URL", "")
+        self._is_nats_embedded = not self._nats_url
         self._metrics_port = _port_from_environment("TORCHRELAY_METRICS_PORT")
+        self._subjects = Subjects(environment_settings().nats_prefix)
         self._scheduler_port = ports.free()
         self._store_port = ports.free()
         host = options.host
         self._http_port, self._taken_http_port = self._choose_http_port()
-        self._grpc_port = ports.exactly(host, options.grpc_port) if options.grpc_port else ports.free(host)
+        self._grpc_port = (
+            ports.exactly(host, options.grpc_port, "--grpc-port") if options.grpc_port else ports.free(host)
+        )
         shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
-        self._arena = shared_memory / f"torchrelay-{self._cluster_key[:6].hex()}"
+        # A hash: the name is there for everybody to read.
+        self._arena = shared_memory / f"torchrelay-{framed_mac(self._cluster_key, b'torchrelay arena')[:6].hex()}"
 
     def stack(self) -> Stack:
         """Raises ``CliError`` when a broker is not installed."""
@@ -88,17 +132,18 @@ class StackPlan:
             "grpc": f"{host}:{self._grpc_port}",
             "scheduler": f"{LOOPBACK}:{self._scheduler_port}",
             "store": f"{LOOPBACK}:{self._store_port}",
-            "nats": self._nats_url,
-            "redis": self._redis_url,
-            **self._tls_settings,
+            "nats": without_password(self._nats_url),
+            "redis": without_password(self._redis_url),
+            **self._tls_settings(COMMANDS),
         }
-        return Stack(groups, endpoints, self._arena, self._http_port, self._taken_http_port)
+        home = self._home
+        return Stack(groups, endpoints, home.path, home.traces, self._arena, self._http_port, self._taken_http_port)
 
     def _choose_http_port(self) -> tuple[int, int]:
         """The REST port, and the preferred one if it was taken (else 0): a home keeps its port when it can."""
         host, asked, last = self._options.host, self._options.http_port, self._home.last_http_port()
         if asked:
-            return self._ports.exactly(host, asked), 0
+            return self._ports.exactly(host, asked, "--http-port"), 0
         preferred = [last, PREFERRED_HTTP_PORT] if last else [PREFERRED_HTTP_PORT]
         found = self._ports.free(host, preferred)
         return found, 0 if found == preferred[0] else preferred[0]
@@ -108,40 +153,84 @@ class StackPlan:
             return None
         port, folder = self._ports.free(), self._home.path / "redis"
         folder.mkdir(exist_ok=True)
-        self._redis_url = f"redis://{LOOPBACK}:{port}/0"
-        command = (_program("redis-server"), "--port", str(port), "--bind", LOOPBACK, "--dir", str(folder))
+        user, password = GATEWAY_USER, broker_password(self._cluster_key, "redis", GATEWAY_USER)
+        self._redis_url = f"redis://{user}:{password}@{LOOPBACK}:{port}/0"
+        settings = self._home.write_private("redis.conf", redis_users(user, password))
+        command = (
+            _program("redis-server"),
+            str(settings),
+            "--port",
+            str(port),
+            "--bind",
+            LOOPBACK,
+            "--dir",
+            str(folder),
+        )
         options = ("--save", "", "--appendonly", "no", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
-        return ChildSpec("redis", (*command, *options), self._home.logs / "redis.log", ready_port=port, ready_s=20)
+        return ChildSpec(
+            "redis", (*command, *options), self._home.logs / "redis.log", broker_url=self._redis_url, ready_s=20
+        )
 
     def _nats(self) -> ChildSpec | None:
         if self._nats_url:
             return None
         port, folder = self._ports.free(), self._home.path / "nats"
         self._nats_url = f"nats://{LOOPBACK}:{port}"
-        command = (_program("nats-server"), "-a", LOOPBACK, "-p", str(port), "-js", "-sd", str(folder))
-        return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
+        settings = self._home.write_private("nats.conf", self._nats_settings(folder))
+        command = (_program("nats-server"), "-c", str(settings), "-a", LOOPBACK, "-p", str(port))
+        url = self._nats_url_of(SCHEDULER_USER)
+        return ChildSpec("nats", command, self._home.logs / "nats.log", broker_url=url, ready_s=20)
+
+    def _nats_settings(self, folder: Path) -> str:
+        # By default NATS sets aside no more than the disk has free at the moment. Ours is bounded by its streams.
+        storage = f"jetstream {{ store_dir: {json.dumps(str(folder))}, max_file_store: 1TB }}"
+        return f"{storage}\n{authorization(self._nats_users())}"
+
+    def _tls_settings(self, name: str) -> dict[str, str]:
+        return self._tls_files[name].as_settings() if self._tls_files else {}
+
+    def _nats_users(self) -> list[tuple[NatsUser, str]]:
+        users = [scheduler_user(self._subjects), gateway_user(self._subjects), store_user(STORE_ID, self._subjects)]
+        users += [worker_user(name, self._subjects) for name, _ in worker_roles(self._options)]
+        return [(user, broker_password(self._cluster_key, "nats", user.name)) for user in users]
+
+    def _nats_url_of(self, user: str) -> str:
+        """With the user's password, unless the server is one that a variable names."""
+        if not self._is_nats_embedded:
+            return self._nats_url
+        return with_credentials(self._nats_url, user, broker_password(self._cluster_key, "nats", user))
 
     def _service(
-        self, name: str, program: str, env: dict[str, str], node_id: str = "", *, is_public: bool = False
+        self,
+        name: str,
+        program: str,
+        env: dict[str, str],
+        nats_user: str,
+        node_id: str = "",
+        *,
+        is_public: bool = False,
     ) -> ChildSpec:
         ready_file = self._home.run / f"{name}.json"
         common = {
             "TORCHRELAY_HOST": LOOPBACK,
-            "TORCHRELAY_NATS_URL": self._nats_url,
+            "TORCHRELAY_NATS_URL": self._nats_url_of(nats_user),
             "TORCHRELAY_READY_FILE": str(ready_file),
             "TORCHRELAY_TRACE_FILE": str(self._home.traces),
             "TORCHRELAY_LOG_LEVEL": self._options.log_level,
-            **{f"TORCHRELAY_{name.upper()}": path for name, path in self._tls_settings.items()},
+            **{f"TORCHRELAY_{setting.upper()}": path for setting, path in self._tls_settings(name).items()},
         }
         if self._metrics_port:  # consecutive ports from the configured one on
-            common["TORCHRELAY_METRICS_PORT"] = str(self._metrics_port)
+            host = self._options.host if is_public else LOOPBACK
+            port = self._ports.exactly(host, self._metrics_port, "TORCHRELAY_METRICS_PORT")
+            common["TORCHRELAY_METRICS_PORT"] = str(port)
             self._metrics_port += 1
         if node_id:
             common["TORCHRELAY_NODE_KEY"] = derive_node_key(self._cluster_key, node_id).hex()
         log = self._home.logs / f"{name}.log"
         tls = None if is_public else self._tls
         script = str(Path(sys.executable).parent / program)  # console scripts are in the folder of this Python
-        return ChildSpec(name, (script,), log, {**common, **env}, ready_file, tls=tls)
+        inherited = service_environment(os.environ, reads_object_store=node_id == STORE_ID)
+        return ChildSpec(name, (script,), log, {**common, **env}, ready_file, tls=tls, inherited=inherited)
 
     def _store(self) -> ChildSpec:
         env = {
@@ -154,23 +243,24 @@ class StackPlan:
         }
         if self._options.arena_bytes:
             env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)
-        return self._service("param-store", "torchrelay-param-store", env, STORE_ID)
+        return self._service("param-store", "torchrelay-param-store", env, STORE_ID, STORE_ID)
 
     def _scheduler(self) -> ChildSpec:
         env = {"TORCHRELAY_PORT": str(self._scheduler_port), "TORCHRELAY_CLUSTER_KEY": self._cluster_key.hex()}
         if self._options.idle_timeout_s:
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
-        return self._service("scheduler", "torchrelay-scheduler", env)
+        if self._is_nats_embedded:
+            env |= self._stream_settings()
+        return self._service("scheduler", "torchrelay-scheduler", env, SCHEDULER_USER)
+
+    def _stream_settings(self) -> dict[str, str]:
+        """What the home's disk leaves for the streams, unless variables set it."""
+        found = free_bytes(self._home.path) + folder_bytes(self._home.path / "nats")
+        sizes = {f"TORCHRELAY_{name.upper()}": str(size) for name, size in asdict(stream_sizes(found)).items()}
+        return {name: size for name, size in sizes.items() if name not in os.environ}
 
     def _workers(self) -> list[ChildSpec]:
-        counts = (
-            # Every worker can play both roles; its own comes first. When the others are gone or busy, the scheduler
-            # changes its role without moving the weights.
-            ("prefill", "prefill,decode", self._options.num_prefill_workers),
-            ("decode", "decode,prefill", self._options.num_decode_workers),
-            ("worker", "prefill,decode", self._options.num_both_workers),
-        )
-        return [self._worker(f"{name}-{i}", roles) for name, roles, count in counts for i in range(count)]
+        return [self._worker(name, roles) for name, roles in worker_roles(self._options)]
 
     def _worker(self, name: str, roles: str) -> ChildSpec:
         env = {
@@ -178,13 +268,14 @@ class StackPlan:
             "TORCHRELAY_HOST_ID": HOST_ID,
             "TORCHRELAY_ROLES": roles,
             "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
+            "TORCHRELAY_STORE_TOKEN": self._home.call_token(STORE_ID, Caller.WORKER),
             "TORCHRELAY_DEVICE": self._options.device,
             "TORCHRELAY_THREADS": str(self._options.threads),
             "TORCHRELAY_CORES_FILE": str(self._home.run / "cores"),
         }
         if self._options.kv_pool_bytes:
             env["TORCHRELAY_KV_POOL_BYTES"] = str(self._options.kv_pool_bytes)
-        return self._service(name, "torchrelay-worker", env, name)
+        return self._service(name, "torchrelay-worker", env, name, name)
 
     def _gateway(self) -> ChildSpec:
         env = {
@@ -196,9 +287,13 @@ class StackPlan:
             "TORCHRELAY_ADMIN_KEY": self._home.admin_key(),
             "TORCHRELAY_SCHEDULER_ADDRESS": f"{LOOPBACK}:{self._scheduler_port}",
             "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
+            "TORCHRELAY_SCHEDULER_TOKEN": self._home.call_token(SCHEDULER_NODE, Caller.GATEWAY),
+            "TORCHRELAY_STORE_TOKEN": self._home.call_token(STORE_ID, Caller.GATEWAY),
             "TORCHRELAY_HTTP_PORT": str(self._http_port),
             "TORCHRELAY_GRPC_PORT": str(self._grpc_port),
         }
+        if pepper := os.environ.get("TORCHRELAY_KEY_PEPPER"):
+            env["TORCHRELAY_KEY_PEPPER"] = pepper
         if self._options.idle_timeout_s:  # the gateway reports it to tenants
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
-        return self._service("gateway", "torchrelay-gateway", env, is_public=True)
+        return self._service("gateway", "torchrelay-gateway", env, GATEWAY_USER, is_public=True)

@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.supervisor import Supervisor
+from torchrelay.cli.up.disk import check_disk
 from torchrelay.cli.up.external_servers import check_external_servers
 from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
@@ -23,6 +24,7 @@ async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None
     """Runs the platform until SIGINT or SIGTERM; a second signal kills it. ``is_quiet``: no next steps."""
     home.make()
     with home.owned(), closing(Ports()) as ports:
+        check_disk(home.path)
         await check_external_servers(os.environ)
         stack = StackPlan(home, options, ports, tls_of_install(home, options)).stack()
         progress = StartupProgress(home, out(), is_quiet=is_quiet)

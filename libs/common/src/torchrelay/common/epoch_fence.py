@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
-from torchrelay.common.errors import StaleEpoch
+from collections.abc import Callable
+
+from torchrelay.common.clock import now_unix_us
+from torchrelay.common.errors import InvalidRequest, StaleEpoch
+
+# An epoch is the time of a scheduler's start, in milliseconds, by its own clock. A false one far in the future would
+# fence every scheduler out for as long, so it is held against the reader's clock, with a tolerance for their
+# difference: the clocks of a cluster's hosts have to agree within a minute.
+MAX_EPOCH_LEAD_MS = 60_000
 
 
 class EpochFence:
-    """Remembers the highest epoch that a command carried and refuses lower ones."""
+    """Remembers the highest epoch that a command carried and refuses lower ones. ``clock``: microseconds since 1970."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], int] = now_unix_us) -> None:
+        self._clock = clock
         self.highest = 0
 
     def check(self, epoch: int) -> None:
-        """Raises ``StaleEpoch`` for a command of a lower epoch."""
+        """Raises ``StaleEpoch`` for a command of a lower epoch, ``InvalidRequest`` for one from the future."""
         if epoch < self.highest:
             raise StaleEpoch(f"epoch {epoch} is stale; the current epoch is {self.highest}", field="epoch")
+        lead_ms = epoch - self._clock() // 1000
+        if lead_ms > MAX_EPOCH_LEAD_MS:
+            raise InvalidRequest(
+                f"epoch {epoch} is {lead_ms / 1000:.0f} s ahead of this host's clock, and "
+                f"{MAX_EPOCH_LEAD_MS // 1000} s are allowed: synchronize this clock and the scheduler's",
+                field="epoch",
+            )
         self.highest = epoch

@@ -6,14 +6,18 @@
     |   `-- UploadRefused         names the file
     |-- Unauthenticated           no key, unknown key, revoked key
     |-- PermissionDenied          a valid key, but not for this
+    |-- CallerUnknown             between services: no token of this cluster
+    |-- CallerRefused             between services: a call that is another's to make
     |-- NotFound                  or another tenant's, indistinguishable
     |-- Conflict                  the state does not allow it (wrong offset, stale epoch, slot taken)
     |   `-- StaleEpoch
     |-- QuotaExceeded             storage, budget
     |-- Overloaded                try again later; says when
     |   |-- QueueFull
-    |   `-- RateLimited
+    |   |-- RateLimited
+    |   `-- AtCapacity            all callers together; not the fault of this one
     |-- Unavailable               a part of the platform is down; try again
+    |   `-- DiskFull              a disk of the platform is full; names the folder
     |-- DeadlineExceeded          the deadline passed first
     `-- DataCorrupted             bytes did not match their digest
 
@@ -68,6 +72,18 @@ class PermissionDenied(TorchrelayError):
     grpc_status = "PERMISSION_DENIED"
 
 
+class CallerUnknown(TorchrelayError):
+    """A fault of the cluster's set-up, whoever waits for the call: no error of a tenant."""
+
+    code = "caller_unknown"
+    grpc_status = "UNAUTHENTICATED"
+
+
+class CallerRefused(TorchrelayError):
+    code = "caller_refused"
+    grpc_status = "PERMISSION_DENIED"
+
+
 class NotFound(TorchrelayError):
     code = "not_found"
     http_status = 404
@@ -112,10 +128,24 @@ class RateLimited(Overloaded):
     code = "rate_limited"
 
 
+class AtCapacity(Overloaded):
+    code = "at_capacity"
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+
+
 class Unavailable(TorchrelayError):
     code = "unavailable"
     http_status = 503
     grpc_status = "UNAVAILABLE"
+
+
+class DiskFull(Unavailable):
+    """Only whoever runs the platform can make room."""
+
+    code = "disk_full"
+    http_status = 507
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class DeadlineExceeded(TorchrelayError):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 import grpc
 
 from torchrelay.common.errors import Conflict, InvalidRequest, Overloaded, TorchrelayError, Unavailable
+from torchrelay.common.net.rpc import RpcServer
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
 from torchrelay.common.tls import Tls
@@ -38,6 +39,7 @@ from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.slot import Slot
 
 log = get_logger(__name__)
+MIN_BEAT_S = 0.1  # whatever a gateway asks for
 
 
 class RoleContext(Protocol):
@@ -62,6 +64,7 @@ class RoleContext(Protocol):
     def cancel(self, group_id: str, choice: int | None = None) -> None: ...
     def pages_freed(self) -> None: ...
     def attempt_ended(self) -> None: ...
+    def progress(self) -> types_pb2.EngineProgress: ...
 
 
 class WorkerRole(ABC):
@@ -88,8 +91,8 @@ class WorkerRole(ABC):
         return 0
 
     @abstractmethod
-    def register(self, server: grpc.aio.Server) -> None:
-        """Adds the role's servicer."""
+    def register(self, server: RpcServer) -> None:
+        """Adds the role's servicer, and says who may call it."""
 
     @abstractmethod
     async def begin(self, attempt: Attempt) -> None:
@@ -132,16 +135,19 @@ class WorkerRole(ABC):
         if hello is None or not hello.HasField("hello"):
             raise InvalidRequest("the first message of a Run stream must be hello", field="hello")
         outbox = Outbox(hello.hello.gateway_id)
-        writer = asyncio.ensure_future(self._write(outbox, context))
+        writers = [asyncio.ensure_future(self._write(outbox, context))]
+        if hello.hello.beat_every_s > 0:
+            writers.append(asyncio.ensure_future(self._beat(outbox, hello.hello.beat_every_s)))
         try:
             async with asyncio.TaskGroup() as starts:
                 async for command in requests:
                     self._apply(command, outbox, starts)
         finally:
-            writer.cancel()
+            for writer in writers:
+                writer.cancel()
             for attempt in self.attempts.of_gateway(outbox):
                 self.end(attempt, pb.FINISH_REASON_CANCELLED)
-            await asyncio.gather(writer, return_exceptions=True)
+            await asyncio.gather(*writers, return_exceptions=True)
 
     async def wait_for_start(self, group_id: str) -> Attempt:
         """The attempt, once its gateway has started it here. Raises ``Unavailable`` if it never does."""
@@ -161,6 +167,11 @@ class WorkerRole(ABC):
     async def _write(self, outbox: Outbox, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while True:
             await context.write(await outbox.take())
+
+    async def _beat(self, outbox: Outbox, every_s: float) -> None:
+        while True:
+            outbox.put_beat(self.worker.progress())
+            await asyncio.sleep(max(every_s, MIN_BEAT_S))
 
     def _apply(self, command: pb.RunCommand, outbox: Outbox, starts: asyncio.TaskGroup) -> None:
         if command.HasField("start"):

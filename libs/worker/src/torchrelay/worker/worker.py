@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -190,6 +191,11 @@ class Worker:
 
         self.engine.post(cancel)  # for an idle engine, and for a group whose prefill is still queued
         self.pages_freed()
+
+    def progress(self) -> types_pb2.EngineProgress:
+        """Where the engine is, for whoever watches this worker."""
+        progress = self.engine.progress(self.step_metrics.latency(self.slot.instance_labels))
+        return types_pb2.EngineProgress(**asdict(progress))
 
     def _on_step(self, result: StepResult) -> None:
         for role in self.roles:

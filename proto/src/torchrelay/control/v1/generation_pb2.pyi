@@ -287,16 +287,20 @@ class RunHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    BEAT_EVERY_S_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """a worker keeps one stream per gateway; a broken stream cancels its attempts"""
+    beat_every_s: _builtins.float
+    """a StepOutput with a beat is due at once, then this often; 0: none"""
     def __init__(
         self,
         *,
         gateway_id: _builtins.str = ...,
+        beat_every_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_every_s", b"beat_every_s", "gateway_id", b"gateway_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,21 +308,27 @@ Global___RunHello: _TypeAlias = RunHello  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
-    """Everything one engine step gave to one gateway."""
+    """Everything one engine step gave to one gateway, or a sign of life, or both."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceOutput]: ...
+    @_builtins.property
+    def beat(self) -> _types_pb2.EngineProgress:
+        """absent in most"""
+
     def __init__(
         self,
         *,
         outputs: _abc.Iterable[Global___ChoiceOutput] | None = ...,
+        beat: _types_pb2.EngineProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "outputs", b"outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

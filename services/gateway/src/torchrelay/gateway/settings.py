@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
+from torchrelay.common.callers import Caller
+from torchrelay.common.net.urls import without_password
 from torchrelay.common.process.settings import ServiceSettings
+
+ADMIN_PREFIX = "tra-"
+MIN_ADMIN_KEY_CHARS = 32  # 128 bits in hex
 
 
 class GatewaySettings(ServiceSettings):
     """Each field is a flag (``--http-port``), a variable (``TORCHRELAY_HTTP_PORT``) and a key of the TOML file."""
 
+    caller = Caller.GATEWAY
     gateway_id: str = Field("gateway", description="Name of this gateway; each process appends a random suffix.")
     http_port: int = Field(0, ge=0, le=65535, description="REST port; 0: any free port.")
     grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port; 0: any free port.")
@@ -20,7 +26,15 @@ class GatewaySettings(ServiceSettings):
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey; empty: no rate limits or budgets.")
     scheduler_address: str = Field("127.0.0.1:7101", description="host:port of the scheduler's gRPC server.")
     store_address: str = Field("127.0.0.1:7103", description="host:port of the param-store that uploads go to.")
-    admin_key: str = Field("", description="The admin key (tra-...); empty: no admin access.")
+    scheduler_token: str = Field(
+        "", description="What gateways show to the scheduler: call_token(its node key, gateway); not with TLS."
+    )
+    store_token: str = Field(
+        "", description="What gateways show to that param-store: call_token(its node key, gateway); not with TLS."
+    )
+    admin_key: str = Field(
+        "", description="The admin key: tra- and at least 32 random characters; empty: no admin access."
+    )
     key_pepper: str = Field(
         "", description="Hex secret for hashing API keys; empty: generated at first start and kept in SQL."
     )
@@ -38,9 +52,57 @@ class GatewaySettings(ServiceSettings):
     )
     keep_alive_s: float = Field(5.0, gt=0, description="Interval of keep-alive comments on a waiting stream.")
     max_attempts: int = Field(5, ge=1, description="Placements tried before a request fails.")
-    max_body_bytes: int = Field(8 << 20, description="Largest JSON body accepted.")
-    tokenizer_cache_bytes: int = Field(96 << 20, description="Memory for the tokenizers of recently used versions.")
-    template_timeout_s: float = Field(2.0, gt=0, description="Time limit for rendering a chat template.")
+    max_body_bytes: int = Field(8 << 20, ge=1 << 10, description="Largest JSON body or gRPC message accepted.")
+    tokenizer_cache_bytes: int = Field(
+        96 << 20, description="Memory for recently used tokenizers, in the gateway and in each of its text processes."
+    )
+    text_processes: int = Field(
+        0,
+        ge=0,
+        description="Processes that render chat templates and tokenize prompts; 0: one per core, from 2 to 8. "
+        "One more is for tenants whose prompts had to be stopped.",
+    )
+    text_process_bytes: int = Field(1 << 30, ge=256 << 20, description="Largest address space of a text process.")
+    prompt_cpu_s: float = Field(
+        2.0, gt=0, description="Seconds of CPU for rendering a prompt's chat template, and again for tokenizing it."
+    )
+
+    max_open_requests: int = Field(8192, ge=1, description="Requests with a key in progress at once.")
+    max_open_requests_per_tenant: int = Field(512, ge=1, description="The share of one tenant in them.")
+    max_buffered_body_bytes: int = Field(64 << 20, ge=1, description="Bytes of request bodies in memory at once.")
+    max_buffered_body_bytes_per_tenant: int = Field(16 << 20, ge=1, description="The share of one tenant in them.")
+    max_uploads: int = Field(32, ge=1, description="Files being sent to uploads, and commits, at once.")
+    max_uploads_per_tenant: int = Field(4, ge=1, description="The share of one tenant in them.")
+    max_queries_per_tenant: int = Field(
+        8, ge=1, description="Lists, usage and bills of one tenant at once: one runs, the others wait in line."
+    )
+    max_connections: int = Field(
+        8192, ge=8, description="REST connections at once; fewer if the limit of open files is low."
+    )
+    max_keyless_connections: int = Field(
+        2048, ge=1, description="REST connections at once that never showed a valid key; the oldest is closed first."
+    )
+    max_keyless_connections_per_address: int = Field(
+        1024, ge=1, description="Of these, from one address; with an ingress in front, all are from one."
+    )
+    max_grpc_connections: int = Field(1024, ge=1, description="gRPC connections at once.")
+    max_grpc_streams: int = Field(256, ge=1, description="Calls at once on one gRPC connection; further ones wait.")
+    max_head_bytes: int = Field(16 << 10, ge=1 << 10, description="Largest request line with all headers.")
+    max_headers: int = Field(100, ge=10, description="Most headers of a request.")
+    max_url_bytes: int = Field(8 << 10, ge=256, description="Longest URL of a request.")
+    head_timeout_s: float = Field(
+        10.0, gt=0, description="Time from the connection or the first byte to the end of the headers."
+    )
+    body_silence_s: float = Field(30.0, gt=0, description="Longest pause while a body arrives.")
+    min_body_bytes_per_s: int = Field(
+        1024, ge=1, description="Lowest average rate of a body, after a grace of body_silence_s."
+    )
+    idle_connection_s: int = Field(
+        75, ge=1, description="A REST or gRPC connection without a request is closed after this time."
+    )
+    stall_timeout_s: float = Field(
+        60.0, gt=0, description="A client that takes nothing of its answer for this long is disconnected."
+    )
 
     cached_keys: int = Field(10_000, ge=1, description="API keys cached in memory.")
     cached_models: int = Field(10_000, ge=1, description="Models cached in memory.")
@@ -61,6 +123,16 @@ class GatewaySettings(ServiceSettings):
     housekeeping_s: float = Field(60.0, gt=0, description="Interval of the search for expired uploads and versions.")
     drain_s: float = Field(5.0, ge=0, description="Time for running streams to end at shutdown.")
 
+    @field_validator("admin_key")
+    @classmethod
+    def _is_an_admin_key(cls, key: str) -> str:
+        if key and (not key.startswith(ADMIN_PREFIX) or len(key) - len(ADMIN_PREFIX) < MIN_ADMIN_KEY_CHARS):
+            raise ValueError(
+                f"must be {ADMIN_PREFIX} and at least {MIN_ADMIN_KEY_CHARS} random characters, "
+                f"such as {ADMIN_PREFIX}$(openssl rand -hex 32)"
+            )
+        return key
+
     @field_validator("database_url")
     @classmethod
     def _is_a_known_database(cls, url: str) -> str:
@@ -71,5 +143,6 @@ def check_database_url(url: str) -> str:
     """Returns ``url``. Raises ``ValueError`` if it is not a supported database."""
     scheme, separator, _ = url.partition(":")
     if not separator or scheme.partition("+")[0] not in ("sqlite", "postgresql"):
-        raise ValueError(f"must be sqlite:///path or postgresql://user:password@host/name, not {url!r}")
+        shown = without_password(url)
+        raise ValueError(f"must be sqlite:///path or postgresql://user:password@host/name, not {shown!r}")
     return url

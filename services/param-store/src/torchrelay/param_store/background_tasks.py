@@ -29,7 +29,8 @@ async def publish_reports(store: Store) -> None:
     subject = Subjects(settings.nats_prefix).store_load(settings.store_id)
     client = await connect(settings.nats_url, settings.store_id)
     try:
-        await load_reports.publish_reports(client, subject, store.activity, partial(store_report, store))
+        node_key = bytes.fromhex(settings.node_key)
+        await load_reports.publish_reports(client, subject, node_key, store.activity, partial(store_report, store))
     finally:
         await client.close()
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
+from torchrelay.common.callers import Caller
 from torchrelay.common.ids import new_id
-from torchrelay.common.process.settings import ServiceSettings
+from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.param_store.disk.disk_cache import default_limit_bytes
 from torchrelay.param_store.remote.remote_store import RemoteOptions, is_folder
 from torchrelay.transfer.arena.arena_file import capacity_left_at
@@ -20,7 +22,10 @@ _DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
 class StoreSettings(ServiceSettings):
     """One store per host. Every field is a flag and an environment variable too."""
 
-    store_id: str = Field(default_factory=lambda: new_id("sto"), description="Stable name of this store.")
+    caller = Caller.STORE
+    store_id: str = Field(
+        default_factory=lambda: new_id("sto"), pattern=NODE_ID, description="Stable name of this store."
+    )
     host_id: str = Field("local", description="Name of this host, the same as its workers'.")
     failure_domain: str = Field(
         "", description="What may fail together with this host: a rack, a zone; by default the host itself."
@@ -73,6 +78,11 @@ class StoreSettings(ServiceSettings):
     @property
     def remote_options(self) -> RemoteOptions:
         return RemoteOptions(self.remote_endpoint, self.remote_timeout_s, self.remote_give_up_s)
+
+    @property
+    def remote_folder(self) -> Path:
+        """The folder that ``remote_url`` names, if it names one."""
+        return Path(unquote(urlsplit(self.remote_url).path))
 
     @property
     def disk_cache_folder(self) -> Path:

@@ -11,8 +11,10 @@ from functools import partial
 import msgspec
 from nats.aio.client import Client
 
+from torchrelay.common.callers import SCHEDULER_NODE
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
+from torchrelay.common.keys import derive_node_key
+from torchrelay.common.net.nats_client import Subjects, connect, keep_streams, try_streams
 from torchrelay.common.net.rpc import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
@@ -27,7 +29,8 @@ from torchrelay.scheduler.service.events.publisher import EventPublisher
 from torchrelay.scheduler.service.events.reader import EventReader
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart, replay
 from torchrelay.scheduler.service.peer_channels import PeerChannels
-from torchrelay.scheduler.service.servicer import SchedulerServicer
+from torchrelay.scheduler.service.report_check import ReportCheck
+from torchrelay.scheduler.service.servicer import CALLERS, SchedulerServicer
 from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
@@ -40,20 +43,27 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     """Serves until the block is left; raises when a newer scheduler takes over, or a background task fails."""
     clock, subjects = Clock(), Subjects(settings.nats_prefix)
     nats = await connect(settings.nats_url, "scheduler")
+    # When JetStream cannot store an event, NATS reads nothing more from the connection that it came by.
+    history_nats = await connect(settings.nats_url, "scheduler-history")
     tls = settings.tls
-    channels = PeerChannels(tls)
-    server = RpcServer(settings.host, settings.port, tls)
+    cluster_key = bytes.fromhex(settings.cluster_key)
+    channels = PeerChannels(cluster_key, tls)
+    server = RpcServer(settings.host, settings.port, tls, derive_node_key(cluster_key, SCHEDULER_NODE))
+    js = history_nats.jetstream()
     try:
-        await ensure_streams(nats.jetstream(), subjects)
-        event_publisher = EventPublisher(nats.jetstream(), subjects)
+        await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
+        event_publisher = EventPublisher(js, subjects)
         with _controller(settings, clock, event_publisher) as controller:
-            servicer = SchedulerServicer(controller, EventReader(nats.jetstream(), subjects))
+            servicer = SchedulerServicer(controller, EventReader(js, subjects))
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
+            server.allow(CALLERS)
             async with asyncio.TaskGroup() as group:
                 ready = asyncio.Event()
+                report_check = ReportCheck(cluster_key)
                 background = group.create_task(
-                    _background(controller, event_publisher, channels, nats, subjects, ready, tick_s)
+                    _background(controller, event_publisher, channels, nats, subjects, report_check, ready, tick_s)
                 )
+                streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
                 await ready.wait()
                 await server.start()
                 try:
@@ -61,9 +71,11 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 finally:
                     controller.streams.close()
                     await server.stop()
+                    streams.cancel()
                     background.cancel()
     finally:
         await channels.close()
+        await history_nats.close()
         await nats.close()
 
 
@@ -90,16 +102,17 @@ async def _background(
     channels: PeerChannels,
     nats: Client,
     subjects: Subjects,
+    report_check: ReportCheck,
     ready: asyncio.Event,
     tick_s: float,
 ) -> None:
     """Everything that runs beside the RPCs; cancelled together."""
     async with asyncio.TaskGroup() as tasks:
         controller.actuator = Actuator(controller, channels, tasks)
-        discovery = Discovery(controller, channels, nats, subjects, tasks)
+        discovery = Discovery(controller, channels, nats, subjects, report_check, tasks)
         await discovery.start()
         tasks.create_task(event_publisher.run(), name="history")
-        tasks.create_task(_tick_periodically(controller, nats, tick_s), name="ticks")
+        tasks.create_task(_tick_periodically(controller, tick_s), name="ticks")
         ready.set()
         try:
             await asyncio.Event().wait()
@@ -108,16 +121,16 @@ async def _background(
             controller.actuator.stop()
 
 
-async def _tick_periodically(controller: Controller, nats: Client, tick_s: float) -> None:
-    """Drives timeouts. While the broker is away, or the event loop stalls, silence means nothing."""
-    last = reports_complete_since = controller.clock.now()
+async def _tick_periodically(controller: Controller, tick_s: float) -> None:
+    """Drives timeouts. While the event loop stalls, silence means nothing."""
+    last = listening_since = controller.clock.now()
     while True:
         await asyncio.sleep(tick_s)
         now = controller.clock.now()
-        if not nats.is_connected or now - last > _LOOP_STALL_S:
-            reports_complete_since = now
+        if now - last > _LOOP_STALL_S:
+            listening_since = now
         last = now
-        controller.tick(reports_complete_since)
+        controller.tick(listening_since)
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from pydantic import Field, FilePath, ValidationInfo, field_validator
 
+from torchrelay.common.callers import Caller
+from torchrelay.common.net.nats_client import MIN_STREAM_BYTES, StreamSizes
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.scheduler.policy.config import PolicyConfig
 
@@ -14,10 +16,17 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 class SchedulerSettings(ServiceSettings):
     """Every field is a flag (``--port``), a variable (``TORCHRELAY_PORT``) and a line of the TOML file."""
 
+    caller = Caller.SCHEDULER
     port: int = Field(0, description="gRPC port; 0: any free one.")
     record: Path | None = Field(None, description="Write every input of the policy to this file, for --replay.")
     replay: FilePath | None = Field(
         None, description="Apply the inputs in this file, print their effects as lines of JSON, and exit."
+    )
+    history_bytes: int = Field(
+        256 << 20, ge=MIN_STREAM_BYTES, description="What NATS sets aside for the history; where it cannot, less."
+    )
+    usage_bytes: int = Field(
+        1 << 30, ge=MIN_STREAM_BYTES, description="What NATS sets aside for usage registers; where it cannot, less."
     )
     cluster_key: str = Field(
         "",
@@ -69,6 +78,10 @@ class SchedulerSettings(ServiceSettings):
         if info.data.get("replay") is None and len(bytes.fromhex(value)) < 16:
             raise ValueError("must have at least 16 bytes in hex")
         return value
+
+    @property
+    def stream_sizes(self) -> StreamSizes:
+        return StreamSizes(self.history_bytes, self.usage_bytes)
 
     @property
     def config(self) -> PolicyConfig:

@@ -20,10 +20,25 @@ def stop(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 draft = ready.with_suffix(".draft")
-draft.write_text(json.dumps({"http": "http://x", "pid": os.getpid()}))
+draft.write_text(json.dumps({"pid": os.getpid()}))
 draft.replace(ready)
 while True:
     signal.pause()
+"""
+ANSWERS = """
+import json, os, pathlib, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+server = HTTPServer(("127.0.0.1", 0), Handler)
+draft = pathlib.Path(sys.argv[1]).with_suffix(".draft")
+draft.write_text(json.dumps({"http": f"http://127.0.0.1:{server.server_port}", "pid": os.getpid()}))
+draft.replace(sys.argv[1])
+server.serve_forever()
 """
 NEVER_READY = "import signal\nwhile True: signal.pause()"
 STUBBORN = """
@@ -71,6 +86,9 @@ class Recorder:
 
     def failed(self, problem: CliError) -> None:
         self.said.append(("failed", problem.message))
+
+    def disk(self, message: str) -> None:
+        self.said.append(("disk", message))
 
     def stopping(self) -> None:
         self.said.append(("stopping", ""))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.cli.up.children.programs import NEVER_READY, STUBBORN, Programs, Recorder, is_running
+from tests.unit.cli.up.children.programs import ANSWERS, NEVER_READY, STUBBORN, Programs, Recorder, is_running
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import child as child_module
 from torchrelay.cli.up.children import supervisor as supervisor_module
@@ -85,6 +85,21 @@ async def test_a_child_that_dies_is_started_again(programs: Programs) -> None:
         life.stop.set()
     assert ("was killed by SIGKILL", "worker") in life.recorder.said
     assert not is_running(after)
+
+
+async def test_a_child_that_hangs_is_killed_and_started_again(programs: Programs) -> None:
+    steady, hung = programs.spec("steady", ANSWERS), programs.spec("hung", ANSWERS)
+    life = Life(programs.stack([steady], [hung]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(life.run())
+        await life.up.wait()
+        steady_pid, hung_pid = pid_of(steady), pid_of(hung)
+        os.kill(hung_pid, signal.SIGSTOP)
+        await until(lambda: life.recorder.said.count(("ready", "hung")) == 2, timeout_s=30)
+        assert pid_of(hung) != hung_pid and not is_running(hung_pid)
+        assert pid_of(steady) == steady_pid
+        life.stop.set()
+    assert ("did not answer for 5 s; killed", "hung") in life.recorder.said
 
 
 async def test_a_child_that_cannot_start_again_is_tried_again(programs: Programs) -> None:

@@ -14,7 +14,7 @@ from tests.support.gateway_ports import KEY
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
 from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.execution.running_request import refusal_error, retry_delay_s, run_error
 
@@ -48,6 +48,26 @@ async def test_the_same_tokens_come_when_the_worker_dies(rig: TokenPathRig) -> N
     assert rig.scheduler.admits[1].num_forced_tokens == 10
     assert [(one.num_output_tokens, one.cause) for one in rig.ports.settled[request_id]] == [(25, FinishCause.LENGTH)]
     await until(lambda: len(rig.scheduler.releases) == 2)
+
+
+@pytest.mark.parametrize("how", ["silent", "stalled"])
+async def test_the_same_tokens_come_when_the_worker_hangs(rig: TokenPathRig, how: str) -> None:
+    first, second = rig.workers
+    first.pause_at = 10
+    asking = asyncio.ensure_future(ask(rig, 25))
+    await until(lambda: rig.num_accepted() == [10])
+    if how == "silent":
+        first.is_silent = True
+    else:
+        first.progress = types_pb2.EngineProgress(num_advances=1, has_work=True)
+    await until(lambda: bool(second.starts), timeout_s=8)
+    first.is_silent = False
+    first.resume()  # it goes on; nobody listens to it any more
+    assert await asking == [rig.echoed(PROMPT, 25)]
+    assert list(rig.scheduler.admits[1].lost_workers) == ["w0"]
+    (settled,) = rig.ports.settled.values()
+    assert [(one.num_output_tokens, one.cause) for one in settled] == [(25, FinishCause.LENGTH)]
+    await until(lambda: first.num_running == 0)
 
 
 async def test_each_choice_resumes_by_itself_and_finished_ones_are_left_alone(rig: TokenPathRig) -> None:

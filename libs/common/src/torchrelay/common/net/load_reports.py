@@ -1,8 +1,12 @@
-"""Load reports of a process on NATS: ten times a second while it is active, else twice, so that idling is cheap."""
+"""Load reports of a process on NATS: ten times a second while it is active, else twice, so that idling is cheap.
+
+Each is signed with the node's key. The scheduler derives the same key, and so knows who reports, whoever may publish.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import time
 from collections.abc import Callable
 from typing import Final
@@ -12,10 +16,12 @@ from google.protobuf.message import Message
 from nats.aio.client import Client
 
 from torchrelay.common.cancellation import raise_if_cancelled
+from torchrelay.common.keys import framed_mac
 from torchrelay.common.process.telemetry import get_logger
 
 log = get_logger(__name__)
 
+MAC_HEADER: Final = "Torchrelay-Mac"
 POLL_EVERY_S: Final = 0.1
 IDLE_EVERY_S: Final = 0.5
 
@@ -35,8 +41,17 @@ class Cadence:
         return True
 
 
+def report_mac(node_key: bytes, subject: str, payload: bytes) -> str:
+    """What a report carries in the header ``MAC_HEADER``."""
+    return framed_mac(node_key, b"torchrelay report", subject.encode(), payload).hex()
+
+
+def is_report_mac(mac: str, node_key: bytes, subject: str, payload: bytes) -> bool:
+    return hmac.compare_digest(mac.encode(), report_mac(node_key, subject, payload).encode())
+
+
 async def publish_reports(
-    client: Client, subject: str, activity: Callable[[], object], report: Callable[[], Message]
+    client: Client, subject: str, node_key: bytes, activity: Callable[[], object], report: Callable[[], Message]
 ) -> None:
     """Publishes until cancelled; reports are lost while NATS is unreachable.
 
@@ -46,7 +61,8 @@ async def publish_reports(
     while True:
         if cadence.is_due(activity(), time.monotonic()):
             try:
-                await client.publish(subject, report().SerializeToString())
+                payload = report().SerializeToString()
+                await client.publish(subject, payload, headers={MAC_HEADER: report_mac(node_key, subject, payload)})
             except (nats.errors.Error, OSError) as error:
                 log.debug("report_not_published", error=str(error))
             raise_if_cancelled()

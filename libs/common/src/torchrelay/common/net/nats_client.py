@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import asdict, dataclass
 
 import nats
 from nats.aio.client import Client
@@ -15,6 +16,7 @@ from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 
 from torchrelay.common.cancellation import cancellable
+from torchrelay.common.net.urls import nats_servers
 from torchrelay.common.process.telemetry import get_logger
 
 log = get_logger(__name__)
@@ -23,6 +25,9 @@ WARN_EVERY_S = 10.0
 CLOSE_TIMEOUT_S = 3.0
 HISTORY_STREAM = "RELAY_HISTORY"
 USAGE_STREAM = "RELAY_USAGE"
+MIN_STREAM_BYTES = 1 << 20
+_STREAM_EXISTS = 10058  # error codes of JetStream's API
+_NO_STORAGE = frozenset({10023, 10028, 10047})  # of the server, of the account, and of its file storage
 
 
 class Subjects:
@@ -75,8 +80,16 @@ class _Client(Client):
             writer.transport.abort()
 
 
+def inbox_prefix(user: str) -> str:
+    """Where the answers to this user's requests go: nobody else may subscribe to them."""
+    return f"_INBOX.{user}"
+
+
 async def connect(url: str, name: str) -> Client:
-    """A connection that reconnects forever; nats-py buffers what is published meanwhile, within bounds."""
+    """A connection that reconnects forever; nats-py buffers what is published meanwhile, within bounds.
+
+    ``url``: one server or several, separated by commas, with the user and the password if there are any.
+    """
 
     warned_at = -WARN_EVERY_S
 
@@ -84,12 +97,20 @@ async def connect(url: str, name: str) -> Client:
         nonlocal warned_at
         if time.monotonic() - warned_at >= WARN_EVERY_S:
             warned_at = time.monotonic()
-            log.warning("nats_unreachable", url=url, error=str(error))
+            log.warning("nats_unreachable", url=shown, error=str(error))
 
     client = _Client()
+    servers = nats_servers(url)
+    shown = ",".join(servers.urls)
+    is_token = servers.user is not None and servers.password is None
+    # Apart from the addresses: those that a cluster's servers tell of have no credentials.
     connecting = client.connect(
-        url,
+        servers.urls,
         name=name,
+        user=None if is_token else servers.user,
+        password=servers.password,
+        token=servers.user if is_token else None,
+        inbox_prefix=inbox_prefix(servers.user) if servers.user and not is_token else "_INBOX",
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.2,  # type: ignore[arg-type]  # passed to asyncio.sleep: seconds, whatever the annotation
         connect_timeout=5,
@@ -104,11 +125,28 @@ async def connect(url: str, name: str) -> Client:
     return client
 
 
-async def ensure_streams(js: JetStreamContext, subjects: Subjects) -> None:
-    """Creates or updates the two streams. Both are bounded: neither is the only record of money."""
+@dataclass(frozen=True, slots=True)
+class StreamSizes:
+    """The largest bytes of each stream. NATS sets them aside; beyond them it drops the oldest messages."""
+
+    history_bytes: int = 256 << 20
+    usage_bytes: int = 1 << 30
+
+
+async def ensure_streams(
+    js: JetStreamContext, subjects: Subjects, num_replicas: int = 1, sizes: StreamSizes | None = None
+) -> bool:
+    """Creates both streams, or gives them ``sizes``; where NATS cannot set that much aside, half, a quarter, and so on.
+
+    Both are bounded: neither is the only record of money. Returns whether they have the sizes. Without ``sizes`` an
+    existing stream is left as it is and a missing one begins small: the scheduler gives it its size. Raises nats-py's
+    errors.
+    """
+    asked = sizes or StreamSizes(MIN_STREAM_BYTES, MIN_STREAM_BYTES)
+    is_full_size = True
     for name, subject, max_bytes, max_age_s in (
-        (subjects.history_stream, subjects.event(">"), 256 << 20, 30 * 86400),
-        (subjects.usage_stream, subjects.usage("*"), 1 << 30, 7 * 86400),
+        (subjects.usage_stream, subjects.usage("*"), asked.usage_bytes, 7 * 86400),
+        (subjects.history_stream, subjects.event(">"), asked.history_bytes, 30 * 86400),
     ):
         config = StreamConfig(
             name=name,
@@ -117,8 +155,46 @@ async def ensure_streams(js: JetStreamContext, subjects: Subjects) -> None:
             storage=StorageType.FILE,
             max_bytes=max_bytes,
             max_age=max_age_s,
+            num_replicas=num_replicas,
         )
+        is_full_size &= await _ensure_stream(js, config, may_update=sizes is not None)
+    return is_full_size
+
+
+async def _ensure_stream(js: JetStreamContext, config: StreamConfig, *, may_update: bool) -> bool:
+    """Returns whether the stream has ``config.max_bytes``."""
+    asked_bytes = max_bytes = config.max_bytes or 0
+    while True:
+        config = config.evolve(max_bytes=max_bytes)
         try:
-            await cancellable(js.add_stream(config))
-        except nats.js.errors.BadRequestError:  # exists with another configuration
-            await cancellable(js.update_stream(config))
+            try:
+                await cancellable(js.add_stream(config))
+            except nats.js.errors.BadRequestError as error:
+                if error.err_code != _STREAM_EXISTS:
+                    raise
+                if may_update:  # it exists with another configuration
+                    await cancellable(js.update_stream(config))
+        except nats.js.errors.APIError as error:
+            if error.err_code not in _NO_STORAGE or max_bytes <= MIN_STREAM_BYTES:
+                raise
+            max_bytes = max(max_bytes // 2, MIN_STREAM_BYTES)
+            continue
+        return max_bytes == asked_bytes
+
+
+async def try_streams(js: JetStreamContext, subjects: Subjects, num_replicas: int, sizes: StreamSizes) -> None:
+    """``ensure_streams``, but an error is only logged: the platform serves without history and registers, too."""
+    try:
+        if not await ensure_streams(js, subjects, num_replicas, sizes):
+            log.warning("streams_reduced", **asdict(sizes))
+    except (nats.errors.Error, OSError) as error:
+        log.warning("streams_not_ensured", error=repr(error)[:200])
+
+
+async def keep_streams(
+    js: JetStreamContext, subjects: Subjects, num_replicas: int, sizes: StreamSizes, every_s: float = 30.0
+) -> None:
+    """Ensures the streams until cancelled: NATS may be away, lose its storage, or have more room later."""
+    while True:
+        await asyncio.sleep(every_s)
+        await try_streams(js, subjects, num_replicas, sizes)

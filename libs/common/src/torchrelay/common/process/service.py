@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 
+from torchrelay.common.process.descriptors import raise_descriptor_limit
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.common.process.telemetry import Telemetry, get_logger
+from torchrelay.common.process.watchdog import watched_event_loop
 
 log = get_logger(__name__)
 Addresses = Mapping[str, str]
@@ -43,6 +45,7 @@ def run_service(
     ``serving`` is an async context manager that yields the process's addresses once it serves (for the ready file) and
     shuts down in order on exit. If it raises, the process ends with a traceback and status 1.
     """
+    raise_descriptor_limit()
     telemetry = Telemetry(name, settings)
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -79,7 +82,7 @@ async def _until_signal(
     try:
         async with serving() as addresses:
             stop.started()
-            with published_addresses(settings.ready_file, addresses):
+            with published_addresses(settings.ready_file, addresses), watched_event_loop(settings.watchdog_s):
                 log.info("serving", **addresses)
                 await stop.requested.wait()
                 log.info("stopping")

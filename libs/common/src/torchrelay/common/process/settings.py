@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import (
@@ -20,7 +20,10 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from torchrelay.common.callers import Caller
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
+
+NODE_ID = "^[A-Za-z0-9_-]{1,63}$"  # one word of a NATS subject
 
 
 class ServiceSettings(BaseSettings):
@@ -37,7 +40,13 @@ class ServiceSettings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address that servers of this process listen on.")
     advertise_host: str = Field("", description="Address at which others reach this process; empty: same as host.")
-    nats_url: str = Field("nats://127.0.0.1:4222", description="NATS server, with JetStream.")
+    nats_url: str = Field(
+        "nats://127.0.0.1:4222",
+        description="NATS server with JetStream (several of a cluster: with commas), with user and password.",
+    )
+    nats_replicas: int = Field(
+        1, ge=1, le=5, description="Servers of a NATS cluster that keep each stream; set the same everywhere."
+    )
     nats_prefix: str = Field(
         "", description="Prefix of NATS subjects and streams, so that installs can share a server."
     )
@@ -45,10 +54,15 @@ class ServiceSettings(BaseSettings):
         "", description="Hex key (32 bytes) of this store or worker: derive_node_key(cluster key, id)."
     )
     ready_file: Path | None = Field(None, description="File with this process's addresses as JSON, while it serves.")
+    watchdog_s: float = Field(
+        20.0, ge=0, description="A process whose event loop stands still this long ends, to be started again; 0: never."
+    )
     tls_ca_file: Path | None = Field(
         None, description="PEM of the cluster's CA; with the next two, TLS between all processes."
     )
-    tls_cert_file: Path | None = Field(None, description="PEM of this process's certificate, for torchrelay.internal.")
+    tls_cert_file: Path | None = Field(
+        None, description="PEM of this process's certificate, for torchrelay.internal and its role."
+    )
     tls_key_file: Path | None = Field(None, description="PEM of the certificate's key, unencrypted.")
     log_level: str = Field("info", description="debug, info, warning or error.")
     log_format: str = Field("json", description="json, or console for people.")
@@ -79,10 +93,12 @@ class ServiceSettings(BaseSettings):
         files = self.tls_files
         return None if files is None else Tls(files)
 
+    caller: ClassVar[Caller | None] = None  # what this process is to those that it calls
+
     @model_validator(mode="after")
     def _tls_is_usable(self) -> Self:
         if (tls := self.tls) is not None:
-            tls.check()
+            tls.check(self.caller)
         return self
 
     @classmethod

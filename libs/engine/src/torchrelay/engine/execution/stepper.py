@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torchrelay.common.latency_model import NO_WORK
+from torchrelay.common.latency_model import NO_WORK, StepWork
 from torchrelay.engine import profile
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions
@@ -43,6 +43,7 @@ class Stepper:
     _can_run: Callable[[int], bool]
     _num_layers: int
     _token_budget: int
+    work: StepWork = NO_WORK  # of the running step, or of the last one
 
     @property
     def has_work(self) -> bool:
@@ -55,7 +56,7 @@ class Stepper:
         try:
             self._interruptions.apply()
             plans, by_layer = self._scheduler.plan(), self._runnable_groups()
-            work = _merged(plans).work
+            work = self.work = _merged(plans).work
             tokens, computed = self._compute(plans)
             whole = _merged(computed)
             ended = [chunk for chunk in whole.chunks if chunk.ends_context]

@@ -13,25 +13,18 @@ worthless without the receiver's key; the receiver may reuse it until it expires
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 import struct
 
+from torchrelay.common.keys import derive_node_key as derive_node_key
+from torchrelay.common.keys import framed_mac
 from torchrelay.control.v1.types_pb2 import Ticket as Ticket
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
 
 NONCE_BYTES = 16
 CHALLENGE_BYTES = 32
 PROOF_BYTES = SESSION_BYTES = 32
-MIN_KEY_BYTES = 16
-
-
-def derive_node_key(cluster_key: bytes, node_id: str) -> bytes:
-    """The key of one store or worker, 32 bytes."""
-    if len(cluster_key) < MIN_KEY_BYTES:
-        raise ValueError(f"the cluster key must have at least {MIN_KEY_BYTES} bytes")
-    return _mac(cluster_key, b"torchrelay node key", node_id.encode())
 
 
 class TicketIssuer:
@@ -88,19 +81,19 @@ def unseal_session(ticket: Ticket, receiver_key: bytes) -> bytes:
 
 def prove_session(session: bytes, side: bytes, challenge: bytes) -> bytes:
     """The answer of ``side`` (b"holder" or b"receiver") to a challenge; compare with ``hmac.compare_digest``."""
-    return _mac(session, b"torchrelay proof", side, challenge)
+    return framed_mac(session, b"torchrelay proof", side, challenge)
 
 
 def _session(ticket: Ticket, holder_key: bytes) -> bytes:
-    return _mac(holder_key, b"torchrelay session", *_fields(ticket))
+    return framed_mac(holder_key, b"torchrelay session", *_fields(ticket))
 
 
 def _pad(ticket: Ticket, receiver_key: bytes) -> bytes:
-    return _mac(receiver_key, b"torchrelay seal", *_fields(ticket))
+    return framed_mac(receiver_key, b"torchrelay seal", *_fields(ticket))
 
 
 def _ticket_mac(ticket: Ticket, holder_key: bytes) -> bytes:
-    return _mac(holder_key, b"torchrelay ticket", *_fields(ticket), ticket.sealed_session)
+    return framed_mac(holder_key, b"torchrelay ticket", *_fields(ticket), ticket.sealed_session)
 
 
 def _fields(ticket: Ticket) -> tuple[bytes, ...]:
@@ -111,12 +104,6 @@ def _fields(ticket: Ticket) -> tuple[bytes, ...]:
         struct.pack(">QQq", ticket.begin, ticket.end, ticket.expires_unix_ms),
         ticket.nonce,
     )
-
-
-def _mac(key: bytes, *parts: bytes) -> bytes:
-    # Length-prefixed: no two sequences of parts give the same input.
-    framed = b"".join(struct.pack(">Q", len(part)) + part for part in parts)
-    return hmac.digest(key, framed, hashlib.sha256)
 
 
 def _xor(left: bytes, right: bytes) -> bytes:

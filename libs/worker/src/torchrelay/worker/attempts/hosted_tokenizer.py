@@ -19,6 +19,8 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 if TYPE_CHECKING:
     from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub  # exists in the stubs only
 
+READ_TIMEOUT_S = 10.0  # of a small file, from this host
+
 
 class HostedTokenizer:
     """The tokenizer of the hosted model, read on first use."""
@@ -56,7 +58,8 @@ class HostedTokenizer:
 async def read_file(store: ParamStoreAsyncStub, digest: str) -> bytes:
     """A tokenizer's file from this host's store, verified. Raises ``TorchrelayError``."""
     try:
-        encoded = b"".join([part.data async for part in store.ReadFile(pb.ReadFileRequest(digest=digest))])
+        request = pb.ReadFileRequest(digest=digest)
+        encoded = b"".join([part.data async for part in store.ReadFile(request, timeout=READ_TIMEOUT_S)])
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from error
     if blake3(encoded).hexdigest() != digest:

@@ -27,9 +27,9 @@ RegistersByRequest = dict[str, dict[int, UsageRegister]]  # request id -> choice
 class UsageRegisterReader:
     """Reads the usage stream on demand; nothing is consumed while all gateways are alive."""
 
-    def __init__(self, client: Client, subjects: Subjects) -> None:
+    def __init__(self, client: Client, subjects: Subjects, num_replicas: int = 1) -> None:
         self._js: JetStreamContext = client.jetstream()
-        self._subjects = subjects
+        self._subjects, self._num_replicas = subjects, num_replicas
 
     async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
         """The merged registers of these requests. Raises ``Unavailable`` if JetStream cannot be read."""
@@ -40,7 +40,9 @@ class UsageRegisterReader:
 
     async def _read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
         merged: RegistersByRequest = {}
-        await ensure_streams(self._js, self._subjects)  # a server that lost its storage has no stream
+        await ensure_streams(
+            self._js, self._subjects, self._num_replicas
+        )  # a server that lost its storage has no stream
         consumer = await self._js.pull_subscribe(
             self._subjects.usage(gateway_id),
             stream=self._subjects.usage_stream,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.error_handlers import install_error_handlers
@@ -18,8 +19,10 @@ def make_app(services: Services) -> FastAPI:
         app.include_router(part.router)
 
     @app.get("/health")
-    async def health() -> dict[str, str]:
-        """Liveness of this process only; other services may recover by themselves."""
-        return {"status": "ok"}
+    async def health() -> JSONResponse:
+        """Which parts of the platform do not answer; 503 when the gateway is useless without them."""
+        report = await services.health.report()
+        body = {"status": report.status, "unavailable": [*report.essential], "degraded": [*report.others]}
+        return JSONResponse(body, 503 if report.essential else 200)
 
     return app

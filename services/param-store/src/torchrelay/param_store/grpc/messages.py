@@ -77,6 +77,13 @@ def store_report(store: Store) -> reports_pb2.StoreReport:
     )
 
 
+def store_beat(store: Store) -> reports_pb2.StoreReport:
+    """A sign of life."""
+    return reports_pb2.StoreReport(
+        store_id=store.settings.store_id, incarnation=store.incarnation, epoch=store.epoch.highest, is_beat=True
+    )
+
+
 def _pack_copy(copy: CopyReport, retained: Container[str]) -> reports_pb2.PackCopy:
     record = copy.record
     return reports_pb2.PackCopy(

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from torchrelay.common.disk import write_error
 from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable, UploadRefused
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import param_store_pb2 as pb
@@ -59,7 +60,7 @@ class UploadRpcs:
             try:
                 await self._receive(writer, request_iterator)
             except OSError as error:
-                raise Unavailable(f"{first.open.path}: cannot be written: {error.strerror}") from error
+                raise write_error(error, f"{first.open.path} cannot be written", upload.folder) from error
             finally:
                 await asyncio.to_thread(writer.close)
         return file_state(upload.file_progress(first.open.path))
@@ -130,7 +131,7 @@ class UploadRpcs:
             version = self.store.versions.publish(upload.pack_path, files, upload.claim)
             version_id = version.version_id
         except OSError as error:
-            raise Unavailable(f"the version cannot be published: {error.strerror}") from error
+            raise write_error(error, "the version cannot be published", self.store.settings.remote_folder) from error
         finally:
             upload.end_commit(version_id)
         attributes = {

@@ -12,7 +12,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchrelay.common.disk import write_error
 from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, UploadRefused
+from torchrelay.common.process.environment import plain_environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ async def run_packer(job: PackJob, stall_s: float = 600.0) -> AsyncGenerator[Pac
         *command,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+        env={**plain_environment(os.environ), "OPENBLAS_NUM_THREADS": "1"},
     )
     try:
         assert process.stdin is not None and process.stdout is not None
@@ -106,7 +108,7 @@ async def run_packer(job: PackJob, stall_s: float = 600.0) -> AsyncGenerator[Pac
             if "stage" in line:
                 yield PackProgress(line["stage"], line["done"], line["total"])
             else:
-                _check_result(line)
+                _check_result(line, job.pack_path.parent)
                 return
         raise TorchrelayError(f"the packer exited early with status {await process.wait()}")
     finally:
@@ -125,9 +127,9 @@ async def _next_line(stdout: asyncio.StreamReader, stall_s: float) -> bytes:
         ) from None
 
 
-def _check_result(line: dict[str, Any]) -> None:
+def _check_result(line: dict[str, Any], folder: Path) -> None:
     if refused := line.get("refused"):
         file, detail = refused["file"], refused["detail"]
         raise UploadRefused(f"{file}: {detail}" if file else detail, field=file or None)
-    if "failed" in line:
-        raise Unavailable(f"the upload could not be packed: {line['failed']}")
+    if failed := line.get("failed"):
+        raise write_error(OSError(failed["errno"], failed["detail"]), "the upload could not be packed", folder)

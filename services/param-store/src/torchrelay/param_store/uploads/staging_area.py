@@ -16,14 +16,15 @@ from pathlib import Path
 
 import msgspec
 
-from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, Overloaded, Unavailable
+from torchrelay.common.disk import free_bytes, write_error
+from torchrelay.common.errors import Conflict, DiskFull, InvalidRequest, NotFound, Overloaded
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 from torchrelay.param_store.uploads.staged_upload import Content, StagedUpload, UploadRecord
 
 log = get_logger(__name__)
 _UPLOAD_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_RESERVED_DISK_BYTES = 256 << 20
+_RESERVED_DISK_BYTES = 32 << 20  # for the ledger and logs, which may share the disk
 _REFUSED_EXPIRY_S = 3600.0
 
 
@@ -64,7 +65,7 @@ class StagingArea:
         return claims
 
     def begin(self, upload_id: str, tenant_id: str, files: Sequence[DeclaredFile], quota_bytes: int) -> StagedUpload:
-        """Raises ``UploadRefused`` or ``QuotaExceeded`` for a wrong declaration, ``Unavailable`` without disk space,
+        """Raises ``UploadRefused`` or ``QuotaExceeded`` for a wrong declaration, ``DiskFull`` without disk space,
         ``Overloaded`` with too many open uploads.
         """
         if not _UPLOAD_ID.fullmatch(upload_id):
@@ -81,7 +82,7 @@ class StagingArea:
                     known = self._known_files(tenant_id)
                     self._uploads[upload_id] = StagedUpload.begin(self._root / upload_id, record, known)
                 except OSError as error:
-                    raise Unavailable(f"the store cannot begin the upload: {error.strerror}") from error
+                    raise write_error(error, "the store cannot begin the upload", self._root) from error
                 self._remove(self._refused(tenant_id))  # what it did not take over
             elif (existing.record.tenant_id, existing.record.files) != (record.tenant_id, record.files):
                 raise Conflict("an upload with this id was begun with other files", field="upload_id")
@@ -111,8 +112,11 @@ class StagingArea:
         needed = 2 * num_bytes  # the upload, and its pack
         if needed > self._free_bytes():  # refused uploads of others go first
             self._remove([upload for upload in self._refused() if upload.record.tenant_id != tenant_id])
-        if needed > (free := self._free_bytes()):
-            raise Unavailable(f"the store has {max(free, 0):,} bytes of disk free and the upload needs {needed:,}")
+        if needed > (free := max(self._free_bytes(), 0)):
+            raise DiskFull(
+                f"the disk of {self._root} has room for {free:,} bytes and the upload needs {needed:,}, for its files "
+                "and the pack made of them"
+            )
 
     def _free_bytes(self) -> int:
         """What the disk has left for a new upload: not what open ones have declared and not sent yet."""
@@ -121,7 +125,7 @@ class StagingArea:
             if upload.is_open:
                 received = sum(progress.num_bytes_received for progress in upload.progress())
                 outstanding += 2 * upload.num_bytes - received
-        return shutil.disk_usage(self._root).free - _RESERVED_DISK_BYTES - outstanding
+        return free_bytes(self._root) - _RESERVED_DISK_BYTES - outstanding
 
     def get(self, upload_id: str) -> StagedUpload:
         upload = self._uploads.get(upload_id)

@@ -10,7 +10,7 @@ import grpc
 import stamina
 from google.protobuf.message import Message
 
-from torchrelay.common.errors import NotFound, StaleEpoch, TorchrelayError, Unavailable
+from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.common.process.telemetry import get_logger
@@ -62,6 +62,8 @@ class Actuator:
                 self._tasks.create_task(self._copy(command), name=f"copy {command.model.name}")
             case effects.RetainCommand():
                 self._tasks.create_task(self._retain(command), name=f"retain {command.store_id}")
+            case effects.DisconnectCommand():
+                self._tasks.create_task(self._channels.forget(command.address), name=f"disconnect {command.address}")
 
     async def _wake(self, command: effects.WakeCommand) -> None:
         """Relays in the order of the chain; each host's loads start as soon as its store has accepted its relay."""
@@ -130,7 +132,7 @@ class Actuator:
         store = self._controller.policy.state.membership.stores.get(store_id)
         if store is None:
             raise Unavailable("the store is gone")
-        return param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address))
+        return param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address, store_id))
 
     async def _load(self, command: effects.WakeCommand, order: effects.LoadOrder) -> None:
         request = worker_pb2.LoadRequest(
@@ -174,12 +176,15 @@ class Actuator:
         worker = self._controller.policy.state.membership.workers.get(worker_id)
         if worker is None:
             raise Unavailable("the worker is gone")
-        return worker_pb2_grpc.WorkerStub(self._channels.channel(worker.grpc_address))
+        return worker_pb2_grpc.WorkerStub(self._channels.channel(worker.grpc_address, worker_id))
 
     async def _call(
         self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float = _TIMEOUT_S
     ) -> None:
-        """One RPC, retried if the peer was not reached. ``StaleEpoch`` ends the service after start-up."""
+        """One RPC, retried if the peer was not reached.
+
+        A ``StaleEpoch`` fails it like any error: a newer scheduler shows by the reports of all, not by one's word.
+        """
         try:
             async for attempt in stamina.retry_context(
                 _is_unreached, attempts=_MAX_ATTEMPTS, wait_initial=_RETRY_S, wait_jitter=0
@@ -194,15 +199,8 @@ class Actuator:
         except grpc.aio.UsageError as error:
             raise Unavailable("the peer was lost before the call") from error
         except grpc.aio.AioRpcError as error:
-            failure = error_from_rpc(error)
-            if isinstance(failure, StaleEpoch) and self._controller.epoch.refused(self._controller.clock.now()):
-                self._tasks.create_task(_step_down(failure))
-            raise failure from error
+            raise error_from_rpc(error) from error
 
 
 def _is_unreached(error: Exception) -> bool:
     return isinstance(error, grpc.aio.AioRpcError) and error.code() == grpc.StatusCode.UNAVAILABLE
-
-
-async def _step_down(error: StaleEpoch) -> None:
-    raise error

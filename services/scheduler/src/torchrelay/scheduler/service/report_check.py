@@ -1,0 +1,45 @@
+"""Which reports count: those that their own worker or store has signed."""
+
+from __future__ import annotations
+
+from cachetools import FIFOCache
+from nats.aio.msg import Msg
+
+from torchrelay.common.keys import derive_node_key
+from torchrelay.common.net.load_reports import MAC_HEADER, is_report_mac
+from torchrelay.common.process.telemetry import get_logger
+
+log = get_logger(__name__)
+_MAX_NAMED = 1024
+
+
+class ReportCheck:
+    """Checks reports against the key of the node that their subject names; each offence is logged once."""
+
+    def __init__(self, cluster_key: bytes) -> None:
+        self._cluster_key = cluster_key
+        self._logged: FIFOCache[tuple[str, str], bool] = FIFOCache(_MAX_NAMED)
+
+    def is_signed(self, message: Msg) -> bool:
+        """Whether the node in the message's subject sent it. The broker may serve others; nobody else has its key."""
+        mac = (message.headers or {}).get(MAC_HEADER, "")
+        if not mac:
+            return self._refused(message, "it is not signed")
+        node_key = derive_node_key(self._cluster_key, _node_id(message))
+        if not is_report_mac(mac, node_key, message.subject, message.data):
+            return self._refused(message, "its signature is not that of the node in its subject")
+        return True
+
+    def names_its_node(self, message: Msg, claimed_id: str) -> bool:
+        """Whether the report in the message is about the node in its subject."""
+        return claimed_id == _node_id(message) or self._refused(message, "it is about another node than its subject")
+
+    def _refused(self, message: Msg, why: str) -> bool:
+        if (message.subject, why) not in self._logged:
+            self._logged[message.subject, why] = True
+            log.warning("report_refused", subject=message.subject, reason=why)
+        return False
+
+
+def _node_id(message: Msg) -> str:
+    return message.subject.rpartition(".")[2]

@@ -1,0 +1,41 @@
+"""URLs with credentials in them: shown without, and taken apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchrelay.common.net.urls import NatsServers, nats_servers, with_credentials, without_password
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("nats://ann:hunter2@host:4222", "nats://ann:***@host:4222"),
+        ("redis://:hunt@er2@host/0", "redis://:***@host/0"),
+        ("ann:hunter2@host", "ann:***@host"),
+        ("postgresql://host/name?password=hunter2&user=ann", "postgresql://host/name?password=***&user=ann"),
+        ("nats://host:4222", "nats://host:4222"),
+        ("", ""),
+    ],
+)
+def test_a_password_is_not_shown(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("url", "servers"),
+    [
+        ("nats://host:4222", NatsServers(["nats://host:4222"], None, None)),
+        ("host:4222", NatsServers(["nats://host:4222"], None, None)),
+        ("nats://ann:pw@one:1, nats://two:2", NatsServers(["nats://one:1", "nats://two:2"], "ann", "pw")),
+        ("tls://a%40b:p%3Aw@one", NatsServers(["tls://one"], "a@b", "p:w")),
+        ("nats://secret@one", NatsServers(["nats://one"], "secret", None)),
+    ],
+)
+def test_servers_and_credentials_are_told_apart(url: str, servers: NatsServers) -> None:
+    assert nats_servers(url) == servers
+
+
+def test_credentials_come_back_as_they_were_put_in() -> None:
+    url = with_credentials("nats://host:4222", "prefill-0", "p:@/w")
+    assert nats_servers(url) == NatsServers(["nats://host:4222"], "prefill-0", "p:@/w")

@@ -1,0 +1,110 @@
+"""Reports count only from the worker or store that they are about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from structlog.testing import capture_logs
+
+from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, ScriptedCluster, cluster, house
+from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
+from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
+from torchrelay.transfer.protocol.tickets import derive_node_key
+
+KEY = bytes.fromhex(CLUSTER_KEY)
+FORGED = WorkerReport(
+    worker_id="evil",
+    incarnation="i",
+    host_id="host-1",
+    grpc_address="127.0.0.1:1",
+    epoch=1 << 62,
+    kv_free_bytes=1 << 40,
+)
+FORGED_STORE = StoreReport(
+    store_id="evil", incarnation="i", host_id="host-1", grpc_address="127.0.0.1:1", epoch=1 << 62
+)
+
+
+def signed(node_id: str, subject: str, payload: bytes) -> dict[str, str]:
+    return {MAC_HEADER: report_mac(derive_node_key(KEY, node_id), subject, payload)}
+
+
+def unsigned(_node_id: str, _subject: str, _payload: bytes) -> dict[str, str]:
+    return {}
+
+
+def by_another_cluster(node_id: str, subject: str, payload: bytes) -> dict[str, str]:
+    return {MAC_HEADER: report_mac(derive_node_key(bytes(16), node_id), subject, payload)}
+
+
+def for_another_subject(node_id: str, subject: str, payload: bytes) -> dict[str, str]:
+    return signed(node_id, subject.replace("worker", "store"), payload)
+
+
+def for_another_payload(node_id: str, subject: str, payload: bytes) -> dict[str, str]:
+    return signed(node_id, subject, payload + b"x")
+
+
+def with_nonsense(_node_id: str, _subject: str, _payload: bytes) -> dict[str, str]:
+    return {MAC_HEADER: "ünsinn"}
+
+
+Signer = Callable[[str, str, bytes], dict[str, str]]
+
+
+async def tell(it: ScriptedCluster, subject_id: str, report: WorkerReport | StoreReport, sign: Signer, by: str) -> None:
+    load = it.subjects.worker_load if isinstance(report, WorkerReport) else it.subjects.store_load
+    subject, payload = load(subject_id), report.SerializeToString()
+    await it.nats.publish(subject, payload, headers=sign(by, subject, payload) or None)
+
+
+@pytest.mark.parametrize(
+    "sign",
+    [unsigned, by_another_cluster, for_another_subject, for_another_payload, with_nonsense],
+    ids=lambda f: f.__name__,
+)
+async def test_forged_reports_are_refused_and_logged_once(nats_url: str, sign: Signer) -> None:
+    async with house(nats_url) as it, it.scheduler() as address:
+        with capture_logs() as logged:
+            for _ in range(3):
+                await tell(it, "evil", FORGED, sign, by="evil")
+            await tell(it, "evil", FORGED_STORE, sign if sign is not for_another_subject else unsigned, by="evil")
+            await it.nats.flush()
+            await it.host(1)  # whose reports come after
+            view = await cluster(address, lambda view: len(view.workers) == 2 and len(view.stores) == 1)
+        assert "evil" not in {worker.worker_id for worker in view.workers}
+        refused = [line["subject"] for line in logged if line["event"] == "report_refused"]
+        assert refused == [it.subjects.worker_load("evil"), it.subjects.store_load("evil")]
+
+
+async def test_a_worker_cannot_speak_for_another(nats_url: str) -> None:
+    """With its own key, on its own subject or on the other's."""
+    async with house(nats_url) as it, it.scheduler() as address:
+        _, first, _ = await it.host(1)
+        await cluster(address, lambda view: len(view.workers) == 2)
+        stolen = first.report()
+        stolen.grpc_address, stolen.incarnation = "127.0.0.1:1", "forged"
+        with capture_logs() as logged:
+            await tell(it, "evil", stolen, signed, by="evil")
+            await tell(it, first.worker_id, stolen, signed, by="evil")
+            await it.nats.flush()
+            await it.host(2)
+            view = await cluster(address, lambda view: len(view.workers) == 4)
+        found = next(worker for worker in view.workers if worker.worker_id == first.worker_id)
+        assert found.grpc_address == first.address
+        assert len([line for line in logged if line["event"] == "report_refused"]) == 2
+
+
+async def test_a_false_epoch_of_a_known_worker_ends_no_scheduler(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        store, first, _ = await it.host(1)
+        store.epoch = first.epoch = 1 << 62
+        async with it.scheduler(2) as address:
+            view = await cluster(address, lambda view: len(view.workers) == 2)
+            assert 0 < view.epoch < 1 << 61
+            first.epoch = (1 << 62) + 1  # after the start-up as well
+            await first.touch()
+            await it.host(2)
+            later = await cluster(address, lambda view: len(view.workers) == 4)
+            assert later.epoch == view.epoch
