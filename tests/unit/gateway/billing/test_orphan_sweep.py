@@ -227,7 +227,7 @@ async def test_a_gateway_goes_on_beating_while_its_sweep_takes_long(parts: Accou
     await asyncio.gather(*(parts.ledger.open(parts.request(f"req-{n}", gateway_id="gw-dead")) for n in range(1500)))
     await parts.ledger.open(parts.request("req-live", gateway_id="gw-sweeping"))
     heartbeat, slow = Heartbeat(parts.database, "gw-sweeping"), SlowSource()
-    sweep = OrphanSweep(parts.database, parts.ledger, heartbeat, lambda: slow, every_s=0.02, after_s=0.1)
+    sweep = OrphanSweep(parts.database, parts.ledger, heartbeat, lambda: slow, every_s=0.5, after_s=0.1)
     watching = sweep_of(parts, Nobody(), Clock(), heartbeat=Heartbeat(parts.database, "gw-watching"))
     await heartbeat.beat()
     async with asyncio.timeout(60), background(heartbeat.run(0.02, timeout_s=10), sweep.run()):
@@ -337,7 +337,7 @@ async def test_a_round_that_fails_is_followed_by_another(parts: AccountingRig) -
 
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
     heartbeat, source = Heartbeat(parts.database, "gw-live"), Faulty()
-    sweep = OrphanSweep(parts.database, parts.ledger, heartbeat, lambda: source, every_s=0.01, after_s=0.05)
+    sweep = OrphanSweep(parts.database, parts.ledger, heartbeat, lambda: source, every_s=0.5, after_s=0.1)
     async with asyncio.timeout(30), background(sweep.run()):
         while not await outputs(parts):  # noqa: ASYNC110 -- a row in SQL has no event
             await asyncio.sleep(0.01)
