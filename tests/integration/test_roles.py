@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 
 from tests.integration.roles_testbed import RolesTestbed, running_testbed, until
 from tests.unit.engine.harness import Model, prompt_of
+from torchrelay.common.net.nats_client import Subjects
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.transfer.transport.shm import ShmConnection
@@ -127,6 +128,29 @@ async def test_three_choices_with_stop_strings_each_end_for_themselves(scene_of:
             assert stopped.tokens(choice) == tokens[: min(ends, default=len(tokens))]
             assert stopped.finish(choice) == (pb.FINISH_REASON_STOP if ends else pb.FINISH_REASON_LENGTH)
         await scene.assert_idle()
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
+async def test_what_is_computed_of_a_long_prompt_is_told_while_it_is_computed(scene_of: Make, apart: bool) -> None:
+    """The gateway bills it if its client leaves, the sweep if the gateway dies; a dropped stream is both here."""
+    async with scene_of(apart=apart) as scene:
+        worker = scene.prefill.worker
+        registers = await worker.usage.client.subscribe(Subjects(worker.settings.nats_prefix).usage("gw-1"))
+        request = await scene.send(scene.request(prompt_of(400), max_tokens=1))
+        await request.finished()
+        told = [output.num_prompt_tokens for output in request.outputs() if not output.token_ids]
+        assert told == list(range(48, 400, 48))  # a step computes 48 positions
+        cancelled = await scene.send(scene.request(prompt_of(480, 1), max_tokens=30))
+        await until(lambda: bool(cancelled.outputs()))
+        await cancelled.cancel()
+        await scene.assert_idle()
+        told = [output.num_prompt_tokens for output in cancelled.outputs() if not output.token_ids]
+        register = pb.UsageRegister()
+        async with asyncio.timeout(30):
+            while register.request_id != cancelled.start.key.request_id or register.num_prompt_tokens < told[-1]:
+                register = pb.UsageRegister.FromString((await registers.next_msg(timeout=20)).data)
+    assert told[0] == 48
+    assert register.num_prompt_tokens <= 480
 
 
 async def test_a_cancel_at_any_moment_leaves_all_pages_free(scene_of: Make, model: Model) -> None:

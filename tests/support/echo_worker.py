@@ -102,6 +102,7 @@ class EchoWorker:
         self.cancelled: list[tuple[str, Key]] = []
         self.errors: dict[str, list[pb.RunError]] = {"prefill": [], "decode": [], "hand-over": []}
         self.num_cached = 0
+        self.prompt_progress: tuple[int, ...] = ()  # prompt tokens computed so far, step by step; then it never ends
         self.pause_at: int | None = None
         self.is_silent = False  # it says nothing, not even that it lives
         self.progress: types_pb2.EngineProgress | None = None  # of its beats; None: it advances all the time
@@ -243,6 +244,14 @@ class _Role:
             worker.num_running += 1
 
     async def _prefill(self, start: pb.AttemptStart, gateway: _Gateway) -> None:
+        if self._worker.prompt_progress:
+            gateway.outputs += [
+                pb.ChoiceOutput(
+                    key=start.key, num_prompt_tokens=computed, num_cached_prompt_tokens=self._worker.num_cached
+                )
+                for computed in self._worker.prompt_progress
+            ]
+            return
         began_us = time.time_ns() // 1000
         model, prompt = self._worker.model, tuple(start.prompt)
         outputs = []

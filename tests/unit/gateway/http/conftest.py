@@ -97,6 +97,7 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
             catalog=parts.catalog,
             prices=parts.prices,
             uploads=Uploads(parts.database, parts.catalog, store_client),
+            store=store_client,
             scheduler=scheduler,
             queries=shares.queries,
             default_scaling=ScalingSettings(60.0, 8),

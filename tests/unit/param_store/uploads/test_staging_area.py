@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,31 @@ def test_an_upload_can_be_begun_after_a_full_disk_ended_the_first_try(tmp_path: 
     files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
     (tmp_path / "uploads/u1/files").mkdir(parents=True)
     assert uploads.begin("u1", "ten-1", files, 0).progress()
+
+
+def test_what_open_uploads_have_declared_is_not_free_for_others(tmp_path: Path, folder: Path) -> None:
+    uploads = StagingArea(tmp_path / "uploads", 1 << 60, expiry_s=100)
+    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+    weights = shutil.disk_usage(tmp_path).free * 3 // 10  # twice that is needed, for the pack
+    large = [f if f.path != "model.safetensors" else DeclaredFile(f.path, weights, f.sha256) for f in files]
+    uploads.begin("u1", "ten-1", large, 0)
+    with pytest.raises(DiskFull, match="bytes and the upload needs"):
+        uploads.begin("u2", "ten-2", large, 0)
+    uploads.abort("u1")
+    uploads.begin("u2", "ten-2", large, 0)
+
+
+def test_of_a_tenants_refused_uploads_the_last_is_kept_for_an_hour(tmp_path: Path, folder: Path) -> None:
+    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=86400)
+    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+    for name, tenant in (("u1", "ten-1"), ("u2", "ten-1"), ("u3", "ten-2")):
+        upload = uploads.begin(name, tenant, files, 0)
+        uploads.refuse(upload)
+    assert uploads.num_open == 0
+    assert sorted(path.name for path in (tmp_path / "uploads").iterdir()) == ["u2", "u3"]
+    refused_at = uploads.get("u2").last_touched_unix_s()
+    assert uploads.expire(refused_at + 3000) == []
+    assert "u2" in uploads.expire(refused_at + 3700)
 
 
 def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) -> None:

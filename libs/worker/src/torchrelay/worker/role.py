@@ -18,7 +18,7 @@ from torchrelay.common.quantities import format_count
 from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.core import Finish, NewToken
+from torchrelay.engine.core import Finish, NewToken, PromptProgress
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.transport.interface import Transport
@@ -111,6 +111,9 @@ class WorkerRole(ABC):
 
     def on_delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:  # noqa: B027
         """Called after each delivered token."""
+
+    def advance_prompts(self, prompts: Sequence[PromptProgress]) -> None:  # noqa: B027
+        """Called after each step with the prompts that it has advanced and not ended."""
 
     def pages_freed(self) -> None:  # noqa: B027
         """Called when KV pages may have come free."""

@@ -200,6 +200,7 @@ class Worker:
     def _on_step(self, result: StepResult) -> None:
         for role in self.roles:
             role.attempts.mark_prefilled(result.prefilled)
+            role.advance_prompts(result.prompts)
             role.deliver(result.tokens)
             role.expire(result.expired)
         if result.prefilled or result.expired or any(token.finish for token in result.tokens):

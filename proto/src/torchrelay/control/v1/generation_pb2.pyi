@@ -349,11 +349,14 @@ class ChoiceOutput(_message.Message):
     NUM_CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     first_position: _builtins.int
     """position of token_ids[0] in the output, from 0"""
     finish_reason: Global___FinishReason.ValueType
     num_cached_prompt_tokens: _builtins.int
+    num_prompt_tokens: _builtins.int
+    """computed or found cached so far; only while a long prompt is computed, without tokens"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -382,10 +385,11 @@ class ChoiceOutput(_message.Message):
         num_cached_prompt_tokens: _builtins.int = ...,
         phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "error", b"error", "finish_reason", b"finish_reason", "first_position", b"first_position", "key", b"key", "logprobs", b"logprobs", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "phases", b"phases", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "error", b"error", "finish_reason", b"finish_reason", "first_position", b"first_position", "key", b"key", "logprobs", b"logprobs", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_prompt_tokens", b"num_prompt_tokens", "phases", b"phases", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -480,7 +484,9 @@ Global___RunError: _TypeAlias = RunError  # noqa: Y015
 
 @_typing.final
 class UsageRegister(_message.Message):
-    """Published to JetStream relay.usage.<gateway> (first token, every second, end); merged by maximum."""
+    """Published to JetStream relay.usage.<gateway> (first token, every second, also while a long prompt is computed, end);
+    merged by maximum.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -496,6 +502,7 @@ class UsageRegister(_message.Message):
     choice: _builtins.int
     attempt: _builtins.int
     num_prompt_tokens: _builtins.int
+    """computed or found cached"""
     num_cached_prompt_tokens: _builtins.int
     output_position: _builtins.int
     """tokens sent to the gateway so far, forced ones included"""

@@ -30,7 +30,7 @@ from torchrelay.gateway.billing.orphan_sweep import OrphanSweep
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.catalog.garbage_collection import collect_garbage
-from torchrelay.gateway.catalog.uploads import Uploads
+from torchrelay.gateway.catalog.uploads import UploadLimits, Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.http.connections import ConnectionLimits, divide_descriptors
@@ -198,7 +198,13 @@ async def _make_components(
         keys=keys,
         catalog=catalog,
         prices=prices,
-        uploads=Uploads(database, catalog, store),
+        uploads=Uploads(
+            database,
+            catalog,
+            store,
+            UploadLimits(settings.max_open_uploads, settings.max_open_upload_bytes, settings.upload_lease_s),
+        ),
+        store=store,
         scheduler=SchedulerClient(scheduler_channel, settings.scheduler_address),
         queries=shares.queries,
         default_scaling=ScalingSettings(settings.idle_timeout_s, settings.max_instances),
@@ -225,11 +231,13 @@ def _jobs(
     collecting = collect_garbage(
         database,
         components.store,
+        components.services.uploads,
         every_s=settings.housekeeping_s,
         lease_s=settings.upload_lease_s,
         retired_s=settings.retired_version_s,
     )
-    return background(components.nats_events.run(), sweep.run(), collecting)
+    beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
+    return background(components.nats_events.run(), beating, sweep.run(), collecting)
 
 
 async def _leave(heartbeat: Heartbeat) -> None:

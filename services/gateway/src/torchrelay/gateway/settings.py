@@ -113,6 +113,10 @@ class GatewaySettings(ServiceSettings):
     )
     reservation_lease_s: float = Field(900.0, gt=0, description="Lifetime of a budget reservation never released.")
     upload_lease_s: float = Field(86400.0, gt=0, description="Lifetime of an upload never committed.")
+    max_open_uploads: int = Field(16, ge=1, description="Uploads that one tenant may have open at once.")
+    max_open_upload_bytes: int = Field(
+        1 << 40, ge=1, description="Declared bytes of one tenant's open uploads together; a single one may have more."
+    )
     retired_version_s: float = Field(
         600.0, ge=0, description="Delay before the bytes of a replaced or deleted version are freed."
     )

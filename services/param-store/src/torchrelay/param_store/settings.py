@@ -67,7 +67,12 @@ class StoreSettings(ServiceSettings):
     )
     max_upload_bytes: int = Field(1 << 40, ge=1, description="Maximum bytes of one upload.")
     upload_expiry_s: float = Field(86400.0, gt=0, description="An upload left untouched for this long is removed.")
-    max_waiting_commits: int = Field(16, ge=1, description="Maximum commits waiting for the packer; more are refused.")
+    max_open_uploads: int = Field(256, ge=1, description="Maximum open uploads of all tenants; more are refused.")
+    num_packers: int = Field(2, ge=1, le=16, description="Commits that run at once, at most one of each tenant.")
+    max_waiting_commits: int = Field(
+        16, ge=1, description="Maximum commits waiting for a packer, a quarter of them one tenant's; more are refused."
+    )
+    commit_stall_s: float = Field(120.0, gt=0, description="A commit that makes no progress for this long fails.")
     packer_memory_bytes: int = Field(384 << 20, ge=64 << 20, description="Maximum memory of a packer process.")
 
     @property

@@ -256,3 +256,51 @@ def test_retries_wait_longer_each_time() -> None:
     assert delays[0] == 0
     assert delays == sorted(delays)
     assert delays[-1] == 2.0
+
+
+def settled_of(rig: TokenPathRig) -> list[tuple[int, int, int, FinishCause]]:
+    return [
+        (one.num_prompt_tokens, one.num_cached_prompt_tokens, one.num_output_tokens, one.cause)
+        for usages in rig.ports.settled.values()
+        for one in usages
+    ]
+
+
+async def test_who_leaves_during_a_long_prompt_pays_what_was_computed(rig: TokenPathRig) -> None:
+    rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
+    async with rig.http.stream(
+        "POST", "/v1/completions", json={"model": "echo", "prompt": PROMPT, "stream": True}
+    ) as reply:
+        await anext(reply.aiter_lines())  # a keep-alive: the worker's progress came before it
+    await until(lambda: bool(rig.ports.settled))
+    assert settled_of(rig) == [(6, 2, 0, FinishCause.CANCELLED)]
+
+
+async def test_who_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -> None:
+    rig.scheduler.open_gate.clear()
+    async with rig.http.stream(
+        "POST", "/v1/completions", json={"model": "echo", "prompt": PROMPT, "stream": True}
+    ) as reply:
+        await anext(reply.aiter_lines())
+    await until(lambda: bool(rig.ports.settled))
+    assert settled_of(rig) == [(0, 0, 0, FinishCause.CANCELLED)]
+
+
+async def test_a_deadline_that_ends_a_long_prompt_bills_what_was_computed(make_rig: MakeRig) -> None:
+    rig = await make_rig(request_timeout_s=0.5)
+    rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
+    response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
+    assert response.status_code == 504
+    await until(lambda: bool(rig.ports.settled))
+    assert settled_of(rig) == [(6, 2, 0, FinishCause.ERROR)]
+
+
+async def test_a_fault_of_the_platform_during_a_long_prompt_costs_nothing(make_rig: MakeRig) -> None:
+    rig = await make_rig(max_attempts=1)
+    rig.workers[0].prompt_progress = (4, 6)
+    asking = asyncio.ensure_future(rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT}))
+    await until(lambda: any(role == "prefill" for role, _ in rig.workers[0].starts))
+    await rig.workers[0].kill()
+    assert (await asking).status_code == 503
+    await until(lambda: bool(rig.ports.settled))
+    assert [one[0] for one in settled_of(rig)] == [0]

@@ -53,7 +53,8 @@ async def _incomplete(connection: SqlConnection) -> list[str]:
     """Settled requests without a row per choice, and unsettled requests with rows."""
     count = func.count(ledger.c.request_id)
     query = select(opened.c.request_id, opened.c.num_choices, opened.c.settled_unix_us, count.label("num_rows"))
-    query = query.outerjoin_from(opened, ledger, opened.c.request_id == ledger.c.request_id)
+    of_settlement = (opened.c.request_id == ledger.c.request_id) & (ledger.c.supplement == 0)
+    query = query.outerjoin_from(opened, ledger, of_settlement)
     query = query.group_by(opened.c.request_id, opened.c.num_choices, opened.c.settled_unix_us)
     faults = []
     for row in await connection.execute(query):

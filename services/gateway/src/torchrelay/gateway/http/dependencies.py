@@ -16,6 +16,7 @@ from torchrelay.gateway.auth.tenants import Tenant, Tenants
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.catalog.uploads import Uploads
+from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import Principal, PublishedModel
 from torchrelay.gateway.limits.tenant_lanes import TenantLanes
@@ -32,6 +33,7 @@ class Services:
     catalog: Catalog
     prices: Prices
     uploads: Uploads
+    store: StoreClient
     scheduler: SchedulerClient
     queries: TenantLanes
     default_scaling: ScalingSettings  # the scheduler's defaults

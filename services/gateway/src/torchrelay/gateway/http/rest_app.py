@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.error_handlers import install_error_handlers
-from torchrelay.gateway.http.routes import billing, explain, keys, models, tenants, uploads
+from torchrelay.gateway.http.routes import billing, explain, keys, models, orphans, tenants, uploads
 
 
 def make_app(services: Services) -> FastAPI:
@@ -15,7 +15,7 @@ def make_app(services: Services) -> FastAPI:
     app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None)
     app.state.services = services
     install_error_handlers(app)
-    for part in (tenants, keys, uploads, models, billing, explain):
+    for part in (tenants, keys, uploads, models, orphans, billing, explain):
         app.include_router(part.router)
 
     @app.get("/health")

@@ -24,7 +24,7 @@ def source_address(source: types_pb2.Source) -> SourceAddress | None:
 
 def upload_state(upload: StagedUpload) -> pb.UploadState:
     files = [file_state(progress) for progress in upload.progress()]
-    return pb.UploadState(upload_id=upload.record.upload_id, files=files)
+    return pb.UploadState(upload_id=upload.record.upload_id, files=files, version_id=upload.claimed_version)
 
 
 def file_state(progress: FileProgress) -> pb.FileState:
