@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import cache
+
+import msgspec
 from fastapi import FastAPI
 
 from torchrelay.gateway.http.dependencies import Services
@@ -11,15 +15,18 @@ from torchrelay.gateway.http.routes import billing, explain, keys, models, tenan
 
 def make_app(services: Services) -> FastAPI:
     """All routes except the token path."""
-    app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None)
+    app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
     install_error_handlers(app)
     for part in (tenants, keys, uploads, models, billing, explain):
         app.include_router(part.router)
 
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """Liveness of this process only; other services may recover by themselves."""
-        return {"status": "ok"}
-
     return app
+
+
+def public_pages(app: FastAPI) -> Mapping[str, Callable[[], bytes]]:
+    """What is shown without a key, and says nothing about a tenant; ready as bytes, since strangers may ask often.
+
+    ``/health`` is the liveness of this process only; other services may recover by themselves.
+    """
+    return {"/health": lambda: b'{"status":"ok"}', "/openapi.json": cache(lambda: msgspec.json.encode(app.openapi()))}
