@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, error_class
+from torchrelay.common.errors import Conflict, Overloaded, TorchrelayError, Unavailable, error_class
 from torchrelay.common.tls import CLUSTER_NAME, Tls
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -131,11 +131,18 @@ class RpcServer:
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         address = f"{host}:{port}"
-        self.port = (
-            self.server.add_insecure_port(address)
-            if tls is None
-            else self.server.add_secure_port(address, tls.server_credentials())
-        )
+        try:
+            self.port = self._bind(address, tls)
+        except RuntimeError as error:  # gRPC does not say why
+            raise Conflict(
+                f"cannot listen on {address}: another process does, or it is not an address of this machine",
+                field="port",
+            ) from error
+
+    def _bind(self, address: str, tls: Tls | None) -> int:
+        if tls is None:
+            return self.server.add_insecure_port(address)
+        return self.server.add_secure_port(address, tls.server_credentials())
 
     async def start(self) -> None:
         """Starts serving and reports it to health checks."""
