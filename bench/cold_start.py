@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.report import Check, finish, progress
 from tests.support.checkpoints import make_checkpoint
 from tests.support.platform import Platform, running_platform
+from torchrelay.cli.up.plan import STORE_ID
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, reports_pb2
 
 SMALL: dict[str, Any] = {  # 32 MB in fp32
@@ -96,7 +96,7 @@ def renew_workers(platform: Platform) -> None:
 def drop_host_copy(platform: Platform, model: Model) -> None:
     """Drops the host copies, so that the pack is on disk only."""
     epoch = next(iter(platform.views())).epoch
-    with grpc.insecure_channel(platform.endpoints["store"]) as channel:
+    with platform.channel(platform.endpoints["store"], STORE_ID) as channel:
         stub = param_store_pb2_grpc.ParamStoreStub(channel)
         request = param_store_pb2.DropRequest(epoch=epoch, pack_id=model.pack_id)
         deadline = time.monotonic() + 30

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from torchrelay.cli.api.chat_stream import MIN_RATE_SPAN_S
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.scheduler_client import watch
+from torchrelay.cli.api.scheduler_client import scheduler_access, watch
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
 from torchrelay.cli.views.timeline import explanation
@@ -109,10 +109,11 @@ def ask_grpc(address: str, key: str, model: str, question: str) -> None:
         console.print()
 
 
-def wait_for_zero(scheduler: str) -> float:
+def wait_for_zero(home: Home) -> float:
     """Waits until no worker holds a model; returns the seconds it took."""
     begin = time.monotonic()
-    for view in watch(scheduler):
+    address, tls, token, _ = scheduler_access(home.path, None)
+    for view in watch(address, tls, token):
         if not view.instances:
             return time.monotonic() - begin
     raise SystemExit("the scheduler ended its view before the model went to zero")
@@ -145,11 +146,11 @@ def main() -> None:
             key = admin.call("POST", "/v1/keys", json={"tenant": "acme", "name": "demo"})["key"]
             console.print(f"  tenant {tenant['name']}, key {key[:12]}...")
             with GatewayClient(endpoints["http"], key) as client:
-                talk(client, endpoints, key)
+                talk(client, home, endpoints, key)
             step("9. Stop everything")
 
 
-def talk(client: GatewayClient, endpoints: dict[str, str], key: str) -> None:
+def talk(client: GatewayClient, home: Home, endpoints: dict[str, str], key: str) -> None:
     step("3. Upload the glossary model")
     model = ModelUpload(client, MODEL_FOLDER, "glossary", lambda *_: None).run({"idle_timeout_s": IDLE_S})["id"]
     console.print(f"  published {model}")
@@ -163,7 +164,7 @@ def talk(client: GatewayClient, endpoints: dict[str, str], key: str) -> None:
     step("5. Ask one over gRPC")
     ask_grpc(endpoints["grpc"], key, model, "What is a pack?")
     step(f"6. Nobody calls: the model goes to zero after {IDLE_S:g} s")
-    console.print(f"  at zero after {wait_for_zero(endpoints['scheduler']):.1f} s; no worker holds it any more")
+    console.print(f"  at zero after {wait_for_zero(home):.1f} s; no worker holds it any more")
     step("7. Ask again: a cold start")
     request_id = ask_rest(openai, model, "What is scale to zero?")
     show_timeline(client, request_id, "Cold start with the parameters still in host memory")

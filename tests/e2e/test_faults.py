@@ -11,13 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import grpc
 import httpx
 import pytest
 
 from tests.e2e.conftest import SMALL, Tenant
 from tests.support.completions import complete, headers, stream
 from tests.support.platform import Platform, child_of, running_platform
+from torchrelay.cli.up.plan import STORE_ID
 from torchrelay.control.v1.param_store_pb2 import WatchCopiesRequest
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.control.v1.worker_pb2 import WatchSlotRequest
@@ -97,7 +97,7 @@ def test_a_store_killed_while_a_model_is_loaded_delays_its_requests(shaken: Tena
 
 
 def _await_pins(platform: Platform) -> None:
-    with grpc.insecure_channel(platform.endpoints["store"]) as channel:
+    with platform.channel(platform.endpoints["store"], STORE_ID) as channel:
         for report in ParamStoreStub(channel).WatchCopies(WatchCopiesRequest(), timeout=20):
             if any(copy.num_pins and copy.num_chunks_verified == copy.num_chunks for copy in report.copies):
                 return
@@ -137,7 +137,7 @@ def num_decoded(platform: Platform) -> int:
     """Positions that all workers have decoded by now, as they say themselves."""
     total = 0
     for worker in next(platform.views()).workers:
-        with grpc.insecure_channel(worker.grpc_address) as channel:
+        with platform.channel(worker.grpc_address, worker.worker_id) as channel:
             total += next(iter(WorkerStub(channel).WatchSlot(WatchSlotRequest(), timeout=20))).num_positions_decoded
     return total
 

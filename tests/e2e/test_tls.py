@@ -17,6 +17,8 @@ import pytest
 from tests.e2e.conftest import SMALL, Tenant
 from tests.support.completions import headers
 from tests.support.platform import SCRIPTS, Platform, running_platform
+from torchrelay.common.net.rpc import open_blocking_channel
+from torchrelay.common.tls import Tls, TlsFiles
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 pytestmark = pytest.mark.e2e
@@ -86,7 +88,19 @@ def test_who_shows_no_certificate_is_not_served(sealed: Platform) -> None:
             end.recv(1)
 
 
+@pytest.mark.parametrize("name", ["decode-0", "param-store"])
+def test_a_certificate_of_another_part_may_not_ask(sealed: Platform, name: str) -> None:
+    folder = sealed.home.path / "tls"
+    tls = Tls(TlsFiles(folder / "ca.crt", folder / f"{name}.crt", folder / f"{name}.key"))
+    with open_blocking_channel(sealed.endpoints["scheduler"], tls) as channel:
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Explain(scheduler_pb2.ExplainRequest(request_id="req-none"), timeout=10)
+    assert isinstance(refused.value, grpc.Call) and refused.value.code() == grpc.StatusCode.PERMISSION_DENIED
+
+
 def test_keys_are_readable_by_their_owner_alone(sealed: Platform) -> None:
     keys = sorted((sealed.home.path / "tls").glob("*.key"))
-    assert [path.name for path in keys] == ["ca.key", "node.key"]
+    nodes = ("ca", "cli", "decode-0", "gateway", "param-store", "prefill-0", "scheduler")
+    assert [path.name for path in keys] == [f"{name}.key" for name in nodes]
     assert all(path.stat().st_mode & 0o077 == 0 for path in keys)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.support.callers import every_token
 from tests.unit.param_store.running_store import CLUSTER_KEY, OFFICE, REMOTE, RunningStore, running_store
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc import open_channel
@@ -66,20 +67,24 @@ class RunningWorker:
     instance_id: str = field(default_factory=lambda: new_id("ins"))
     _streams: list[GatewayStream] = field(default_factory=list)
 
+    @property
+    def _token(self) -> str:
+        return every_token(CLUSTER_KEY, self.worker.settings.worker_id)
+
     async def stream(self, role: types_pb2.Role.ValueType, gateway_id: str = "gw-1") -> GatewayStream:
-        channel = open_channel(self.address)
+        channel = open_channel(self.address, token=self._token)
         stream = GatewayStream((PrefillStub if role == PREFILL else DecodeStub)(channel), gateway_id)
         await stream.open()
         self._streams.append(stream)
         return stream
 
     async def load(self, version: types_pb2.ModelVersion, roles: Sequence[types_pb2.Role.ValueType]) -> None:
-        async with open_channel(self.address) as channel:
+        async with open_channel(self.address, token=self._token) as channel:
             request = worker_pb2.LoadRequest(epoch=1, instance_id=self.instance_id, version=version, roles=roles)
             await WorkerStub(channel).Load(request)
 
     async def unload(self, drain_s: float = 0.0) -> None:
-        async with open_channel(self.address) as channel:
+        async with open_channel(self.address, token=self._token) as channel:
             request = worker_pb2.UnloadRequest(epoch=1, instance_id=self.instance_id, drain_s=drain_s)
             await WorkerStub(channel).Unload(request)
 
@@ -135,6 +140,7 @@ async def running_test_worker(nats_url: str, store: RunningStore, **changes: Any
         "worker_id": worker_id,
         "node_key": derive_node_key(CLUSTER_KEY, worker_id).hex(),
         "store_address": (await store.report()).grpc_address,
+        "store_token": every_token(CLUSTER_KEY, store.store_id),
         "nats_url": nats_url,
         "nats_prefix": new_id("roles"),
         "kv_pool_bytes": 4 << 20,
@@ -234,6 +240,7 @@ class RolesTestbed:
         target = self.decode.worker.settings.worker_id
         start.decode.worker_id, start.decode.grpc_address = target, self.decode.address
         start.decode.instance_id = self.decode.instance_id
+        start.decode.worker_token = every_token(CLUSTER_KEY, target)
         group_id = f"{start.key.request_id}/{start.key.attempt}"
         holder_id = self.prefill.worker.settings.worker_id
         start.kv_ticket.CopyFrom(OFFICE.issue(group_id, holder_id, target, int(time.time() * 1000) + 60_000))

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.callers import every_token
 from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster, eventually
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc import open_channel
@@ -72,7 +73,8 @@ class Stores:
 
     async def fill_first(self, pack_id: str) -> None:
         request = pb.RelayRequest(pack_id=pack_id, sources=[types_pb2.Source(holder_id="remote")])
-        async with open_channel(await self.running["store-a"].address()) as channel:
+        token = every_token(bytes.fromhex(CLUSTER_KEY), "store-a")
+        async with open_channel(await self.running["store-a"].address(), token=token) as channel:
             await ParamStoreStub(channel).Relay(request)
 
     def kill(self, store_id: str) -> None:

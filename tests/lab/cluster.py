@@ -18,6 +18,7 @@ from typing import Self
 from tests.lab.child import Child
 from tests.lab.host import Host
 from tests.lab.network import Lab
+from torchrelay.common.callers import SCHEDULER_NODE, Caller, call_token
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
 TARGETS = ("h1", "h2", "h3")
@@ -110,6 +111,9 @@ class Cluster:
         variables = {f"TORCHRELAY_{key}": value for key, value in {**common, **env}.items()}
         return Child(name, host, [f"torchrelay-{program or name}"], self._folder, variables)
 
+    def _token(self, node_id: str, caller: Caller) -> str:
+        return call_token(derive_node_key(self.cluster_key, node_id), caller)
+
     def _nats(self) -> Child:
         command = ["nats-server", "-a", self.control.address, "-p", str(_NATS)]
         command += ["-js", "-sd", str(self._folder / "nats")]
@@ -138,6 +142,7 @@ class Cluster:
             "WORKER_ID": f"worker-{host.name}",
             "HOST_ID": host.name,
             "STORE_ADDRESS": self.store_addresses[host.name],
+            "STORE_TOKEN": self._token(f"store-{host.name}", Caller.WORKER),
             "ROLES": "prefill,decode",
             "THREADS": "1",
             "KV_POOL_BYTES": str(_KV_POOL_BYTES),
@@ -155,6 +160,8 @@ class Cluster:
             "REDIS_URL": f"redis://{self.control.address}:{_REDIS}/0",
             "ADMIN_KEY": self.admin_key,
             "SCHEDULER_ADDRESS": self.scheduler_address,
+            "SCHEDULER_TOKEN": self._token(SCHEDULER_NODE, Caller.GATEWAY),
+            "STORE_TOKEN": self._token("store-source", Caller.GATEWAY),
             "STORE_ADDRESS": self.store_addresses["source"],
             "HTTP_PORT": str(_HTTP),
         }

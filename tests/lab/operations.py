@@ -14,8 +14,11 @@ import grpc
 import httpx
 
 from tests.lab.cluster import TARGETS, Cluster
+from tests.support.callers import every_token
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.upload import ModelUpload
+from torchrelay.common.callers import SCHEDULER_NODE
+from torchrelay.common.net.rpc import with_token
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.control.v1.reports_pb2 import PackCopy, SlotState
@@ -81,8 +84,9 @@ class Operator:
 
     def until(self, find: Callable[[ClusterView], Found | None]) -> Found:
         """The first result of ``find`` over the views of the cluster."""
+        token = every_token(self._cluster.cluster_key, SCHEDULER_NODE)
         with grpc.insecure_channel(self._cluster.scheduler_target) as channel:
-            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+            stub = scheduler_pb2_grpc.SchedulerStub(with_token(channel, token))
             view = ClusterView()
             try:
                 for view in stub.WatchCluster(scheduler_pb2.WatchClusterRequest(), timeout=_WAIT_S):
@@ -142,8 +146,9 @@ class Operator:
 
     @contextmanager
     def _store(self, host: str) -> Iterator[param_store_pb2_grpc.ParamStoreStub]:
+        token = every_token(self._cluster.cluster_key, f"store-{host}")
         with grpc.insecure_channel(self._cluster.store_target(host)) as channel:
-            yield param_store_pb2_grpc.ParamStoreStub(channel)
+            yield param_store_pb2_grpc.ParamStoreStub(with_token(channel, token))
 
 
 def _num_pins(view: ClusterView) -> int:

@@ -25,6 +25,8 @@ from tests.lab.child import Child
 from tests.lab.host import Host
 from tests.lab.network import Lab
 from tests.lab.raw_pack import RawPack
+from tests.support.callers import every_token
+from torchrelay.common.net.rpc import with_token
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, types_pb2
 from torchrelay.control.v1.reports_pb2 import PackCopy, StoreReport
@@ -194,7 +196,8 @@ class Stores:
         if name not in self._channels:
             # A pool of its own: a channel made after a restart does not inherit the wait of one that found no store.
             options = [("grpc.use_local_subchannel_pool", 1)]
-            self._channels[name] = grpc.insecure_channel(f"unix:{self._folder / name}.sock", options)
+            channel = grpc.insecure_channel(f"unix:{self._folder / name}.sock", options)
+            self._channels[name] = with_token(channel, every_token(self.cluster_key, name))
         return param_store_pb2_grpc.ParamStoreStub(self._channels[name])
 
     def _store(self, name: str, host: Host) -> Child:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from torchrelay.cli.up.certificates import issue, make_ca
-from torchrelay.common.tls import CLUSTER_NAME, TlsFiles
+from torchrelay.cli.up.certificates import issue, make_ca, node_names
+from torchrelay.common.callers import Caller
+from torchrelay.common.tls import TlsFiles
 
 DAY = timedelta(days=1)
 
@@ -24,10 +25,18 @@ class Authority:
         (folder / "ca.crt").write_bytes(self._ca.cert.public_bytes(Encoding.PEM))
 
     def node(
-        self, name: str, *, begin: timedelta = -2 * DAY, end: timedelta = DAY, dns: str = CLUSTER_NAME
+        self,
+        name: str,
+        *callers: Caller,
+        begin: timedelta = -2 * DAY,
+        end: timedelta = DAY,
+        dns: tuple[str, ...] | None = None,
     ) -> TlsFiles:
-        """A node's files; ``begin`` and ``end`` of its certificate are from now on."""
-        identity = issue(self._ca, self._now + begin, self._now + end, dns)
+        """The files of a node that plays these parts; ``begin`` and ``end`` of its certificate are from now on.
+
+        ``dns``: other names than such a node's.
+        """
+        identity = issue(self._ca, self._now + begin, self._now + end, dns or node_names(name, *callers))
         files = TlsFiles(self._folder / "ca.crt", self._folder / f"{name}.crt", self._folder / f"{name}.key")
         files.cert.write_bytes(identity.cert.public_bytes(Encoding.PEM))
         files.key.write_bytes(identity.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))

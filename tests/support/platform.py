@@ -14,10 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from torchrelay.cli.api.client import GatewayClient
-from torchrelay.cli.api.scheduler_client import local_tls, watch
+from torchrelay.cli.api.scheduler_client import scheduler_access, watch
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
+from torchrelay.common.callers import Caller
+from torchrelay.common.net.rpc import open_blocking_channel
 from torchrelay.control.v1 import scheduler_pb2
 
 START_S = 90
@@ -77,7 +81,14 @@ class Platform:
 
     def views(self) -> Iterator[scheduler_pb2.ClusterView]:
         """The scheduler's view, at once and after every change."""
-        return watch(self.endpoints["scheduler"], local_tls(self.endpoints))
+        address, tls, token, _ = scheduler_access(self.home.path, None)
+        return watch(address, tls, token)
+
+    @contextmanager
+    def channel(self, address: str, node_id: str) -> Iterator[grpc.Channel]:
+        """A channel to a node of a platform without TLS, on which every call may be made."""
+        with open_blocking_channel(address, token=self.home.call_token(node_id, *Caller)) as channel:
+            yield channel
 
     def await_zero(self, timeout_s: float = 60) -> scheduler_pb2.ClusterView:
         """Until no worker holds a model."""

@@ -61,7 +61,7 @@ async def test_nobody_else_is_served(address: str, cluster: Authority, stranger:
 
 async def test_a_client_talks_to_its_cluster_alone(cluster: Authority, stranger: Authority) -> None:
     mine, theirs = cluster.node("mine"), stranger.node("theirs")
-    elsewhere = cluster.node("elsewhere", dns="www.example.com")
+    elsewhere = cluster.node("elsewhere", dns=("www.example.com",))
     knows_our_ca = TlsFiles(mine.ca, theirs.cert, theirs.key)
     for files in (None, theirs, knows_our_ca, elsewhere, cluster.expired()):
         server = RpcServer("127.0.0.1", tls=None if files is None else Tls(files))
@@ -95,7 +95,7 @@ def test_what_every_peer_would_refuse_is_found_at_once(cluster: Authority, stran
     bad = {
         "certificate has expired": cluster.expired(),
         "not yet valid": cluster.node("early", begin=DAY / 2),
-        "name torchrelay.internal": cluster.node("elsewhere", dns="www.example.com"),
+        "name torchrelay.internal": cluster.node("elsewhere", dns=("www.example.com",)),
         "unable to get local issuer": TlsFiles(mine.ca, theirs.cert, theirs.key),
     }
     for reason, files in bad.items():

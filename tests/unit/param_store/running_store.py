@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tests.support.callers import every_token
 from tests.unit.param_store.model_folders import sha256_of
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc import open_channel
@@ -94,7 +95,11 @@ async def running_store(folder: Path, background: tuple[Work, ...] = (), **chang
         **changes,
     }
     settings = StoreSettings(**values)
-    async with serving(settings, background) as addresses, open_channel(addresses["grpc"], settings.tls) as channel:
+    token = every_token(CLUSTER_KEY, store_id)
+    async with (
+        serving(settings, background) as addresses,
+        open_channel(addresses["grpc"], settings.tls, token) as channel,
+    ):
         yield RunningStore(ParamStoreStub(channel), settings, addresses["data"])
 
 

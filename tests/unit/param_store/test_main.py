@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.callers import every_token
 from tests.unit.param_store.holders import bytes_in
 from tests.unit.param_store.running_store import CLUSTER_KEY, REMOTE, is_complete, running_store
 from torchrelay.common.ids import new_id
@@ -126,7 +127,7 @@ async def test_a_killed_store_comes_back_with_its_packs(
     store_id = new_id("sto")
     async with store_process(tmp_path, store_id, nats_url) as process:
         address = json.loads((tmp_path / "ready.json").read_text())["grpc"]
-        async with open_channel(address) as channel:
+        async with open_channel(address, token=every_token(CLUSTER_KEY, store_id)) as channel:
             stub = ParamStoreStub(channel)
             await stub.Relay(pb.RelayRequest(pack_id=pack.name, sources=[REMOTE]))
             async for report in stub.WatchCopies(pb.WatchCopiesRequest()):

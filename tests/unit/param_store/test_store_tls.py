@@ -11,6 +11,7 @@ import pytest
 from tests.support.certificates import Authority
 from tests.unit.param_store.holders import bytes_in
 from tests.unit.param_store.running_store import REMOTE, running_store
+from torchrelay.common.callers import Caller
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
@@ -19,8 +20,8 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 async def test_a_relay_between_stores(tmp_path: Path, published: tuple[Path, pb.VersionDescription]) -> None:
     pack, version = published
     authority, nowhere = Authority(tmp_path / "authority"), f"file://{tmp_path / 'empty'}"
-    one: dict[str, Any] = dict(authority.node("one").as_settings())
-    other: dict[str, Any] = dict(authority.node("other").as_settings())
+    one: dict[str, Any] = dict(authority.node("one", *Caller).as_settings())
+    other: dict[str, Any] = dict(authority.node("other", *Caller).as_settings())
     async with (
         running_store(tmp_path, **one) as source,
         running_store(tmp_path / "2", remote_url=nowhere, **other) as target,

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TextIO
 
 from torchrelay.cli.errors import CliError
+from torchrelay.common.callers import Caller, call_token
+from torchrelay.common.keys import derive_node_key
 
 DEFAULT_HOME = Path(".torchrelay")
 
@@ -123,6 +125,10 @@ class Home:
 
     def cluster_key(self) -> str:
         return self._key("cluster.key", "")
+
+    def call_token(self, node_id: str, *callers: Caller) -> str:
+        """What these callers show to a node of this install."""
+        return call_token(derive_node_key(bytes.fromhex(self.cluster_key()), node_id), *callers)
 
     def _key(self, name: str, prefix: str) -> str:
         path = self.path / name

@@ -14,9 +14,10 @@ from torchrelay.cli.api.scheduler_client import local_tls
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.certificates import CA_LIFE, CERT_LIFE, RENEW_BEFORE, ensure_certificates
-from torchrelay.cli.up.plan import StackPlan, UpOptions
+from torchrelay.cli.up.plan import COMMANDS, StackPlan, UpOptions, callers_of
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.tls import tls_of_install
+from torchrelay.common.callers import Caller
 from torchrelay.common.tls import Tls, TlsFiles
 
 DAY = timedelta(days=1)
@@ -35,66 +36,107 @@ def contents(files: TlsFiles) -> tuple[bytes, bytes, bytes]:
     return files.ca.read_bytes(), files.cert.read_bytes(), files.key.read_bytes()
 
 
+NODES = {"gateway": Caller.GATEWAY, "prefill-0": Caller.WORKER}
+
+
+def ensure(folder: Path, now: datetime | None = None) -> TlsFiles:
+    """The files of the worker, beside the gateway's."""
+    return ensure_certificates(folder, NODES, now)["prefill-0"]
+
+
 def end_of(path: Path) -> datetime:
     return x509.load_pem_x509_certificate(path.read_bytes()).not_valid_after_utc
 
 
 def test_they_are_made_once_and_their_keys_are_private(home: Home) -> None:
     folder = home.path / "tls"
-    files = ensure_certificates(folder)
+    files = ensure(folder)
     Tls(files).check()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert {path.name for path in folder.iterdir()} == {"ca.crt", "ca.key", "node.crt", "node.key"}
+    assert {path.name for path in folder.iterdir()} == {
+        "ca.crt",
+        "ca.key",
+        "gateway.crt",
+        "gateway.key",
+        "prefill-0.crt",
+        "prefill-0.key",
+    }
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in folder.glob("*.key"))
     made = contents(files)
-    assert contents(ensure_certificates(folder)) == made
+    assert contents(ensure(folder)) == made
+
+
+def test_each_names_its_part_and_its_node(home: Home) -> None:
+    cert = x509.load_pem_x509_certificate(ensure(home.path / "tls").cert.read_bytes())
+    names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.DNSName)
+    assert names == ["torchrelay.internal", "worker.torchrelay.internal", "prefill-0.worker.torchrelay.internal"]
+
+
+def test_a_certificate_of_another_part_is_made_anew(home: Home) -> None:
+    before = ensure(home.path / "tls").cert.read_bytes()
+    files = ensure_certificates(home.path / "tls", {"prefill-0": Caller.STORE})["prefill-0"]
+    assert files.cert.read_bytes() != before
+    Tls(files).check(Caller.STORE)
+
+
+def test_a_new_ca_signs_for_every_node(home: Home) -> None:
+    folder = home.path / "tls"
+    ensure(folder)
+    (folder / "ca.key").unlink()
+    (folder / "prefill-0.crt").unlink()  # the last one: the others are valid until then
+    for name, files in ensure_certificates(folder, NODES).items():
+        Tls(files).check(NODES[name])
 
 
 def test_they_are_renewed_before_their_end_and_never_outlive_their_ca(home: Home) -> None:
     folder = home.path / "tls"
-    files = ensure_certificates(folder)
+    files = ensure(folder)
     ca, cert, _ = contents(files)
     begin = datetime.now(UTC)
-    ensure_certificates(folder, begin + CERT_LIFE - RENEW_BEFORE - DAY)
+    ensure(folder, begin + CERT_LIFE - RENEW_BEFORE - DAY)
     assert contents(files)[:2] == (ca, cert)
-    ensure_certificates(folder, begin + CERT_LIFE - RENEW_BEFORE + DAY)
+    ensure(folder, begin + CERT_LIFE - RENEW_BEFORE + DAY)
     assert contents(files)[0] == ca
     assert contents(files)[1] != cert
     late = begin + CA_LIFE - CERT_LIFE + DAY
-    ensure_certificates(folder, late)
+    ensure(folder, late)
     assert contents(files)[0] != ca
     assert late + CERT_LIFE - DAY < end_of(files.cert) < end_of(files.ca)
 
 
-@pytest.mark.parametrize("name", ["ca.crt", "node.crt", "node.key"])
+@pytest.mark.parametrize("name", ["ca.crt", "prefill-0.crt", "prefill-0.key"])
 @pytest.mark.parametrize("damage", ["gone", "empty", "another's"])
 def test_damaged_files_are_made_anew(home: Home, tmp_path: Path, name: str, damage: str) -> None:
-    files, other = ensure_certificates(home.path / "tls"), ensure_certificates(tmp_path / "other")
+    files, other = ensure(home.path / "tls"), ensure(tmp_path / "other")
     path = files.ca.with_name(name)
     if damage == "gone":
         path.unlink()
     else:
         path.write_bytes(b"" if damage == "empty" else other.ca.with_name(name).read_bytes())
-    files.key.with_name("node.key.draft").touch()  # of a start that was killed
-    Tls(ensure_certificates(home.path / "tls")).check()
+    files.key.with_name("prefill-0.key.draft").touch()  # of a start that was killed
+    Tls(ensure(home.path / "tls")).check()
     assert path.read_bytes() not in (b"", other.ca.with_name(name).read_bytes())
 
 
 def test_an_install_speaks_plainly_unless_asked(home: Home) -> None:
-    assert tls_of_install(home, UpOptions()) is None
+    assert tls_of_install(home, UpOptions()) == {}
     assert not (home.path / "tls").exists()
-    made = tls_of_install(home, UpOptions(tls=True))
-    assert made is not None and made.cert == home.path / "tls" / "node.crt"
+    made = tls_of_install(home, UpOptions(tls=True, num_both_workers=1))
+    assert {name: files.cert for name, files in made.items()} == {
+        name: home.path / "tls" / f"{name}.crt"
+        for name in ("param-store", "scheduler", "gateway", "prefill-0", "decode-0", "worker-0", "cli")
+    }
 
 
 def test_named_files_are_used(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = ensure_certificates(tmp_path / "mine")
+    mine = ensure(tmp_path / "mine")
     monkeypatch.setenv("TORCHRELAY_TLS_CA_FILE", str(mine.ca))
     with pytest.raises(CliError, match="set TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE"):
         tls_of_install(home, UpOptions(tls=True))
     monkeypatch.setenv("TORCHRELAY_TLS_CERT_FILE", str(mine.cert))
     monkeypatch.setenv("TORCHRELAY_TLS_KEY_FILE", str(mine.key))
-    assert tls_of_install(home, UpOptions()) == tls_of_install(home, UpOptions(tls=True)) == mine
+    used = tls_of_install(home, UpOptions())
+    assert used == tls_of_install(home, UpOptions(tls=True)) and set(used.values()) == {mine}
 
 
 def test_a_folder_that_cannot_be_written_is_a_problem(home: Home) -> None:
@@ -104,7 +146,7 @@ def test_a_folder_that_cannot_be_written_is_a_problem(home: Home) -> None:
 
 
 def test_commands_show_themselves_as_the_endpoints_say(home: Home) -> None:
-    files = ensure_certificates(home.path / "tls")
+    files = ensure(home.path / "tls")
     assert local_tls({"scheduler": "127.0.0.1:1"}) is None
     assert local_tls({"scheduler": "127.0.0.1:1", **files.as_settings()}) is not None
     files.key.unlink()
@@ -112,13 +154,14 @@ def test_commands_show_themselves_as_the_endpoints_say(home: Home) -> None:
         local_tls(files.as_settings())
 
 
-def test_every_service_is_told_and_the_door_is_asked_plainly(home: Home) -> None:
-    files = ensure_certificates(home.path / "tls")
+def test_every_service_is_told_its_own_and_the_door_is_asked_plainly(home: Home) -> None:
+    files = ensure_certificates(home.path / "tls", callers_of(UpOptions()))
     with closing(Ports()) as ports:
         stack = StackPlan(home, UpOptions(), ports, files).stack()
     services = [spec for spec in stack.specs if spec.ready_file is not None]
-    told = {f"TORCHRELAY_{name.upper()}": path for name, path in files.as_settings().items()}
     assert len(services) == 5
-    assert all(told.items() <= spec.env.items() for spec in services)
+    for spec in services:
+        told = {f"TORCHRELAY_{name.upper()}": path for name, path in files[spec.name].as_settings().items()}
+        assert told.items() <= spec.env.items()
     assert [spec.name for spec in services if spec.tls is None] == ["gateway"]
-    assert files.as_settings().items() <= stack.endpoints.items()
+    assert files[COMMANDS].as_settings().items() <= stack.endpoints.items()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from tests.support.certificates import Authority
+from torchrelay.common.callers import Caller
 from torchrelay.common.process.settings import ServiceSettings, load_settings
+from torchrelay.worker.settings import WorkerSettings
 
 FIELDS = ("tls_ca_file", "tls_cert_file", "tls_key_file")
 
@@ -48,3 +52,12 @@ def test_half_an_identity_names_what_is_missing(authority: Authority, capsys: py
 def test_an_expired_certificate_ends_the_start(authority: Authority, capsys: pytest.CaptureFixture[str]) -> None:
     args = [f"--{name.replace('_', '-')}={path}" for name, path in authority.expired().as_settings().items()]
     assert "certificate has expired" in complaint(args, capsys)
+
+
+def test_a_certificate_that_names_another_part_ends_the_start(authority: Authority) -> None:
+    worker: dict[str, Any] = {"node_key": "ab" * 32}
+    files = authority.node("w-1", Caller.WORKER).as_settings()
+    assert WorkerSettings(**worker | files).tls is not None
+    files = authority.node("w-1", Caller.STORE).as_settings()
+    with pytest.raises(ValidationError, match="a worker needs one with the DNS name worker"):
+        WorkerSettings(**worker | files)

@@ -10,13 +10,15 @@ from typing import Any, Self
 
 from nats.aio.client import Client
 
+from tests.support.callers import every_token
+from tests.unit.scheduler.service.scripted_peers import CLUSTER_KEY as CLUSTER_KEY
 from tests.unit.scheduler.service.scripted_peers import (
-    CLUSTER_KEY,
     NUM_LAYERS,
     PACK_BYTES,
     ScriptedStore,
     ScriptedWorker,
 )
+from torchrelay.common.callers import SCHEDULER_NODE
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc import open_channel
@@ -26,12 +28,14 @@ from torchrelay.scheduler.settings import SchedulerSettings
 
 WAIT_S = 20.0  # for what merely must happen, on a machine however busy
 
+SCHEDULER_TOKEN = every_token(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE)
+
 
 class GatewayClient:
     """A gateway's side of the Admit stream."""
 
     def __init__(self, address: str, gateway_id: str = "gateway-1") -> None:
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, token=SCHEDULER_TOKEN)
         self.stub = scheduler_pb2_grpc.SchedulerStub(self._channel)
         self._gateway_id = gateway_id
         self._call: Any = None
@@ -136,7 +140,7 @@ async def cluster(
     address: str, until: Callable[[scheduler_pb2.ClusterView], bool], timeout_s: float = WAIT_S
 ) -> scheduler_pb2.ClusterView:
     """The first view of the cluster that fulfils ``until``."""
-    async with asyncio.timeout(timeout_s), open_channel(address) as channel:
+    async with asyncio.timeout(timeout_s), open_channel(address, token=SCHEDULER_TOKEN) as channel:
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
         call: Any = stub.WatchCluster(scheduler_pb2.WatchClusterRequest())
         async for view in call:

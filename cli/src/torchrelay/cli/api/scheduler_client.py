@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -13,6 +14,8 @@ from pydantic import ValidationError
 from torchrelay.cli.api.restarts import RESTART_TIMEOUT_S, restart_attempts
 from torchrelay.cli.errors import CliError, Unreachable
 from torchrelay.cli.home import Home
+from torchrelay.common.callers import SCHEDULER_NODE, Caller
+from torchrelay.common.errors import CallerRefused, CallerUnknown
 from torchrelay.common.net.rpc import open_blocking_channel
 from torchrelay.common.process.settings import ConfigUnusable, ServiceSettings, setting_errors
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
@@ -26,6 +29,7 @@ class SchedulerAccess(NamedTuple):
 
     address: str
     tls: Tls | None
+    token: str
     may_return: Callable[[], bool]  # whether it is worth waiting for when it does not answer
 
 
@@ -44,9 +48,11 @@ def scheduler_access(home: Path | None, address: str | None) -> SchedulerAccess:
     """The scheduler at ``address``, else the one of the platform that runs at ``home``. Raises ``CliError``."""
     local = Home.at(home)
     if address is not None:
-        return SchedulerAccess(address, environment_settings().tls, lambda: True)
+        token = os.environ.get("TORCHRELAY_SCHEDULER_TOKEN", "")
+        return SchedulerAccess(address, environment_settings().tls, token, lambda: True)
     endpoints = local.endpoints("a scheduler with --scheduler")
-    return SchedulerAccess(endpoints["scheduler"], local_tls(endpoints), lambda: local.running_pid() is not None)
+    token = local.call_token(SCHEDULER_NODE, Caller.CLI)
+    return SchedulerAccess(endpoints["scheduler"], local_tls(endpoints), token, lambda: local.running_pid() is not None)
 
 
 def environment_settings() -> ServiceSettings:
@@ -59,13 +65,13 @@ def environment_settings() -> ServiceSettings:
         raise CliError(setting_errors(error)[0], "fix or unset the TORCHRELAY_* variables in this shell") from error
 
 
-def watch(address: str, tls: Tls | None = None) -> Iterator[scheduler_pb2.ClusterView]:
-    """A full view at once, then one after every change. Raises ``Unreachable``."""
-    with open_blocking_channel(address, tls) as channel:
+def watch(address: str, tls: Tls | None = None, token: str = "") -> Iterator[scheduler_pb2.ClusterView]:
+    """A full view at once, then one after every change. Raises ``CliError`` or ``Unreachable``."""
+    with open_blocking_channel(address, tls, token) as channel:
         try:
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
         except grpc.RpcError as error:
-            raise _unreachable(address) from error
+            raise _failure(address, error) from error
 
 
 def resumed(
@@ -108,35 +114,54 @@ def _started(stream: Iterator[T]) -> Iterator[T]:
     raise Unreachable("the scheduler ended the stream", "is the platform up? torchrelay up")
 
 
-def explain(address: str, request_id: str = "", model: str = "", tls: Tls | None = None) -> scheduler_pb2.ExplainReply:
+def explain(
+    address: str, request_id: str = "", model: str = "", tls: Tls | None = None, token: str = ""
+) -> scheduler_pb2.ExplainReply:
     """The timeline of a request, or a model's recent decisions. Raises ``CliError``."""
-    with open_blocking_channel(address, tls) as channel:
+    with open_blocking_channel(address, tls, token) as channel:
         request = scheduler_pb2.ExplainRequest(request_id=request_id, model=model)
         try:
             return scheduler_pb2_grpc.SchedulerStub(channel).Explain(request, timeout=5)
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.NOT_FOUND:
                 raise CliError(error.details() or "not found", "only recent requests are kept") from error
-            raise _unreachable(address) from error
+            raise _failure(address, error) from error
 
 
 def events(
-    address: str, kinds: Sequence[str], since_unix_us: int, after_sequence: int, follow: bool, tls: Tls | None = None
+    address: str,
+    kinds: Sequence[str],
+    since_unix_us: int,
+    after_sequence: int,
+    follow: bool,
+    tls: Tls | None = None,
+    token: str = "",
 ) -> Iterator[scheduler_pb2.Event]:
     """The history, oldest first; with ``follow`` also new events. Raises ``CliError`` or ``Unreachable``."""
     request = scheduler_pb2.WatchEventsRequest(
         kinds=kinds, since_unix_us=since_unix_us, after_sequence=after_sequence, follow=follow
     )
-    with open_blocking_channel(address, tls) as channel:
+    with open_blocking_channel(address, tls, token) as channel:
         try:
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchEvents(request)
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNIMPLEMENTED:
                 raise CliError(f"the scheduler at {address} is older and has no events", "upgrade it") from error
-            if isinstance(error, grpc.Call) and dict(error.trailing_metadata() or ()).get("torchrelay-code"):
+            failure = _failure(address, error)
+            if isinstance(error, grpc.Call) and isinstance(failure, Unreachable) and _error_code(error):
                 raise CliError(error.details() or "the history cannot be read", "is nats-server running?") from error
-            raise _unreachable(address) from error
+            raise failure from error
 
 
-def _unreachable(address: str) -> Unreachable:
+def _error_code(error: grpc.Call) -> str:
+    """The code of an error that the scheduler itself raised; empty: it did not."""
+    return str(dict(error.trailing_metadata() or ()).get("torchrelay-code", ""))
+
+
+def _failure(address: str, error: grpc.RpcError) -> CliError:
+    if isinstance(error, grpc.Call) and _error_code(error) in (CallerUnknown.code, CallerRefused.code):
+        return CliError(
+            f"the scheduler at {address} refuses this command: {error.details()}",
+            "set TORCHRELAY_SCHEDULER_TOKEN, or with TLS use the commands' certificate; see docs/operating.md",
+        )
     return Unreachable(f"the scheduler at {address} does not answer", "is the platform up? torchrelay up")

@@ -46,9 +46,9 @@ def events(
         from_unix_us = int((datetime.now() - event_lines.parse_duration(since)).timestamp() * 1e6)
     except (ValueError, OverflowError) as error:
         raise typer.BadParameter(str(error), param_hint="--since") from error
-    address, tls, may_return = scheduler_access(home, scheduler)
+    address, tls, token, may_return = scheduler_access(home, scheduler)
     kinds = [str(name) for name in kind or ()]
-    source = EventTail(address, tls, kinds, max(from_unix_us, 1))
+    source = EventTail(address, tls, kinds, max(from_unix_us, 1), token)
     with contextlib.suppress(KeyboardInterrupt):
         num_printed = _print(source.tail(may_return) if follow else source.once(), as_json)
         if not num_printed:
@@ -74,8 +74,8 @@ def _print(found: Iterator[Event], as_json: bool) -> int:
 class EventTail:
     """A scheduler's events from a time on; resumes after the last one seen."""
 
-    def __init__(self, address: str, tls: Tls | None, kinds: Sequence[str], from_unix_us: int) -> None:
-        self._address, self._tls, self._kinds = address, tls, kinds
+    def __init__(self, address: str, tls: Tls | None, kinds: Sequence[str], from_unix_us: int, token: str = "") -> None:
+        self._address, self._tls, self._token, self._kinds = address, tls, token, kinds
         self._from_unix_us = from_unix_us
         self._last_sequence = 0
 
@@ -84,7 +84,7 @@ class EventTail:
         from torchrelay.cli.api.scheduler_client import events
 
         kinds, begin = self._kinds, self._from_unix_us
-        for event in events(self._address, kinds, begin, self._last_sequence, follow, self._tls):
+        for event in events(self._address, kinds, begin, self._last_sequence, follow, self._tls, self._token):
             self._last_sequence = event.sequence
             yield event
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 from urllib.parse import quote
 
@@ -10,6 +9,7 @@ import typer
 
 from torchrelay.cli.api.access import Access, HomeOption, JsonOption, KeyOption, UrlOption, tenant_access
 from torchrelay.cli.errors import CliError
+from torchrelay.cli.home import Home
 from torchrelay.cli.views import console
 from torchrelay.cli.views.timeline import explanation, until_end
 
@@ -35,7 +35,7 @@ def explain(
     if not is_request:
         subject = _full_model_name(access, subject)
     if access.home is not None:
-        found = _from_scheduler(access.home.endpoints(), subject, is_request)
+        found = _from_scheduler(access.home, subject, is_request)
     else:
         with access.client() as client:
             found = client.call("GET", f"/v1/requests/{quote(subject)}/explain")
@@ -61,14 +61,15 @@ def _full_model_name(access: Access, name: str) -> str:
     return full_name
 
 
-def _from_scheduler(endpoints: Mapping[str, str], subject: str, is_request: bool) -> dict[str, Any]:
+def _from_scheduler(home: Home, subject: str, is_request: bool) -> dict[str, Any]:
     """Asks the local scheduler, which also knows models and requests without tokens."""
     from google.protobuf.json_format import MessageToDict
 
     from torchrelay.cli.api import scheduler_client
 
     named = {"request_id": subject} if is_request else {"model": subject}
-    reply = scheduler_client.explain(endpoints["scheduler"], **named, tls=scheduler_client.local_tls(endpoints))
+    address, tls, token, _ = scheduler_client.scheduler_access(home.path, None)
+    reply = scheduler_client.explain(address, **named, tls=tls, token=token)
     reply_dict = MessageToDict(reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     return {
         "phases": [_with_ints(phase, "begin_unix_us", "end_unix_us") for phase in reply_dict["phases"]],

@@ -28,22 +28,22 @@ def top(
     """Watch relays, workers, copies of packs, instances and demand; Ctrl-C quits."""
     from torchrelay.cli.api.scheduler_client import scheduler_access
 
-    address, tls, may_return = scheduler_access(home, scheduler)
+    address, tls, token, may_return = scheduler_access(home, scheduler)
     if once or as_json or not sys.stdout.isatty():
-        _print_once(address, tls, as_json)
+        _print_once(address, tls, token, as_json)
     else:
         with contextlib.suppress(KeyboardInterrupt):
-            follow(address, may_return, tls)
+            follow(address, may_return, tls, token)
 
 
-def _print_once(address: str, tls: Tls | None, as_json: bool) -> None:
+def _print_once(address: str, tls: Tls | None, token: str, as_json: bool) -> None:
     from google.protobuf.json_format import MessageToDict
 
     from torchrelay.cli.api.scheduler_client import watch
     from torchrelay.cli.views import console
     from torchrelay.cli.views.cluster import cluster_screen
 
-    for view in watch(address, tls):
+    for view in watch(address, tls, token):
         if as_json:
             as_dict = MessageToDict(view, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
             console.print_json(as_dict)
@@ -52,7 +52,9 @@ def _print_once(address: str, tls: Tls | None, as_json: bool) -> None:
         return
 
 
-def follow(address: str, may_return: Callable[[], bool], tls: Tls | None = None, **limits: float) -> None:
+def follow(
+    address: str, may_return: Callable[[], bool], tls: Tls | None = None, token: str = "", **limits: float
+) -> None:
     """Draws until interrupted; ``limits`` are those of ``resumed``, which says what is raised."""
     from rich.live import Live
 
@@ -63,5 +65,5 @@ def follow(address: str, may_return: Callable[[], bool], tls: Tls | None = None,
     screen = LiveScreen(address, time.monotonic)
     live = Live(get_renderable=screen.render, console=console.out(), screen=True, refresh_per_second=REFRESH_PER_S)
     with live:
-        for view in resumed(lambda: watch(address, tls), may_return, screen.lost, **limits):
+        for view in resumed(lambda: watch(address, tls, token), may_return, screen.lost, **limits):
             screen.show(view)

@@ -1,8 +1,9 @@
-"""Certificates of an embedded install: a CA, and one certificate shared by its processes and commands."""
+"""Certificates of an embedded install: a CA, and one certificate for each process and for the commands."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -12,7 +13,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from torchrelay.common.tls import CLUSTER_NAME, Tls, TlsFiles, TlsUnusable
+from torchrelay.common.callers import CLUSTER_NAME, Caller, certificate_name
+from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 
 CA_LIFE = timedelta(days=3650)
 CERT_LIFE = timedelta(days=730)
@@ -31,24 +33,32 @@ class Identity:
         return self.cert.not_valid_after_utc - now < span
 
 
-def ensure_certificates(folder: Path, now: datetime | None = None) -> TlsFiles:
-    """The TLS files in ``folder``, created if missing, renewed when damaged or near expiry.
+def ensure_certificates(folder: Path, nodes: Mapping[str, Caller], now: datetime | None = None) -> dict[str, TlsFiles]:
+    """The TLS files of each node in ``folder``, created if missing, renewed when damaged or near expiry.
 
     Call while no process of the install runs: those with the old CA would reject the new one.
     Raises ``OSError`` when the folder cannot be written.
     """
     now = now or datetime.now(UTC)
     folder.mkdir(mode=0o700, exist_ok=True)
-    files = TlsFiles(folder / "ca.crt", folder / "node.crt", folder / "node.key")
-    if _are_valid(files, now):
-        return files
-    ca_key_file = folder / "ca.key"
-    ca = _load(files.ca, ca_key_file)
-    if ca is None or ca.ends_within(CERT_LIFE, now):  # no certificate outlives its CA
-        ca = make_ca(now, now + CA_LIFE)
-        _write(ca, files.ca, ca_key_file)
-    _write(issue(ca, now, now + CERT_LIFE), files.cert, files.key)
+    ca_file, ca_key_file = folder / "ca.crt", folder / "ca.key"
+    files = {name: TlsFiles(ca_file, folder / f"{name}.crt", folder / f"{name}.key") for name in nodes}
+    ca = _load(ca_file, ca_key_file)
+    for name, caller in nodes.items():
+        if _are_valid(files[name], caller, now):
+            continue
+        if ca is None or ca.ends_within(CERT_LIFE, now):  # no certificate outlives its CA
+            ca = make_ca(now, now + CA_LIFE)
+            _write(ca, ca_file, ca_key_file)
+            return ensure_certificates(folder, nodes, now)  # those before were of the old one
+        _write(issue(ca, now, now + CERT_LIFE, node_names(name, caller)), files[name].cert, files[name].key)
     return files
+
+
+def node_names(name: str, *callers: Caller) -> tuple[str, ...]:
+    """The DNS names of a node's certificate: the cluster's, and for each of its parts the part's and its own."""
+    parts = [certificate_name(caller) for caller in callers]
+    return (CLUSTER_NAME, *parts, *(f"{name}.{part}" for part in parts))
 
 
 def make_ca(now: datetime, end: datetime) -> Identity:
@@ -64,7 +74,7 @@ def make_ca(now: datetime, end: datetime) -> Identity:
     return Identity(cert, key)
 
 
-def issue(ca: Identity, now: datetime, end: datetime, dns_name: str = CLUSTER_NAME) -> Identity:
+def issue(ca: Identity, now: datetime, end: datetime, dns_names: Sequence[str]) -> Identity:
     """A node's certificate, for server and client use."""
     key = ec.generate_private_key(ec.SECP256R1())
     both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
@@ -73,19 +83,19 @@ def issue(ca: Identity, now: datetime, end: datetime, dns_name: str = CLUSTER_NA
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(_key_usage(signs_certificates=False), critical=True)
         .add_extension(both_ends, critical=False)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(dns_name)]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(name) for name in dns_names]), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key()), critical=False)
         .sign(ca.key, hashes.SHA256())
     )
     return Identity(cert, key)
 
 
-def _are_valid(files: TlsFiles, now: datetime) -> bool:
+def _are_valid(files: TlsFiles, caller: Caller, now: datetime) -> bool:
     node = _load(files.cert, files.key)
     if node is None or node.ends_within(RENEW_BEFORE, now):
         return False
     try:
-        Tls(files).check()
+        Tls(files).check(caller)
     except TlsUnusable:
         return False
     return True

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import folder_bytes, stream_sizes
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
+from torchrelay.common.callers import SCHEDULER_NODE, Caller
 from torchrelay.common.disk import free_bytes
-from torchrelay.common.keys import broker_password, framed_mac
+from torchrelay.common.keys import broker_password, derive_node_key, framed_mac
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.nats_permissions import (
     GATEWAY_USER,
@@ -34,10 +36,10 @@ from torchrelay.common.net.redis_users import redis_users
 from torchrelay.common.net.urls import with_credentials, without_password
 from torchrelay.common.process.environment import service_environment
 from torchrelay.common.tls import Tls, TlsFiles
-from torchrelay.transfer.protocol.tickets import derive_node_key
 
 HOST_ID = "local"
 STORE_ID = "store-local"
+COMMANDS = "cli"  # the name of the commands' certificate
 LOOPBACK = "127.0.0.1"
 
 
@@ -78,16 +80,34 @@ def _port_from_environment(name: str) -> int:
     return int(value)
 
 
+def worker_roles(options: UpOptions) -> list[tuple[str, str]]:
+    """The workers' names, each with its roles."""
+    counts = (
+        # Every worker can play both roles; its own comes first. When the others are gone or busy, the scheduler
+        # changes its role without moving the weights.
+        ("prefill", "prefill,decode", options.num_prefill_workers),
+        ("decode", "decode,prefill", options.num_decode_workers),
+        ("worker", "prefill,decode", options.num_both_workers),
+    )
+    return [(f"{name}-{i}", roles) for name, roles, count in counts for i in range(count)]
+
+
+def callers_of(options: UpOptions) -> dict[str, Caller]:
+    """What each child, and the commands, are to those that they call."""
+    services = {"param-store": Caller.STORE, "scheduler": Caller.SCHEDULER, "gateway": Caller.GATEWAY}
+    return {**services, **{name: Caller.WORKER for name, _ in worker_roles(options)}, COMMANDS: Caller.CLI}
+
+
 class StackPlan:
-    """Chooses ports, keys and environments for one home. ``tls``: files for TLS between the services.
+    """Chooses ports, keys and environments for one home. ``tls``: each child's files for TLS between the services.
 
     ``arena``: the arena's file.
     """
 
-    def __init__(self, home: Home, options: UpOptions, ports: Ports, tls: TlsFiles | None = None) -> None:
+    def __init__(self, home: Home, options: UpOptions, ports: Ports, tls: Mapping[str, TlsFiles] | None = None) -> None:
         self._home, self._options, self._ports = home, options, ports
-        self._tls_settings = tls.as_settings() if tls else {}
-        self._tls = Tls(tls) if tls else None
+        self._tls_files = tls or {}
+        self._tls = Tls(self._tls_files[COMMANDS]) if self._tls_files else None
         self._cluster_key = bytes.fromhex(home.cluster_key())
         self._redis_url = os.environ.get("TORCHRELAY_REDIS_URL", "")
         self._nats_url = os.environ.get("TORCHRELAY_NATS_URL", "")
@@ -117,7 +137,7 @@ class StackPlan:
             "store": f"{LOOPBACK}:{self._store_port}",
             "nats": without_password(self._nats_url),
             "redis": without_password(self._redis_url),
-            **self._tls_settings,
+            **self._tls_settings(COMMANDS),
         }
         home = self._home
         return Stack(groups, endpoints, home.path, home.traces, self.arena, self._http_port, self._taken_http_port)
@@ -163,9 +183,12 @@ class StackPlan:
         command = (_program("nats-server"), "-c", str(settings), "-a", LOOPBACK, "-p", str(port))
         return ChildSpec("nats", command, self._home.logs / "nats.log", ready_port=port, ready_s=20)
 
+    def _tls_settings(self, name: str) -> dict[str, str]:
+        return self._tls_files[name].as_settings() if self._tls_files else {}
+
     def _nats_users(self) -> list[tuple[NatsUser, str]]:
         users = [scheduler_user(self._subjects), gateway_user(self._subjects), store_user(STORE_ID, self._subjects)]
-        users += [worker_user(name, self._subjects) for name, _ in self._worker_roles()]
+        users += [worker_user(name, self._subjects) for name, _ in worker_roles(self._options)]
         return [(user, broker_password(self._cluster_key, "nats", user.name)) for user in users]
 
     def _nats_url_of(self, user: str) -> str:
@@ -191,7 +214,7 @@ class StackPlan:
             "TORCHRELAY_READY_FILE": str(ready_file),
             "TORCHRELAY_TRACE_FILE": str(self._home.traces),
             "TORCHRELAY_LOG_LEVEL": self._options.log_level,
-            **{f"TORCHRELAY_{name.upper()}": path for name, path in self._tls_settings.items()},
+            **{f"TORCHRELAY_{setting.upper()}": path for setting, path in self._tls_settings(name).items()},
         }
         if self._metrics_port:  # consecutive ports from the configured one on
             host = self._options.host if is_public else LOOPBACK
@@ -233,19 +256,8 @@ class StackPlan:
         sizes = {f"TORCHRELAY_{name.upper()}": str(size) for name, size in asdict(stream_sizes(found)).items()}
         return {name: size for name, size in sizes.items() if name not in os.environ}
 
-    def _worker_roles(self) -> list[tuple[str, str]]:
-        """The workers' names, each with its roles."""
-        counts = (
-            # Every worker can play both roles; its own comes first. When the others are gone or busy, the scheduler
-            # changes its role without moving the weights.
-            ("prefill", "prefill,decode", self._options.num_prefill_workers),
-            ("decode", "decode,prefill", self._options.num_decode_workers),
-            ("worker", "prefill,decode", self._options.num_both_workers),
-        )
-        return [(f"{name}-{i}", roles) for name, roles, count in counts for i in range(count)]
-
     def _workers(self) -> list[ChildSpec]:
-        return [self._worker(name, roles) for name, roles in self._worker_roles()]
+        return [self._worker(name, roles) for name, roles in worker_roles(self._options)]
 
     def _worker(self, name: str, roles: str) -> ChildSpec:
         env = {
@@ -253,6 +265,7 @@ class StackPlan:
             "TORCHRELAY_HOST_ID": HOST_ID,
             "TORCHRELAY_ROLES": roles,
             "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
+            "TORCHRELAY_STORE_TOKEN": self._home.call_token(STORE_ID, Caller.WORKER),
             "TORCHRELAY_DEVICE": self._options.device,
             "TORCHRELAY_THREADS": str(self._options.threads),
             "TORCHRELAY_CORES_FILE": str(self._home.run / "cores"),
@@ -271,6 +284,8 @@ class StackPlan:
             "TORCHRELAY_ADMIN_KEY": self._home.admin_key(),
             "TORCHRELAY_SCHEDULER_ADDRESS": f"{LOOPBACK}:{self._scheduler_port}",
             "TORCHRELAY_STORE_ADDRESS": f"{LOOPBACK}:{self._store_port}",
+            "TORCHRELAY_SCHEDULER_TOKEN": self._home.call_token(SCHEDULER_NODE, Caller.GATEWAY),
+            "TORCHRELAY_STORE_TOKEN": self._home.call_token(STORE_ID, Caller.GATEWAY),
             "TORCHRELAY_HTTP_PORT": str(self._http_port),
             "TORCHRELAY_GRPC_PORT": str(self._grpc_port),
         }

@@ -6,6 +6,8 @@
     |   `-- UploadRefused         names the file
     |-- Unauthenticated           no key, unknown key, revoked key
     |-- PermissionDenied          a valid key, but not for this
+    |-- CallerUnknown             between services: no token of this cluster
+    |-- CallerRefused             between services: a call that is another's to make
     |-- NotFound                  or another tenant's, indistinguishable
     |-- Conflict                  the state does not allow it (wrong offset, stale epoch, slot taken)
     |   `-- StaleEpoch
@@ -66,6 +68,18 @@ class Unauthenticated(TorchrelayError):
 class PermissionDenied(TorchrelayError):
     code = "permission_denied"
     http_status = 403
+    grpc_status = "PERMISSION_DENIED"
+
+
+class CallerUnknown(TorchrelayError):
+    """A fault of the cluster's set-up, whoever waits for the call: no error of a tenant."""
+
+    code = "caller_unknown"
+    grpc_status = "UNAUTHENTICATED"
+
+
+class CallerRefused(TorchrelayError):
+    code = "caller_refused"
     grpc_status = "PERMISSION_DENIED"
 
 

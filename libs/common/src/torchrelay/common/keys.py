@@ -1,4 +1,4 @@
-"""What derives from the cluster's key: passwords of the brokers' users, and how all of it is derived."""
+"""What derives from the cluster's key: the keys of nodes, passwords of the brokers' users, and how."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import hashlib
 import hmac
 import struct
 
+MIN_KEY_BYTES = 16
+
 
 def framed_mac(key: bytes, *parts: bytes) -> bytes:
     """HMAC-SHA256 over ``parts``, each with its length: no two sequences of parts give the same input."""
     framed = b"".join(struct.pack(">Q", len(part)) + part for part in parts)
     return hmac.digest(key, framed, hashlib.sha256)
+
+
+def derive_node_key(cluster_key: bytes, node_id: str) -> bytes:
+    """The key of one store or worker, 32 bytes."""
+    if len(cluster_key) < MIN_KEY_BYTES:
+        raise ValueError(f"the cluster key must have at least {MIN_KEY_BYTES} bytes")
+    return framed_mac(cluster_key, b"torchrelay node key", node_id.encode())
 
 
 def broker_password(cluster_key: bytes, broker: str, user: str) -> str:

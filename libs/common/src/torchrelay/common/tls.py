@@ -1,8 +1,8 @@
 """Mutual TLS inside a cluster: one CA, and a certificate for each process.
 
 Addresses of processes change, so certificates name no host: all carry the DNS name ``torchrelay.internal``, which
-clients expect. The CA proves that a peer belongs to the cluster; tickets prove which peer it is
-(``transfer.protocol.tickets``).
+clients expect, and a name such as ``worker.torchrelay.internal`` for what their process may call. On the data plane
+tickets prove which node a peer is (``transfer.protocol.tickets``).
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import ssl
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import grpc
 
-CLUSTER_NAME = "torchrelay.internal"
+from torchrelay.common.callers import CLUSTER_NAME, Caller, certificate_name
 
 
 class TlsUnusable(ValueError):
@@ -55,8 +56,11 @@ class Tls:
     def channel_credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self._ca, self._key, self._cert)
 
-    def check(self) -> None:
-        """Raises ``TlsUnusable`` when peers would reject this certificate: expired, wrong CA or wrong name."""
+    def check(self, caller: Caller | None = None) -> None:
+        """Raises ``TlsUnusable`` when peers would reject this certificate: expired, wrong CA or wrong name.
+
+        ``caller``: what its process is to those that it calls, which it has to name.
+        """
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         client = self.client_context.wrap_bio(to_client, to_server, server_hostname=CLUSTER_NAME)
         server = self.server_context.wrap_bio(to_server, to_client, server_side=True)
@@ -70,6 +74,13 @@ class Tls:
                 f"peers would reject the certificate of TORCHRELAY_TLS_CERT_FILE: {error.verify_message}; "
                 f"it must be valid now, signed by a CA in TORCHRELAY_TLS_CA_FILE, and name {CLUSTER_NAME}"
             ) from error
+        proven: Any = client.getpeercert()
+        names = [name for kind, name in proven["subjectAltName"] if kind == "DNS"]
+        if caller is not None and certificate_name(caller) not in names:
+            raise TlsUnusable(
+                f"the certificate of TORCHRELAY_TLS_CERT_FILE names {', '.join(names)}, which lets its owner "
+                f"call nobody: a {caller} needs one with the DNS name {certificate_name(caller)} too"
+            )
 
 
 def _read(path: Path, setting: str) -> bytes:

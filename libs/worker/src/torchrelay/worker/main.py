@@ -21,7 +21,7 @@ from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.engine.warm_up import warm_up
 from torchrelay.worker.device import resolve_device
 from torchrelay.worker.reporter import Reporter
-from torchrelay.worker.servicer import WorkerServicer
+from torchrelay.worker.servicer import CALLERS, WorkerServicer
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.worker import Worker
 
@@ -53,18 +53,19 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         # Registers have a connection of their own: when JetStream cannot store them, NATS reads nothing more from it.
         usage_nats = await connect(settings.nats_url, f"{settings.worker_id}-usage")
         stack.push_async_callback(usage_nats.close)
-        channel = await stack.enter_async_context(open_channel(settings.store_address, tls))
+        channel = await stack.enter_async_context(open_channel(settings.store_address, tls, settings.store_token))
         worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls)
         worker.engine.start()
         await worker.engine.call(lambda: warm_up(worker.pool))
         worker.serve_data()
         stack.callback(worker.holder.close)  # even if what follows fails
-        server = RpcServer(settings.host, settings.port, tls)
+        server = RpcServer(settings.host, settings.port, tls, bytes.fromhex(settings.node_key))
         address = f"{settings.advertised_host}:{server.port}"
         reporter = Reporter(worker, address)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker, reporter), server.server)
+        server.allow(CALLERS)
         for role in worker.roles:
-            role.register(server.server)
+            role.register(server)
             await stack.enter_async_context(role.serving())
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         worker.task_group = tasks

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 import grpc
 
 from torchrelay.common.errors import Conflict, InvalidRequest, Overloaded, TorchrelayError, Unavailable
+from torchrelay.common.net.rpc import RpcServer
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
 from torchrelay.common.tls import Tls
@@ -88,8 +89,8 @@ class WorkerRole(ABC):
         return 0
 
     @abstractmethod
-    def register(self, server: grpc.aio.Server) -> None:
-        """Adds the role's servicer."""
+    def register(self, server: RpcServer) -> None:
+        """Adds the role's servicer, and says who may call it."""
 
     @abstractmethod
     async def begin(self, attempt: Attempt) -> None:

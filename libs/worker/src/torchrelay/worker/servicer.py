@@ -7,12 +7,17 @@ from typing import Any
 
 import grpc
 
+from torchrelay.common.callers import Caller, MethodCallers
 from torchrelay.control.v1 import reports_pb2, worker_pb2, worker_pb2_grpc
 from torchrelay.worker.reporter import Reporter
 from torchrelay.worker.slot.slot import HostedInstance
 from torchrelay.worker.worker import Worker
 
 Context = grpc.aio.ServicerContext[Any, Any]
+CALLERS: MethodCallers = {
+    f"/torchrelay.control.v1.Worker/{method}": {Caller.SCHEDULER}
+    for method in ("Load", "Unload", "SetRoles", "WatchSlot")
+}
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):

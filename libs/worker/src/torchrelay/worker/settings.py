@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
+from torchrelay.common.callers import Caller
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.control.v1 import types_pb2
@@ -16,6 +17,7 @@ ROLES = {"prefill": types_pb2.ROLE_PREFILL, "decode": types_pb2.ROLE_DECODE}
 class WorkerSettings(ServiceSettings):
     """One slot on one device. Every field is a flag and an environment variable too."""
 
+    caller = Caller.WORKER
     worker_id: str = Field(
         default_factory=lambda: new_id("wrk"), pattern=NODE_ID, description="Stable name of this worker."
     )
@@ -24,6 +26,10 @@ class WorkerSettings(ServiceSettings):
     )
     host_id: str = Field("local", description="Name of this host, the same as its param-store's.")
     store_address: str = Field("127.0.0.1:7103", description="gRPC address of this host's param-store.")
+    store_token: str = Field(
+        "",
+        description="What workers show to that param-store: call_token(its node key, worker); not with TLS.",
+    )
     roles: str = Field("prefill,decode", description="Roles that this process can play: prefill, decode or both.")
     port: int = Field(0, description="gRPC port; 0: any free port.")
     data_port: int = Field(0, description="Data-plane port; 0: any free port.")

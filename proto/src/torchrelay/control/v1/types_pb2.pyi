@@ -237,19 +237,26 @@ class WorkerRef(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     GRPC_ADDRESS_FIELD_NUMBER: _builtins.int
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
+    GATEWAY_TOKEN_FIELD_NUMBER: _builtins.int
+    WORKER_TOKEN_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     grpc_address: _builtins.str
     instance_id: _builtins.str
+    gateway_token: _builtins.str
+    """What the gateway, and what another worker, show to this worker when they call it; see torchrelay.common.callers."""
+    worker_token: _builtins.str
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         grpc_address: _builtins.str = ...,
         instance_id: _builtins.str = ...,
+        gateway_token: _builtins.str = ...,
+        worker_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["grpc_address", b"grpc_address", "instance_id", b"instance_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_token", b"gateway_token", "grpc_address", b"grpc_address", "instance_id", b"instance_id", "worker_id", b"worker_id", "worker_token", b"worker_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import grpc
 
+from torchrelay.common.callers import Caller, MethodCallers
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest, TorchrelayError
+from torchrelay.common.net.rpc import RpcServer
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
@@ -23,6 +25,10 @@ from torchrelay.worker.attempts.attempt import Attempt, group_id_of
 from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
+CALLERS: MethodCallers = {
+    "/torchrelay.control.v1.Decode/Run": {Caller.GATEWAY},
+    "/torchrelay.control.v1.Decode/Receive": {Caller.WORKER},
+}
 
 
 class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[misc]  # Run writes to its context
@@ -40,8 +46,9 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
     def num_kv_transfers(self) -> int:
         return len(self._kv_receivers)
 
-    def register(self, server: grpc.aio.Server) -> None:
-        decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
+    def register(self, server: RpcServer) -> None:
+        decode_pb2_grpc.add_DecodeServicer_to_server(self, server.server)
+        server.allow(CALLERS)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:

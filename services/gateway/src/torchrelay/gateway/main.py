@@ -136,9 +136,12 @@ async def _make_components(
     )
     prices = Prices(database, table_versions)
     catalog = Catalog(database, table_versions, prices, settings.cached_models)
-    store_channel = await stack.enter_async_context(open_channel(settings.store_address, settings.tls))
+    tls = settings.tls
+    store_channel = await stack.enter_async_context(open_channel(settings.store_address, tls, settings.store_token))
     store = StoreClient(store_channel, settings.store_address)
-    scheduler_channel = await stack.enter_async_context(open_channel(settings.scheduler_address, settings.tls))
+    scheduler_channel = await stack.enter_async_context(
+        open_channel(settings.scheduler_address, tls, settings.scheduler_token)
+    )
     services = Services(
         database=database,
         tenants=Tenants(database, table_versions),

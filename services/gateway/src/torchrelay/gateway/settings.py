@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, field_validator
 
+from torchrelay.common.callers import Caller
 from torchrelay.common.net.urls import without_password
 from torchrelay.common.process.settings import ServiceSettings
 
@@ -14,6 +15,7 @@ MIN_ADMIN_KEY_CHARS = 32  # 128 bits in hex
 class GatewaySettings(ServiceSettings):
     """Each field is a flag (``--http-port``), a variable (``TORCHRELAY_HTTP_PORT``) and a key of the TOML file."""
 
+    caller = Caller.GATEWAY
     gateway_id: str = Field("gateway", description="Name of this gateway; each process appends a random suffix.")
     http_port: int = Field(0, ge=0, le=65535, description="REST port; 0: any free port.")
     grpc_port: int = Field(0, ge=0, le=65535, description="gRPC port; 0: any free port.")
@@ -24,6 +26,12 @@ class GatewaySettings(ServiceSettings):
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey; empty: no rate limits or budgets.")
     scheduler_address: str = Field("127.0.0.1:7101", description="host:port of the scheduler's gRPC server.")
     store_address: str = Field("127.0.0.1:7103", description="host:port of the param-store that uploads go to.")
+    scheduler_token: str = Field(
+        "", description="What gateways show to the scheduler: call_token(its node key, gateway); not with TLS."
+    )
+    store_token: str = Field(
+        "", description="What gateways show to that param-store: call_token(its node key, gateway); not with TLS."
+    )
     admin_key: str = Field(
         "", description="The admin key: tra- and at least 32 random characters; empty: no admin access."
     )

@@ -12,7 +12,7 @@ from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import param_store_pb2_grpc
 from torchrelay.param_store.background_tasks import expire_uploads, fill_disk_cache, publish_reports, release_recovered
-from torchrelay.param_store.grpc.servicer import ParamStoreServicer
+from torchrelay.param_store.grpc.servicer import CALLERS, ParamStoreServicer
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.param_store.store import Store
 
@@ -29,9 +29,10 @@ async def serving(
         store = Store(settings, asyncio.get_running_loop())
         stack.push_async_callback(asyncio.to_thread, store.close)
         await asyncio.to_thread(store.start)
-        server = RpcServer(settings.host, settings.port, settings.tls)
+        server = RpcServer(settings.host, settings.port, settings.tls, bytes.fromhex(settings.node_key))
         store.grpc_address = f"{settings.advertised_host}:{server.port}"
         param_store_pb2_grpc.add_ParamStoreServicer_to_server(ParamStoreServicer(store), server.server)
+        server.allow(CALLERS)
         await server.start()
         stack.push_async_callback(server.stop)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())

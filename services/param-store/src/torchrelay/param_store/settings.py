@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
+from torchrelay.common.callers import Caller
 from torchrelay.common.errors import NotFound
 from torchrelay.common.ids import new_id
 from torchrelay.common.machine import SHARED_MEMORY, Machine, check_arena
@@ -22,6 +23,7 @@ _DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
 class StoreSettings(ServiceSettings):
     """One store per host. Every field is a flag and an environment variable too."""
 
+    caller = Caller.STORE
     store_id: str = Field(
         default_factory=lambda: new_id("sto"), pattern=NODE_ID, description="Stable name of this store."
     )

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from torchrelay.common.callers import Caller, MethodCallers
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict
-from torchrelay.common.net.rpc import error_from_rpc, open_channel
+from torchrelay.common.net.rpc import RpcServer, error_from_rpc, open_channel
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
@@ -22,6 +23,7 @@ from torchrelay.worker.attempts.attempt import Attempt
 from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
+CALLERS: MethodCallers = {"/torchrelay.control.v1.Prefill/Run": {Caller.GATEWAY}}
 
 
 class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore[misc]  # Run writes to its context
@@ -40,8 +42,9 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
     def num_kv_transfers(self) -> int:
         return len(self._kv_senders)
 
-    def register(self, server: grpc.aio.Server) -> None:
-        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
+    def register(self, server: RpcServer) -> None:
+        prefill_pb2_grpc.add_PrefillServicer_to_server(self, server.server)
+        server.allow(CALLERS)
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
@@ -94,7 +97,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             pack_id, settings.worker_id, worker.data_address, settings.host_id, worker.local_address
         )
         try:
-            await self._decode(target.grpc_address).Receive(offer, timeout=self.worker.settings.kv_timeout_s)
+            await self._decode(target).Receive(offer, timeout=self.worker.settings.kv_timeout_s)
         except grpc.aio.AioRpcError as error:
             message = f"the decode worker {target.worker_id} refused the KV: {error_from_rpc(error).message}"
             lost_worker = ""
@@ -120,10 +123,11 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             grace_s = self.worker.settings.kv_timeout_s
             self.worker.spawn(channel.close(grace_s), f"channel to {address}")
 
-    def _decode(self, address: str) -> decode_pb2_grpc.DecodeAsyncStub:
-        channel = self._channels.get(address)
+    def _decode(self, target: types_pb2.WorkerRef) -> decode_pb2_grpc.DecodeAsyncStub:
+        channel = self._channels.get(target.grpc_address)
         if channel is None:
-            channel = self._channels[address] = open_channel(address, self.worker.tls)
+            channel = open_channel(target.grpc_address, self.worker.tls, target.worker_token)
+            self._channels[target.grpc_address] = channel
         return decode_pb2_grpc.DecodeStub(channel)
 
     def delivers(self, attempt: Attempt, token: NewToken) -> bool:

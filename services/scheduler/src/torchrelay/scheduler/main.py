@@ -11,7 +11,9 @@ from functools import partial
 import msgspec
 from nats.aio.client import Client
 
+from torchrelay.common.callers import SCHEDULER_NODE
 from torchrelay.common.ids import new_id
+from torchrelay.common.keys import derive_node_key
 from torchrelay.common.net.nats_client import Subjects, connect, keep_streams, try_streams
 from torchrelay.common.net.rpc import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
@@ -28,7 +30,7 @@ from torchrelay.scheduler.service.events.reader import EventReader
 from torchrelay.scheduler.service.input_log import InputRecorder, PolicyStart, replay
 from torchrelay.scheduler.service.peer_channels import PeerChannels
 from torchrelay.scheduler.service.report_check import ReportCheck
-from torchrelay.scheduler.service.servicer import SchedulerServicer
+from torchrelay.scheduler.service.servicer import CALLERS, SchedulerServicer
 from torchrelay.scheduler.service.tickets import ClusterTickets
 from torchrelay.scheduler.settings import SchedulerSettings
 
@@ -44,8 +46,9 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     # When JetStream cannot store an event, NATS reads nothing more from the connection that it came by.
     history_nats = await connect(settings.nats_url, "scheduler-history")
     tls = settings.tls
-    channels = PeerChannels(tls)
-    server = RpcServer(settings.host, settings.port, tls)
+    cluster_key = bytes.fromhex(settings.cluster_key)
+    channels = PeerChannels(cluster_key, tls)
+    server = RpcServer(settings.host, settings.port, tls, derive_node_key(cluster_key, SCHEDULER_NODE))
     js = history_nats.jetstream()
     try:
         await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
@@ -53,9 +56,10 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
         with _controller(settings, clock, event_publisher) as controller:
             servicer = SchedulerServicer(controller, EventReader(js, subjects))
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
+            server.allow(CALLERS)
             async with asyncio.TaskGroup() as group:
                 ready = asyncio.Event()
-                report_check = ReportCheck(bytes.fromhex(settings.cluster_key))
+                report_check = ReportCheck(cluster_key)
                 background = group.create_task(
                     _background(controller, event_publisher, channels, nats, subjects, report_check, ready, tick_s)
                 )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, FilePath, ValidationInfo, field_validator
 
+from torchrelay.common.callers import Caller
 from torchrelay.common.net.nats_client import MIN_STREAM_BYTES, StreamSizes
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.scheduler.policy.config import PolicyConfig
@@ -15,6 +16,7 @@ from torchrelay.scheduler.policy.config import PolicyConfig
 class SchedulerSettings(ServiceSettings):
     """Every field is a flag (``--port``), a variable (``TORCHRELAY_PORT``) and a line of the TOML file."""
 
+    caller = Caller.SCHEDULER
     port: int = Field(0, description="gRPC port; 0: any free one.")
     record: Path | None = Field(None, description="Write every input of the policy to this file, for --replay.")
     replay: FilePath | None = Field(

@@ -1,20 +1,23 @@
 """gRPC set-up of all services: servers with health checks and error mapping, channels with keep-alive, TLS by setting.
 
 A ``TorchrelayError`` raised by a servicer becomes its gRPC status, with its code, field and retry time in the trailing
-metadata; ``error_from_rpc`` restores it on the client.
+metadata; ``error_from_rpc`` restores it on the client. A server with a ``CallCheck`` serves each method to those alone
+who may call it; health checks are open to all.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from functools import partial
+from typing import Any, Self, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from torchrelay.common.callers import CLUSTER_NAME, CallCheck, MethodCallers
 from torchrelay.common.errors import Conflict, Overloaded, TorchrelayError, Unavailable, error_class
-from torchrelay.common.tls import CLUSTER_NAME, Tls
+from torchrelay.common.tls import Tls
 
 MAX_MESSAGE_BYTES = 8 << 20
 _OPTIONS = [
@@ -37,21 +40,99 @@ _CHANNEL_OPTIONS = [
 ]
 # Certificates name the cluster, not the peer's address.
 _TLS_OPTIONS = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", CLUSTER_NAME)]
+_TOKEN = "torchrelay-token"
+_HEALTH = "/grpc.health.v1.Health/"
 _CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
 
 
-def open_channel(address: str, tls: Tls | None = None) -> grpc.aio.Channel:
-    """A lazy, reconnecting channel to ``host:port``. ``tls``: this process's identity; None: plain text."""
-    if tls is None:
-        return grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=_TLS_OPTIONS)
+def open_channel(address: str, tls: Tls | None = None, token: str = "") -> grpc.aio.Channel:
+    """A lazy, reconnecting channel to ``host:port``.
+
+    ``tls``: this process's identity; None: plain text. Every call carries ``token``, if there is one.
+    """
+    if tls is not None:
+        return grpc.aio.secure_channel(address, tls.channel_credentials(), options=_TLS_OPTIONS)
+    channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return _TokenChannel(channel, token) if token else channel
 
 
-def open_blocking_channel(address: str, tls: Tls | None = None) -> grpc.Channel:
+def open_blocking_channel(address: str, tls: Tls | None = None, token: str = "") -> grpc.Channel:
     """``open_channel`` for programs without an event loop."""
-    if tls is None:
-        return grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-    return grpc.secure_channel(address, tls.channel_credentials(), options=_TLS_OPTIONS)
+    if tls is not None:
+        return grpc.secure_channel(address, tls.channel_credentials(), options=_TLS_OPTIONS)
+    channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    return with_token(channel, token) if token else channel
+
+
+def with_token(channel: grpc.Channel, token: str) -> grpc.Channel:
+    """The channel, every call on which carries ``token``."""
+    return grpc.intercept_channel(channel, _TokenInterceptor(token))
+
+
+class _TokenChannel(grpc.aio.Channel):
+    """Adds the token where a stub is made: asyncio's interceptors would cost CPU time per message of a stream."""
+
+    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+        self._channel = channel
+        self._metadata = ((_TOKEN, token),)
+
+    async def __aenter__(self) -> Self:
+        await self._channel.__aenter__()
+        return self
+
+    async def __aexit__(self, *exc_info: Any) -> bool | None:
+        return await self._channel.__aexit__(*exc_info)
+
+    async def close(self, grace: float | None = None) -> None:
+        await self._channel.close(grace)
+
+    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
+        return self._channel.get_state(try_to_connect)
+
+    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
+        await self._channel.wait_for_state_change(last_observed_state)
+
+    async def channel_ready(self) -> None:
+        await self._channel.channel_ready()
+
+    def unary_unary(self, *args: Any, **options: Any) -> Any:
+        return partial(self._channel.unary_unary(*args, **options), metadata=self._metadata)
+
+    def unary_stream(self, *args: Any, **options: Any) -> Any:
+        return partial(self._channel.unary_stream(*args, **options), metadata=self._metadata)
+
+    def stream_unary(self, *args: Any, **options: Any) -> Any:
+        return partial(self._channel.stream_unary(*args, **options), metadata=self._metadata)
+
+    def stream_stream(self, *args: Any, **options: Any) -> Any:
+        return partial(self._channel.stream_stream(*args, **options), metadata=self._metadata)
+
+
+class _CallDetails(grpc.ClientCallDetails):
+    """Those of a call, with one more pair of metadata."""
+
+    def __init__(self, details: Any, pair: tuple[str, str]) -> None:
+        self.method, self.timeout, self.credentials = details.method, details.timeout, details.credentials
+        self.wait_for_ready, self.compression = details.wait_for_ready, details.compression
+        self.metadata = (*(details.metadata or ()), pair)
+
+
+class _TokenInterceptor(
+    grpc.UnaryUnaryClientInterceptor,
+    grpc.UnaryStreamClientInterceptor,
+    grpc.StreamUnaryClientInterceptor,
+    grpc.StreamStreamClientInterceptor,
+):
+    def __init__(self, token: str) -> None:
+        self._token = token
+
+    def _call(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
+        return continuation(_CallDetails(details, (_TOKEN, self._token)), request)
+
+    intercept_unary_unary = _call  # type: ignore[assignment]  # one method for all four kinds
+    intercept_unary_stream = _call  # type: ignore[assignment]
+    intercept_stream_unary = _call  # type: ignore[assignment]
+    intercept_stream_stream = _call  # type: ignore[assignment]
 
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
@@ -71,8 +152,11 @@ def _text(value: str | bytes | None) -> str | None:
     return value.decode() if isinstance(value, bytes) else value
 
 
-class _ErrorMapping(grpc.aio.ServerInterceptor):
-    """Turns a ``TorchrelayError`` raised by any servicer into its status and trailing metadata."""
+class _CallWrapper(grpc.aio.ServerInterceptor):
+    """Checks the caller, and turns a ``TorchrelayError`` raised by any servicer into its status and metadata."""
+
+    def __init__(self, call_check: CallCheck | None) -> None:
+        self._call_check = call_check
 
     async def intercept_service(
         self,
@@ -84,14 +168,29 @@ class _ErrorMapping(grpc.aio.ServerInterceptor):
             return handler
         kinds = ("unary_unary", "stream_unary", "unary_stream", "stream_stream")
         kind = next(kind for kind in kinds if getattr(handler, kind))
-        mapped = (_mapped_stream if handler.response_streaming else _mapped)(getattr(handler, kind))
+        method = handler_call_details.method
+        check = None
+        if self._call_check is not None and not method.startswith(_HEALTH):
+            check = partial(_check_caller, self._call_check, method)
+        mapped = (_mapped_stream if handler.response_streaming else _mapped)(getattr(handler, kind), check)
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         return make(mapped, handler.request_deserializer, handler.response_serializer)
 
 
-def _mapped(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+def _check_caller(call_check: CallCheck, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    token = next((value for key, value in context.invocation_metadata() or () if key == _TOKEN), "")
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    call_check.check(method, _text(token) or "", [name.decode(errors="replace") for name in names])
+
+
+_Check: TypeAlias = Callable[[grpc.aio.ServicerContext[Any, Any]], None]
+
+
+def _mapped(call: Callable[..., Awaitable[Any]], check: _Check | None) -> Callable[..., Awaitable[Any]]:
     async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            if check is not None:
+                check(context)
             return await call(request, context)
         except TorchrelayError as error:
             await _abort(context, error)
@@ -99,9 +198,11 @@ def _mapped(call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]
     return mapped
 
 
-def _mapped_stream(call: Callable[..., Any]) -> Callable[..., AsyncIterator[Any]]:
+def _mapped_stream(call: Callable[..., Any], check: _Check | None) -> Callable[..., AsyncIterator[Any]]:
     async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
+            if check is not None:
+                check(context)
             replies = call(request, context)
             if inspect.isawaitable(replies):  # a servicer that writes to the context
                 await replies
@@ -124,10 +225,14 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchrelayE
 
 
 class RpcServer:
-    """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster."""
+    """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster.
 
-    def __init__(self, host: str, port: int = 0, tls: Tls | None = None) -> None:
-        self.server = grpc.aio.server(interceptors=(_ErrorMapping(),), options=_OPTIONS)
+    ``node_key``: of a node that checks who calls; None: it serves everybody, as the tenants' API does.
+    """
+
+    def __init__(self, host: str, port: int = 0, tls: Tls | None = None, node_key: bytes | None = None) -> None:
+        self._call_check = None if node_key is None else CallCheck(node_key, is_tls=tls is not None)
+        self.server = grpc.aio.server(interceptors=(_CallWrapper(self._call_check),), options=_OPTIONS)
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         address = f"{host}:{port}"
@@ -143,6 +248,11 @@ class RpcServer:
         if tls is None:
             return self.server.add_insecure_port(address)
         return self.server.add_secure_port(address, tls.server_credentials())
+
+    def allow(self, methods: MethodCallers) -> None:
+        """Lets these callers call these methods; without it, a node that checks serves nobody."""
+        if self._call_check is not None:
+            self._call_check.allow(methods)
 
     async def start(self) -> None:
         """Starts serving and reports it to health checks."""

@@ -11,7 +11,7 @@ import os
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 from pydantic_settings import (
@@ -22,11 +22,12 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from torchrelay.common.callers import Caller
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 
 CONFIG_VARIABLE = "TORCHRELAY_CONFIG"
 MISSPELT_SIMILARITY = 0.85
-NODE_ID = "^[A-Za-z0-9_-]{1,64}$"  # one word of a NATS subject
+NODE_ID = "^[A-Za-z0-9_-]{1,63}$"  # one word of a NATS subject
 
 
 class ConfigUnusable(Exception):
@@ -88,7 +89,9 @@ class ServiceSettings(BaseSettings):
     tls_ca_file: Path | None = Field(
         None, description="PEM of the cluster's CA; with the next two, TLS between all processes."
     )
-    tls_cert_file: Path | None = Field(None, description="PEM of this process's certificate, for torchrelay.internal.")
+    tls_cert_file: Path | None = Field(
+        None, description="PEM of this process's certificate, for torchrelay.internal and its role."
+    )
     tls_key_file: Path | None = Field(None, description="PEM of the certificate's key, unencrypted.")
     log_level: str = Field("info", description="debug, info, warning or error.")
     log_format: str = Field("json", description="json, or console for people.")
@@ -119,10 +122,12 @@ class ServiceSettings(BaseSettings):
         files = self.tls_files
         return None if files is None else Tls(files)
 
+    caller: ClassVar[Caller | None] = None  # what this process is to those that it calls
+
     @model_validator(mode="after")
     def _tls_is_usable(self) -> Self:
         if (tls := self.tls) is not None:
-            tls.check()
+            tls.check(self.caller)
         return self
 
     @classmethod

@@ -17,6 +17,7 @@ import hmac
 import secrets
 import struct
 
+from torchrelay.common.keys import derive_node_key as derive_node_key
 from torchrelay.common.keys import framed_mac
 from torchrelay.control.v1.types_pb2 import Ticket as Ticket
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
@@ -24,14 +25,6 @@ from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
 NONCE_BYTES = 16
 CHALLENGE_BYTES = 32
 PROOF_BYTES = SESSION_BYTES = 32
-MIN_KEY_BYTES = 16
-
-
-def derive_node_key(cluster_key: bytes, node_id: str) -> bytes:
-    """The key of one store or worker, 32 bytes."""
-    if len(cluster_key) < MIN_KEY_BYTES:
-        raise ValueError(f"the cluster key must have at least {MIN_KEY_BYTES} bytes")
-    return framed_mac(cluster_key, b"torchrelay node key", node_id.encode())
 
 
 class TicketIssuer:

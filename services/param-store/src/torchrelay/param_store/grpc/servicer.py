@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from torchrelay.common.callers import Caller, MethodCallers
 from torchrelay.control.v1 import param_store_pb2_grpc
 from torchrelay.param_store.grpc.copy_rpcs import CopyRpcs
 from torchrelay.param_store.grpc.upload_rpcs import UploadRpcs
 from torchrelay.param_store.grpc.version_rpcs import VersionRpcs
 from torchrelay.param_store.store import Store
+
+_SERVICE = "/torchrelay.control.v1.ParamStore"
+_UPLOADS = ("BeginUpload", "DescribeUpload", "PutFile", "Commit", "AbortUpload")
+CALLERS: MethodCallers = {
+    **{f"{_SERVICE}/{method}": {Caller.GATEWAY} for method in (*_UPLOADS, "Describe", "DeleteVersion")},
+    f"{_SERVICE}/ReadFile": {Caller.GATEWAY, Caller.WORKER},
+    f"{_SERVICE}/Hold": {Caller.WORKER},
+    **{f"{_SERVICE}/{method}": {Caller.SCHEDULER} for method in ("Relay", "Drop", "WatchCopies", "Retain")},
+}
 
 
 class ParamStoreServicer(UploadRpcs, VersionRpcs, CopyRpcs, param_store_pb2_grpc.ParamStoreServicer):

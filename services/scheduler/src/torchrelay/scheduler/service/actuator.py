@@ -130,7 +130,7 @@ class Actuator:
         store = self._controller.policy.state.membership.stores.get(store_id)
         if store is None:
             raise Unavailable("the store is gone")
-        return param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address))
+        return param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address, store_id))
 
     async def _load(self, command: effects.WakeCommand, order: effects.LoadOrder) -> None:
         request = worker_pb2.LoadRequest(
@@ -174,7 +174,7 @@ class Actuator:
         worker = self._controller.policy.state.membership.workers.get(worker_id)
         if worker is None:
             raise Unavailable("the worker is gone")
-        return worker_pb2_grpc.WorkerStub(self._channels.channel(worker.grpc_address))
+        return worker_pb2_grpc.WorkerStub(self._channels.channel(worker.grpc_address, worker_id))
 
     async def _call(
         self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float = _TIMEOUT_S

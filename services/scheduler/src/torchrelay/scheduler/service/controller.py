@@ -185,7 +185,9 @@ class Controller:
     def _send(self, answer: Answer) -> None:
         if isinstance(answer, Placed):
             ticket = self.cluster_tickets.kv(answer.placement)
-            kind, event = "placed", AdmitEvent(placement=converters.placement_to_proto(answer.placement, ticket))
+            placement = converters.placement_to_proto(answer.placement, ticket)
+            self.cluster_tickets.add_call_tokens(placement)
+            kind, event = "placed", AdmitEvent(placement=placement)
         elif isinstance(answer, AdmissionRefused):
             kind, event = "refused", AdmitEvent(refusal=converters.refusal_to_proto(answer))
         else:

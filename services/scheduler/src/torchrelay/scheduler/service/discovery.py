@@ -108,7 +108,7 @@ class Discovery:
 
     async def _watch_worker(self, first: WorkerReport) -> None:
         membership, worker_id = self._controller.policy.state.membership, first.worker_id
-        stub = worker_pb2_grpc.WorkerStub(self._channels.channel(first.grpc_address))
+        stub = worker_pb2_grpc.WorkerStub(self._channels.channel(first.grpc_address, worker_id))
         while worker_id in membership.workers:
             stream = _ReportStream(stub.WatchSlot(worker_pb2.WatchSlotRequest()), worker_id)
             async for report in stream:
@@ -124,7 +124,7 @@ class Discovery:
 
     async def _watch_store(self, first: StoreReport) -> None:
         membership, store_id = self._controller.policy.state.membership, first.store_id
-        stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(first.grpc_address))
+        stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(first.grpc_address, store_id))
         while store_id in membership.stores:
             async for report in _ReportStream(stub.WatchCopies(param_store_pb2.WatchCopiesRequest()), store_id):
                 if report.store_id != store_id or report.incarnation != first.incarnation:

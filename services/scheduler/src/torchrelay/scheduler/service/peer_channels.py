@@ -6,6 +6,8 @@ import asyncio
 
 import grpc
 
+from torchrelay.common.callers import Caller, call_token
+from torchrelay.common.keys import derive_node_key
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.common.tls import Tls
 
@@ -13,13 +15,14 @@ from torchrelay.common.tls import Tls
 class PeerChannels:
     """Opens channels on first use."""
 
-    def __init__(self, tls: Tls | None = None) -> None:
-        self._tls = tls
+    def __init__(self, cluster_key: bytes, tls: Tls | None = None) -> None:
+        self._cluster_key, self._tls = cluster_key, tls
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    def channel(self, address: str) -> grpc.aio.Channel:
+    def channel(self, address: str, node_id: str) -> grpc.aio.Channel:
         if address not in self._channels:
-            self._channels[address] = open_channel(address, self._tls)
+            token = call_token(derive_node_key(self._cluster_key, node_id), Caller.SCHEDULER)
+            self._channels[address] = open_channel(address, self._tls, token)
         return self._channels[address]
 
     async def forget(self, address: str) -> None:

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
+from torchrelay.common.callers import Caller, MethodCallers
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.inputs import GatewayConnected, GatewayDisconnected, Withdraw
@@ -17,6 +18,14 @@ from torchrelay.scheduler.service.controller import Controller
 from torchrelay.scheduler.service.events.reader import EventReader
 
 _VIEW_EVERY_S = 0.1
+
+_SERVICE = "/torchrelay.control.v1.Scheduler"
+CALLERS: MethodCallers = {
+    f"{_SERVICE}/Admit": {Caller.GATEWAY},
+    f"{_SERVICE}/Explain": {Caller.GATEWAY, Caller.CLI},
+    f"{_SERVICE}/WatchCluster": {Caller.GATEWAY, Caller.CLI},
+    f"{_SERVICE}/WatchEvents": {Caller.CLI},
+}
 
 Context = Any  # a grpc.aio.ServicerContext; its stub does not take plain callbacks
 

@@ -1,4 +1,6 @@
-"""Tickets for the data plane: who may read what from whom. Only the scheduler holds the cluster key.
+"""Tickets for the data plane, and tokens to call workers: who may read what from whom, and whom a gateway may call.
+
+Only the scheduler holds the cluster key.
 
 Expiry is by this clock and checked by the holders': lifetimes are long beside any skew.
 """
@@ -7,19 +9,37 @@ from __future__ import annotations
 
 import time
 
+from cachetools import FIFOCache
+
+from torchrelay.common.callers import Caller, call_token
+from torchrelay.common.keys import derive_node_key
+from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.types_pb2 import Source, Ticket
 from torchrelay.scheduler.policy.core import REMOTE, Placement, StoreStatus
 from torchrelay.transfer.protocol.tickets import TicketIssuer
 
+_MAX_WORKERS = 4096
 _KV_TICKET_S = 3600.0  # a receiver that resumes may reuse it until then
 _RELAY_TICKET_S = 3600.0  # alternates are for repair while the scheduler is away
 
 
 class ClusterTickets:
-    """Issues tickets for placements and relays."""
+    """Issues tickets for placements and relays, and the tokens of placements."""
 
     def __init__(self, cluster_key: bytes) -> None:
+        self._cluster_key = cluster_key
         self._issuer = TicketIssuer(cluster_key)
+        self._call_tokens: FIFOCache[str, tuple[str, str]] = FIFOCache(_MAX_WORKERS)
+
+    def add_call_tokens(self, placement: scheduler_pb2.Placement) -> None:
+        """Lets the gateway call both workers, and the prefill worker the decode worker."""
+        for worker in (placement.prefill, placement.decode):
+            tokens = self._call_tokens.get(worker.worker_id)
+            if tokens is None:
+                node_key = derive_node_key(self._cluster_key, worker.worker_id)
+                tokens = call_token(node_key, Caller.GATEWAY), call_token(node_key, Caller.WORKER)
+                self._call_tokens[worker.worker_id] = tokens
+            worker.gateway_token, worker.worker_token = tokens
 
     def kv(self, placement: Placement) -> Ticket | None:
         """Lets the decode worker follow the prefill worker's KV buffer; None if they are the same worker."""

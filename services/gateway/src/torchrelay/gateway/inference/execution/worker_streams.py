@@ -69,7 +69,7 @@ class RunStream:
         self._routes.pop(key, None)
 
     async def run(self) -> None:
-        channel = open_channel(self._worker.grpc_address, self._tls)
+        channel = open_channel(self._worker.grpc_address, self._tls, self._worker.gateway_token)
         try:
             call: Any = (PrefillStub(channel) if self._role == "prefill" else DecodeStub(channel)).Run()
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
