@@ -11,6 +11,7 @@ from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.quantities import format_bytes, format_count
 
 SHARED_MEMORY = Path("/dev/shm")
+_RESERVED_SHARED_BYTES = 4 << 20
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -26,8 +27,13 @@ class Machine:
     @classmethod
     def here(cls) -> Machine:
         """This one, now."""
-        shared = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None
+        shared = available_shared_bytes(SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
         return cls(os.cpu_count() or 1, available_memory_bytes(), shared)
+
+
+def available_shared_bytes(folder: Path) -> int:
+    """What an arena may take of the file system of ``folder``; the rest is for what processes tell each other there."""
+    return max(shutil.disk_usage(folder).free - _RESERVED_SHARED_BYTES, 0)
 
 
 def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:

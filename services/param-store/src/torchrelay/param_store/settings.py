@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -11,7 +10,7 @@ from pydantic import Field
 from torchrelay.common.callers import Caller
 from torchrelay.common.errors import NotFound
 from torchrelay.common.ids import new_id
-from torchrelay.common.machine import SHARED_MEMORY, Machine, check_arena
+from torchrelay.common.machine import SHARED_MEMORY, Machine, available_shared_bytes, check_arena
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.param_store.disk.disk_cache import default_limit_bytes
 from torchrelay.param_store.remote.remote_store import RemoteOptions, is_folder
@@ -109,5 +108,5 @@ class StoreSettings(ServiceSettings):
         # That arena takes part of the memory; with another size it would be discarded.
         if left := capacity_left_at(self.arena_file):
             return left
-        shared = shutil.disk_usage(self.arena_file.parent).free
+        shared = available_shared_bytes(self.arena_file.parent)
         return min((machine.memory_bytes or 0) // 2, shared, _DEFAULT_ARENA_LIMIT_BYTES)
