@@ -220,7 +220,7 @@ def test_while_the_store_hangs_streams_go_on_and_cold_requests_are_answered_or_r
 
 def test_a_store_that_hangs_in_a_load_delays_or_refuses_its_requests(shaken: Tenant) -> None:
     platform = shaken.platform
-    large = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4}  # 200 MB
+    large: dict[str, Any] = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4}  # 200 MB
     cold = platform.upload(shaken.key, make_checkpoint(shaken.folder / "large", "qwen2", **large), "large")
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(call, shaken, cold) for _ in range(3)]
