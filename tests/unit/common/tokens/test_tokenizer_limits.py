@@ -106,12 +106,16 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         document(decoder={"type": "CTC", "pad_token": "p", "word_delimiter_token": "", "cleanup": True}),
         "decoder.word_delimiter_token: it must not be missing or empty",
     ),
-    "many steps": (document(decoder=sequence("decoders", *[FUSE] * 9)), "decoder.decoders: it has 9 steps; at most 8"),
+    "many steps": (document(decoder=sequence("decoders", *[FUSE] * 9)), "decoder: it has 9 steps; at most 8"),
     "many steps in parts": (
         document(decoder=sequence("decoders", *[sequence("decoders", *[FUSE] * 5)] * 2)),
         "decoder: it has 9 steps; at most 8 are allowed",
     ),
     "deep decoder": (document(decoder=nested("decoders", 9, FUSE)), "decoder: it has 9 Sequences in one another"),
+    "Sequences of nothing": (
+        document(decoder=sequence("decoders", *[sequence("decoders")] * 16)),
+        "decoder: it has 17 Sequences; at most 16 are allowed",
+    ),
     "bottomless decoder": (document(decoder=nested("decoders", 300, FUSE)), "decoder: it has 9 Sequences in one anot"),
     "large count": (
         document(decoder={"type": "Strip", "content": " ", "start": 10**12, "stop": 0}),

@@ -19,6 +19,7 @@ MAX_ADDED_TOKENS: Final = 1 << 14
 MAX_ADDED_TOKENS_CHARS: Final = 1 << 18  # of all added tokens
 MAX_DEPTH: Final = 8  # of Sequences in one another
 MAX_STEPS: Final = {"normalizer": 64, "pre_tokenizer": 64, "post_processor": 16, "decoder": 8}
+MAX_SEQUENCES: Final = 16  # in a component; even empty ones take time
 MAX_STRING_CHARS: Final = 256  # in a step, where nothing else is said
 MAX_NUMBER: Final = 1024
 MAX_GROWTH: Final = 8  # times the text may grow by the replacements of a component
@@ -136,19 +137,21 @@ def check_decode_cost(decoder: Any, longest_chars: int) -> None:
 
 def steps(component: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The steps of a component with their fields, out of its Sequences. Raises ``TokenizerRefused``."""
-    members = COMPONENTS[name][0]
+    members, num_sequences = COMPONENTS[name][0], 0
 
     def walk(part: Any, field: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        nonlocal num_sequences
         require_at_most(MAX_DEPTH, depth, name, "Sequences in one another")
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise TokenizerRefused(field, "it must be an object with a type")
         if part["type"] != "Sequence":
             yield field, part
             return
+        num_sequences += 1
+        require_at_most(MAX_SEQUENCES, num_sequences, name, "Sequences")
         parts = part.get(members)
         if not isinstance(parts, list):
             raise TokenizerRefused(f"{field}.{members}", "it must be a list")
-        require_at_most(MAX_STEPS[name], len(parts), f"{field}.{members}", "steps")
         for index, each in enumerate(parts):
             yield from walk(each, f"{field}.{members}[{index}]", depth + 1)
 
