@@ -69,6 +69,6 @@ async def test_who_waits_behind_a_silent_database_waits_for_it_once(postgres_url
             assert all(isinstance(answer, Unavailable) for answer in answers) and took_s < 6
             proxy.speak()
             async with asyncio.timeout(20):
-                while await asyncio.gather(commits.do(1), return_exceptions=True) != [0]:
+                while (await asyncio.gather(commits.do(1), return_exceptions=True))[0] != 0:
                     pass
         await database.close()
