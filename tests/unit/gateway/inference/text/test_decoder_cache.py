@@ -12,8 +12,8 @@ from blake3 import blake3
 from tests.support.sample_tokenizers import large_tokenizer, tiny_tokenizer
 from torchrelay.common.errors import InvalidRequest, QueueFull
 from torchrelay.gateway.inference.text.decoder_cache import BYTES_PER_FILE_BYTE, MAX_WAITING, DecoderCache
-from torchrelay.gateway.inference.text.frames import TOKENIZER
-from torchrelay.gateway.inference.text.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.frames import TOKENIZER
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 
 ENCODED = [tiny_tokenizer(300 + 10 * index) for index in range(4)]
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer
 
 from torchrelay.common.errors import QueueFull, Unavailable
 from torchrelay.common.tokens.tokenizer import load_decoder
-from torchrelay.gateway.inference.text.fair_queue import FairQueue
-from torchrelay.gateway.inference.text.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 
 MAX_WAITING = 64  # of one tenant
 MAX_WAIT_S = 30.0

@@ -16,8 +16,8 @@ from weakref import WeakValueDictionary
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.gateway.clients.file_reader import StoreFileReader
-from torchrelay.gateway.inference.text.frames import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, FileId
-from torchrelay.gateway.inference.text.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.frames import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, FileId
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 
 MAX_FILE_BYTES: Final = {TOKENIZER: 64 << 20, TOKENIZER_CONFIG: 4 << 20, CHAT_TEMPLATE: 4 << 20}
 MAX_BYTES: Final = 256 << 20

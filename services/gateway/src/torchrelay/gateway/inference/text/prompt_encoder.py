@@ -11,7 +11,8 @@ from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.gateway.core import Principal, PublishedModel
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.text.decoder_cache import DecoderCache
-from torchrelay.gateway.inference.text.frames import (
+from torchrelay.gateway.inference.text.model_files import ModelFiles
+from torchrelay.gateway.inference.text.processes.frames import (
     CHAT_TEMPLATE,
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -21,15 +22,14 @@ from torchrelay.gateway.inference.text.frames import (
     TextLimits,
     TokenIds,
 )
-from torchrelay.gateway.inference.text.model_files import ModelFiles
+from torchrelay.gateway.inference.text.processes.text_lane import FileRefused, PromptKilled
+from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses
 from torchrelay.gateway.inference.text.refusals import (
     file_error,
     kill_error,
     refusal_error,
     too_many_characters,
 )
-from torchrelay.gateway.inference.text.text_lane import FileRefused, PromptKilled
-from torchrelay.gateway.inference.text.text_processes import TextProcesses
 
 # Tokenizing takes memory per character; no prompt that fits a context has more characters per token.
 MAX_CHARS_PER_CONTEXT_TOKEN: Final = 32

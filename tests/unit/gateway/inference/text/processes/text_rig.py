@@ -14,7 +14,7 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 from tests.support.sample_tokenizers import tiny_tokenizer
-from torchrelay.gateway.inference.text.frames import (
+from torchrelay.gateway.inference.text.processes.frames import (
     CHAT_TEMPLATE,
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -23,8 +23,8 @@ from torchrelay.gateway.inference.text.frames import (
     TextLimits,
     TokenIds,
 )
-from torchrelay.gateway.inference.text.process_connection import LocalFile
-from torchrelay.gateway.inference.text.text_processes import TextProcesses
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses
 
 TINY = tiny_tokenizer()
 CONFIG = json.dumps({"bos_token": "<s>"}).encode()

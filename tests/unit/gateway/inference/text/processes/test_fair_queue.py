@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.gateway.inference.text.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.processes.fair_queue import FairQueue
 
 
 def queue(max_running: int = 1, max_waiting: int = 1000, max_bytes: int = 1 << 30) -> FairQueue[str]:

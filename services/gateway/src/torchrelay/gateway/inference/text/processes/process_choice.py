@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from torchrelay.gateway.inference.text.frames import FileId
+from torchrelay.gateway.inference.text.processes.frames import FileId
 
 PATIENCE_S = 0.1  # a prompt waits so long for the process that has its tokenizer: loading it elsewhere takes longer
 

@@ -17,11 +17,11 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Split
 
 from tests.support.sample_tokenizers import large_tokenizer
-from tests.unit.gateway.inference.text.text_rig import CONFIG, LOOP, MESSAGES, TINY, TextRig, text_rig
+from tests.unit.gateway.inference.text.processes.text_rig import CONFIG, LOOP, MESSAGES, TINY, TextRig, text_rig
 from tests.unit.gateway.token_path_rig import until
 from torchrelay.common.errors import QueueFull, Unavailable
-from torchrelay.gateway.inference.text.frames import TOKENIZER_CONFIG, Prompt, Refusal
-from torchrelay.gateway.inference.text.text_lane import MAX_WAITING, FileRefused, PromptKilled
+from torchrelay.gateway.inference.text.processes.frames import TOKENIZER_CONFIG, Prompt, Refusal
+from torchrelay.gateway.inference.text.processes.text_lane import MAX_WAITING, FileRefused, PromptKilled
 
 CHATML = """\
 {%- if messages[0]['role'] == 'system' %}

@@ -11,7 +11,7 @@ from typing import Final, cast
 
 import msgspec
 
-from torchrelay.gateway.inference.text.frames import (
+from torchrelay.gateway.inference.text.processes.frames import (
     LENGTH_BYTES,
     MAX_ANSWER_BYTES,
     Answer,

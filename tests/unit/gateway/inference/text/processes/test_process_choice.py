@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from torchrelay.gateway.inference.text.process_choice import ProcessState, choose
+from torchrelay.gateway.inference.text.processes.process_choice import ProcessState, choose
 
 A, B, C = (("tokenizer.json", letter) for letter in "abc")
 

@@ -10,11 +10,19 @@ from typing import Any
 
 from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.inference.text.fair_queue import FairQueue
-from torchrelay.gateway.inference.text.frames import TOKENIZER, Answer, FileId, Forget, Refusal, TextLimits, frame_of
-from torchrelay.gateway.inference.text.metrics import TextMetrics
-from torchrelay.gateway.inference.text.process_choice import PATIENCE_S, ProcessState, choose
-from torchrelay.gateway.inference.text.process_connection import LocalFile, ProcessEnded, TextProcess
+from torchrelay.gateway.inference.text.processes.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.processes.frames import (
+    TOKENIZER,
+    Answer,
+    FileId,
+    Forget,
+    Refusal,
+    TextLimits,
+    frame_of,
+)
+from torchrelay.gateway.inference.text.processes.metrics import TextMetrics
+from torchrelay.gateway.inference.text.processes.process_choice import PATIENCE_S, ProcessState, choose
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile, ProcessEnded, TextProcess
 
 log = get_logger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Final, Self
 
 from opentelemetry.metrics import Meter
 
-from torchrelay.gateway.inference.text.frames import Answer, Prompt, TextLimits, frame_of
-from torchrelay.gateway.inference.text.metrics import TextMetrics
-from torchrelay.gateway.inference.text.process_connection import LocalFile
-from torchrelay.gateway.inference.text.suspects import Suspects
-from torchrelay.gateway.inference.text.text_lane import LaneSettings, TextLane
+from torchrelay.gateway.inference.text.processes.frames import Answer, Prompt, TextLimits, frame_of
+from torchrelay.gateway.inference.text.processes.metrics import TextMetrics
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.suspects import Suspects
+from torchrelay.gateway.inference.text.processes.text_lane import LaneSettings, TextLane
 
 MAX_DEFAULT_PROCESSES: Final = 8
 SUSPECTS_NICENESS: Final = 19
