@@ -98,6 +98,7 @@ async def text_rig(
     max_cached_bytes: int = 96 << 20,
     max_wait_s: float = 60.0,
     idle_s: float = 60.0,
+    hung_s: float = 30.0,
 ) -> AsyncIterator[TextRig]:
     processes = TextProcesses(
         TextLimits(prompt_cpu_s, load_cpu_s, max_memory_bytes),
@@ -105,6 +106,7 @@ async def text_rig(
         max_cached_bytes=max_cached_bytes,
         max_wait_s=max_wait_s,
         idle_s=idle_s,
+        hung_s=hung_s,
     )
     async with processes:
         yield TextRig(processes, folder)

@@ -50,7 +50,7 @@ class PromptEncoder:
     async def decoder(self, principal: Principal, model: PublishedModel) -> Tokenizer:
         """What turns the model's token ids into text. Raises ``TorchrelayError`` if it cannot be loaded."""
         file_id = _tokenizer_file(model)
-        found = self._decoders.get(file_id[1])
+        found = self._decoders.get(principal.tenant_id, file_id[1])
         if found is None:
             # First in a process that can be killed, so that the gateway loads nothing of unknown cost.
             await self._encode(principal, model, GenerateParams(model.name, text=""))
