@@ -44,6 +44,7 @@ FOLDERS = {
     "tests/structure": "this page, and the import contracts of pyproject.toml",
     "tests/integration": "several real parts in one process",
     "tests/e2e": "the whole platform as separate processes",
+    "tests/hostile": "attacks on a whole platform, beside a neighbour whose chats must go on",
     "tests/lab": "hosts in network namespaces, with shaped links",
     "tests/support": "what tests of several packages share",
     "tools": "setup, stubs, and this tree",
