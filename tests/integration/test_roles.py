@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from tests.integration.roles_testbed import RolesTestbed, running_testbed, until
+from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, running_testbed, until
 from tests.unit.engine.harness import Model, prompt_of
+from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.control.v1 import decode_pb2, param_store_pb2, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import param_store_pb2
+from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
+from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
 from torchrelay.transfer.transport.shm import ShmConnection
 from torchrelay.worker.role import WorkerRole
 
@@ -129,6 +136,57 @@ async def test_three_choices_with_stop_strings_each_end_for_themselves(scene_of:
         await scene.assert_idle()
 
 
+@pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
+async def test_what_is_computed_of_a_long_prompt_is_told_while_it_is_computed(scene_of: Make, apart: bool) -> None:
+    """The gateway bills it if its client leaves, the sweep if the gateway dies; a dropped stream is both here."""
+    async with scene_of(apart=apart) as scene:
+        worker = scene.prefill.worker
+        registers = await worker.usage.client.subscribe(Subjects(worker.settings.nats_prefix).usage("gw-1"))
+        request = await scene.send(scene.request(prompt_of(400), max_tokens=1))
+        await request.finished()
+        told = [output.num_prompt_tokens for output in request.outputs() if not output.token_ids]
+        assert told == list(range(48, 400, 48))  # a step computes 48 positions
+        cancelled = await scene.send(scene.request(prompt_of(480, 1), max_tokens=30))
+        await until(lambda: bool(cancelled.outputs()))
+        await cancelled.cancel()
+        await scene.assert_idle()
+        told = [output.num_prompt_tokens for output in cancelled.outputs() if not output.token_ids]
+        register = pb.UsageRegister()
+        async with asyncio.timeout(30):
+            while register.request_id != cancelled.start.key.request_id or register.num_prompt_tokens < told[-1]:
+                register = pb.UsageRegister.FromString((await registers.next_msg(timeout=20)).data)
+    assert told[0] == 48
+    assert register.num_prompt_tokens <= 480
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
+async def test_a_token_that_the_tokenizer_panics_at_ends_its_request_with_the_cause(
+    scene_of: Make, model: Model, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """Only requests with stop strings need the tokenizer; tokens before the fault are delivered, nothing is left."""
+    expected, letters = model.expected(PROMPT), _printable(model)
+    place = next(i for i, token in enumerate(expected) if i >= 2 and token in letters and token not in expected[:i])
+    # Stripped from both ends, a token of this one character is less than empty, at which the library panics.
+    fields = json.loads((model.folder / "tokenizer.json").read_bytes())
+    strip = {"type": "Strip", "content": letters[expected[place]], "start": 1, "stop": 1}
+    fields["decoder"] = {"type": "Sequence", "decoders": [strip, fields["decoder"]]}
+
+    async def read(digest: str) -> bytes:
+        return json.dumps(fields).encode()
+
+    async with scene_of(apart=apart) as scene:
+        for one in (scene.prefill, scene.decode):
+            monkeypatch.setattr(one.worker.tokenizers, "read", read)
+        neighbour = await scene.send(scene.request(PROMPT))
+        request = await scene.send(scene.request(PROMPT, stop_strings=["never to be seen"]))
+        await request.finished()
+        assert request.tokens() == expected[:place]
+        assert "the model's tokenizer failed to decode its tokens" in request.error().message
+        await neighbour.finished()
+        assert neighbour.tokens() == expected
+        await scene.assert_idle()
+
+
 async def test_a_cancel_at_any_moment_leaves_all_pages_free(scene_of: Make, model: Model) -> None:
     moments = random.Random(5)
     async with scene_of(decode_pool_bytes=1 << 20) as scene:
@@ -202,6 +260,58 @@ async def test_a_prefill_worker_that_leaves_is_reported_by_the_decode_worker(sce
         await request.finished()
         assert request.error().code in (pb.RunError.CODE_PREFILL_LOST, pb.RunError.CODE_WRONG_INSTANCE)
         await scene.decode.assert_idle()
+
+
+async def test_a_prefill_worker_that_hangs_is_reported_by_the_decode_worker_within_seconds(scene_of: Make) -> None:
+    """A stopped process still takes connections, and says nothing."""
+    async with scene_of() as scene:
+        request = scene.request(PROMPT)
+        offered = scene.for_prefill(request)
+        await request.streams[1].send(scene.for_decode(request))
+        with socket.create_server(("127.0.0.1", 0)) as hung:
+            source = types_pb2.Source(
+                holder_id=offered.kv_ticket.holder_id,
+                data_address=f"127.0.0.1:{hung.getsockname()[1]}",
+                ticket=offered.kv_ticket,
+            )
+            offer = decode_pb2.KvOffer(
+                key=offered.key,
+                instance_id=scene.decode.instance_id,
+                pack_id=scene.version.pack_id,
+                sequences=[decode_pb2.KvSequence(choices=[0], num_context_tokens=len(PROMPT))],
+                source=source,
+                block_tokens=scene.prefill.worker.settings.kv_block_tokens,
+            )
+            async with open_channel(scene.decode.address) as channel:
+                await DecodeStub(channel).Receive(offer)
+            begun = time.monotonic()
+            await request.finished()
+        assert request.error().code == pb.RunError.CODE_PREFILL_LOST
+        assert time.monotonic() - begun < 5
+        await scene.decode.assert_idle()
+
+
+@pytest.mark.parametrize("role", [PREFILL, DECODE])
+async def test_a_stream_carries_beats_from_its_begin_whether_the_engine_works_or_rests(
+    scene_of: Make, role: types_pb2.Role.ValueType
+) -> None:
+    async with scene_of() as scene, open_channel(scene.prefill.address) as channel:
+        call: Any = (PrefillStub if role == PREFILL else DecodeStub)(channel).Run()
+        await call.write(pb.RunCommand(hello=pb.RunHello(gateway_id="gw-2", beat_every_s=0.1)))
+        first, second = (await call.read(), await call.read())
+        assert not first.beat.has_work and first.beat.num_advances == second.beat.num_advances > 0
+        await (await scene.send(scene.request(PROMPT))).finished()
+        async with asyncio.timeout(10):
+            while (await call.read()).beat.num_advances == first.beat.num_advances:
+                pass
+        may_end = threading.Event()
+        scene.prefill.worker.engine.post(may_end.wait)
+        async with asyncio.timeout(10):
+            while not (stuck := await call.read()).beat.has_work:
+                pass
+        assert (await call.read()).beat == stuck.beat
+        may_end.set()
+        call.cancel()
 
 
 async def test_the_deadline_ends_an_attempt_in_both_roles(scene_of: Make) -> None:

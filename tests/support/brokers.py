@@ -72,7 +72,7 @@ def _await_port(process: subprocess.Popen[bytes], host: str, port: int, log: Pat
     raise RuntimeError(f"{process.args!r} did not listen on port {port} within 20 s")
 
 
-def _program(name: str) -> str:
+def broker_program(name: str) -> str:
     found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/usr/local/sbin")
     if found is None:
         raise RuntimeError(f"{name} is not installed: run `make setup`")
@@ -82,7 +82,7 @@ def _program(name: str) -> str:
 @contextmanager
 def redis_server(folder: Path, users: str = "") -> Iterator[str]:
     """The URL of a fresh Redis without persistence. ``users``: lines of its configuration; empty: everybody may all."""
-    program = _program("redis-server")
+    program = broker_program("redis-server")
     settings = folder / "redis.conf"
     settings.write_text(users)
 
@@ -100,7 +100,7 @@ def nats_server(folder: Path, port: int = 0, host: str = "127.0.0.1", authorizat
 
     ``authorization``: a block of its configuration; empty: everybody may all.
     """
-    program = _program("nats-server")
+    program = broker_program("nats-server")
     # Every stream reserves its largest size, and tests make dozens: the default limit is what the disk has free.
     settings = folder / "nats.conf"
     settings.write_text(f'jetstream {{ store_dir: "{folder / "jetstream"}", max_file_store: 1TB }}\n{authorization}')

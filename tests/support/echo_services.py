@@ -21,6 +21,8 @@ class EchoScheduler:
         self.refusals: list[admit_pb.Refusal] = []
         self.open_gate = asyncio.Event()  # cleared: everybody waits
         self.open_gate.set()
+        self.answers = asyncio.Event()  # cleared: it says nothing, not even that it lives
+        self.answers.set()
         self.hellos: list[str] = []
         self.admits: list[admit_pb.AdmitRequest] = []
         self.releases: list[admit_pb.Release] = []
@@ -59,7 +61,9 @@ class EchoScheduler:
         reader = asyncio.ensure_future(self._read(commands, events))
         try:
             while True:
-                yield await events.get()
+                event = await events.get()
+                await self.answers.wait()
+                yield event
         finally:
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
@@ -72,6 +76,7 @@ class EchoScheduler:
                 match command.WhichOneof("command"):
                     case "hello":
                         self.hellos.append(command.hello.gateway_id)
+                        placing.create_task(self._beat(command.hello.beat_every_s, events))
                     case "admit":
                         self.admits.append(command.admit)
                         placing.create_task(self._place(command.admit, events))
@@ -79,6 +84,11 @@ class EchoScheduler:
                         self.releases.append(command.release)
                     case "withdraw":
                         self.withdrawals.append(command.withdraw)
+
+    async def _beat(self, every_s: float, events: asyncio.Queue[admit_pb.AdmitEvent]) -> None:
+        while every_s:
+            await events.put(admit_pb.AdmitEvent(beat=admit_pb.Beat()))
+            await asyncio.sleep(every_s)
 
     async def _place(self, request: admit_pb.AdmitRequest, events: asyncio.Queue[admit_pb.AdmitEvent]) -> None:
         if request.HasField("current"):
@@ -109,6 +119,8 @@ class EchoStore:
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files = dict(files)  # by digest
         self.reads: list[str] = []
+        self.answers = asyncio.Event()  # cleared: it keeps its connections and says nothing
+        self.answers.set()
         self._server = RpcServer("127.0.0.1")
         serve(self._server, "ParamStore/ReadFile", self.ReadFile, store_pb.ReadFileRequest.FromString)
 
@@ -124,6 +136,7 @@ class EchoStore:
 
     async def ReadFile(self, request: store_pb.ReadFileRequest, context: object) -> AsyncIterator[store_pb.FileBytes]:
         self.reads.append(request.digest)
+        await self.answers.wait()
         data = self.files[request.digest]
         for begin in range(0, len(data), 1 << 20):
             yield store_pb.FileBytes(data=data[begin : begin + (1 << 20)])

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -82,6 +83,7 @@ class _Gateway:
 
     def __init__(self) -> None:
         self.running: dict[Key, list[_Choice]] = {}
+        self.beat_every_s: float | None = None
         self.outputs: list[pb.ChoiceOutput] = []  # to be sent with the next step
         self.filled = asyncio.Event()
 
@@ -100,9 +102,13 @@ class EchoWorker:
         self.cancelled: list[tuple[str, Key]] = []
         self.errors: dict[str, list[pb.RunError]] = {"prefill": [], "decode": [], "hand-over": []}
         self.num_cached = 0
+        self.prompt_progress: tuple[int, ...] = ()  # prompt tokens computed so far, step by step; then it never ends
         self.pause_at: int | None = None
+        self.is_silent = False  # it says nothing, not even that it lives
+        self.progress: types_pb2.EngineProgress | None = None  # of its beats; None: it advances all the time
         self.prefill_delay_s = 0.0
         self.num_streams = 0
+        self._num_beats = 0
         self.num_running = 0
         self._server = self._new_server(0)
         self._port = self._server.port
@@ -125,6 +131,10 @@ class EchoWorker:
         """Ends a pause."""
         self.pause_at = None
         self.model.wake()
+
+    def beat(self) -> types_pb2.EngineProgress:
+        self._num_beats += 1
+        return self.progress or types_pb2.EngineProgress(num_advances=self._num_beats, has_work=True)
 
     async def kill(self) -> None:
         """Breaks every stream at once."""
@@ -163,13 +173,17 @@ class _Role:
         self._worker.model.streams.add(gateway)
         try:
             while not reader.done():
-                outputs = self._step(gateway)
+                outputs = [] if self._worker.is_silent else self._step(gateway)
                 if outputs:
                     yield pb.StepOutput(outputs=outputs)
                     await asyncio.sleep(self._worker.model.step_s)
-                else:
-                    gateway.filled.clear()
-                    await gateway.filled.wait()
+                    continue
+                gateway.filled.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(gateway.beat_every_s):
+                        await gateway.filled.wait()
+                if not gateway.filled.is_set() and not self._worker.is_silent:
+                    yield pb.StepOutput(beat=self._worker.beat())
         finally:
             self._worker.num_streams -= 1
             self._worker.model.streams.discard(gateway)
@@ -203,6 +217,8 @@ class _Role:
     async def _read(self, requests: AsyncIterator[pb.RunCommand], gateway: _Gateway) -> None:
         hello = await anext(aiter(requests))
         assert hello.HasField("hello"), "the first message must be hello"
+        gateway.beat_every_s = hello.hello.beat_every_s or None
+        gateway.filled.set()
         async for command in requests:
             if command.HasField("start"):
                 self._worker.starts.append((self._role, command.start))
@@ -228,6 +244,14 @@ class _Role:
             worker.num_running += 1
 
     async def _prefill(self, start: pb.AttemptStart, gateway: _Gateway) -> None:
+        if self._worker.prompt_progress:
+            gateway.outputs += [
+                pb.ChoiceOutput(
+                    key=start.key, num_prompt_tokens=computed, num_cached_prompt_tokens=self._worker.num_cached
+                )
+                for computed in self._worker.prompt_progress
+            ]
+            return
         began_us = time.time_ns() // 1000
         model, prompt = self._worker.model, tuple(start.prompt)
         outputs = []

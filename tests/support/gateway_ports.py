@@ -52,6 +52,7 @@ class InMemoryPorts:
 
     def __init__(self, models: Sequence[PublishedModel]) -> None:
         self.published = {model.name: model for model in models}
+        self.principals = {KEY: PRINCIPAL, ADMIN_KEY: ADMIN}  # by key
         self.opened: list[OpenedRequest] = []
         self.settled: dict[str, list[ChoiceUsage]] = {}
         self.reserved: set[str] = set()
@@ -65,11 +66,10 @@ class InMemoryPorts:
         self.may_open.set()
 
     async def authenticate(self, authorization: str | None) -> Principal:
-        if authorization == f"Bearer {ADMIN_KEY}":
-            return ADMIN
-        if authorization != f"Bearer {KEY}":
+        principal = self.principals.get((authorization or "").removeprefix("Bearer "))
+        if principal is None:
             raise Unauthenticated("unknown key")
-        return PRINCIPAL
+        return principal
 
     async def resolve(self, principal: Principal, name: str) -> PublishedModel:
         model = self.published.get(name if "/" in name else f"{principal.tenant}/{name}")

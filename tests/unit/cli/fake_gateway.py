@@ -117,6 +117,13 @@ class _Answering(BaseHTTPRequestHandler):
                 self._json({"id": "upl-1", "model": body["model"], "files": self.door.file_states()}, 201)
             case "GET", ["uploads", "upl-1"] if self.door.declared:
                 self._json({"id": "upl-1", "files": self.door.file_states()})
+            case "GET", ["uploads"]:
+                times = {"created": 1_790_000_000, "expires": 1_790_086_400}
+                listed = [{"id": "upl-1", "model": "acme/tiny", "size_bytes": 1_500_000, **times}]
+                self._json({"data": listed if self.door.declared else []})
+            case "DELETE", ["uploads", "upl-1"]:
+                self.door.declared = {}
+                self._send(204, b"")
             case "PUT", ["uploads", "upl-1", "files", name]:
                 self._put(name)
             case "POST", ["uploads", "upl-1", "commit"]:
@@ -152,7 +159,8 @@ class _Answering(BaseHTTPRequestHandler):
     def _commit(self) -> None:
         last: Any = {"model": MODEL}
         if self.door.refuse_commit:
-            last = {"error": {"message": "config.json: no such architecture", "param": "config.json"}}
+            message, self.door.declared = "config.json: no such architecture", {}  # the upload has ended
+            last = {"error": {"message": message, "param": "config.json", "code": "upload_refused"}}
         lines: list[Any] = [
             {"stage": "validate", "done": 1, "total": 1},
             {"stage": "pack", "done": 5, "total": 10},

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -80,7 +83,7 @@ def test_the_rest_port_is_remembered(tmp_path: Path) -> None:
     assert home.last_http_port() == 0
     home.save_http_port(8123)
     assert home.last_http_port() == 8123
-    (home.run / "http.port").write_text("99999")
+    (home.path / "http.port").write_text("99999")
     assert home.last_http_port() == 0
 
 
@@ -111,3 +114,39 @@ def test_a_place_that_cannot_be_a_home(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CliError, match="cannot be used as home"):
         Home(tmp_path / "file" / "home").make()
+
+
+def test_what_processes_tell_each_other_lies_in_memory_while_they_run(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    with home.owned():
+        memory = home.run.resolve()
+        assert memory.is_relative_to("/dev/shm") and stat.S_IMODE(memory.stat().st_mode) == 0o700
+        (home.run / "gateway.json").write_text("{}")
+    assert not memory.exists() and list(home.run.iterdir()) == []
+
+
+def test_memory_left_by_a_killed_up_is_given_back(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    home.make()
+    left = Path(tempfile.mkdtemp(prefix="torchrelay-run-", dir="/dev/shm"))
+    home.run.rmdir()
+    home.run.symlink_to(left)
+    with home.owned():
+        assert not left.exists()
+    home.run.rmdir()
+    home.run.symlink_to(left)  # the machine was restarted
+    home.make()
+    with home.owned():
+        assert home.run.is_dir()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path) -> None:
+    def lock(_file: object, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    home = Home(tmp_path)
+    home.make()
+    with pytest.raises(CliError, match="has no file locks: No locks available") as caught, home.owned(lock):
+        pass
+    assert "local disk" in caught.value.hint

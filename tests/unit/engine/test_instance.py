@@ -251,3 +251,19 @@ def test_a_pool_serves_one_model_after_another(model_of: ModelOf) -> None:
         assert dtype == "bfloat16" or found == model.expected(PROMPT, 8)
         assert_idle(instance)
         instance.close()
+
+
+def test_a_long_prompt_tells_how_far_it_is_until_its_first_token(model_of: ModelOf) -> None:
+    instance = model_of().instance(token_budget=32)
+    for prompt, expected in ((prompt_of(80), [(32, 0), (64, 0)]), (prompt_of(30, 7), []), (prompt_of(80), [])):
+        instance.prefill(group_of(prompt))
+        steps = run(instance)
+        progress = [(each.num_computed, each.num_cached) for step in steps for each in step.prompts]
+        assert progress == expected  # of the prompt that came again all but the last pages are cached
+        assert all(each.group_id == group_of(prompt).group_id for step in steps for each in step.prompts)
+
+
+def test_forced_output_is_no_part_of_the_prompt(model_of: ModelOf) -> None:
+    instance = model_of().instance(token_budget=16)
+    instance.prefill(group_of(prompt_of(20), forced=[range(20)], sampling=SamplingParams(max_tokens=24)))
+    assert [each.num_computed for step in run(instance) for each in step.prompts] == [16, 20]

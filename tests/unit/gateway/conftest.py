@@ -64,10 +64,16 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         path = tmp_path / "ledger.db"
         path.write_bytes(request.getfixturevalue("sqlite_template").read_bytes())
         return f"sqlite:///{path}"
-    server: str = request.getfixturevalue("postgres_template")
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
+@pytest.fixture
+def postgres_url(postgres_template: str) -> str:
+    """A fresh, migrated PostgreSQL database."""
     name = f"test_{secrets.token_hex(6)}"
-    asyncio.run(_execute(server, f"CREATE DATABASE {name} TEMPLATE migrated"))
-    return server.replace("/postgres", f"/{name}")
+    asyncio.run(_execute(postgres_template, f"CREATE DATABASE {name} TEMPLATE migrated"))
+    return postgres_template.replace("/postgres", f"/{name}")
 
 
 class InterruptibleDatabase(Database):
@@ -79,8 +85,8 @@ class InterruptibleDatabase(Database):
         self.away = Database("sqlite:////nonexistent/folder/ledger.db")
 
     @asynccontextmanager
-    async def read(self) -> AsyncIterator[SqlConnection]:
-        async with self.away.read() if self.away is not None else super().read() as connection:
+    async def read(self, time_limit_s: float | None = None) -> AsyncIterator[SqlConnection]:
+        async with self.away.read() if self.away is not None else super().read(time_limit_s) as connection:
             yield connection
 
     async def close(self) -> None:

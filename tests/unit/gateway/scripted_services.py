@@ -17,13 +17,16 @@ from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerServicer, add_Sche
 
 
 class ScriptedStore(ParamStoreServicer):
-    """Keeps uploads in memory; ``refusal`` is raised by Commit, ``stored_bytes`` is the size of a version."""
+    """Keeps uploads and versions in memory. ``refusal`` is raised by Commit, ``stored_bytes`` is a version's size."""
 
     def __init__(self) -> None:
         self.uploads: dict[str, dict[str, tuple[param_store_pb2.DeclaredFile, bytearray]]] = {}
         self.refusal: TorchrelayError | None = None
         self.stored_bytes = 1000
+        self.published: dict[str, int] = {}  # version -> when it was published last
+        self.claims: dict[str, str] = {}  # upload -> the version it published
         self.deleted: list[str] = []
+        self.aborted: list[str] = []
         self.largest_slice = 0
         self.largest_slot_bytes: int | None = None
         self.content = "one"
@@ -53,30 +56,50 @@ class ScriptedStore(ParamStoreServicer):
         yield param_store_pb2.CommitProgress(stage="validate", num_bytes_done=5, num_bytes_total=10)
         if self.refusal is not None:
             raise self.refusal
+        self.publish(f"version-{self.content}", request.upload_id)
         yield param_store_pb2.CommitProgress(
-            stage="publish",
-            num_bytes_done=10,
-            num_bytes_total=10,
-            version=param_store_pb2.VersionDescription(
-                version_id=f"version-{self.content}",
-                pack_id=f"pack-{self.content}",
-                pack_bytes=900,
-                architecture="LlamaForCausalLM",
-                dtype="float32",
-                shape=types_pb2.ModelShape(num_layers=2, max_context_tokens=128, vocab_size=64),
-                routing_block_tokens=64,
-                file_digests={"tokenizer.json": "abc"},
-                eos_token_ids=[2],
-                stored_bytes=self.stored_bytes,
-            ),
+            stage="publish", num_bytes_done=10, num_bytes_total=10, version=self._description(f"version-{self.content}")
+        )
+
+    def publish(self, version_id: str, upload_id: str = "") -> None:
+        self.published[version_id] = self.published.get(version_id, 0) + 1
+        if upload_id:
+            self.claims[upload_id] = version_id
+
+    def _description(self, version_id: str) -> param_store_pb2.VersionDescription:
+        return param_store_pb2.VersionDescription(
+            version_id=version_id,
+            pack_id=f"pack-{self.content}",
+            pack_bytes=900,
+            architecture="LlamaForCausalLM",
+            dtype="float32",
+            shape=types_pb2.ModelShape(num_layers=2, max_context_tokens=128, vocab_size=64),
+            routing_block_tokens=64,
+            file_digests={"tokenizer.json": "abc"},
+            eos_token_ids=[2],
+            stored_bytes=self.stored_bytes,
         )
 
     async def AbortUpload(self, request: Any, context: Any) -> param_store_pb2.AbortUploadReply:
-        self._upload(request.upload_id)
-        del self.uploads[request.upload_id]
+        self.aborted.append(request.upload_id)
+        self.uploads.pop(request.upload_id, None)
+        self.claims.pop(request.upload_id, None)
         return param_store_pb2.AbortUploadReply()
 
+    async def Describe(self, request: Any, context: Any) -> param_store_pb2.DescribeReply:
+        if request.version_id not in self.published:
+            raise NotFound(f"there is no version {request.version_id}")
+        return param_store_pb2.DescribeReply(version=self._description(request.version_id))
+
+    async def ListVersions(self, request: Any, context: Any) -> AsyncIterator[param_store_pb2.StoredVersion]:
+        for version_id, published in tuple(self.published.items()):
+            uploads = [upload_id for upload_id, claimed in self.claims.items() if claimed == version_id]
+            yield param_store_pb2.StoredVersion(version_id=version_id, published_unix_us=published, upload_ids=uploads)
+
     async def DeleteVersion(self, request: Any, context: Any) -> param_store_pb2.DeleteVersionReply:
+        if self.published.get(request.version_id) != request.published_unix_us:
+            raise Conflict(f"version {request.version_id} was published again")
+        del self.published[request.version_id]
         self.deleted.append(request.version_id)
         return param_store_pb2.DeleteVersionReply()
 
@@ -87,7 +110,7 @@ class ScriptedStore(ParamStoreServicer):
 
     def _state(self, upload_id: str) -> param_store_pb2.UploadState:
         files = [self._file(upload_id, path) for path in self._upload(upload_id)]
-        return param_store_pb2.UploadState(upload_id=upload_id, files=files)
+        return param_store_pb2.UploadState(upload_id=upload_id, files=files, version_id=self.claims.get(upload_id, ""))
 
     def _file(self, upload_id: str, path: str) -> param_store_pb2.FileState:
         declared, received = self.uploads[upload_id][path]

@@ -1,11 +1,9 @@
-"""The gateway's library settings: gRPC's fork handlers and engine, and threads."""
+"""The gateway's library settings: gRPC's fork handlers and engine."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-
-import pytest
 
 _PROGRAM = """
 import asyncio
@@ -35,14 +33,3 @@ def test_children_of_the_event_loop_are_left_alone_by_grpc() -> None:
     assert done.returncode == 0, done.stderr
     assert "fork() handlers" not in done.stderr
     assert "experiment" not in done.stderr.lower()  # gRPC warns about unknown names
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the system does not list a process's threads so")
-def test_encoding_starts_no_threads_of_the_librarys() -> None:
-    program = """
-import os, threading, torchrelay.gateway
-from tokenizers import Tokenizer, models
-Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).encode_batch_fast(["a a"])
-assert len(os.listdir("/proc/self/task")) == threading.active_count() == 1
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -6,13 +6,15 @@ import json
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import httpx
@@ -23,8 +25,14 @@ START_S = 30
 ADMIN_KEY = f"tra-{'0' * 32}"
 
 
+def _limited(num_descriptors: int | None) -> list[str]:
+    return [] if num_descriptors is None else ["prlimit", f"--nofile={num_descriptors}"]
+
+
 @contextmanager
-def gateway(home: Path, nats_url: str, redis_url: str) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+def gateway(
+    home: Path, nats_url: str, redis_url: str, num_descriptors: int | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
     """A gateway process without scheduler, store or workers."""
     ready = home / "ready.json"
     ready.unlink(missing_ok=True)
@@ -43,7 +51,9 @@ def gateway(home: Path, nats_url: str, redis_url: str) -> Iterator[tuple[subproc
     flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
     with (home / "gateway.log").open("ab") as log:
         process = subprocess.Popen(
-            [Path(sys.executable).with_name("torchrelay-gateway"), *flags], stderr=log, stdout=log
+            [*_limited(num_descriptors), str(Path(sys.executable).with_name("torchrelay-gateway")), *flags],
+            stderr=log,
+            stdout=log,
         )
     try:
         deadline = time.monotonic() + START_S
@@ -93,3 +103,16 @@ def test_keys_outlive_kill_9_and_sigterm_ends_in_order(home: Path, nats_url: str
         assert not (home / "ready.json").exists()
     errors = [line for line in (home / "gateway.log").read_text().splitlines() if "Traceback" in line]
     assert errors == []
+
+
+def test_idle_strangers_do_not_keep_a_tenant_out(home: Path, nats_url: str, redis_url: str) -> None:
+    """More connections than the process may have open files, at both doors."""
+    with gateway(home, nats_url, redis_url, num_descriptors=512) as (process, addresses), ExitStack() as stack:
+        doors = [urlsplit(addresses["http"]).netloc, addresses["grpc"]]
+        for number in range(900):
+            host, _, port = doors[number % 2].partition(":")
+            stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
+        for _ in range(40):  # each over a connection of its own
+            reply = httpx.get(f"{addresses['http']}/v1/tenants", headers={"authorization": "Bearer tra-test"})
+            assert reply.status_code == 200
+        assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < 500

@@ -9,6 +9,7 @@ from pathlib import Path
 import nats
 
 from tests.support.brokers import free_port, nats_server
+from tests.support.silent_proxy import SilentProxy
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.gateway.background import background
 from torchrelay.gateway.nats_events import NatsEvents
@@ -42,7 +43,8 @@ async def test_a_published_model_is_in_the_history(nats_url: str) -> None:
         await signals.model_changed("deleted", "acme/glossary", None)
         client = await nats.connect(nats_url)
         subjects = Subjects(prefix)
-        kept = await client.jetstream().get_last_msg(subjects.history_stream, subjects.event("model.deleted"))
+        history = await client.jetstream().subscribe(subjects.event("model.deleted"))
+        kept = await history.next_msg(timeout=10)
         await client.close()
     assert json.loads(kept.data or b"")["model"] == "acme/glossary"
 
@@ -56,3 +58,16 @@ async def test_nats_may_come_late_and_nothing_waits_for_it(tmp_path: Path) -> No
         assert signals.registers() is None
         with nats_server(tmp_path, port):
             await until(signals.registers)
+
+
+async def test_a_hung_broker_makes_no_request_wait(nats_url: str) -> None:
+    async with SilentProxy(nats_url).serving() as proxy:
+        signals = NatsEvents(proxy.url, f"t{secrets.token_hex(4)}", "gw-1", lambda: None)
+        async with background(signals.run()):
+            await until(signals.registers)
+            proxy.fall_silent()
+            async with asyncio.timeout(1):  # a durable event alone would wait this long for its acknowledgement
+                for _ in range(5000):
+                    await signals.key_revoked()
+                    await signals.model_changed("deleted", "acme/glossary", None)
+            proxy.speak()

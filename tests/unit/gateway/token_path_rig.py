@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import httpx
 import openai
 import pytest
-import uvicorn
 from blake3 import blake3
 from opentelemetry.metrics import Meter
 from tokenizers import Tokenizer
@@ -21,10 +20,11 @@ from tests.support.echo_worker import EchoModel, EchoWorker
 from tests.support.gateway_ports import KEY, InMemoryPorts, published_model
 from tests.support.sample_tokenizers import EOS, tiny_tokenizer
 from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.gateway.http.server import HttpLimits, http_server
+from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.gateway.token_path import TokenPath, open_token_path
-from torchrelay.inference.v1 import inference_pb2_grpc
 
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
 TEMPLATE = (
@@ -45,6 +45,7 @@ class TokenPathRig:
     store: EchoStore
     ports: InMemoryPorts
     token_path: TokenPath
+    shares: DoorShares
     url: str
     grpc_address: str
     http: httpx.AsyncClient
@@ -72,23 +73,6 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
             await asyncio.sleep(0.005)
 
 
-@asynccontextmanager
-async def http_server(app: object) -> AsyncIterator[str]:
-    """A real HTTP server for ``app`` on a free port."""
-    config = uvicorn.Config(app, port=0, log_level="warning", lifespan="off", ws="none", access_log=False)  # type: ignore[arg-type]
-    server = uvicorn.Server(config)
-    serving = asyncio.ensure_future(server.serve())
-    try:
-        await until(lambda: server.started)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        server.force_exit = True
-        with suppress(asyncio.CancelledError):
-            await serving
-
-
 @pytest.fixture(scope="session")
 def tokenizer_json() -> bytes:
     return tiny_tokenizer()
@@ -102,9 +86,12 @@ async def make_rig(tokenizer_json: bytes) -> AsyncIterator[MakeRig]:
     async with AsyncExitStack() as stack:
 
         async def make(
-            write_gap_s: float = WRITE_GAP_S, meter: Meter | None = None, **settings: object
+            write_gap_s: float = WRITE_GAP_S,
+            meter: Meter | None = None,
+            tokenizer: bytes = tokenizer_json,
+            **settings: object,
         ) -> TokenPathRig:
-            return await _make(stack, tokenizer_json, write_gap_s, meter, settings)
+            return await _make(stack, tokenizer, write_gap_s, meter, settings)
 
         yield make
 
@@ -141,6 +128,7 @@ async def _make(
     for channel in channels:
         stack.push_async_callback(channel.close)
     gateway_settings = GatewaySettings.model_validate({"drain_s": 1.0, **settings})
+    shares = door_shares(gateway_settings)
     token_path = await stack.enter_async_context(
         open_token_path(
             gateway_settings,
@@ -149,6 +137,7 @@ async def _make(
             catalog=ports,
             ledger=ports,
             limits=ports,
+            shares=shares,
             scheduler=channels[0],
             store=channels[1],
             write_gap_s=write_gap_s,
@@ -156,10 +145,12 @@ async def _make(
         )
     )
     grpc_server = RpcServer("127.0.0.1")
-    inference_pb2_grpc.add_InferenceServicer_to_server(token_path.servicer, grpc_server.server)
+    token_path.servicer.add_to(grpc_server.server)
     await grpc_server.start()
     stack.push_async_callback(grpc_server.stop, 0)
-    url = await stack.enter_async_context(http_server(token_path.asgi))
+    http_limits = HttpLimits(stall_s=gateway_settings.stall_timeout_s)
+    serving = http_server(token_path.asgi, "127.0.0.1", 0, gateway_settings.drain_s, http_limits)
+    url = f"http://127.0.0.1:{(await stack.enter_async_context(serving)).port}"
     headers = {"authorization": f"Bearer {KEY}"}
     http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, headers=headers, timeout=20))
     client = openai.AsyncOpenAI(api_key=KEY, base_url=f"{url}/v1", max_retries=0, timeout=20)
@@ -172,6 +163,7 @@ async def _make(
         store=store,
         ports=ports,
         token_path=token_path,
+        shares=shares,
         url=url,
         grpc_address=f"127.0.0.1:{grpc_server.port}",
         http=http,

@@ -126,9 +126,11 @@ async def put(
     return state
 
 
-async def begin(store: RunningStore, folder: Path, upload_id: str, quota_bytes: int = 0) -> pb.UploadState:
+async def begin(
+    store: RunningStore, folder: Path, upload_id: str, quota_bytes: int = 0, tenant_id: str = "ten-1"
+) -> pb.UploadState:
     request = pb.BeginUploadRequest(
-        upload_id=upload_id, tenant_id="ten-1", files=declared(folder), quota_bytes=quota_bytes
+        upload_id=upload_id, tenant_id=tenant_id, files=declared(folder), quota_bytes=quota_bytes
     )
     state: pb.UploadState = await store.stub.BeginUpload(request)
     return state
@@ -147,7 +149,9 @@ async def commit(store: RunningStore, upload_id: str, largest_slot_bytes: int = 
 
 
 async def publish(store: RunningStore, folder: Path) -> pb.VersionDescription:
-    """Uploads a folder and commits it."""
+    """Uploads a folder, commits it, and confirms it as a gateway does."""
     upload_id = new_id("upl")
     await send(store, folder, upload_id)
-    return (await commit(store, upload_id))[-1].version
+    version: pb.VersionDescription = (await commit(store, upload_id))[-1].version
+    await store.stub.AbortUpload(pb.AbortUploadRequest(upload_id=upload_id))
+    return version

@@ -8,6 +8,18 @@ import typer
 from typer.core import TyperGroup
 
 
+def has_subcommand(context: typer.Context) -> bool:
+    """Whether a group that is a command itself was called for one of its subcommands. Raises ``BadParameter`` if
+    options stand before that.
+    """
+    if context.invoked_subcommand is None:
+        return False
+    sources = [context.get_parameter_source(name) for name in context.params]
+    if any(source is not None and source.name == "COMMANDLINE" for source in sources):
+        raise typer.BadParameter(f"options go after {context.invoked_subcommand!r}, not before it")
+    return True
+
+
 class CommandGroup(TyperGroup):
     """Rephrases Pydantic's message about an option's value, and adds its help to the name of a missing argument."""
 

@@ -6,9 +6,12 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from torchrelay.cli.errors import CliError
 from torchrelay.common.callers import Caller, call_token
@@ -18,14 +21,18 @@ DEFAULT_HOME = Path(".torchrelay")
 
 
 class Home:
-    """The folder of one install. Keys are created at the first start, readable by their owner only."""
+    """The folder of one install. Keys are created at the first start, readable by their owner only.
+
+    ``run`` holds what its processes tell each other; while `up` runs it lies in memory, so that they can do so when the
+    disk is full.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.run, self.logs = path, path / "run", path / "logs"
         self.traces = path / "traces.jsonl"
         self.endpoints_file = self.run / "up.json"
         self.saved_key_file = path / "cli.key"
-        self._http_port_file = self.run / "http.port"
+        self._http_port_file = path / "http.port"
 
     @classmethod
     def at(cls, path: Path | None) -> Home:
@@ -48,6 +55,8 @@ class Home:
         """Creates the folders, and closes to others what they may read. Raises ``CliError`` when it cannot."""
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ledger and traces are private
+            if self.run.is_symlink() and not self.run.exists():  # the memory is gone with a restart of the machine
+                self.run.unlink()
             # A folder that holds something else, such as /tmp, is not ours to close.
             if (self.path / "cluster.key").exists() or not any(self.path.iterdir()):
                 _make_private(self.path)
@@ -65,18 +74,51 @@ class Home:
         return path
 
     @contextmanager
-    def owned(self) -> Iterator[None]:
+    def owned(self, lock: Callable[[TextIO, int], None] = fcntl.flock) -> Iterator[None]:
         """One `up` at a time; the kernel drops the lock with the process. Raises ``CliError`` when it is held."""
-        with (self.run / "up.lock").open("a") as lock:
+        with self._lock_file() as file:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 pid = self.running_pid()
                 who = f" (process {pid})" if pid is not None else ""
                 message = f"a platform is already running at {self.path}{who}"
                 raise CliError(message, "stop it, or choose another --home") from None
+            except OSError as error:
+                message = f"the file system of {self.path} has no file locks: {error.strerror}"
+                raise CliError(message, "choose a --home on a local disk") from error
             self.endpoints_file.unlink(missing_ok=True)  # left behind by a killed `up`
+            with self._run_in_memory():
+                yield
+
+    def _lock_file(self) -> TextIO:
+        try:
+            return (self.path / "up.lock").open("a")
+        except OSError as error:
+            message = f"{self.path} cannot be used as home: {error.strerror}"
+            raise CliError(message, "fix its permissions, or choose another") from error
+
+    @contextmanager
+    def _run_in_memory(self) -> Iterator[None]:
+        """Makes ``run`` a link to a folder in shared memory, where there is some."""
+        try:
+            if self.run.is_symlink():  # left behind by a killed `up`
+                shutil.rmtree(self.run.resolve(), ignore_errors=True)
+                self.run.unlink()
+            else:
+                self.run.rmdir()
+            memory = Path(tempfile.mkdtemp(prefix="torchrelay-run-", dir="/dev/shm"))
+            self.run.symlink_to(memory)
+        except OSError:  # no shared memory, or a file system without links
+            self.run.mkdir(exist_ok=True)
             yield
+            return
+        try:
+            yield
+        finally:
+            self.run.unlink()
+            self.run.mkdir()
+            shutil.rmtree(memory, ignore_errors=True)
 
     def admin_key(self) -> str:
         return self._key("admin.key", "tra-")

@@ -36,7 +36,29 @@ def test_a_broken_connection_is_gone_on_from_where_it_broke(door: FakeGateway, m
     assert bytes(door.received["model.safetensors"]) == (model_folder / "model.safetensors").read_bytes()
 
 
-def test_another_run_goes_on_with_the_upload_of_the_first(
+def test_another_run_goes_on_with_the_upload_of_an_interrupted_one(
+    door: FakeGateway, model_folder: Path, tmp_path: Path
+) -> None:
+    memory = UploadJournal(tmp_path / "memory")
+
+    def interrupt(stage: str, done: int, total: int) -> None:
+        if stage == "validate":
+            raise KeyboardInterrupt
+
+    with GatewayClient(door.url, TENANT_KEY) as client:
+        with pytest.raises(CliError, match="interrupted") as caught:
+            ModelUpload(client, model_folder, "tiny", interrupt, memory).run({})
+        assert "to resume" in caught.value.hint
+        assert "torchrelay uploads abort upl-1" in caught.value.hint
+        door.asked = []
+        ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
+        assert [method for method, _, _ in door.asked] == ["GET", "POST"]  # what is there, then the commit
+        door.asked = []
+        ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
+        assert door.asked[0][:2] == ("POST", "/v1/uploads")  # that one was ended
+
+
+def test_a_refused_upload_has_ended_and_is_not_gone_on_with(
     door: FakeGateway, model_folder: Path, tmp_path: Path
 ) -> None:
     memory = UploadJournal(tmp_path / "memory")
@@ -46,10 +68,7 @@ def test_another_run_goes_on_with_the_upload_of_the_first(
             ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
         door.refuse_commit, door.asked = False, []
         ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
-        assert [method for method, _, _ in door.asked] == ["GET", "POST"]  # what is there, then the commit
-        door.asked = []
-        ModelUpload(client, model_folder, "tiny", lambda *_: None, memory).run({})
-        assert door.asked[0][:2] == ("POST", "/v1/uploads")  # that one was ended
+    assert door.asked[0][:2] == ("POST", "/v1/uploads")
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from torchrelay.cli.commands.key import id_of
 from torchrelay.cli.errors import ApiError, CliError, api_error
 from torchrelay.cli.home import Home
 
-COMMANDS = ["up", "upload", "models", "chat", "usage", "bill", "top", "explain"]
+COMMANDS = ["up", "upload", "uploads", "models", "chat", "usage", "bill", "top", "explain"]
 PROGRAM = (sys.executable, "-c", "from torchrelay.cli.main import main; main()")
 NESTED = ["key create", "key list", "key revoke", "tenant create", "tenant list", "tenant set"]
-NESTED += ["models set", "models delete"]
+NESTED += ["models set", "models delete", "uploads abort"]
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *NESTED])
@@ -186,6 +186,16 @@ def test_usage_with_its_cost(run: Run, home: Home, door: FakeGateway) -> None:
     assert "1,200" in shown
     assert "$0.000015000" in shown
     assert door.asked[-1][1] == "/v1/usage?group_by=model&from=2026-11-01&tenant=acme"
+
+
+def test_open_uploads_are_listed_and_aborted(run: Run, home: Home, door: FakeGateway) -> None:
+    assert "no open uploads" in run("uploads").stderr
+    door.declared = {"config.json": {"path": "config.json", "size": 0, "sha256": ""}}
+    listed = run("uploads").stdout
+    assert "upl-1" in listed and "acme/tiny" in listed and "1.5 MB" in listed
+    assert "aborted upl-1" in run("uploads", "abort", "upl-1").stdout
+    assert door.declared == {}
+    assert run("uploads", "--json", "abort", "upl-1").exit_code == 2
 
 
 def test_upload_names_the_model_after_its_folder(run: Run, home: Home, door: FakeGateway, model_folder: Path) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from tests.support.certificates import Authority
 from torchrelay.common.net import health_check
+from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.tls import Tls
 
 Serving = health_pb2.HealthCheckResponse
 
@@ -50,7 +55,37 @@ def test_a_service_that_does_not(
     address: str, servicer: health.HealthServicer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     servicer.set("", Serving.NOT_SERVING)
-    assert call(monkeypatch, address) == f"{address} answers but is not serving"
+    assert call(monkeypatch, address) == f"{address} answers but is not serving: it does not say why"
+
+
+async def test_a_service_that_cannot_serve_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def stuck() -> str:
+        return "the engine\u2019s step has taken 61 s"
+
+    server = RpcServer("127.0.0.1", fault=stuck)
+    await server.start()
+    address = f"127.0.0.1:{server.port}"
+    said = await asyncio.to_thread(call, monkeypatch, address)
+    assert said == f"{address} answers but is not serving: the engine?s step has taken 61 s"
+    await server.stop()
+
+
+async def test_a_service_that_expects_tls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ours, theirs = Authority(tmp_path / "ours"), Authority(tmp_path / "theirs")
+    server = RpcServer("127.0.0.1", tls=Tls(ours.node("store")))
+    await server.start()
+    address = f"127.0.0.1:{server.port}"
+    files = "TORCHRELAY_TLS_CA_FILE, TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE"
+    said = await asyncio.to_thread(call, monkeypatch, address)
+    assert said == f"{address} expects TLS: set {files}"
+    for authority, expected in (
+        (theirs, f"{address} rejects this certificate: name the cluster's files with {files}"),
+        (ours, None),
+    ):
+        for name, path in authority.node("operator").as_settings().items():
+            monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", path)
+        assert await asyncio.to_thread(call, monkeypatch, address) == expected
+    await server.stop()
 
 
 def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,3 +134,22 @@ async def test_health_is_everybodys(guarded: str) -> None:
 def test_every_code_names_one_class() -> None:
     assert error_class("queue_full") is QueueFull
     assert error_class("a code of a later version") is TorchrelayError
+
+
+@pytest.mark.parametrize("field", ["模型.safetensors", "tab\tname", "\udce9.bin", "é" * 5000, "a" * 5000])
+async def test_whatever_a_tenant_calls_its_field_the_error_keeps_its_class(field: str) -> None:
+    class Refusing(param_store_pb2_grpc.ParamStoreServicer):
+        async def Describe(self, request: pb.DescribeRequest, context: object) -> pb.DescribeReply:
+            raise UploadRefused(f"refused: {field}".encode(errors="replace").decode(), field=field)
+
+    server = RpcServer("127.0.0.1")
+    param_store_pb2_grpc.add_ParamStoreServicer_to_server(cast(Any, Refusing)(), server.server)
+    await server.start()
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await param_store_pb2_grpc.ParamStoreStub(channel).Describe(pb.DescribeRequest())
+    await server.stop(0)
+    error = error_from_rpc(caught.value)
+    assert isinstance(error, UploadRefused) and error.message.startswith("refused: ")
+    shown = field.encode(errors="replace").decode()
+    assert error.field and shown.startswith(error.field) and len(error.field.encode()) >= min(len(shown.encode()), 1023)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import asyncio, sys
+import asyncio, ctypes, sys, time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from torchrelay.common.process.service import run_service
@@ -26,17 +26,27 @@ async def serving():
         (folder / "begun").touch()
         if sys.argv[2] == "stuck":
             await asyncio.Event().wait()
+        loop = asyncio.get_running_loop()
+        if sys.argv[2] == "hangs":
+            loop.call_later(0.2, time.sleep, 60)
+        if sys.argv[2] == "hangs_with_gil":
+            loop.call_later(0.2, ctypes.PyDLL(None).sleep, 60)
+        if sys.argv[2] == "dawdles":
+            for begin_s in range(4):
+                loop.call_later(begin_s, time.sleep, 0.5)
+            loop.call_later(4, (folder / "dawdled").touch)
         yield {"grpc": "127.0.0.1:1"}
         (folder / "ended").touch()
     finally:
         (folder / "cleaned").touch()
 
-run_service("test", ServiceSettings(ready_file=folder / "ready.json"), serving)
+run_service("test", ServiceSettings(ready_file=folder / "ready.json", watchdog_s=float(sys.argv[3])), serving)
 """
 
 
-def run(folder: Path, kind: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder), kind], stderr=subprocess.DEVNULL)
+def run(folder: Path, kind: str, watchdog_s: float = 20) -> subprocess.Popen[bytes]:
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen([sys.executable, "-c", PROGRAM, str(folder), kind, str(watchdog_s)], stderr=log)
 
 
 def await_file(path: Path) -> None:
@@ -63,3 +73,26 @@ def test_a_service_that_waits_at_its_start_ends_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     assert (tmp_path / "cleaned").exists() and not (tmp_path / "ended").exists()
+
+
+@pytest.mark.parametrize("kind", ["hangs", "hangs_with_gil"])
+def test_a_service_whose_event_loop_stands_still_ends_and_says_where(tmp_path: Path, kind: str) -> None:
+    process = run(tmp_path, kind, watchdog_s=1)
+    try:
+        assert process.wait(30) == 1
+    finally:
+        process.kill()
+    log = (tmp_path / "log").read_text()
+    assert "Timeout (0:00:01)!" in log and "most recent call first" in log and "in run_service" in log
+    assert not (tmp_path / "cleaned").exists()
+
+
+def test_a_service_that_is_slow_for_a_while_lives_and_so_does_one_that_nobody_watches(tmp_path: Path) -> None:
+    slow, unwatched = tmp_path / "slow", tmp_path / "unwatched"
+    slow.mkdir()
+    unwatched.mkdir()
+    processes = [run(slow, "dawdles", watchdog_s=1.5), run(unwatched, "dawdles", watchdog_s=0)]
+    for folder, process in zip((slow, unwatched), processes, strict=True):
+        await_file(folder / "dawdled")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0

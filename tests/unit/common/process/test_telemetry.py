@@ -1,10 +1,18 @@
-"""Every line of a log says which service wrote it."""
+"""Every line of a log says which service wrote it; a full disk costs lines, never the process."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+
+from tests.support.small_disk import small_disk
+from torchrelay.common.process.telemetry import SpanFile
 
 _PROGRAM = """
 from threading import Thread
@@ -25,3 +33,35 @@ def test_also_those_of_threads() -> None:
     first, second = (json.loads(line) for line in done.stderr.splitlines())
     assert (first["service"], first["event"], first["request_id"]) == ("decode", "first", "r")
     assert (second["service"], second["event"], second["module"]) == ("decode", "second", "somewhere")
+
+
+def test_a_full_disk_takes_no_line_and_raises_no_error() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{_PROGRAM}\nprint('alive')"], stdout=subprocess.PIPE, stderr=full
+        )
+    assert done.stdout == b"alive\n"
+
+
+@pytest.mark.lab
+def test_spans_that_the_disk_does_not_take_are_dropped(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 1 << 20) as disk:
+        file = disk.folder / "traces.jsonl"
+        spans = SpanFile(file, "test")
+        tracers = TracerProvider(shutdown_on_exit=False)
+        tracers.add_span_processor(SimpleSpanProcessor(spans))
+
+        def record(count: int) -> None:
+            for _ in range(count):
+                tracers.get_tracer("test").start_span("x" * 200).end()
+
+        record(1)
+        disk.fill()
+        record(100)  # the last page takes some of them, and a part of one
+        num_before = len(file.read_bytes().splitlines())
+        disk.free()
+        record(1)
+        lines = file.read_bytes().splitlines()
+        assert len(lines) == num_before + 1
+        assert json.loads(lines[0])["service"] == json.loads(lines[-1])["service"] == "test"
+        tracers.shutdown()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 
+from tests.support.peak_memory import peak_kb
 from tests.support.sample_tokenizers import (
     EOS,
     SENTENCES,
@@ -20,7 +20,7 @@ from tests.support.sample_tokenizers import (
     tiny_tokenizer,
 )
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.common.tokens.tokenizer import load_tokenizer
+from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
 
 TINY = tiny_tokenizer()
 
@@ -87,15 +87,45 @@ def test_merges_of_a_wrong_form_are_refused() -> None:
             load_tokenizer(with_model(TINY, merges=merges))
 
 
+@pytest.mark.parametrize("load", [load_tokenizer, load_decoder])
+def test_added_tokens_by_the_thousand_keep_their_ids(load: Callable[[bytes], Tokenizer]) -> None:
+    """Special and other tokens in turn: added one by one, they would take minutes."""
+    fields = json.loads(TINY)
+    size = len(fields["model"]["vocab"])
+    fields["added_tokens"] += [
+        {"id": size + index, "content": f"<extra {index}>", "special": index % 2 == 0} for index in range(12_000)
+    ]
+    loaded = load(json.dumps(fields).encode())
+    added = loaded.get_added_tokens_decoder()
+    for entry in fields["added_tokens"]:
+        token = added.pop(entry["id"])
+        assert (token.content, token.special) == (entry["content"], entry["special"])
+        assert loaded.token_to_id(entry["content"]) == entry["id"]
+    assert not added
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_decoder])
+def test_added_tokens_whose_ids_the_library_would_not_give_get_those_it_gives(
+    load: Callable[[bytes], Tokenizer],
+) -> None:
+    fields = json.loads(TINY)
+    size = len(fields["model"]["vocab"])
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
+    fields["added_tokens"] += [{"id": size + 7, "content": "<x>", **flags}, {"id": size + 9, "content": "a", **flags}]
+    encoded = json.dumps(fields).encode()
+    assert load(encoded).get_added_tokens_decoder() == Tokenizer.from_str(encoded.decode()).get_added_tokens_decoder()
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_file() -> None:
+    """The library's parser of a normalizer's table panics, which is no ``Exception``."""
+    fields = json.loads(TINY)
+    fields["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": ""}
+    with pytest.raises(InvalidRequest, match="panicked"):
+        load_tokenizer(json.dumps(fields).encode())
+
+
 def test_a_large_vocabulary_takes_little_memory_at_its_peak(tmp_path: Path) -> None:
     """In a process of its own, whose peak is its own."""
     path = tmp_path / "tokenizer.json"
     path.write_bytes(large_tokenizer())
-    script = (
-        "import resource, sys; from pathlib import Path\n"
-        "from torchrelay.common.tokens.tokenizer import load_tokenizer\n"
-        "def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-        "before = peak(); load_tokenizer(Path(sys.argv[1])); print((peak() - before) // 1024)"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, check=True)
-    assert int(done.stdout) < 65
+    assert 20 * 1024 < peak_kb("load_tokenizer", path) < 65 * 1024

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 
+from tests.support.silent_proxy import SilentProxy
 from tests.unit.gateway.conftest import PEPPER, AccountingRig
 from torchrelay.common.errors import NotFound, Unauthenticated, Unavailable
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
+from torchrelay.gateway.auth.tenants import Tenants
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions
 
@@ -113,3 +118,43 @@ async def test_the_pepper_is_made_once_and_shared(database: Database) -> None:
     assert len(first) == 32
     assert await load_pepper(database, "") == first
     assert await load_pepper(database, "00ff") == b"\x00\xff"
+
+
+async def test_a_silent_database_costs_every_caller_the_same_three_seconds(postgres_url: str) -> None:
+    async with SilentProxy(postgres_url).serving() as proxy:
+        database, clock = Database(proxy.url), Clock()
+        versions = TableVersions(database, confirm_s=0.5, clock=clock)
+        keys, tenants = ApiKeys(database, versions, PEPPER), Tenants(database, versions)
+        tenant_id = (await tenants.create("acme")).tenant_id
+        tokens = [(await keys.create("acme", tenant_id))[1] for _ in range(2)]
+        await keys.authenticate(f"Bearer {tokens[0]}")
+        proxy.fall_silent()
+        await keys.authenticate(f"Bearer {tokens[0]}")  # confirmed a moment ago
+        waits_s = [await refusal_s(keys, tokens[1])]  # not cached
+        clock.now += 1
+        waits_s += await asyncio.gather(*(refusal_s(keys, token) for token in tokens * 10))
+        await asyncio.sleep(0)
+        waits_s += await asyncio.gather(*(refusal_s(keys, token) for token in tokens * 10))
+        assert all(1 < wait_s < 4 for wait_s in waits_s), waits_s
+        proxy.speak()
+        await until_authenticated(keys, tokens[0])
+        await database.close()
+
+
+async def until_authenticated(keys: ApiKeys, token: str) -> None:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await keys.authenticate(f"Bearer {token}")
+            except Unavailable:
+                await asyncio.sleep(0.05)
+            else:
+                return
+
+
+async def refusal_s(keys: ApiKeys, token: str) -> float:
+    """Seconds until an authentication is refused for want of the database."""
+    begin_s = time.monotonic()
+    with pytest.raises(Unavailable, match="the database does not answer"):
+        await keys.authenticate(f"Bearer {token}")
+    return time.monotonic() - begin_s

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.gateway.billing.ledger_rows import ledger_rows
+from torchrelay.gateway.billing.ledger_rows import LedgerRow, ledger_rows, supplement_rows
 from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest, Price
 
 PRICE = Price("p", "", 100, 25, 400, 0)
@@ -26,10 +26,44 @@ def test_the_prompt_is_billed_once_for_all_choices() -> None:
     assert [row.cost_nano for row in rows] == [6 * 100 + 4 * 25 + 3 * 400, 5 * 400]
 
 
-def test_without_a_token_nothing_is_billed() -> None:
-    rows = ledger_rows(_opened(2), [_usage(0, 0, 4)], PRICE)
-    assert [(row.choice, row.cost_nano, row.num_prompt_tokens) for row in rows] == [(0, 0, 0), (1, 0, 0)]
-    assert rows[1].cause is FinishCause.ERROR
+def test_without_a_token_only_what_was_computed_of_the_prompt_is_billed() -> None:
+    def rows_of(num_prompt: int, num_cached: int) -> list[LedgerRow]:
+        return ledger_rows(_opened(2), [ChoiceUsage("r", 0, num_prompt, num_cached, 0, FinishCause.CANCELLED)], PRICE)
+
+    assert [(row.choice, row.cost_nano, row.num_prompt_tokens) for row in rows_of(0, 0)] == [(0, 0, 0), (1, 0, 0)]
+    first, second = rows_of(7, 4)
+    assert (first.num_prompt_tokens, first.num_cached_prompt_tokens, first.cost_nano) == (7, 4, 3 * 100 + 4 * 25)
+    assert (second.cost_nano, second.cause) == (0, FinishCause.ERROR)
+    assert rows_of(99, 99)[0].cost_nano == 10 * 25  # no more than the prompt
+
+
+def test_with_a_token_the_whole_prompt_is_billed_whatever_was_reported() -> None:
+    usages = [ChoiceUsage("r", 0, 3, 0, 0, FinishCause.STOP), ChoiceUsage("r", 1, 3, 0, 2, FinishCause.STOP)]
+    assert [row.num_prompt_tokens for row in ledger_rows(_opened(2), usages, PRICE)] == [10, 0]
+
+
+counts = st.integers(0, 20)
+usages_of_two = st.tuples(*(st.tuples(st.integers(0, 10), counts, counts) for _ in range(2)))
+
+
+def _rows(used: tuple[tuple[int, int, int], ...], cause: FinishCause) -> list[LedgerRow]:
+    usages = [ChoiceUsage("r", choice, *numbers, cause) for choice, numbers in enumerate(used)]
+    return ledger_rows(_opened(2), usages, PRICE)
+
+
+@given(usages_of_two, usages_of_two)
+def test_a_swept_row_and_its_supplement_are_what_the_gateway_accepted(
+    swept: tuple[tuple[int, int, int], ...], accepted: tuple[tuple[int, int, int], ...]
+) -> None:
+    standing, own = _rows(swept, FinishCause.GATEWAY_LOST), _rows(accepted, FinishCause.STOP)
+    more = supplement_rows(standing, own, PRICE)
+    for name in ("num_prompt_tokens", "num_output_tokens"):
+        for choice in (0, 1):
+            total = sum(getattr(row, name) for row in (*standing, *more) if row.choice == choice)
+            assert total == max(getattr(standing[choice], name), getattr(own[choice], name))
+    assert all(row.cost_nano >= 0 and row.num_cached_prompt_tokens <= row.num_prompt_tokens for row in more)
+    assert supplement_rows([*standing, *more], own, PRICE) == [] or not more
+    assert supplement_rows(own, standing, PRICE) == []  # settled by the gateway first
 
 
 @given(st.permutations([_usage(0, 3), _usage(1, 5), _usage(2, 0)]))

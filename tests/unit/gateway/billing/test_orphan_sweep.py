@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Collection
-from typing import Any
+from typing import ClassVar
 
 import nats
 import pytest
@@ -17,8 +17,9 @@ from torchrelay.control.v1 import generation_pb2
 from torchrelay.gateway.background import background
 from torchrelay.gateway.billing.heartbeat import Heartbeat
 from torchrelay.gateway.billing.ledger import Ledger
-from torchrelay.gateway.billing.orphan_sweep import OrphanSweep, RegisterSource
+from torchrelay.gateway.billing.orphan_sweep import MAX_REQUESTS_PER_ROUND, OrphanSweep, RegisterSource
 from torchrelay.gateway.billing.reconciliation import reconcile
+from torchrelay.gateway.billing.usage_query import UsageFilter, usage_sums
 from torchrelay.gateway.billing.usage_register import UsageRegister
 from torchrelay.gateway.billing.usage_register_reader import RegistersByRequest, UsageRegisterReader
 from torchrelay.gateway.core import ChoiceUsage, FinishCause
@@ -99,15 +100,6 @@ async def sweep_twice(parts: AccountingRig, registers: RegisterSource | None, le
     return await sweep.sweep()
 
 
-async def third_beat(parts: AccountingRig) -> int:
-    """How often the running sweep has beaten, once it is three times, however slow the machine and its log are."""
-    heartbeat = Heartbeat(parts.database, "x")
-    async with asyncio.timeout(30):
-        while (beats := (await heartbeat.beats()).get("gw-live", 0)) < 3:  # noqa: ASYNC110 -- a count in SQL has no event
-            await asyncio.sleep(0.01)
-    return beats
-
-
 async def outputs(parts: AccountingRig) -> dict[tuple[str, int], tuple[int, int, str]]:
     async with parts.database.read() as connection:
         rows = (await connection.execute(select(ledger))).all()
@@ -173,15 +165,111 @@ async def test_requests_of_a_gateway_that_is_gone_are_settled_from_registers(
     assert (await reconcile(parts.database)).faults == ()
 
 
-async def test_a_gateway_that_settles_late_changes_nothing(parts: AccountingRig) -> None:
-    class Nothing:
+class Reported:
+    """Registers of every request: 10 prompt tokens and 5 of output."""
+
+    async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
+        return {request_id: {0: UsageRegister(10, 4, 5)} for request_id in request_ids}
+
+
+@pytest.mark.parametrize(("num_accepted", "num_billed"), [(4, 5), (5, 5), (6, 6), (30, 30)])
+async def test_a_gateway_that_was_only_stalled_bills_what_it_delivered_beyond_the_sweep(
+    parts: AccountingRig, num_accepted: int, num_billed: int
+) -> None:
+    await parts.ledger.open(parts.request("req-1", gateway_id="gw-stalled"))
+    assert await sweep_twice(parts, Reported()) == 1
+    accepted = [ChoiceUsage("req-1", 0, 10, 4, num_accepted, FinishCause.STOP)]
+    cost = 6 * 100 + 4 * 25 + num_billed * 400
+    for _ in range(2):  # the answer to the first may be lost
+        assert await parts.ledger.settle("req-1", accepted) == cost
+    assert await sweep_twice(parts, Reported()) == 0
+    books = await reconcile(parts.database)
+    assert (books.cost_nano, books.num_settled, books.faults) == (cost, 1, ())
+    usage = await usage_sums(parts.database, UsageFilter(), None)
+    assert (usage[0].prompt_tokens, usage[0].completion_tokens, usage[0].requests) == (10, num_billed, 1)
+
+
+async def test_a_prompt_that_the_sweep_did_not_know_of_is_supplemented_too(parts: AccountingRig) -> None:
+    await parts.ledger.open(parts.request("req-1", gateway_id="gw-stalled", num_choices=2))
+    assert await sweep_twice(parts, Nobody()) == 1
+    accepted = [ChoiceUsage("req-1", choice, 10, 4, 2 + choice, FinishCause.STOP) for choice in range(2)]
+    assert await parts.ledger.settle("req-1", accepted) == 6 * 100 + 4 * 25 + 5 * 400
+    assert (await reconcile(parts.database)).faults == ()
+
+
+async def test_what_was_computed_of_a_prompt_is_billed_when_its_gateway_dies(parts: AccountingRig) -> None:
+    class Computing:
         async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
-            return {"req-1": {0: UsageRegister(10, 0, 5)}}
+            return {"req-1": {0: UsageRegister(7, 4, 0)}}
 
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
-    await sweep_twice(parts, Nothing())
-    await parts.ledger.settle("req-1", [ChoiceUsage("req-1", 0, 10, 0, 6, FinishCause.STOP)])
-    assert await outputs(parts) == {("req-1", 0): (10, 5, "gateway_lost")}
+    await parts.ledger.open(parts.request("req-2", gateway_id="gw-left"))  # it waited for a cold model
+    assert await sweep_twice(parts, Computing()) == 2
+    assert await outputs(parts) == {("req-1", 0): (7, 0, "gateway_lost"), ("req-2", 0): (0, 0, "gateway_lost")}
+    books = await reconcile(parts.database)
+    assert (books.cost_nano, books.faults) == (3 * 100 + 4 * 25, ())
+
+
+class SlowSource:
+    """Registers that take until ``released`` to read."""
+
+    def __init__(self) -> None:
+        self.reading, self.released = asyncio.Event(), asyncio.Event()
+
+    async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
+        self.reading.set()
+        await self.released.wait()
+        return await Reported().read(gateway_id, request_ids)
+
+
+async def test_a_gateway_goes_on_beating_while_its_sweep_takes_long(parts: AccountingRig) -> None:
+    """A sweep of many rows, with registers read slowly; another gateway watches the one that sweeps."""
+    await asyncio.gather(*(parts.ledger.open(parts.request(f"req-{n}", gateway_id="gw-dead")) for n in range(1500)))
+    await parts.ledger.open(parts.request("req-live", gateway_id="gw-sweeping"))
+    heartbeat, slow = Heartbeat(parts.database, "gw-sweeping"), SlowSource()
+    sweep = OrphanSweep(parts.database, parts.ledger, heartbeat, lambda: slow, every_s=0.5, after_s=0.1)
+    watching = sweep_of(parts, Nobody(), Clock(), heartbeat=Heartbeat(parts.database, "gw-watching"))
+    await heartbeat.beat()
+    async with asyncio.timeout(60), background(heartbeat.run(0.02, timeout_s=10), sweep.run()):
+        await slow.reading.wait()
+        for _ in range(3):  # while the sweep waits for the registers
+            before = (await heartbeat.beats())["gw-sweeping"]
+            while (await heartbeat.beats())["gw-sweeping"] == before:  # noqa: ASYNC110 -- a count in SQL has no event
+                await asyncio.sleep(0.01)
+        await watching.observe()
+        slow.released.set()
+        while (await reconcile(parts.database)).num_settled < 1500:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    books = await reconcile(parts.database)
+    assert (books.num_settled, books.faults) == (1500, ())  # gw-sweeping's own request is left to it
+
+
+async def test_a_round_settles_a_bounded_number(parts: AccountingRig) -> None:
+    requests = (parts.request(f"req-{n}", gateway_id=f"gw-dead-{n % 2}") for n in range(MAX_REQUESTS_PER_ROUND + 10))
+    await asyncio.gather(*map(parts.ledger.open, requests))
+    clock = Clock()
+    sweep = sweep_of(parts, Reported(), clock)
+    assert await sweep.sweep() == 0
+    clock.now += 10
+    assert await sweep.sweep() == MAX_REQUESTS_PER_ROUND
+    assert await sweep.sweep() == 10
+
+
+async def test_a_gateway_that_comes_back_while_its_registers_are_read_keeps_its_requests(parts: AccountingRig) -> None:
+    stalled = Heartbeat(parts.database, "gw-stalled")
+    await stalled.beat()
+    await parts.ledger.open(parts.request("req-1", gateway_id="gw-stalled"))
+    clock, slow = Clock(), SlowSource()
+    sweep = sweep_of(parts, slow, clock)
+    await sweep.observe()
+    clock.now += 10
+    await sweep.observe()
+    settling = asyncio.ensure_future(sweep.settle())
+    await slow.reading.wait()
+    await stalled.beat()
+    slow.released.set()
+    assert await settling == 0
+    assert await outputs(parts) == {}
 
 
 async def test_nothing_is_settled_while_the_registers_cannot_be_read(parts: AccountingRig) -> None:
@@ -221,46 +309,36 @@ async def test_what_was_not_looked_at_did_not_stand_still(parts: AccountingRig) 
     assert await sweep.sweep() == 1
 
 
-async def test_a_gateway_that_begins_while_a_sweep_looks_is_not_gone(
-    parts: AccountingRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heartbeat = Heartbeat(parts.database, "gw-live")
-    sweep = sweep_of(parts, Nobody(), Clock(), heartbeat=heartbeat)
-    reads: list[Any] = []
-    for name in ("_unsettled_owners", "beats"):
-        owner = sweep if name == "_unsettled_owners" else heartbeat
-        read = getattr(owner, name)
+async def test_a_gateway_that_begins_while_a_sweep_looks_is_not_gone(parts: AccountingRig) -> None:
+    class Arriving(Heartbeat):
+        """Another gateway begins, and opens a request, between the two looks of a round."""
 
-        async def first_then_a_start(read: Any = read) -> Any:
-            found = await read()
-            if not reads:
-                await Heartbeat(parts.database, "gw-new").beat()
-                await parts.ledger.open(parts.request("req-new", gateway_id="gw-new"))
-            reads.append(found)
-            return found
+        async def beats(self) -> dict[str, int]:
+            await Heartbeat(parts.database, "gw-new").beat()
+            await parts.ledger.open(parts.request("req-new", gateway_id="gw-new"))
+            return await super().beats()
 
-        monkeypatch.setattr(owner, name, first_then_a_start)
-    await sweep.sweep()
-    assert len(reads) == 2
-    assert "gw-new" not in sweep._seen or sweep._seen["gw-new"].beat == 1
+    clock = Clock()
+    sweep = sweep_of(parts, Reported(), clock, heartbeat=Arriving(parts.database, "gw-live"))
+    assert await sweep.sweep() == 0
+    clock.now += 10
+    assert await sweep.sweep() == 0  # it beats with each look
     assert await outputs(parts) == {}
 
 
-async def test_an_unexpected_error_does_not_end_the_beats(
-    parts: AccountingRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sweep = sweep_of(parts, Nobody(), Clock(), every_s=0.01)
-
-    async def broken() -> int:
-        raise RuntimeError("deadlock detected")
-
-    monkeypatch.setattr(sweep, "sweep", broken)
-    async with background(sweep.run()):
-        assert await third_beat(parts) > 2
-
-
 async def test_a_round_that_fails_is_followed_by_another(parts: AccountingRig) -> None:
-    sweep = sweep_of(parts, Away(), Clock(), every_s=0.01)
+    class Faulty(Reported):
+        faults: ClassVar[list[Exception]] = [Unavailable("JetStream is away"), RuntimeError("deadlock detected")]
+
+        async def read(self, gateway_id: str, request_ids: Collection[str]) -> RegistersByRequest:
+            if self.faults:
+                raise self.faults.pop()
+            return await super().read(gateway_id, request_ids)
+
     await parts.ledger.open(parts.request("req-1", gateway_id="gw-left"))
-    async with background(sweep.run()):
-        assert await third_beat(parts) > 2
+    heartbeat, source = Heartbeat(parts.database, "gw-live"), Faulty()
+    sweep = OrphanSweep(parts.database, parts.ledger, heartbeat, lambda: source, every_s=0.5, after_s=0.1)
+    async with asyncio.timeout(30), background(sweep.run()):
+        while not await outputs(parts):  # noqa: ASYNC110 -- a row in SQL has no event
+            await asyncio.sleep(0.01)
+    assert source.faults == []

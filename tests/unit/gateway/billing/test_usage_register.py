@@ -55,5 +55,6 @@ def _opened(num_choices: int) -> OpenedRequest:
 def test_a_swept_request_is_billed_for_no_more_than_it_could_use(register: UsageRegister) -> None:
     usage, other = usages_from_registers(_opened(2), {0: register})
     assert usage.num_output_tokens == min(register.output_position, 20)
+    assert usage.num_prompt_tokens == min(register.num_prompt_tokens, 10)
     assert usage.num_cached_prompt_tokens == min(register.num_cached_prompt_tokens, 10)
     assert (other.choice, other.num_output_tokens, other.cause) == (1, 0, FinishCause.GATEWAY_LOST)

@@ -10,8 +10,9 @@ import grpc
 import pytest
 
 from tests.support.gateway_ports import KEY
-from tests.unit.gateway.token_path_rig import TokenPathRig, until
-from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError, Unauthenticated
+from tests.support.http2_client import http2_client
+from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
+from torchrelay.common.errors import InvalidRequest, NotFound, Overloaded, TorchrelayError, Unauthenticated
 from torchrelay.common.net.rpc import error_from_rpc, open_channel
 from torchrelay.gateway.core import FinishCause
 from torchrelay.inference.v1 import inference_pb2 as pb
@@ -101,3 +102,64 @@ async def test_models_are_listed(rig: TokenPathRig, stub: Any) -> None:
         ("acme/plain", "v-acme/plain"),
     ]
     assert reply.models[0].created_unix_s == 1_700_000_000
+
+
+GENERATE, LIST = "/torchrelay.inference.v1.Inference/Generate", "/torchrelay.inference.v1.Inference/ListModels"
+
+
+async def end_of_call_without_message(rig: TokenPathRig, method: str, *metadata: tuple[str, str]) -> bytes:
+    """What the server tells a client that sends the metadata of a call, and then nothing."""
+
+    def attack() -> bytes:
+        with http2_client(rig.grpc_address) as client:
+            client.greet()
+            client.open_call(1, method, *metadata)
+            return client.end_of(1)
+
+    return await asyncio.to_thread(attack)
+
+
+@pytest.mark.parametrize("method", [GENERATE, LIST])
+@pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer tr-nobody"),)])
+async def test_a_key_is_looked_at_before_the_message(
+    rig: TokenPathRig, method: str, metadata: tuple[tuple[str, str], ...]
+) -> None:
+    assert b"invalid_api_key" in await end_of_call_without_message(rig, method, *metadata)
+
+
+@pytest.mark.parametrize("method", [GENERATE, LIST])
+async def test_a_message_that_does_not_come_ends_its_call(make_rig: MakeRig, method: str) -> None:
+    rig = await make_rig(body_silence_s=0.5)
+    told = await end_of_call_without_message(rig, method, *METADATA)
+    assert b"the message did not arrive within 0.5 s" in told
+    assert rig.shares.requests.num_held == 0
+
+
+async def test_open_requests_of_a_tenant_are_bounded_over_both_doors(make_rig: MakeRig) -> None:
+    rig = await make_rig(max_open_requests_per_tenant=2)
+    rig.scheduler.open_gate.clear()
+    async with open_channel(rig.grpc_address) as channel:
+        waiting = InferenceStub(channel).Generate(request(), metadata=METADATA)
+        asking = asyncio.ensure_future(rig.http.post("/v1/completions", json={"model": "echo", "prompt": "hi"}))
+        await until(lambda: len(rig.scheduler.admits) == 2)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(InferenceStub(channel).Generate(request(), metadata=METADATA)))
+        refused = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": "hi"})
+        rig.scheduler.open_gate.set()
+        assert [event async for event in waiting]
+        assert (await asking).status_code == 200
+    error = error_from_rpc(caught.value)
+    assert type(error) is Overloaded and "max_open_requests_per_tenant" in error.message
+    assert (refused.status_code, refused.json()["error"]["message"]) == (429, error.message)
+    await until(lambda: rig.shares.requests.num_held == rig.shares.body_bytes.num_held == 0)
+
+
+async def test_a_message_counts_until_it_is_encoded(make_rig: MakeRig) -> None:
+    rig = await make_rig(max_buffered_body_bytes_per_tenant=100)
+    async with open_channel(rig.grpc_address) as channel:
+        made = pb.GenerateRequest(model="echo", prompt="x" * 101)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(InferenceStub(channel).Generate(made, metadata=METADATA)))
+        assert "max_buffered_body_bytes_per_tenant" in error_from_rpc(caught.value).message
+        for _ in range(3):
+            assert [event async for event in InferenceStub(channel).Generate(request(), metadata=METADATA)]

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import pytest
+import uvloop
 from starlette.types import Receive, Scope, Send
 
 from tests.unit.gateway.conftest import AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedStore, serving_scheduler, serving_store
+from torchrelay.common.health import Health
 from torchrelay.gateway.catalog.catalog import ScalingSettings
 from torchrelay.gateway.catalog.uploads import Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Services
-from torchrelay.gateway.http.rest_app import make_app
+from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.http.server import http_server
+from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
+from torchrelay.gateway.settings import GatewaySettings
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """uvloop, as the gateway itself: its transports differ from asyncio's where connections are closed and paused."""
+    return {"uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture
@@ -40,6 +50,9 @@ class RestRig:
     services: Services
     admin: httpx.AsyncClient
     acme: httpx.AsyncClient
+    settings: GatewaySettings
+    shares: DoorShares
+    port: int
     events: list[tuple[str, str]] = field(default_factory=list)
 
     async def client_of(self, tenant: str, **limits: int) -> httpx.AsyncClient:
@@ -65,6 +78,14 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
     async def model_changed(kind: str, name: str, model: PublishedModel | None) -> None:
         events.append((kind, name))
 
+    settings = GatewaySettings(
+        max_body_bytes=64 << 10,
+        max_open_requests_per_tenant=30,
+        max_buffered_body_bytes=1 << 18,
+        max_buffered_body_bytes_per_tenant=1 << 17,
+        max_uploads_per_tenant=2,
+    )
+    shares = door_shares(settings)
     async with AsyncExitStack() as stack:
         store = ScriptedStore()  # type: ignore[abstract]
         store_client = StoreClient(await stack.enter_async_context(serving_store(store)), "store:1")
@@ -76,14 +97,19 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
             catalog=parts.catalog,
             prices=parts.prices,
             uploads=Uploads(parts.database, parts.catalog, store_client),
+            store=store_client,
             scheduler=scheduler,
+            queries=shares.queries,
             default_scaling=ScalingSettings(60.0, 8),
+            health=Health({"database": parts.database.ask}, {}),
             model_changed=model_changed,
         )
-        app = AsgiRouter(_tokens, make_app(services), max_body_bytes=64 << 10)
+        rest = make_app(services)
+        pages = public_pages(rest, services.health)
+        app = AsgiRouter(_tokens, pages, rest, parts.keys, shares, settings.max_body_bytes)
         http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
         url = f"http://127.0.0.1:{http.port}"
         _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")
         admin = await stack.enter_async_context(client(url, "tra-test"))
         acme = await stack.enter_async_context(client(url, token))
-        yield RestRig(url, parts, store, services, admin, acme, events)
+        yield RestRig(url, parts, store, services, admin, acme, settings, shares, http.port, events)

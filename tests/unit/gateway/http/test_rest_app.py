@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -18,10 +19,16 @@ def fault(reply: httpx.Response) -> dict[str, Any]:
     return error
 
 
-async def test_health_needs_no_key(rig: RestRig) -> None:
+async def test_health_needs_no_key_and_is_503_without_the_database(rig: RestRig) -> None:
     async with httpx.AsyncClient(base_url=rig.url, trust_env=False) as nobody:
         reply = await nobody.get("/health")
-        assert (reply.status_code, reply.json()) == (200, {"status": "ok"})
+        assert (reply.status_code, reply.json()) == (200, {"status": "ok", "unavailable": [], "degraded": []})
+        rig.parts.database.interrupt()
+        async with asyncio.timeout(20):
+            while (reply := await nobody.get("/health")).status_code == 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert reply.status_code == 503
+        assert reply.json() == {"status": "unavailable", "unavailable": ["database"], "degraded": []}
 
 
 async def test_the_token_path_goes_to_its_own_handler(rig: RestRig) -> None:

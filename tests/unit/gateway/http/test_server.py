@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from torchrelay.gateway.http.server import http_server
+from torchrelay.gateway.http.server import HttpLimits, http_server
 
 
 def slow_app(started: asyncio.Event, go_on: asyncio.Event) -> ASGIApp:
@@ -55,7 +55,7 @@ async def test_a_client_that_takes_nothing_is_disconnected() -> None:
         writing.cancel()
         ended.set()
 
-    async with http_server(endless, "127.0.0.1", 0, drain_s=1, stall_s=0.5) as server:
+    async with http_server(endless, "127.0.0.1", 0, drain_s=1, limits=HttpLimits(stall_s=0.5)) as server:
         begin = time.monotonic()
         reader = socket.create_connection(("127.0.0.1", server.port))
         reader.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")

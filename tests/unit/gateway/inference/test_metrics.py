@@ -36,5 +36,8 @@ async def test_outcomes_tokens_and_times_are_counted(make_rig: MakeRig) -> None:
         ("ttft",): None,
         ("requests_running",): 0,
         ("ledger_writes_pending",): 0,
+        ("prompts", "ok"): 1,  # for the tokenizer alone: these prompts are token ids
+        ("prompt_wait",): None,
+        ("text_processes",): 1,
     }
     assert getattr(points["ttft",], "count", None) == 1

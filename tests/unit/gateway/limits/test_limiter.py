@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from redis.asyncio import Redis
 from sqlalchemy import update
 
 from tests.support.brokers import free_port
+from tests.support.silent_proxy import SilentProxy
 from tests.unit.gateway.conftest import AccountingRig
 from torchrelay.common.errors import QuotaExceeded, RateLimited
 from torchrelay.gateway.core import ModelShape, Price, Principal, PublishedModel, Version
@@ -156,3 +158,31 @@ async def test_without_redis_requests_are_allowed(parts: AccountingRig, principa
         for reservation in admitted:
             await limits.release(reservation, 5)
         await limits.close()
+
+
+async def test_a_hung_redis_costs_one_request_half_a_second_and_the_others_nothing(
+    parts: AccountingRig, principal: Principal, redis_url: str
+) -> None:
+    limited = replace(principal, requests_per_minute=1)
+    async with SilentProxy(redis_url).serving() as proxy:
+        limits = Limiter(proxy.url, parts.database, lease_s=60)
+        await limits.admit(limited, MODEL, 1, 1)
+        with pytest.raises(RateLimited):
+            await limits.admit(limited, MODEL, 1, 1)
+        proxy.fall_silent()
+        waits_s = [await admission_s(limits, limited) for _ in range(20)]
+        assert waits_s[0] < 1.5
+        assert sum(wait_s > 0.25 for wait_s in waits_s) <= 2, waits_s  # one a second, at most
+        proxy.speak()
+        async with asyncio.timeout(20):
+            with pytest.raises(RateLimited):  # once it answers it limits again
+                while True:
+                    await limits.admit(limited, MODEL, 1, 1)
+                    await asyncio.sleep(0.05)
+        await limits.close()
+
+
+async def admission_s(limits: Limiter, principal: Principal) -> float:
+    begin_s = time.monotonic()
+    await limits.admit(principal, MODEL, 1, 1)
+    return time.monotonic() - begin_s

@@ -71,7 +71,7 @@ async def written(rig: TokenPathRig, num_tokens: int) -> list[bytes]:
     async def send(message: Message) -> None:
         writes.append(message.get("body", b""))
 
-    headers = [(b"authorization", f"Bearer {KEY}".encode())]
+    headers = [(b"authorization", f"Bearer {KEY}".encode()), (b"transfer-encoding", b"chunked")]
     scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
     await rig.token_path.asgi(scope, receive, send)
     return writes

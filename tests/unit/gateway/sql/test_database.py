@@ -3,13 +3,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
+from collections.abc import Coroutine
 from pathlib import Path
+from typing import Any
 
 import pytest
-from sqlalchemy import Connection, select, text, update
+from sqlalchemy import Connection, func, select, text, update
 from sqlalchemy.exc import IntegrityError, ProgrammingError
 
-from torchrelay.common.errors import Unavailable
+from tests.support.silent_proxy import SilentProxy
+from tests.support.small_disk import small_disk
+from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.gateway.sql.database import Database, driver_url
 from torchrelay.gateway.sql.tables import balances, table_versions
 
@@ -83,13 +88,123 @@ async def test_a_caller_that_is_cancelled_is_the_writer_until_its_transaction_ha
     for _ in range(2):
         writing.cancel()
         await asyncio.sleep(0.05)
-    assert not writing.done() and not next_one.done()
+    assert not next_one.done()
     may_end.set()
     assert await next_one
     await asyncio.wait({writing})
     assert writing.cancelled()
     gc.collect()
     assert not complaints
+    await database.close()
+
+
+ENDLESS = text("WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n) SELECT count(*) FROM n")
+
+
+async def read_version(database: Database) -> int:
+    async with database.read() as connection:
+        return int((await connection.execute(select(func.max(table_versions.c.version)))).scalar_one())
+
+
+async def raise_version(database: Database) -> None:
+    async with database.write() as connection:
+        await connection.execute(update(table_versions).values(version=table_versions.c.version + 1))
+
+
+@pytest.mark.parametrize("used_before", [True, False])
+async def test_a_silent_server_is_unavailable_in_time_and_served_again_once_it_answers(
+    postgres_url: str, used_before: bool
+) -> None:
+    async with SilentProxy(postgres_url).serving() as proxy:
+        database = Database(proxy.url, time_limit_s=0.5)
+        if used_before:  # a connection in the pool, and one that has yet to be made, fail differently
+            await asyncio.gather(*(read_version(database) for _ in range(3)))
+        proxy.fall_silent()
+        begin_s = time.monotonic()
+        outcomes = await asyncio.gather(
+            read_version(database),
+            raise_version(database),
+            database.transact(lambda connection: connection.execute(text("SELECT 1")).all()),
+            database.answer(read_version(database), 0.2),
+            return_exceptions=True,
+        )
+        took_s = time.monotonic() - begin_s
+        assert all(isinstance(outcome, Unavailable) for outcome in outcomes), outcomes
+        assert "the database does not answer" in str(outcomes[3])
+        assert took_s < 10
+        proxy.speak()
+        before = await until_it_answers(database)
+        await raise_version(database)
+        assert await read_version(database) == before + 1
+        await database.close()
+
+
+async def outcome(work: Coroutine[Any, Any, None]) -> BaseException | None:
+    return (await asyncio.gather(work, return_exceptions=True))[0]
+
+
+async def until_it_answers(database: Database) -> int:
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                return await read_version(database)
+            except Unavailable:
+                await asyncio.sleep(0.05)
+
+
+async def test_a_silence_in_the_middle_of_a_transaction_is_bounded_and_nothing_is_committed(postgres_url: str) -> None:
+    async with SilentProxy(postgres_url).serving() as proxy:
+        database, direct = Database(proxy.url, time_limit_s=0.5), Database(postgres_url)
+        with pytest.raises(Unavailable, match="the database does not answer"):
+            async with database.write() as connection:
+                await connection.execute(update(table_versions).values(version=99))
+                proxy.fall_silent()
+                await connection.execute(update(table_versions).values(version=100))
+        assert await read_version(direct) == 1
+        proxy.speak()
+        await until_it_answers(database)
+        await database.close()
+        await direct.close()
+
+
+async def test_a_statement_without_end_is_broken_off_at_the_time_limit(database_url: str) -> None:
+    database = Database(database_url, time_limit_s=0.5)
+    for _ in range(5):  # more than SQLite has connections
+        with pytest.raises(Unavailable, match="the database does not answer"):
+            async with database.read() as connection:
+                await connection.execute(ENDLESS)
+    assert await read_version(database) == 1
+    await database.close()
+
+
+async def test_a_report_may_take_longer(database_url: str) -> None:
+    database = Database(database_url, time_limit_s=1e-6)
+    with pytest.raises(Unavailable):
+        await read_version(database)
+    async with database.read(20) as connection:
+        assert (await connection.execute(select(func.max(table_versions.c.version)))).scalar_one() == 1
+    await database.close()
+
+
+async def test_who_waits_for_the_one_writer_waits_no_longer_than_the_limit(tmp_path: Path) -> None:
+    database = Database(f"sqlite:///{tmp_path}/x.db", time_limit_s=0.3)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def block(_connection: Connection) -> None:
+        begun.set()
+        may_end.wait(30)
+
+    stuck = asyncio.ensure_future(database.transact(block))
+    assert await asyncio.to_thread(begun.wait, 10)
+    for _ in range(2):
+        with pytest.raises(Unavailable, match="the database does not answer"):
+            await database.transact(lambda _: None)
+    with pytest.raises(Unavailable):
+        await stuck
+    may_end.set()
+    async with asyncio.timeout(20):
+        while isinstance(await outcome(database.transact(lambda _: None)), Unavailable):
+            pass
     await database.close()
 
 
@@ -130,3 +245,34 @@ def test_only_two_databases_are_supported() -> None:
     assert driver_url("sqlite:///x.db").drivername == "sqlite+aiosqlite"
     with pytest.raises(ValueError, match="use sqlite or postgresql"):
         driver_url("mysql://h/d")
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("is_new_process", [False, True])
+async def test_a_full_disk_is_named_and_nothing_committed_is_lost(tmp_path: Path, is_new_process: bool) -> None:
+    rows = text("INSERT INTO t VALUES (zeroblob(1000))")
+    with small_disk(tmp_path / "home", 4 << 20) as disk:
+        database = Database(f"sqlite:///{disk.folder}/ledger.db")
+        async with database.write() as connection:
+            await connection.execute(text("CREATE TABLE t (x BLOB)"))
+            await connection.execute(rows)
+        if is_new_process:
+            await database.close()
+        disk.fill()
+        if is_new_process:
+            database = Database(f"sqlite:///{disk.folder}/ledger.db")
+        num_rows = 1
+        with pytest.raises(DiskFull) as full:
+            for _ in range(100):  # the log in which the first ones fit is on the disk already
+                await database.transact(lambda connection: connection.execute(rows).rowcount)
+                num_rows += 1
+        assert str(disk.folder) in full.value.message and "full" in full.value.message
+        with pytest.raises(DiskFull):
+            async with database.write() as connection:
+                await connection.execute(rows)
+        disk.free()
+        await database.transact(lambda connection: connection.execute(rows).rowcount)
+        async with database.read() as connection:
+            found = (await connection.execute(text("SELECT count(*) FROM t"))).scalar_one()
+        assert found == num_rows + 1
+        await database.close()

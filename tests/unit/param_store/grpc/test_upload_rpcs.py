@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from pathlib import Path
 
@@ -11,12 +12,19 @@ import pytest
 
 from tests.unit.param_store.model_folders import config_of, sha256_of, shard_name, write_folder, write_shards
 from tests.unit.param_store.running_store import RunningStore, begin, commit, contents, put, running_store, send
-from torchrelay.common.errors import Conflict, NotFound, QuotaExceeded, TorchrelayError, UploadRefused
+from torchrelay.common.errors import (
+    Conflict,
+    NotFound,
+    Overloaded,
+    QuotaExceeded,
+    TorchrelayError,
+    UploadRefused,
+)
 from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 from torchrelay.param_store.uploads.file_writer import FileWriter
-from torchrelay.param_store.uploads.staged_upload import StagedUpload
+from torchrelay.param_store.uploads.staged_upload import StagedUpload, UploadRecord
 
 ZERO = "0" * 64
 
@@ -95,6 +103,7 @@ async def test_an_interrupted_file_goes_on_where_it_was_even_after_a_restart(tmp
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await commit(store, "u1")
         assert "chat_template.jinja: the file is not complete: 0 of 14 bytes" in refusal(caught).message
+        assert isinstance(refusal(caught), Conflict)  # it can still be sent
     async with running_store(tmp_path) as store:
         again = await begin(store, folder, "u1")
         assert {f.path: f.num_bytes_received for f in again.files}["model.safetensors"] == 100_000
@@ -214,7 +223,98 @@ async def test_a_model_too_large_for_every_slot_is_refused_with_both_numbers(tmp
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await commit(store, "u1", largest_slot_bytes=200_000)
         assert "the weights need 307,200 bytes and the largest slot has 200,000" in refusal(caught).message
-        assert (await commit(store, "u1", largest_slot_bytes=307_200))[-1].version.pack_bytes == 307_200
+        assert all(file.complete for file in (await begin(store, folder, "u2")).files)  # nothing to be sent again
+        assert (await commit(store, "u2", largest_slot_bytes=307_200))[-1].version.pack_bytes == 307_200
+
+
+async def test_after_a_refusal_only_what_was_changed_is_sent_again(tmp_path: Path, folder: Path) -> None:
+    good = (folder / "config.json").read_bytes()
+    (folder / "config.json").write_text('{"architectures": ["Other"]}')
+    async with running_store(tmp_path) as store:
+        await send(store, folder, "u1")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await commit(store, "u1")
+        assert isinstance(refusal(caught), UploadRefused)
+        assert (await store.report()).num_running_uploads == 0  # it has ended
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await commit(store, "u1")
+        assert isinstance(refusal(caught), Conflict)
+    (folder / "config.json").write_bytes(good)
+    async with running_store(tmp_path) as store:  # restarted meanwhile
+        others = await begin(store, folder, "u2", tenant_id="ten-2")
+        assert not any(file.complete or file.num_bytes_received for file in others.files)
+        state = await begin(store, folder, "u3")
+        assert [file.path for file in state.files if not file.complete] == ["config.json"]
+        assert not (tmp_path / "data/uploads/u1").exists()
+        assert (await put(store, "u3", "config.json", good)).complete
+        assert (await commit(store, "u3"))[-1].version.version_id
+
+
+async def test_a_published_upload_keeps_its_version_until_it_is_confirmed(tmp_path: Path, folder: Path) -> None:
+    """Its gateway may have died before SQL named the version, even if the store was restarted since."""
+    async with running_store(tmp_path) as store:
+        await send(store, folder, "u1")
+        version_id = (await commit(store, "u1"))[-1].version.version_id
+    async with running_store(tmp_path, upload_expiry_s=0.01) as store:
+        state = await store.stub.DescribeUpload(pb.DescribeUploadRequest(upload_id="u1"))
+        assert state.version_id == version_id
+        (listed,) = [stored async for stored in store.stub.ListVersions(pb.ListVersionsRequest())]
+        assert (listed.version_id, list(listed.upload_ids)) == (version_id, ["u1"])
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await store.stub.DeleteVersion(pb.DeleteVersionRequest(version_id=version_id))
+        assert isinstance(refusal(caught), Conflict)
+        await store.stub.AbortUpload(pb.AbortUploadRequest(upload_id="u1"))
+        (listed,) = [stored async for stored in store.stub.ListVersions(pb.ListVersionsRequest())]
+        assert list(listed.upload_ids) == []
+        deletion = pb.DeleteVersionRequest(version_id=version_id, published_unix_us=listed.published_unix_us)
+        await store.stub.DeleteVersion(deletion)
+        assert [stored async for stored in store.stub.ListVersions(pb.ListVersionsRequest())] == []
+
+
+async def test_open_uploads_are_bounded(tmp_path: Path, folder: Path) -> None:
+    async with running_store(tmp_path, max_open_uploads=1) as store:
+        await begin(store, folder, "u1")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await begin(store, folder, "u2")
+        assert isinstance(refusal(caught), Overloaded)
+        await begin(store, folder, "u1")  # again
+        await store.stub.AbortUpload(pb.AbortUploadRequest(upload_id="u1"))
+        await begin(store, folder, "u2")
+
+
+def num_bytes_read() -> int:
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+def test_a_file_sent_in_many_parts_is_digested_once(tmp_path: Path) -> None:
+    part, num_parts = os.urandom(1 << 20), 24
+    files = (DeclaredFile("model.safetensors", num_parts << 20, sha256_of(part * num_parts)),)
+    upload = StagedUpload.begin(tmp_path / "u1", UploadRecord("u1", "ten-1", files), {})
+    before = num_bytes_read()
+    for index in range(num_parts):
+        writer = upload.open_file("model.safetensors", index << 20)
+        assert writer is not None and not writer.must_resume
+        writer.write(part)
+        writer.finish()
+        writer.close()
+    assert num_bytes_read() - before < 4 << 20
+    assert upload.file_progress("model.safetensors").complete
+
+
+def test_after_a_restart_what_was_received_is_digested_once_more(tmp_path: Path) -> None:
+    data = os.urandom(3 << 20)
+    files = (DeclaredFile("model.safetensors", len(data), sha256_of(data)),)
+    upload = StagedUpload.begin(tmp_path / "u1", UploadRecord("u1", "ten-1", files), {})
+    for begin_at in range(0, len(data), 1 << 20):
+        upload = StagedUpload.load(tmp_path / "u1")
+        writer = upload.open_file("model.safetensors", begin_at)
+        assert writer is not None and writer.must_resume == bool(begin_at)
+        writer.resume()
+        assert not writer.must_resume
+        writer.write(data[begin_at : begin_at + (1 << 20)])
+        writer.finish()
+        writer.close()
+    assert upload.file_progress("model.safetensors").complete
 
 
 async def test_committing_again_answers_the_same_version(tmp_path: Path) -> None:

@@ -115,16 +115,35 @@ def trailing_bytes(folder: Path) -> None:
 
 
 TOKENIZER = '{"model": {"type": "BPE", "vocab": {"a": 0, "b": %d}}, "added_tokens": [%%s]}'
+SLOW_DECODER = {
+    "type": "Sequence",
+    "decoders": [{"type": "Fuse"}, {"type": "Replace", "pattern": {"Regex": "a*a*[bd]e"}, "content": ""}],
+}
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
 FAULTS: list[tuple[str, Change, str, str]] = [
     ("no config", remove("config.json"), "config.json", "missing from the upload"),
     ("config not JSON", write("config.json", "{'a': 1}"), "config.json", "not valid JSON"),
     ("config not an object", write("config.json", "[1]"), "config.json", "not an object"),
     ("config not UTF-8", write("config.json", b'{"a": "\xff"}'), "config.json", "not UTF-8"),
     ("config deep", write("config.json", '{"a":' * 50_000), "config.json", "nested too deeply"),
+    # As deep as Python's parser allows: what reads the manifest later has less of the stack left.
+    (
+        "config deep for others",
+        write("config.json", nested(900)),
+        "config.json",
+        "deeply; at most 32 levels are allowed",
+    ),
+    ("config one too deep", write("config.json", nested(33)), "config.json", "deeply; at most 32 levels are allowed"),
+    ("huge integer", write("config.json", '{"hidden_size": 1%s}' % ("0" * 5000)), "config.json", "not valid JSON"),
     ("config with infinity", write("config.json", '{"rope_theta": 1e999}'), "config.json", "'1e999' is not finite"),
     ("config with NaN", write("config.json", '{"rope_theta": NaN}'), "config.json", "'NaN' is not finite"),
     ("config key twice", write("config.json", '{"a": 1, "a": 2}'), "config.json", "'a' appears twice"),
-    ("config too large", write("config.json", b" " * (4 << 20) + b"{}"), "config.json", "at most 4,194,304 are read"),
+    ("config too large", write("config.json", b" " * (1 << 20) + b"{}"), "config.json", "at most 1,048,576 are read"),
     ("architecture", edit_config(architecture="MambaForCausalLM"), "config.json", "architectures: architecture 'Mamba"),
     ("architecture no name", edit_config(architecture=[]), "config.json", "architectures: architecture [] is not"),
     ("number too large", edit_config(rms_norm_eps=10**400), "config.json", "rms_norm_eps must be a positive number"),
@@ -132,10 +151,16 @@ FAULTS: list[tuple[str, Change, str, str]] = [
     ("context", edit_config(max_position_embeddings=2**40), "config.json", "max_position_embeddings: 1099511627776 is"),
     ("lone surrogate", edit_config(note="\ud800"), "config.json", "a value cannot be encoded"),
     ("eos", write("generation_config.json", '{"eos_token_id": 96}'), "generation_config.json", "96 is not a token id"),
+    (
+        "eos by the million",
+        write("generation_config.json", json.dumps({"eos_token_id": [1] * 100_000})),
+        "generation_config.json",
+        "eos_token_id: it lists 100,000 tokens; at most 64 are used",
+    ),
     ("eos of config", wrong_eos, "config.json", "eos_token_id: '</s>' is not a token id"),
     ("no tokenizer", remove("tokenizer.json"), "tokenizer.json", "missing from the upload"),
     ("tokenizer not JSON", write("tokenizer.json", "{"), "tokenizer.json", "not a tokenizer"),
-    ("tokenizer empty", write("tokenizer.json", ""), "tokenizer.json", "it has 0 bytes"),
+    ("tokenizer empty", write("tokenizer.json", ""), "tokenizer.json", "not a tokenizer"),
     ("tokenizer without model", write("tokenizer.json", "{}"), "tokenizer.json", "missing required field `model`"),
     (
         "vocabulary",
@@ -153,6 +178,44 @@ FAULTS: list[tuple[str, Change, str, str]] = [
     ("other document", write("tokenizer_config.json", "no"), "tokenizer_config.json", "not valid JSON"),
     ("template", write("chat_template.jinja", b"x" * (257 << 10)), "chat_template.jinja", "at most 262,144 are read"),
     ("template not text", write("chat_template.jinja", b"\xff"), "chat_template.jinja", "not UTF-8"),
+    (
+        "template in the configuration",
+        write("tokenizer_config.json", json.dumps({"chat_template": "x" * (257 << 10)})),
+        "tokenizer_config.json",
+        "chat_template: it has 263,168 characters; at most 262,144 are allowed",
+    ),
+    (
+        "named template",
+        write("tokenizer_config.json", json.dumps({"chat_template": [{"name": "a", "template": "x" * (257 << 10)}]})),
+        "tokenizer_config.json",
+        "chat_template: it has 263,168 characters",
+    ),
+    (
+        "special token",
+        write("special_tokens_map.json", json.dumps({"bos_token": {"content": "x" * 1025}})),
+        "special_tokens_map.json",
+        "bos_token: it has 1,025 characters; at most 1,024 are allowed",
+    ),
+    (
+        "other document deep",
+        write("tokenizer_config.json", nested(33)),
+        "tokenizer_config.json",
+        "deeply; at most 32 levels are allowed",
+    ),
+    (
+        "decoder with a pattern",
+        write("tokenizer.json", json.dumps(json.loads(TOKENIZER % 5 % "") | {"decoder": SLOW_DECODER})),
+        "tokenizer.json",
+        "decoder.decoders[1].pattern: it is a regular expression; a decoder may only replace fixed strings",
+    ),
+    (
+        "token of a million characters",
+        write(
+            "tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "x" * 10**6: 1}, "merges": []}})
+        ),
+        "tokenizer.json",
+        "model.vocab: it has 1,000,000 characters in the token 'xxxxxxxxxxxxxxxxxxxxxxxx'; at most 1,024 are allowed",
+    ),
     ("no weights", remove(WEIGHTS), WEIGHTS, "missing from the upload, and there are no shards"),
     ("empty weights", write(WEIGHTS, b""), WEIGHTS, "0 bytes and cannot hold"),
     ("huge header", raw_header(b"{}", 101 << 20), WEIGHTS, "claims 105,906,176 bytes; at most"),

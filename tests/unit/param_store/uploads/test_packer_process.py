@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from tests.unit.param_store.model_folders import config_of, write_folder
 from torchrelay.common.errors import Overloaded, Unavailable, UploadRefused
 from torchrelay.param_store.uploads.packer_process import PackerQueue, PackJob, run_packer
+from torchrelay.param_store.uploads.repeated_progress import repeated
 
 MEMORY_BYTES = 256 << 20
 
@@ -81,23 +84,105 @@ async def test_a_refusal_is_short_however_long_what_it_names(tmp_path: Path) -> 
 
 async def test_documents_that_take_too_much_memory_are_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
-    (folder / "config.json").write_text("{" + ",".join(f'"{i}":[{"[]," * 8}0]' for i in range(100_000)) + "}")
+    (folder / "tokenizer_config.json").write_text("{" + ",".join(f'"{i}":[{"[]," * 8}0]' for i in range(100_000)) + "}")
     with pytest.raises(UploadRefused, match="more memory than the packer may use"):
         async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, 64 << 20)):
             pass
 
 
-async def test_commits_take_turns_and_few_may_wait() -> None:
-    turn = PackerQueue(max_waiting=1)
-    async with turn.acquired():
-        waiting = asyncio.ensure_future(turn.acquired().__aenter__())
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="too many commits are waiting for the packer: 1"):
-            async with turn.acquired():
+class Commits:
+    """Commits that hold their turns until they are told to end."""
+
+    def __init__(self, queue: PackerQueue) -> None:
+        self.queue = queue
+        self.running: list[str] = []
+        self.ending: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def begin(self, name: str) -> None:
+        """``name`` is the tenant's and a digit."""
+        self.ending[name] = asyncio.Event()
+        self.tasks[name] = asyncio.ensure_future(self._run(name))
+        await asyncio.sleep(0)  # it asks for its turn at once
+
+    async def _run(self, name: str) -> None:
+        async with self.queue.acquired(name[:-1]):
+            self.running.append(name)
+            await self.ending[name].wait()
+            self.running.remove(name)
+
+    async def end(self, name: str) -> None:
+        self.ending[name].set()
+        await self.tasks[name]
+        await asyncio.sleep(0)  # the next one begins
+
+
+async def test_no_tenants_commit_waits_behind_all_of_another_s() -> None:
+    commits = Commits(PackerQueue(num_packers=2, max_waiting=16))
+    for name in ("large1", "large2", "large3", "small1", "other1"):
+        await commits.begin(name)
+    assert commits.running == ["large1", "small1"]
+    await commits.end("small1")
+    assert commits.running == ["large1", "other1"]
+    await commits.end("other1")
+    assert commits.running == ["large1"]  # one of each tenant
+    await commits.end("large1")
+    assert commits.running == ["large2"]
+    commits.tasks["large3"].cancel()
+    with suppress(asyncio.CancelledError):
+        await commits.tasks["large3"]
+    await commits.end("large2")
+    assert commits.running == []
+
+
+async def test_few_commits_may_wait_and_fewer_of_one_tenant() -> None:
+    commits = Commits(PackerQueue(num_packers=1, max_waiting=4))
+    for name in ("one1", "one2", "two1", "three1", "four1"):
+        await commits.begin(name)
+    assert commits.running == ["one1"]
+    for tenant in ("one", "five"):
+        with pytest.raises(Overloaded, match="too many commits are waiting for the packer: 4"):
+            async with commits.queue.acquired(tenant):
                 pass
-        assert not waiting.done()
-        waiting.cancel()
-        with suppress(asyncio.CancelledError):
-            await waiting
-    async with turn.acquired():
-        pass
+    await commits.end("one1")
+    with pytest.raises(Overloaded, match="3, 1 of them this tenant's"):
+        async with commits.queue.acquired("two" if "two1" not in commits.running else "three"):
+            pass
+    for name in ("one2", "two1", "three1", "four1"):
+        commits.ending[name].set()
+    await asyncio.gather(*commits.tasks.values())
+
+
+async def test_a_packer_that_makes_no_progress_is_ended(tmp_path: Path) -> None:
+    folder, before = write_folder(tmp_path / "model"), num_children()
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")  # as a file on a disk that does not answer
+    with pytest.raises(Unavailable, match=r"made no progress for 1 s .* commit again"):
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), stall_s=1):
+            pass
+    assert num_children() == before
+
+
+async def test_progress_is_told_again_while_nothing_new_happens() -> None:
+    going_on = asyncio.Event()
+    closed: list[str] = []
+
+    async def steps() -> AsyncGenerator[str]:
+        try:
+            await going_on.wait()
+            yield "a"
+            yield "b"
+            await asyncio.Event().wait()
+        finally:
+            closed.append("steps")
+
+    seen: list[str] = []
+    async with asyncio.timeout(30), aclosing(repeated(steps(), "first", 0.01)) as lines:
+        async for line in lines:
+            seen.append(line)
+            if seen == ["first", "first"]:
+                going_on.set()
+            if seen[-2:] == ["b", "b"]:
+                break
+    assert list(dict.fromkeys(seen)) == ["first", "a", "b"]
+    assert closed == ["steps"]

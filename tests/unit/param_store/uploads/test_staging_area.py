@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.support.small_disk import small_disk
 from tests.unit.param_store.model_folders import write_folder
 from tests.unit.param_store.running_store import declared
-from torchrelay.common.errors import NotFound
+from torchrelay.common.errors import DiskFull, NotFound
 from torchrelay.param_store.uploads.declared_files import DeclaredFile
 from torchrelay.param_store.uploads.staging_area import StagingArea
 
@@ -66,6 +68,31 @@ def test_an_upload_can_be_begun_after_a_full_disk_ended_the_first_try(tmp_path: 
     assert uploads.begin("u1", "ten-1", files, 0).progress()
 
 
+def test_what_open_uploads_have_declared_is_not_free_for_others(tmp_path: Path, folder: Path) -> None:
+    uploads = StagingArea(tmp_path / "uploads", 1 << 60, expiry_s=100)
+    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+    weights = shutil.disk_usage(tmp_path).free * 3 // 10  # twice that is needed, for the pack
+    large = [f if f.path != "model.safetensors" else DeclaredFile(f.path, weights, f.sha256) for f in files]
+    uploads.begin("u1", "ten-1", large, 0)
+    with pytest.raises(DiskFull, match="bytes and the upload needs"):
+        uploads.begin("u2", "ten-2", large, 0)
+    uploads.abort("u1")
+    uploads.begin("u2", "ten-2", large, 0)
+
+
+def test_of_a_tenants_refused_uploads_the_last_is_kept_for_an_hour(tmp_path: Path, folder: Path) -> None:
+    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=86400)
+    files = [DeclaredFile(file.path, file.num_bytes, file.sha256) for file in declared(folder)]
+    for name, tenant in (("u1", "ten-1"), ("u2", "ten-1"), ("u3", "ten-2")):
+        upload = uploads.begin(name, tenant, files, 0)
+        uploads.refuse(upload)
+    assert uploads.num_open == 0
+    assert sorted(path.name for path in (tmp_path / "uploads").iterdir()) == ["u2", "u3"]
+    refused_at = uploads.get("u2").last_touched_unix_s()
+    assert uploads.expire(refused_at + 3000) == []
+    assert "u2" in uploads.expire(refused_at + 3700)
+
+
 def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "torn").mkdir()
     (tmp_path / "torn/state.json").write_text("{")
@@ -73,3 +100,15 @@ def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) ->
     (tmp_path / "damaged/state.json").write_bytes(b'{"upload_id": "\xff"}')
     assert StagingArea(tmp_path, 1 << 30, 100).num_open == 0
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.lab
+def test_an_upload_that_does_not_fit_is_refused_before_its_first_byte(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 48 << 20) as disk:
+        uploads = StagingArea(disk.folder, 1 << 30, expiry_s=100)
+        documents = [DeclaredFile(name, 1 << 10, "0" * 64) for name in ("config.json", "tokenizer.json")]
+        too_large = [*documents, DeclaredFile("model.safetensors", 10 << 20, "0" * 64)]
+        small = [*documents, DeclaredFile("model.safetensors", 1 << 20, "0" * 64)]
+        with pytest.raises(DiskFull, match=f"disk of {disk.folder} has room for .* needs 20,975,616,"):
+            uploads.begin("u1", "ten-1", too_large, 0)
+        assert uploads.begin("u2", "ten-1", small, 0).progress()

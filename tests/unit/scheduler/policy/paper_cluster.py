@@ -45,9 +45,11 @@ from torchrelay.scheduler.policy.inputs import (
     Release,
     RolesFailed,
     RolesSet,
+    StoreBeat,
     StoreReported,
     Tick,
     UnloadFailed,
+    WorkerBeat,
     WorkerGone,
     WorkerReported,
 )
@@ -129,6 +131,17 @@ class PaperCluster:
                 self.stores[peer.store_id] = peer
         self.pass_time(self.config.refusal_settle_s)
         return self
+
+    def pass_time_with_beats(self, seconds: float, step_s: float = 0.5) -> None:
+        """The broker is away: nobody reports, and everybody lives."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(self.now + step_s, end)
+            for worker in self.workers.values():
+                self.apply(WorkerBeat(worker.worker_id, worker.incarnation, worker.progress))
+            for store in self.stores.values():
+                self.apply(StoreBeat(store.store_id, store.incarnation))
+            self.apply(Tick())
 
     def pass_time(self, seconds: float, step_s: float = 0.1) -> None:
         """Reports and ticks go on as they do in the service."""

@@ -12,8 +12,10 @@ from tests.unit.scheduler.policy.paper_cluster import (
     hosts,
     two_workers_one_host,
 )
+from torchrelay.common.liveness import EngineProgress
+from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Role, SlotStatus
-from torchrelay.scheduler.policy.effects import RefusalReason, SetRolesCommand
+from torchrelay.scheduler.policy.effects import DisconnectCommand, RefusalReason, SetRolesCommand, UnloadCommand
 from torchrelay.scheduler.policy.inputs import Tick, WorkerStopped
 
 PREFILL, DECODE = frozenset((Role.PREFILL,)), frozenset((Role.DECODE,))
@@ -130,10 +132,161 @@ def test_silence_of_three_seconds_is_loss() -> None:
     assert "lost" in scene.kinds()
 
 
-def test_nobody_is_lost_while_the_broker_is_away() -> None:
+def test_a_broker_that_is_silent_for_everybody_costs_nobody() -> None:
+    scene = two_workers_one_host()
+    scene.admit(a_model(), "r1")
+    scene.finish_loads()
+    scene.pass_time_with_beats(60.0)
+    assert "lost" not in scene.kinds()
+    scene.admit(a_model(), "r2")
+    assert scene.placement("r2") is not None
+
+
+def test_a_worker_that_hangs_while_the_broker_is_away_is_lost_and_disconnected() -> None:
+    scene = PaperCluster().settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene.admit(a_model(), "r1")
+    scene.finish_loads()
+    del scene.workers["w-a"]  # the only one
+    scene.pass_time_with_beats(4.0)
+    (lost,) = (one for one in scene.events if one.topic == "instance.lost")
+    assert lost.fields["cause"] == "worker_silent"
+    assert DisconnectCommand("w-a:1") in scene.commands
+
+
+def test_a_worker_that_reports_and_makes_no_step_is_lost_and_its_requests_go_elsewhere() -> None:
+    scene = two_workers_one_host()
+    model = a_model()
+    scene.admit(model, "r1")
+    scene.finish_loads()
+    placement = scene.placement("r1")
+    assert placement is not None
+    hung, other = placement.decode.worker_id, placement.prefill.worker_id
+    scene.workers[hung] = replace(scene.workers[hung], progress=EngineProgress(40, True, expected_s=0.05))
+    scene.pass_time(3.5)
+    (lost,) = (one for one in scene.events if one.topic == "instance.lost")
+    assert (lost.fields["cause"], lost.fields["worker_id"]) == ("worker_stalled", hung)
+    scene.admit(model, "r1", attempt=2, num_forced_tokens=7, lost_workers=(hung,))
+    scene.pass_time(60.0)  # however often it reports, nothing is placed there
+    resumed = scene.placement("r1", attempt=2)
+    assert resumed is not None and resumed.decode.worker_id == resumed.prefill.worker_id == other
+    scene.workers[hung] = replace(scene.workers[hung], progress=EngineProgress(41, True))
+    scene.pass_time(0.5)
+    assert hung in scene.policy.state.membership.workers
+
+
+def test_a_request_is_not_placed_again_where_its_gateway_saw_the_engine_stand_still() -> None:
+    scene = two_workers_one_host()
+    model = a_model()
+    scene.admit(model, "r1")
+    scene.finish_loads()
+    placement = scene.placement("r1")
+    assert placement is not None
+    hung = placement.decode.worker_id
+    scene.workers[hung] = replace(scene.workers[hung], progress=EngineProgress(40, True))
+    scene.pass_time(2.0)
+    scene.admit(model, "r1", attempt=2, lost_workers=(hung,))
+    scene.pass_time(3.0)
+    resumed = scene.placement("r1", attempt=2)
+    assert resumed is not None and hung not in (resumed.decode.worker_id, resumed.prefill.worker_id)
+
+
+def test_a_load_whose_store_hangs_is_given_up_and_who_waits_learns_why_in_time() -> None:
+    scene = two_workers_one_host()
+    model = a_model()
+    scene.admit(model, "r1")
+    assert scene.placement("r1") is not None  # on the loading instances
+    began = scene.now
+    del scene.stores["store-1"]
+    scene.pass_time(5.5)
+    unloads = [command for command in scene.commands if isinstance(command, UnloadCommand)]
+    assert len(unloads) == 2 and not any(command.drain_s for command in unloads)
+    draining = [one for one in scene.events if one.topic == "instance.draining"]
+    assert {one.fields["cause"] for one in draining} == {"load_stalled"}
+    scene.admit(model, "r1", attempt=2)
+    while scene.refusal("r1", attempt=2) is None and scene.now < began + 60:
+        scene.pass_time(0.5)
+    refusal = scene.refusal("r1", attempt=2)
+    assert scene.now - began <= 14
+    assert refusal is not None and refusal.reason is RefusalReason.LOAD_FAILED
+    assert refusal.message == "acme/tiny cannot be loaded: the param-store of host host-1 does not answer."
+
+
+def test_a_load_whose_store_hangs_before_it_took_the_order_fails() -> None:
+    scene = two_workers_one_host()
+    scene.obedient = False
+    scene.admit(a_model(), "r1")
+    del scene.stores["store-1"]
+    scene.pass_time(5.5)
+    failed = [one for one in scene.events if one.topic == "instance.failed"]
+    assert {one.fields["cause"] for one in failed} == {"load_stalled"}
+    assert not list(scene.policy.state.instances)
+
+
+def test_a_store_that_is_replaced_in_time_serves_those_who_wait() -> None:
+    scene = two_workers_one_host()
+    model, store = a_model(), scene.stores.pop("store-1")
+    scene.pass_time(4.0)  # lost
+    scene.admit(model, "r1")
+    scene.pass_time(5.0)
+    scene.settle(replace(store, incarnation="second"))
+    assert scene.placement("r1") is not None and scene.refusal("r1") is None
+
+
+def test_a_load_goes_on_as_long_as_bytes_arrive_however_long_that_takes() -> None:
+    scene = two_workers_one_host()
+    model = a_model()
+    scene.admit(model, "r1")
+    for num_verified in range(8):
+        scene.hold("store-1", model, num_chunks_verified=num_verified)
+        scene.pass_time(14.0, step_s=0.5)
+    assert not [command for command in scene.commands if isinstance(command, UnloadCommand)]
+    scene.finish_loads()
+    assert "ready" in scene.kinds()
+
+
+def test_a_load_of_which_nothing_arrives_is_given_up_although_its_store_is_alive() -> None:
+    scene = two_workers_one_host(load_tries=1)
+    model = a_model()
+    scene.admit(model, "r1")
+    scene.hold("store-1", model, num_chunks_verified=3)
+    scene.pass_time(14.0, step_s=0.5)
+    assert not [command for command in scene.commands if isinstance(command, UnloadCommand)]
+    scene.pass_time(2.0)
+    unloads = [command for command in scene.commands if isinstance(command, UnloadCommand)]
+    assert len(unloads) == 2
+    why = {one.reason for one in scene.events if one.topic == "instance.draining"}
+    assert why == {"nothing of its pack arrived for 15 s"}
+
+
+def test_without_workers_a_request_is_refused_with_the_cause_and_a_resumed_one_later() -> None:
+    scene = PaperCluster().settle(a_store("store-1", "host-1"))
+    model = a_model()
+    scene.workers.clear()
+    scene.pass_time(3.5)
+    scene.admit(model, "new")
+    scene.admit(model, "resumed", attempt=2, num_forced_tokens=5)
+    scene.pass_time(10.0)
+    refusal = scene.refusal("new")
+    assert refusal is not None and refusal.message == "acme/tiny cannot be loaded: no worker answers."
+    assert scene.refusal("resumed", attempt=2) is None
+    scene.settle(a_worker("w-a"))
+    scene.pass_time(0.5)
+    assert scene.placement("resumed", attempt=2) is not None
+
+
+def test_waiting_for_a_turn_is_no_reason_to_refuse() -> None:
+    scene = PaperCluster(PolicyConfig(turn_s=1000.0)).settle(a_store("store-1", "host-1"), a_worker("w-a"))
+    scene.admit(a_model("acme/busy"), "r1")
+    scene.finish_loads()
+    scene.admit(a_model("acme/other"), "r2")
+    scene.pass_time(120.0, step_s=1.0)
+    assert scene.refusal("r2") is None and scene.placement("r2") is None
+
+
+def test_nobody_is_lost_while_nobody_listens() -> None:
     scene = two_workers_one_host()
     scene.now += 10
-    scene.apply(Tick(reports_complete_since=scene.now))
+    scene.apply(Tick(listening_since=scene.now))
     assert len(scene.policy.state.membership.workers) == 2
 
 

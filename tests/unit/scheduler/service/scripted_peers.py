@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -42,12 +43,18 @@ class ReportingPeer(abc.ABC):
         self.epoch = 0
         self._version = 0
         self._is_leaving = False
+        self.is_hung = False  # it keeps its connections and says nothing
+        self.is_heard_by_broker = True  # cleared: the broker passes nothing on
         self._changed = asyncio.Condition()
         self._publishing: asyncio.Task[None] | None = None
 
     @abc.abstractmethod
     def report(self) -> Any:
         """What it says of itself now."""
+
+    @abc.abstractmethod
+    def beat(self) -> Any:
+        """A sign of life."""
 
     def check_epoch(self, epoch: int) -> None:
         if epoch < self.epoch:
@@ -59,22 +66,26 @@ class ReportingPeer(abc.ABC):
             self._version += 1
             self._changed.notify_all()
 
-    async def watch(self) -> AsyncIterator[Any]:
+    async def watch(self, beat_every_s: float) -> AsyncIterator[Any]:
         seen = -1
         while True:
             async with self._changed:
-                while seen == self._version:
-                    await self._changed.wait()
-                seen = self._version
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(beat_every_s):
+                        while seen == self._version or self.is_hung:
+                            await self._changed.wait()
+                has_changed, seen = seen != self._version, self._version
                 if self._is_leaving:
                     return
-            yield self.report()
+            if not self.is_hung:
+                yield self.report() if has_changed else self.beat()
 
     async def _publish(self) -> None:
         while True:
-            payload = self.report().SerializeToString()
-            mac = report_mac(self._node_key, self._subject, payload)
-            await self._nats.publish(self._subject, payload, headers={MAC_HEADER: mac})
+            if self.is_heard_by_broker and not self.is_hung:
+                payload = self.report().SerializeToString()
+                mac = report_mac(self._node_key, self._subject, payload)
+                await self._nats.publish(self._subject, payload, headers={MAC_HEADER: mac})
             await asyncio.sleep(0.1)
 
     async def __aenter__(self) -> Self:
@@ -86,6 +97,11 @@ class ReportingPeer(abc.ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.kill()
+
+    async def wake(self) -> None:
+        """Goes on after it hung."""
+        self.is_hung = False
+        await self.touch()
 
     async def leave(self) -> None:
         """Begins to end as a process does that is told to: it ends its streams, and still reports for a moment."""
@@ -112,6 +128,7 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
         self.role_changes: list[worker_pb2.SetRolesRequest] = []
         self.unloads: list[worker_pb2.UnloadRequest] = []
         self.refusal: TorchrelayError | None = None
+        self.engine = types_pb2.EngineProgress()
 
     def report(self) -> reports_pb2.WorkerReport:
         return reports_pb2.WorkerReport(
@@ -125,6 +142,16 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
             slot=self.slot,
             kv_pool_bytes=64 * MB,
             kv_free_bytes=64 * MB,
+            engine=self.engine,
+        )
+
+    def beat(self) -> reports_pb2.WorkerReport:
+        return reports_pb2.WorkerReport(
+            worker_id=self.worker_id,
+            incarnation=self.incarnation,
+            epoch=self.epoch,
+            is_beat=True,
+            engine=self.engine,
         )
 
     async def Load(self, request: worker_pb2.LoadRequest, context: Any) -> worker_pb2.LoadReply:
@@ -177,7 +204,7 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
     async def WatchSlot(
         self, request: worker_pb2.WatchSlotRequest, context: Any
     ) -> AsyncIterator[reports_pb2.WorkerReport]:
-        async for report in self.watch():
+        async for report in self.watch(request.beat_every_s):
             yield report
 
 
@@ -209,6 +236,11 @@ class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
             nic=self.nic,
         )
 
+    def beat(self) -> reports_pb2.StoreReport:
+        return reports_pb2.StoreReport(
+            store_id=self.store_id, incarnation=self.incarnation, epoch=self.epoch, is_beat=True
+        )
+
     async def Relay(self, request: param_store_pb2.RelayRequest, context: Any) -> param_store_pb2.RelayReply:
         self.check_epoch(request.epoch)
         self.relays.append(request)
@@ -237,5 +269,5 @@ class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
     async def WatchCopies(
         self, request: param_store_pb2.WatchCopiesRequest, context: Any
     ) -> AsyncIterator[reports_pb2.StoreReport]:
-        async for report in self.watch():
+        async for report in self.watch(request.beat_every_s):
             yield report

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
-from tests.unit.scheduler.service.scripted_cluster import GatewayClient, cluster, house
-from torchrelay.control.v1 import scheduler_pb2
+from tests.unit.scheduler.service.scripted_cluster import GatewayClient, a_version, cluster, house
+from tests.unit.scheduler.service.scripted_peers import MB
+from torchrelay.control.v1 import scheduler_pb2, types_pb2
 
 
 async def test_who_says_goodbye_was_stopped_and_who_does_not_is_lost(nats_url: str) -> None:
@@ -32,3 +34,51 @@ async def test_who_says_goodbye_was_stopped_and_who_does_not_is_lost(nats_url: s
                     break
             history.cancel()
             assert list(ends.values()) == list(causes.values()) == [first.worker_id, second.worker_id]
+
+
+async def test_a_silent_broker_costs_nobody_and_who_hangs_meanwhile_is_lost_and_comes_back(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        store, steady, hung = await it.host(1)
+        async with it.scheduler(2) as address:
+            await cluster(address, lambda view: len(view.stores) == 1)
+            for peer in (store, steady, hung):
+                peer.is_heard_by_broker = False
+            hung.is_hung = True
+            began = asyncio.get_running_loop().time()
+            view = await cluster(address, lambda view: len(view.workers) == 1)
+            assert asyncio.get_running_loop().time() - began < 6
+            assert view.workers[0].worker_id == steady.worker_id and len(view.stores) == 1
+            await hung.wake()  # the broker is still silent: the stream alone brings it back
+            view = await cluster(address, lambda view: len(view.workers) == 2)
+            assert len(view.stores) == 1
+
+
+async def test_a_worker_that_only_beats_and_makes_no_step_is_lost(nats_url: str) -> None:
+    async with house(nats_url) as it:
+        _, first, second = await it.host(1)
+        async with it.scheduler(2) as address:
+            second.engine = types_pb2.EngineProgress(num_advances=3, has_work=True)
+            view = await cluster(address, lambda view: len(view.workers) == 1)
+            assert view.workers[0].worker_id == first.worker_id
+            second.engine = types_pb2.EngineProgress(num_advances=4, has_work=False)
+            await cluster(address, lambda view: len(view.workers) == 2)
+
+
+async def test_a_command_to_a_store_that_hangs_ends_when_the_store_is_lost(nats_url: str) -> None:
+    """The relay of a large pack has minutes; whoever waits for it is not kept that long."""
+    async with house(nats_url) as it:
+        store, *_ = await it.host(1)
+        async with it.scheduler(2) as address, GatewayClient(address) as door:
+            await cluster(address, lambda view: len(view.stores) == 1)
+            store.answers.clear()
+            version = a_version()
+            version.pack_bytes = 900 * MB
+            await door.admit("r1", version=version)
+            while not store.relays:  # noqa: ASYNC110 (it has no event)
+                await asyncio.sleep(0.01)
+            store.is_hung = True
+            await cluster(address, lambda view: not view.stores)
+            await cluster(address, lambda view: not view.instances)
+            while not (event := await door.event()).HasField("refusal"):
+                pass
+            assert "the param-store of host host-1 does not answer" in event.refusal.message

@@ -15,6 +15,7 @@ import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import MB, PaperCluster, a_model, a_store, a_worker
 from tests.unit.scheduler.service.scripted_cluster import GatewayClient, house
+from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import AttemptKey, InstancePhase, Model, SourceShare, StoreStatus
 from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand, SetRolesCommand, UnloadCommand
@@ -27,9 +28,11 @@ from torchrelay.scheduler.policy.inputs import (
     Release,
     RetainFailed,
     RolesFailed,
+    StoreBeat,
     StoreGone,
     UnloadFailed,
     Withdraw,
+    WorkerBeat,
     WorkerStopped,
     WorkerStreamClosed,
 )
@@ -71,6 +74,7 @@ class Life:
         self.admit()
         self.slow_down()
         rare = [self.lose_worker, self.lose_stores, self.return_peers, self.break_worker, self.reconnect, self.fail]
+        rare.append(self.hang)
         for _ in range(NUM_STEPS):
             self.random.choice(rare if self.random.random() < 0.2 else steps)()
         self.fail()
@@ -140,6 +144,16 @@ class Life:
             del self.scene.stores[store_id]
             self.scene.apply(StoreGone(store_id))
         self.scene.pass_time(3.0, step_s=0.5)
+
+    def hang(self) -> None:
+        """A worker only says that it lives, and its engine stands still."""
+        if len(self.scene.workers) > 4:
+            worker = self.scene.workers.pop(self.random.choice(sorted(self.scene.workers)))
+            for _ in range(7):
+                self.scene.apply(WorkerBeat(worker.worker_id, worker.incarnation, EngineProgress(3, True)))
+                for store in self.scene.stores.values():
+                    self.scene.apply(StoreBeat(store.store_id, store.incarnation))
+                self.scene.pass_time(0.5, step_s=0.25)
 
     def return_peers(self) -> None:
         for store_id, store in self.all_stores.items():

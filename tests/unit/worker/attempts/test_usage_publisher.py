@@ -8,7 +8,7 @@ from tests.support.stalled_broker import assert_it_ends, stalled_client
 from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.core import Finish, NewToken
+from torchrelay.engine.core import Finish, NewToken, PromptProgress
 from torchrelay.worker.attempts.attempt import Attempt
 from torchrelay.worker.attempts.outbox import Outbox
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
@@ -51,6 +51,36 @@ async def test_registers_are_published_first_periodically_and_last(nats_url: str
     assert [first.output_position, middle.output_position, last.output_position] == [1, 3, 4]
     assert (first.num_prompt_tokens, first.gateway_id, first.attempt) == (12, "gw-1", 1)
     assert last.cause == pb.FINISH_REASON_LENGTH
+
+
+async def test_a_prompt_that_is_being_computed_has_a_register(nats_url: str) -> None:
+    client = await connect(nats_url, "test")
+    subjects = Subjects("usage-prompt")
+    await ensure_streams(client.jetstream(), subjects)
+    publisher = UsagePublisher(client, subjects)
+    running = asyncio.ensure_future(publisher.run())
+    subscription = await client.jetstream().subscribe(subjects.usage("gw-1"))
+
+    async def received() -> tuple[int, int, int]:
+        register = pb.UsageRegister.FromString((await subscription.next_msg(timeout=5)).data)
+        return register.num_prompt_tokens, register.num_cached_prompt_tokens, register.output_position
+
+    try:
+        one = attempt()
+        for computed in (4, 8, 6):
+            publisher.advance(one, one.prompt_output(PromptProgress("req-7/1", computed, 2)))
+        assert await received() == (8, 2, 0)  # within a second, once
+        publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5, num_cached=2), None))
+        assert await received() == (12, 2, 1)  # the first token is told at once
+        left = attempt()
+        left.start.key.request_id = "req-8"
+        publisher.advance(left, left.prompt_output(PromptProgress("req-8/1", 5, 0)))
+        publisher.forget(left, pb.FINISH_REASON_CANCELLED)
+        assert await received() == (5, 0, 0)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        await client.close()
 
 
 async def test_a_dropped_attempt_publishes_where_it_stands(nats_url: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from torchrelay.common.errors import Conflict, Unavailable
+from torchrelay.common.latency_model import LatencyModel, StepCost, StepWork
 from torchrelay.engine.core import EMPTY_STEP, LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
 from torchrelay.worker.slot.engine_thread import EngineThread
@@ -23,6 +24,8 @@ class Steps:
     def __init__(self, count: int, error: Exception | None = None) -> None:
         self.count, self.error = count, error
         self.threads: set[int] = set()
+        self.num_advances, self.awaits_weights = 0, False
+        self.running_work = StepWork(num_decoding=1)
 
     def max_sleep_s(self) -> float | None:
         return 0.0 if self.count > 0 or self.error is not None else None
@@ -142,3 +145,51 @@ async def test_a_closed_thread_refuses_calls_and_takes_no_notice_of_commands() -
     outcome.engine.post(lambda: None)
     with pytest.raises(Unavailable, match="shutting down"):
         await outcome.engine.call(lambda: None)
+
+
+class LongStep(Steps):
+    """A single step that ends when it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.has_begun, self.may_end = threading.Event(), threading.Event()
+
+    def step(self) -> StepResult:
+        self.has_begun.set()
+        self.may_end.wait()
+        return super().step()
+
+
+async def test_progress_tells_a_step_that_advances_from_one_that_hangs_and_from_rest() -> None:
+    outcome, steps = Outcome(), LongStep()
+    outcome.engine.start()
+    await outcome.engine.call(lambda: outcome.install(steps))
+    await asyncio.to_thread(steps.has_begun.wait)
+    latency = LatencyModel(decode=StepCost(base_s=0.5, num_steps=9))
+    begun = outcome.engine.progress(latency)
+    assert begun.has_work and begun.expected_s == 0.5
+    assert outcome.engine.progress(latency) == begun
+    assert outcome.engine.progress(None).expected_s > 5  # how long the first step takes is not known
+    steps.num_advances += 1  # a call of layers
+    assert outcome.engine.progress(latency).num_advances == begun.num_advances + 1
+    steps.awaits_weights = True
+    assert not outcome.engine.progress(latency).has_work
+    steps.awaits_weights = False
+    steps.may_end.set()
+    await asyncio.to_thread(outcome.engine.close)
+    ended = outcome.engine.progress(latency)
+    assert not ended.has_work and ended.num_advances > begun.num_advances + 1
+
+
+async def test_a_command_that_hangs_is_work_that_does_not_advance() -> None:
+    outcome, has_begun, may_end = Outcome(), threading.Event(), threading.Event()
+    outcome.engine.start()
+    outcome.engine.post(has_begun.set)
+    outcome.engine.post(may_end.wait)
+    await asyncio.to_thread(has_begun.wait)
+    while not (progress := outcome.engine.progress(None)).has_work or progress.num_advances < 1:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert outcome.engine.progress(None) == progress
+    may_end.set()
+    await asyncio.to_thread(outcome.engine.close)
+    assert outcome.engine.progress(None).num_advances > progress.num_advances

@@ -68,6 +68,14 @@ async def test_watchers_see_the_state_at_once_and_every_change() -> None:
     assert seen == [FREE, LOADING, READY]
 
 
+async def test_watchers_hear_when_nothing_changes_for_a_while() -> None:
+    slot = Slot()
+    changes = slot.changes(0.01)
+    assert [await anext(changes) for _ in range(3)] == [True, False, False]
+    await slot.move(LOADING)
+    assert await anext(changes)
+
+
 async def test_watchers_of_a_closed_slot_come_to_an_end() -> None:
     slot = Slot()
     changes = slot.changes()

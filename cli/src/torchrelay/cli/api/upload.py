@@ -13,10 +13,11 @@ from typing import Any
 
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.model_folder import LocalFile, ProgressCallback, model_files
-from torchrelay.cli.errors import ApiError, Unreachable, api_error
+from torchrelay.cli.errors import ApiError, CliError, Unreachable, api_error
 
 READ_BYTES = 1 << 20
 MAX_FAILED_TRIES = 5
+ENDING_CODES = ("upload_refused", "quota_exceeded")  # errors of a commit after which the upload has ended
 
 
 class UploadJournal:
@@ -64,7 +65,10 @@ class ModelUpload:
         self._num_sent = self._num_bytes = 0  # what the gateway has received of all files, and their size
 
     def run(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """Hashes, sends and commits; returns the published model. Raises ``CliError``."""
+        """Hashes, sends and commits; returns the published model. Raises ``CliError``, also for Ctrl-C.
+
+        What is interrupted stays open at the gateway, to be resumed; what is refused has ended there.
+        """
         files = model_files(self._folder, self._progress)
         fingerprint = json.dumps([self._client.url, self._model, [asdict(file) for file in files]])
         upload = self._begin(fingerprint, files)
@@ -72,12 +76,24 @@ class ModelUpload:
         self._num_sent = sum(int(state["received"]) for state in states.values())
         self._num_bytes = sum(file.size for file in files)
         self._progress("upload", self._num_sent, self._num_bytes)
-        for file in files:
-            self._send(str(upload["id"]), file, states[file.path])
-        model = self._commit(str(upload["id"]), settings)
+        upload_id = str(upload["id"])
+        try:
+            for file in files:
+                self._send(upload_id, file, states[file.path])
+            model = self._commit(upload_id, settings)
+        except ApiError as error:
+            if error.code in ENDING_CODES:
+                self._forget(fingerprint)
+            raise
+        except KeyboardInterrupt:
+            hint = f"run the same command again to resume, or free what was sent: torchrelay uploads abort {upload_id}"
+            raise CliError("interrupted", hint) from None
+        self._forget(fingerprint)
+        return model
+
+    def _forget(self, fingerprint: str) -> None:
         if self._journal is not None:
             self._journal.forget(fingerprint)
-        return model
 
     def _begin(self, fingerprint: str, files: list[LocalFile]) -> dict[str, Any]:
         if self._journal is not None and (known := self._journal.find(fingerprint)):

@@ -19,6 +19,7 @@ from torchrelay.cli.api.access import (
     tenant_access,
 )
 from torchrelay.cli.api.client import given
+from torchrelay.cli.command_group import has_subcommand
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.views import console
 from torchrelay.cli.views.console import NARROW_CELLS, ResultTable, WidthAware
@@ -38,10 +39,7 @@ def models(
     as_json: JsonOption = False,
 ) -> None:
     """List the models this key may call (all, with the admin key); configure or delete one."""
-    if context.invoked_subcommand is not None:
-        sources = [context.get_parameter_source(name) for name in context.params]
-        if any(source is not None and source.name == "COMMANDLINE" for source in sources):
-            raise typer.BadParameter(f"options go after {context.invoked_subcommand!r}, not before it")
+    if has_subcommand(context):
         return
     with tenant_access(home, url, key).client() as client:
         listed = client.call("GET", "/v1/models")

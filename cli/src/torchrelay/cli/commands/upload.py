@@ -26,7 +26,14 @@ from torchrelay.cli.views import console
 from torchrelay.common.quantities import format_bytes
 
 EXAMPLE = "Example:  torchrelay upload ./Qwen3-0.6B --name qwen3\n\nThen:     torchrelay chat qwen3"
-_STAGES = {"hash": "Hashing", "upload": "Uploading", "validate": "Checking", "pack": "Packing", "publish": "Publishing"}
+_STAGES = {
+    "hash": "Hashing",
+    "upload": "Uploading",
+    "wait": "Waiting",
+    "validate": "Checking",
+    "pack": "Packing",
+    "publish": "Publishing",
+}
 
 
 class StageBars:
@@ -67,8 +74,9 @@ def upload(
 ) -> None:
     """Upload a model folder and publish it under a name.
 
-    Run the same command again to resume an interrupted upload. Uploading to an existing name publishes a new version;
-    running requests finish on the old one.
+    Run the same command again to resume an interrupted upload; `torchrelay uploads` lists and aborts those left open. A
+    model that is refused ends its upload; what you send again within an hour is only what you changed. Uploading to an
+    existing name publishes a new version; running requests finish on the old one.
     """
     access = tenant_access(home, url, key)
     settings = given(idle_timeout_s=idle_timeout_s, max_instances=max_instances)
@@ -116,7 +124,7 @@ def _run(access: Access, folder: Path, name: str, settings: dict[str, Any]) -> d
         with rich.progress.Progress(*columns, console=console.err()) as progress, access.client() as client:
             return ModelUpload(client, folder, name, StageBars(progress), UploadJournal.of_user()).run(settings)
     except KeyboardInterrupt:
-        raise CliError("interrupted", "run the same command again to resume") from None
+        raise CliError("interrupted", "nothing was sent yet") from None
 
 
 def _model_name(access: Access, folder: Path, name: str | None) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from torchrelay.cli.api.scheduler_client import environment_settings
@@ -14,9 +15,11 @@ from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.child import ChildSpec
 from torchrelay.cli.up.children.stack import Stack
+from torchrelay.cli.up.disk import folder_bytes, stream_sizes
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
 from torchrelay.common.callers import SCHEDULER_NODE, Caller
+from torchrelay.common.disk import free_bytes
 from torchrelay.common.keys import broker_password, derive_node_key, framed_mac
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.nats_permissions import (
@@ -96,7 +99,10 @@ def callers_of(options: UpOptions) -> dict[str, Caller]:
 
 
 class StackPlan:
-    """Chooses ports, keys and environments for one home. ``tls``: each child's files for TLS between the services."""
+    """Chooses ports, keys and environments for one home. ``tls``: each child's files for TLS between the services.
+
+    ``arena``: the arena's file.
+    """
 
     def __init__(self, home: Home, options: UpOptions, ports: Ports, tls: Mapping[str, TlsFiles] | None = None) -> None:
         self._home, self._options, self._ports = home, options, ports
@@ -112,10 +118,12 @@ class StackPlan:
         self._store_port = ports.free()
         host = options.host
         self._http_port, self._taken_http_port = self._choose_http_port()
-        self._grpc_port = ports.exactly(host, options.grpc_port) if options.grpc_port else ports.free(host)
+        self._grpc_port = (
+            ports.exactly(host, options.grpc_port, "--grpc-port") if options.grpc_port else ports.free(host)
+        )
         shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
         # A hash: the name is there for everybody to read.
-        self._arena = shared_memory / f"torchrelay-{framed_mac(self._cluster_key, b'torchrelay arena')[:6].hex()}"
+        self.arena = shared_memory / f"torchrelay-{framed_mac(self._cluster_key, b'torchrelay arena')[:6].hex()}"
 
     def stack(self) -> Stack:
         """Raises ``CliError`` when a broker is not installed."""
@@ -131,13 +139,14 @@ class StackPlan:
             "redis": without_password(self._redis_url),
             **self._tls_settings(COMMANDS),
         }
-        return Stack(groups, endpoints, self._arena, self._http_port, self._taken_http_port)
+        home = self._home
+        return Stack(groups, endpoints, home.path, home.traces, self.arena, self._http_port, self._taken_http_port)
 
     def _choose_http_port(self) -> tuple[int, int]:
         """The REST port, and the preferred one if it was taken (else 0): a home keeps its port when it can."""
         host, asked, last = self._options.host, self._options.http_port, self._home.last_http_port()
         if asked:
-            return self._ports.exactly(host, asked), 0
+            return self._ports.exactly(host, asked, "--http-port"), 0
         preferred = [last, PREFERRED_HTTP_PORT] if last else [PREFERRED_HTTP_PORT]
         found = self._ports.free(host, preferred)
         return found, 0 if found == preferred[0] else preferred[0]
@@ -161,18 +170,24 @@ class StackPlan:
             str(folder),
         )
         options = ("--save", "", "--appendonly", "no", "--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
-        return ChildSpec("redis", (*command, *options), self._home.logs / "redis.log", ready_port=port, ready_s=20)
+        return ChildSpec(
+            "redis", (*command, *options), self._home.logs / "redis.log", broker_url=self._redis_url, ready_s=20
+        )
 
     def _nats(self) -> ChildSpec | None:
         if self._nats_url:
             return None
         port, folder = self._ports.free(), self._home.path / "nats"
         self._nats_url = f"nats://{LOOPBACK}:{port}"
-        settings = self._home.write_private("nats.conf", authorization(self._nats_users()))
+        settings = self._home.write_private("nats.conf", self._nats_settings(folder))
         command = (_program("nats-server"), "-c", str(settings), "-a", LOOPBACK, "-p", str(port))
-        return ChildSpec(
-            "nats", (*command, "-js", "-sd", str(folder)), self._home.logs / "nats.log", ready_port=port, ready_s=20
-        )
+        url = self._nats_url_of(SCHEDULER_USER)
+        return ChildSpec("nats", command, self._home.logs / "nats.log", broker_url=url, ready_s=20)
+
+    def _nats_settings(self, folder: Path) -> str:
+        # By default NATS sets aside no more than the disk has free at the moment. Ours is bounded by its streams.
+        storage = f"jetstream {{ store_dir: {json.dumps(str(folder))}, max_file_store: 1TB }}"
+        return f"{storage}\n{authorization(self._nats_users())}"
 
     def _tls_settings(self, name: str) -> dict[str, str]:
         return self._tls_files[name].as_settings() if self._tls_files else {}
@@ -208,7 +223,9 @@ class StackPlan:
             **{f"TORCHRELAY_{setting.upper()}": path for setting, path in self._tls_settings(name).items()},
         }
         if self._metrics_port:  # consecutive ports from the configured one on
-            common["TORCHRELAY_METRICS_PORT"] = str(self._metrics_port)
+            host = self._options.host if is_public else LOOPBACK
+            port = self._ports.exactly(host, self._metrics_port, "TORCHRELAY_METRICS_PORT")
+            common["TORCHRELAY_METRICS_PORT"] = str(port)
             self._metrics_port += 1
         if node_id:
             common["TORCHRELAY_NODE_KEY"] = derive_node_key(self._cluster_key, node_id).hex()
@@ -225,7 +242,7 @@ class StackPlan:
             "TORCHRELAY_PORT": str(self._store_port),
             "TORCHRELAY_DATA_DIR": str(self._home.path / "store"),
             "TORCHRELAY_REMOTE_URL": remote_url(self._options.remote, self._home.path / "remote"),
-            "TORCHRELAY_ARENA_PATH": str(self._arena),
+            "TORCHRELAY_ARENA_PATH": str(self.arena),
         }
         if self._options.arena_bytes:
             env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)
@@ -235,7 +252,15 @@ class StackPlan:
         env = {"TORCHRELAY_PORT": str(self._scheduler_port), "TORCHRELAY_CLUSTER_KEY": self._cluster_key.hex()}
         if self._options.idle_timeout_s:
             env["TORCHRELAY_IDLE_TIMEOUT_S"] = str(self._options.idle_timeout_s)
+        if self._is_nats_embedded:
+            env |= self._stream_settings()
         return self._service("scheduler", "torchrelay-scheduler", env, SCHEDULER_USER)
+
+    def _stream_settings(self) -> dict[str, str]:
+        """What the home's disk leaves for the streams, unless variables set it."""
+        found = free_bytes(self._home.path) + folder_bytes(self._home.path / "nats")
+        sizes = {f"TORCHRELAY_{name.upper()}": str(size) for name, size in asdict(stream_sizes(found)).items()}
+        return {name: size for name, size in sizes.items() if name not in os.environ}
 
     def _workers(self) -> list[ChildSpec]:
         return [self._worker(name, roles) for name, roles in worker_roles(self._options)]

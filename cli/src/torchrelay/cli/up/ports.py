@@ -1,4 +1,8 @@
-"""Free ports for the children of one `up`, claimed until they listen on them."""
+"""Ports of the children of one `up`: bound by it from the choice to the end of the run.
+
+A bound socket that does not listen keeps its port from everybody who asks for any free one or connects from one. Ours,
+NATS and Redis set SO_REUSEADDR, with which Linux lets them bind and listen beside it, also when they start again.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,16 @@ PREFERRED_HTTP_PORT = 8080
 
 
 class Ports:
-    """Chooses ports; no other `up` on this machine chooses them before the children listen."""
+    """Reserves ports until ``close``."""
 
     def __init__(self) -> None:
-        self._claims: list[socket.socket] = []
+        self._held: list[socket.socket] = []
 
     def close(self) -> None:
-        for claim in self._claims:
-            claim.close()
+        """Gives all ports up; those whose server listens stay taken by it."""
+        for held in self._held:
+            held.close()
+        self._held.clear()
 
     def free(self, host: str = "127.0.0.1", preferred: Sequence[int] = ()) -> int:
         """The first free one of ``preferred``, else any. Raises ``CliError`` for an address of another machine."""
@@ -31,32 +37,42 @@ class Ports:
                 return found
         raise CliError(f"this machine cannot listen on {host}", "pass one of its own addresses with --host")
 
-    def exactly(self, host: str, port: int) -> int:
-        """Claims ``port``. Raises ``CliError`` when it is taken."""
+    def exactly(self, host: str, port: int, setting: str = "") -> int:
+        """Reserves ``port``, which ``setting`` asks for. Raises ``CliError`` when it is taken."""
         if not self._take(host, port):
-            raise CliError(f"port {port} on {host} is taken", "choose another, or 0 for any free one")
+            where = f" in {setting}" if setting else ""
+            raise CliError(f"port {port} on {host} is taken", f"choose another{where}, or 0 for any free one")
         return port
 
     def _take(self, host: str, port: int) -> int | None:
-        with socket.socket() as probe:
-            # As servers do: ignores lingering connections of a server that just ended.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except (OSError, UnicodeError):  # not an address of this machine, or not an address
-                return None
-            bound: int = probe.getsockname()[1]
-        return bound if self._claim(bound) else None
+        held = socket.socket()
+        # As servers do: ignores lingering connections of a server that just ended.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            held.bind((host, port))
+        except (OSError, UnicodeError):  # not an address of this machine, or not an address
+            held.close()
+            return None
+        bound: int = held.getsockname()[1]
+        if sys.platform != "linux":  # elsewhere no server could bind beside it: the port is only likely to stay free
+            held.close()
+            return bound
+        if not self._claim(bound):
+            held.close()
+            return None
+        self._held.append(held)
+        return bound
 
     def _claim(self, port: int) -> bool:
-        """Binds an abstract Unix socket name: per network namespace, like ports, and freed with the process."""
-        if sys.platform != "linux":
-            return True
+        """Keeps other `up`s from the port, which SO_REUSEADDR would let them bind too.
+
+        An abstract Unix socket name is per network namespace, like ports, and ends with the process.
+        """
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         try:
             claim.bind(f"\0torchrelay-port-{port}")
         except OSError:
             claim.close()
             return False
-        self._claims.append(claim)
+        self._held.append(claim)
         return True

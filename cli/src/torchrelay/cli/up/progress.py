@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import shlex
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.status import Status
@@ -52,11 +54,11 @@ class StartupProgress:
         self._begin_s = time.monotonic()
         self._awaited: list[str] = []
         self._spinner: Status = console.status("")
-        console.print(f"Starting Torchrelay in [bold]{home.path}[/]")
+        self._print(f"Starting Torchrelay in [bold]{home.path}[/]")
 
     def port_taken(self, port: int, url: str) -> None:
         cure = f"once it is free, take it back with --http-port {port}"
-        self._console.print(f"[yellow]port {port} is taken: REST is on {url}; {cure}[/]", soft_wrap=True)
+        self._print(f"[yellow]port {port} is taken: REST is on {url}; {cure}[/]", soft_wrap=True)
 
     def starting(self, names: Iterable[str]) -> None:
         self._awaited += names
@@ -79,7 +81,7 @@ class StartupProgress:
         """Everything is up: prints addresses and next steps."""
         self._spinner.stop()
         took_s = time.monotonic() - self._begin_s
-        show = self._console.print
+        show = self._print
         if self._is_quiet:
             show(f"[bold green]Torchrelay is up[/] after {took_s:.1f} s")
             return
@@ -95,15 +97,26 @@ class StartupProgress:
             show(f"  {line}", soft_wrap=True, markup=False)
         show("\nCtrl-C stops everything.\n")
 
+    def disk(self, message: str) -> None:
+        self._say("disk", Text(message, style="yellow"))
+
     def stopping(self) -> None:
         self._spinner.stop()
-        self._console.print("stopping ... [dim](press Ctrl-C again to kill)[/]")
+        self._print("stopping ... [dim](press Ctrl-C again to kill)[/]")
 
     def stopped(self) -> None:
-        self._console.print("stopped")
+        self._print("stopped")
 
     def _show_awaited(self) -> None:
         self._spinner.update(f"waiting for {', '.join(self._awaited)}" if self._awaited else "")
 
+    def _print(self, *what: Any, **style: Any) -> None:
+        """Drops what cannot be written: with its output on a full disk, `up` runs on."""
+        try:
+            self._console.print(*what, **style)
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+
     def _say(self, name: str, what: Text) -> None:
-        self._console.print(Text.assemble("  ", (f"{name:<12}", "bold"), "  ", what))
+        self._print(Text.assemble("  ", (f"{name:<12}", "bold"), "  ", what))

@@ -14,8 +14,10 @@
     |-- QuotaExceeded             storage, budget
     |-- Overloaded                try again later; says when
     |   |-- QueueFull
-    |   `-- RateLimited
+    |   |-- RateLimited
+    |   `-- AtCapacity            all callers together; not the fault of this one
     |-- Unavailable               a part of the platform is down; try again
+    |   `-- DiskFull              a disk of the platform is full; names the folder
     |-- DeadlineExceeded          the deadline passed first
     `-- DataCorrupted             bytes did not match their digest
 
@@ -126,10 +128,24 @@ class RateLimited(Overloaded):
     code = "rate_limited"
 
 
+class AtCapacity(Overloaded):
+    code = "at_capacity"
+    http_status = 503
+    grpc_status = "UNAVAILABLE"
+
+
 class Unavailable(TorchrelayError):
     code = "unavailable"
     http_status = 503
     grpc_status = "UNAVAILABLE"
+
+
+class DiskFull(Unavailable):
+    """Only whoever runs the platform can make room."""
+
+    code = "disk_full"
+    http_status = 507
+    grpc_status = "RESOURCE_EXHAUSTED"
 
 
 class DeadlineExceeded(TorchrelayError):

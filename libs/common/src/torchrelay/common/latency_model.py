@@ -86,6 +86,16 @@ class LatencyModel:
         own_s = self.prefill.marginal_s(num_left, attended_positions(num_tokens - num_left, num_tokens))
         return -(-num_left // room) * (self.prefill.base_s + beside_s) + own_s
 
+    def step_s(self, work: StepWork) -> float | None:
+        """Time of one step; None if no such step has been observed."""
+        cost = self.prefill if work.num_prefilled else self.decode
+        if not cost.known:
+            return None
+        decode_s = self.decode.marginal_s(work.num_decoding, work.num_decode_attended)
+        if not work.num_prefilled:
+            return cost.base_s + decode_s
+        return cost.step_s(work.num_prefilled, work.num_prefill_attended) + decode_s
+
     def queued_s(self, num_tokens: int, num_attended: int = 0) -> float:
         """Time to compute prompts of ``num_tokens`` in total, in full steps that short ones share."""
         return -(-num_tokens // self.token_budget) * self.prefill.base_s + self.prefill.marginal_s(

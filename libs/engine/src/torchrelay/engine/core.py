@@ -137,6 +137,15 @@ class KvBlock:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptProgress:
+    """How much of a prompt is computed that needs more than one step; ``num_computed`` includes what was cached."""
+
+    group_id: str
+    num_computed: int
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepProfile:
     """Seconds of one step by activity; ``kv_transfer_s`` includes KV imported since the step before."""
 
@@ -166,6 +175,7 @@ class StepResult:
     work: StepWork = NO_WORK
     profile: StepProfile = EMPTY_PROFILE
     expired: tuple[str, ...] = ()  # groups that ended by their deadline
+    prompts: tuple[PromptProgress, ...] = ()  # those that this step has advanced and not ended
 
 
 EMPTY_STEP: Final = StepResult((), (), 0, 0, 0.0)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 
 from torchrelay.common.errors import Conflict
+from torchrelay.common.latency_model import StepWork
 from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions
@@ -98,6 +99,8 @@ class Instance:
         self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)
         self._export = KvExport(model.pages, model.hidden_states, self.kv_layout, min_handover_bytes)
         runner = ModelRunner(model, self._export, self._wait_for_segment)
+        self.num_advances = 0  # (any thread) calls of layers that have begun
+        self.awaits_weights = False  # (any thread) the running step cannot go on before a segment arrives
         self._stepper = Stepper(
             self._scheduler, runner, self._interruptions, model.can_run, config.num_layers, token_budget
         )
@@ -215,6 +218,11 @@ class Instance:
         self._interruptions.cancels.put(group_id, choice)
         self.model.weights.gate.wake()
 
+    @property
+    def running_work(self) -> StepWork:
+        """(any thread) What the running step computes, or the last one did."""
+        return self._stepper.work
+
     # Memory
 
     @property
@@ -258,8 +266,11 @@ class Instance:
     def _wait_for_segment(self, segment: int) -> bool:
         """Waits until a segment has arrived or a group has ended. Whether one has ended."""
         gate, interruptions = self.model.weights.gate, self._interruptions
+        self.num_advances += 1
         while not (has_ended := interruptions.apply()) and not gate.is_open(segment):
+            self.awaits_weights = True
             if gate.wait(segment, interruptions.next_deadline_in_s(), lambda: len(interruptions.cancels)):
                 break
+        self.awaits_weights = False
         self._threads.adjust(gate.all_open)
         return has_ended

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from torchrelay.common.machine import Machine, check_kv_pools, check_threads
 from torchrelay.common.net.nats_client import connect
 from torchrelay.common.net.rpc import RpcServer, open_channel
 from torchrelay.common.process.service import Addresses, run_service
@@ -39,19 +40,26 @@ def process_age_s() -> float:
 async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addresses]]:
     """Runs a worker: engine warmed up, KV pool faulted in, roles registered, reports published."""
     settings = settings.model_copy(update={"device": resolve_device(settings.device, torch.cuda.device_count())})
+    machine = Machine.here()
+    check_threads(settings.threads, machine)
+    if settings.device == "cpu":
+        check_kv_pools(settings.kv_pool_bytes, machine)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     tls = settings.tls
     async with AsyncExitStack() as stack:
         nats = await connect(settings.nats_url, settings.worker_id)
         stack.push_async_callback(nats.close)
+        # Registers have a connection of their own: when JetStream cannot store them, NATS reads nothing more from it.
+        usage_nats = await connect(settings.nats_url, f"{settings.worker_id}-usage")
+        stack.push_async_callback(usage_nats.close)
         channel = await stack.enter_async_context(open_channel(settings.store_address, tls, settings.store_token))
-        worker = Worker(settings, nats, ParamStoreStub(channel), tls)
+        worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls)
         worker.engine.start()
         await worker.engine.call(lambda: warm_up(worker.pool))
         worker.serve_data()
         stack.callback(worker.holder.close)  # even if what follows fails
-        server = RpcServer(settings.host, settings.port, tls, bytes.fromhex(settings.node_key))
+        server = RpcServer(settings.host, settings.port, tls, bytes.fromhex(settings.node_key), fault=worker.fault)
         address = f"{settings.advertised_host}:{server.port}"
         reporter = Reporter(worker, address)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker, reporter), server.server)

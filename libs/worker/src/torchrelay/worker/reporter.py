@@ -52,6 +52,18 @@ class Reporter:
             profile=_profile_to_proto(step_metrics.time_shares_of(worker.slot.instance_labels)),
             latency=_latency_to_proto(latency) if latency else None,
             queued_prefill_s=sum(map(latency.prefill_s, queued)) if latency and latency.prefill.known else 0.0,
+            engine=worker.progress(),
+        )
+
+    def beat(self) -> reports_pb2.WorkerReport:
+        """A sign of life, without what only changes with the slot or its load."""
+        worker = self._worker
+        return reports_pb2.WorkerReport(
+            worker_id=worker.settings.worker_id,
+            incarnation=worker.incarnation,
+            epoch=worker.slot.epoch.highest,
+            is_beat=True,
+            engine=worker.progress(),
         )
 
     def activity(self) -> tuple[int, ...]:

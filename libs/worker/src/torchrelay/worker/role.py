@@ -18,7 +18,7 @@ from torchrelay.common.quantities import format_count
 from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.core import Finish, NewToken
+from torchrelay.engine.core import Finish, NewToken, PromptProgress
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.fetch.follow import Receiver
 from torchrelay.transfer.transport.interface import Transport
@@ -39,6 +39,7 @@ from torchrelay.worker.slot.engine_thread import EngineThread
 from torchrelay.worker.slot.slot import Slot
 
 log = get_logger(__name__)
+MIN_BEAT_S = 0.1  # whatever a gateway asks for
 
 
 class RoleContext(Protocol):
@@ -63,6 +64,7 @@ class RoleContext(Protocol):
     def cancel(self, group_id: str, choice: int | None = None) -> None: ...
     def pages_freed(self) -> None: ...
     def attempt_ended(self) -> None: ...
+    def progress(self) -> types_pb2.EngineProgress: ...
 
 
 class WorkerRole(ABC):
@@ -110,6 +112,9 @@ class WorkerRole(ABC):
     def on_delivered(self, attempt: Attempt, token: NewToken, finish: Finish | None) -> None:  # noqa: B027
         """Called after each delivered token."""
 
+    def advance_prompts(self, prompts: Sequence[PromptProgress]) -> None:  # noqa: B027
+        """Called after each step with the prompts that it has advanced and not ended."""
+
     def pages_freed(self) -> None:  # noqa: B027
         """Called when KV pages may have come free."""
 
@@ -130,16 +135,19 @@ class WorkerRole(ABC):
         if hello is None or not hello.HasField("hello"):
             raise InvalidRequest("the first message of a Run stream must be hello", field="hello")
         outbox = Outbox(hello.hello.gateway_id)
-        writer = asyncio.ensure_future(self._write(outbox, context))
+        writers = [asyncio.ensure_future(self._write(outbox, context))]
+        if hello.hello.beat_every_s > 0:
+            writers.append(asyncio.ensure_future(self._beat(outbox, hello.hello.beat_every_s)))
         try:
             async with asyncio.TaskGroup() as starts:
                 async for command in requests:
                     self._apply(command, outbox, starts)
         finally:
-            writer.cancel()
+            for writer in writers:
+                writer.cancel()
             for attempt in self.attempts.of_gateway(outbox):
                 self.end(attempt, pb.FINISH_REASON_CANCELLED)
-            await asyncio.gather(writer, return_exceptions=True)
+            await asyncio.gather(*writers, return_exceptions=True)
 
     async def wait_for_start(self, group_id: str) -> Attempt:
         """The attempt, once its gateway has started it here. Raises ``Unavailable`` if it never does."""
@@ -159,6 +167,11 @@ class WorkerRole(ABC):
     async def _write(self, outbox: Outbox, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         while True:
             await context.write(await outbox.take())
+
+    async def _beat(self, outbox: Outbox, every_s: float) -> None:
+        while True:
+            outbox.put_beat(self.worker.progress())
+            await asyncio.sleep(max(every_s, MIN_BEAT_S))
 
     def _apply(self, command: pb.RunCommand, outbox: Outbox, starts: asyncio.TaskGroup) -> None:
         if command.HasField("start"):
@@ -244,6 +257,9 @@ class WorkerRole(ABC):
                 continue
             try:
                 output = self._advance(attempt, token)
+            except TorchrelayError as error:
+                self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
+                continue
             except Exception as error:  # the other tokens of this step must not be lost
                 self.fail_unexpected(attempt, error)
                 continue

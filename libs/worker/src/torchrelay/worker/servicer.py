@@ -10,6 +10,7 @@ import grpc
 from torchrelay.common.callers import Caller, MethodCallers
 from torchrelay.control.v1 import reports_pb2, worker_pb2, worker_pb2_grpc
 from torchrelay.worker.reporter import Reporter
+from torchrelay.worker.role import MIN_BEAT_S
 from torchrelay.worker.slot.slot import HostedInstance
 from torchrelay.worker.worker import Worker
 
@@ -46,5 +47,6 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def WatchSlot(
         self, request: worker_pb2.WatchSlotRequest, context: Context
     ) -> AsyncIterator[reports_pb2.WorkerReport]:
-        async for _ in self._worker.slot.changes():
-            yield self._reporter.report()
+        every_s = max(request.beat_every_s, MIN_BEAT_S) if request.beat_every_s > 0 else None
+        async for has_changed in self._worker.slot.changes(every_s):
+            yield self._reporter.report() if has_changed else self._reporter.beat()

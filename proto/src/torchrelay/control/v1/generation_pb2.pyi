@@ -287,16 +287,20 @@ class RunHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    BEAT_EVERY_S_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
     """a worker keeps one stream per gateway; a broken stream cancels its attempts"""
+    beat_every_s: _builtins.float
+    """a StepOutput with a beat is due at once, then this often; 0: none"""
     def __init__(
         self,
         *,
         gateway_id: _builtins.str = ...,
+        beat_every_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_every_s", b"beat_every_s", "gateway_id", b"gateway_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -304,21 +308,27 @@ Global___RunHello: _TypeAlias = RunHello  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
-    """Everything one engine step gave to one gateway."""
+    """Everything one engine step gave to one gateway, or a sign of life, or both."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTPUTS_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChoiceOutput]: ...
+    @_builtins.property
+    def beat(self) -> _types_pb2.EngineProgress:
+        """absent in most"""
+
     def __init__(
         self,
         *,
         outputs: _abc.Iterable[Global___ChoiceOutput] | None = ...,
+        beat: _types_pb2.EngineProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["outputs", b"outputs"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "outputs", b"outputs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -339,11 +349,14 @@ class ChoiceOutput(_message.Message):
     NUM_CACHED_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     PHASES_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     choice: _builtins.int
     first_position: _builtins.int
     """position of token_ids[0] in the output, from 0"""
     finish_reason: Global___FinishReason.ValueType
     num_cached_prompt_tokens: _builtins.int
+    num_prompt_tokens: _builtins.int
+    """computed or found cached so far; only while a long prompt is computed, without tokens"""
     @_builtins.property
     def key(self) -> _types_pb2.AttemptKey: ...
     @_builtins.property
@@ -372,10 +385,11 @@ class ChoiceOutput(_message.Message):
         num_cached_prompt_tokens: _builtins.int = ...,
         phases: _abc.Iterable[_types_pb2.Phase] | None = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        num_prompt_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "error", b"error", "finish_reason", b"finish_reason", "first_position", b"first_position", "key", b"key", "logprobs", b"logprobs", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "phases", b"phases", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "error", b"error", "finish_reason", b"finish_reason", "first_position", b"first_position", "key", b"key", "logprobs", b"logprobs", "num_cached_prompt_tokens", b"num_cached_prompt_tokens", "num_prompt_tokens", b"num_prompt_tokens", "phases", b"phases", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -470,7 +484,9 @@ Global___RunError: _TypeAlias = RunError  # noqa: Y015
 
 @_typing.final
 class UsageRegister(_message.Message):
-    """Published to JetStream relay.usage.<gateway> (first token, every second, end); merged by maximum."""
+    """Published to JetStream relay.usage.<gateway> (first token, every second, also while a long prompt is computed, end);
+    merged by maximum.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -486,6 +502,7 @@ class UsageRegister(_message.Message):
     choice: _builtins.int
     attempt: _builtins.int
     num_prompt_tokens: _builtins.int
+    """computed or found cached"""
     num_cached_prompt_tokens: _builtins.int
     output_position: _builtins.int
     """tokens sent to the gateway so far, forced ones included"""

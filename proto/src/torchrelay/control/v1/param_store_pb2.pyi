@@ -127,7 +127,10 @@ class UploadState(_message.Message):
 
     UPLOAD_ID_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
+    VERSION_ID_FIELD_NUMBER: _builtins.int
     upload_id: _builtins.str
+    version_id: _builtins.str
+    """that a commit has published, or was publishing when the store ended"""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___FileState]: ...
     def __init__(
@@ -135,10 +138,11 @@ class UploadState(_message.Message):
         *,
         upload_id: _builtins.str = ...,
         files: _abc.Iterable[Global___FileState] | None = ...,
+        version_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "upload_id", b"upload_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "upload_id", b"upload_id", "version_id", b"version_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -258,7 +262,7 @@ class CommitProgress(_message.Message):
     NUM_BYTES_TOTAL_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """"validate", "pack", "publish" """
+    """"wait", "validate", "pack", "publish"; a long one is told again every few seconds"""
     num_bytes_done: _builtins.int
     num_bytes_total: _builtins.int
     @_builtins.property
@@ -466,22 +470,114 @@ Global___FileBytes: _TypeAlias = FileBytes  # noqa: Y015
 
 @_typing.final
 class DeleteVersionRequest(_message.Message):
+    """Refused (Conflict) while an upload that published the version is here: the gateway aborts it once SQL names the version."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VERSION_ID_FIELD_NUMBER: _builtins.int
+    PUBLISHED_UNIX_US_FIELD_NUMBER: _builtins.int
     version_id: _builtins.str
+    published_unix_us: _builtins.int
+    """as listed; refused if the version was published again since. 0: not compared"""
     def __init__(
         self,
         *,
         version_id: _builtins.str = ...,
+        published_unix_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["version_id", b"version_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["published_unix_us", b"published_unix_us", "version_id", b"version_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DeleteVersionRequest: _TypeAlias = DeleteVersionRequest  # noqa: Y015
+
+@_typing.final
+class ListVersionsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListVersionsRequest: _TypeAlias = ListVersionsRequest  # noqa: Y015
+
+@_typing.final
+class StoredVersion(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_ID_FIELD_NUMBER: _builtins.int
+    PUBLISHED_UNIX_US_FIELD_NUMBER: _builtins.int
+    UPLOAD_IDS_FIELD_NUMBER: _builtins.int
+    version_id: _builtins.str
+    published_unix_us: _builtins.int
+    """the last time, by the remote store's clock"""
+    @_builtins.property
+    def upload_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """uploads here that published it and were not aborted yet"""
+
+    def __init__(
+        self,
+        *,
+        version_id: _builtins.str = ...,
+        published_unix_us: _builtins.int = ...,
+        upload_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["published_unix_us", b"published_unix_us", "upload_ids", b"upload_ids", "version_id", b"version_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredVersion: _TypeAlias = StoredVersion  # noqa: Y015
+
+@_typing.final
+class DeleteUnnamedRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OLDER_THAN_S_FIELD_NUMBER: _builtins.int
+    older_than_s: _builtins.float
+    """younger ones may be about to be named"""
+    def __init__(
+        self,
+        *,
+        older_than_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["older_than_s", b"older_than_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteUnnamedRequest: _TypeAlias = DeleteUnnamedRequest  # noqa: Y015
+
+@_typing.final
+class DeleteUnnamedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_OBJECTS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FREED_FIELD_NUMBER: _builtins.int
+    num_objects: _builtins.int
+    num_bytes_freed: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_objects: _builtins.int = ...,
+        num_bytes_freed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes_freed", b"num_bytes_freed", "num_objects", b"num_objects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteUnnamedReply: _TypeAlias = DeleteUnnamedReply  # noqa: Y015
 
 @_typing.final
 class DeleteVersionReply(_message.Message):
@@ -666,12 +762,17 @@ Global___DropReply: _TypeAlias = DropReply  # noqa: Y015
 class WatchCopiesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    BEAT_EVERY_S_FIELD_NUMBER: _builtins.int
+    beat_every_s: _builtins.float
+    """a beat (StoreReport.is_beat) is sent this often beside the reports; 0: none"""
     def __init__(
         self,
+        *,
+        beat_every_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_every_s", b"beat_every_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -76,6 +76,16 @@ class ParamStoreStub:
                 request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteVersionRequest.SerializeToString,
                 response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteVersionReply.FromString,
                 _registered_method=True)
+        self.ListVersions = channel.unary_stream(
+                '/torchrelay.control.v1.ParamStore/ListVersions',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.ListVersionsRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.StoredVersion.FromString,
+                _registered_method=True)
+        self.DeleteUnnamed = channel.unary_unary(
+                '/torchrelay.control.v1.ParamStore/DeleteUnnamed',
+                request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedRequest.SerializeToString,
+                response_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedReply.FromString,
+                _registered_method=True)
         self.Hold = channel.unary_stream(
                 '/torchrelay.control.v1.ParamStore/Hold',
                 request_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.HoldRequest.SerializeToString,
@@ -154,6 +164,20 @@ class ParamStoreServicer:
 
     def DeleteVersion(self, request, context):
         """Removes a version, and the packs and files no other version names, from the remote store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListVersions(self, request, context):
+        """All versions in the remote store.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DeleteUnnamed(self, request, context):
+        """Removes packs and files that no version names, left by a process that died.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -239,6 +263,16 @@ def add_ParamStoreServicer_to_server(servicer, server):
                     servicer.DeleteVersion,
                     request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteVersionRequest.FromString,
                     response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteVersionReply.SerializeToString,
+            ),
+            'ListVersions': grpc.unary_stream_rpc_method_handler(
+                    servicer.ListVersions,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.ListVersionsRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.StoredVersion.SerializeToString,
+            ),
+            'DeleteUnnamed': grpc.unary_unary_rpc_method_handler(
+                    servicer.DeleteUnnamed,
+                    request_deserializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedRequest.FromString,
+                    response_serializer=torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedReply.SerializeToString,
             ),
             'Hold': grpc.unary_stream_rpc_method_handler(
                     servicer.Hold,
@@ -483,6 +517,60 @@ class ParamStore:
             '/torchrelay.control.v1.ParamStore/DeleteVersion',
             torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteVersionRequest.SerializeToString,
             torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteVersionReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListVersions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/torchrelay.control.v1.ParamStore/ListVersions',
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.ListVersionsRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.StoredVersion.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DeleteUnnamed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrelay.control.v1.ParamStore/DeleteUnnamed',
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedRequest.SerializeToString,
+            torchrelay_dot_control_dot_v1_dot_param__store__pb2.DeleteUnnamedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,10 @@ class ParamStoreStub:
     """A small file of a version (tokenizer, template, config), by its digest."""
     DeleteVersion: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.DeleteVersionRequest, _param_store_pb2.DeleteVersionReply]
     """Removes a version, and the packs and files no other version names, from the remote store."""
+    ListVersions: _grpc.UnaryStreamMultiCallable[_param_store_pb2.ListVersionsRequest, _param_store_pb2.StoredVersion]
+    """All versions in the remote store."""
+    DeleteUnnamed: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.DeleteUnnamedRequest, _param_store_pb2.DeleteUnnamedReply]
+    """Removes packs and files that no version names, left by a process that died."""
     Hold: _grpc.UnaryStreamMultiCallable[_param_store_pb2.HoldRequest, _param_store_pb2.HoldReply]
     """Pins a pack of the arena for as long as the call's stream stays open (the lease of a worker of this host).
     The first message tells where it lies; then one follows whenever a further segment is whole (coalesced, no bytes: the
@@ -79,6 +83,10 @@ class ParamStoreAsyncStub(ParamStoreStub):
     """A small file of a version (tokenizer, template, config), by its digest."""
     DeleteVersion: _aio.UnaryUnaryMultiCallable[_param_store_pb2.DeleteVersionRequest, _param_store_pb2.DeleteVersionReply]  # type: ignore[assignment]
     """Removes a version, and the packs and files no other version names, from the remote store."""
+    ListVersions: _aio.UnaryStreamMultiCallable[_param_store_pb2.ListVersionsRequest, _param_store_pb2.StoredVersion]  # type: ignore[assignment]
+    """All versions in the remote store."""
+    DeleteUnnamed: _aio.UnaryUnaryMultiCallable[_param_store_pb2.DeleteUnnamedRequest, _param_store_pb2.DeleteUnnamedReply]  # type: ignore[assignment]
+    """Removes packs and files that no version names, left by a process that died."""
     Hold: _aio.UnaryStreamMultiCallable[_param_store_pb2.HoldRequest, _param_store_pb2.HoldReply]  # type: ignore[assignment]
     """Pins a pack of the arena for as long as the call's stream stays open (the lease of a worker of this host).
     The first message tells where it lies; then one follows whenever a further segment is whole (coalesced, no bytes: the
@@ -157,6 +165,22 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_param_store_pb2.DeleteVersionReply, _abc.Awaitable[_param_store_pb2.DeleteVersionReply]]:
         """Removes a version, and the packs and files no other version names, from the remote store."""
+
+    @_abc_1.abstractmethod
+    def ListVersions(
+        self,
+        request: _param_store_pb2.ListVersionsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_param_store_pb2.StoredVersion], _abc.AsyncIterator[_param_store_pb2.StoredVersion]]:
+        """All versions in the remote store."""
+
+    @_abc_1.abstractmethod
+    def DeleteUnnamed(
+        self,
+        request: _param_store_pb2.DeleteUnnamedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_param_store_pb2.DeleteUnnamedReply, _abc.Awaitable[_param_store_pb2.DeleteUnnamedReply]]:
+        """Removes packs and files that no version names, left by a process that died."""
 
     @_abc_1.abstractmethod
     def Hold(

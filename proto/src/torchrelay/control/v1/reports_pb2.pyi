@@ -3,7 +3,8 @@
 isort:skip_file
 What workers and stores say of themselves: on NATS core (relay.load.*) ten times a second while a store
 moves bytes, a worker computes prompts or its requests come and go, else twice; and at every change of a slot or a
-copy on the Watch streams. The scheduler rebuilds its whole view from them.
+copy on the Watch streams, which also carry beats: a broker that is away costs nobody. The scheduler rebuilds its
+whole view from them.
 """
 
 from collections import abc as _abc
@@ -51,6 +52,8 @@ class WorkerReport(_message.Message):
     LATENCY_FIELD_NUMBER: _builtins.int
     QUEUED_PREFILL_S_FIELD_NUMBER: _builtins.int
     HAS_PREFIX_CACHE_FIELD_NUMBER: _builtins.int
+    IS_BEAT_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.str
     """new with every process start"""
@@ -84,6 +87,8 @@ class WorkerReport(_message.Message):
     """by that model, for num_queued_prefill_tokens; 0: not known"""
     has_prefix_cache: _builtins.bool
     """prompts that begin alike compute the common part once"""
+    is_beat: _builtins.bool
+    """a sign of life on a Watch stream: only ids, epoch and engine are set"""
     @_builtins.property
     def roles(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.Role.ValueType]:
         """roles this process can play"""
@@ -98,6 +103,8 @@ class WorkerReport(_message.Message):
     def latency(self) -> Global___LatencyModel:
         """of the pack in the slot; absent while nothing of it is known"""
 
+    @_builtins.property
+    def engine(self) -> _types_pb2.EngineProgress: ...
     def __init__(
         self,
         *,
@@ -125,10 +132,12 @@ class WorkerReport(_message.Message):
         latency: Global___LatencyModel | None = ...,
         queued_prefill_s: _builtins.float = ...,
         has_prefix_cache: _builtins.bool = ...,
+        is_beat: _builtins.bool = ...,
+        engine: _types_pb2.EngineProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["latency", b"latency", "profile", b"profile", "slot", b"slot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "latency", b"latency", "profile", b"profile", "slot", b"slot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "device", b"device", "epoch", b"epoch", "grpc_address", b"grpc_address", "has_prefix_cache", b"has_prefix_cache", "host_id", b"host_id", "incarnation", b"incarnation", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "latency", b"latency", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "queued_prefill_s", b"queued_prefill_s", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "device", b"device", "engine", b"engine", "epoch", b"epoch", "grpc_address", b"grpc_address", "has_prefix_cache", b"has_prefix_cache", "host_id", b"host_id", "incarnation", b"incarnation", "is_beat", b"is_beat", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_free_bytes", b"kv_free_bytes", "kv_pool_bytes", b"kv_pool_bytes", "latency", b"latency", "num_positions_decoded", b"num_positions_decoded", "num_positions_prefilled", b"num_positions_prefilled", "num_queued_prefill_tokens", b"num_queued_prefill_tokens", "num_running", b"num_running", "prefill_tokens_per_s", b"prefill_tokens_per_s", "profile", b"profile", "queued_prefill_s", b"queued_prefill_s", "roles", b"roles", "slot", b"slot", "slot_start_s", b"slot_start_s", "step_s", b"step_s", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -335,6 +344,7 @@ class StoreReport(_message.Message):
     NUM_RUNNING_UPLOADS_FIELD_NUMBER: _builtins.int
     FAILURE_DOMAIN_FIELD_NUMBER: _builtins.int
     NIC_FIELD_NUMBER: _builtins.int
+    IS_BEAT_FIELD_NUMBER: _builtins.int
     store_id: _builtins.str
     incarnation: _builtins.str
     host_id: _builtins.str
@@ -353,6 +363,8 @@ class StoreReport(_message.Message):
     num_running_uploads: _builtins.int
     failure_domain: _builtins.str
     """what may fail together with this host: a rack, a zone; empty: the host alone"""
+    is_beat: _builtins.bool
+    """a sign of life on a Watch stream: only ids and epoch are set"""
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___PackCopy]:
         """in the arena"""
@@ -379,10 +391,11 @@ class StoreReport(_message.Message):
         num_running_uploads: _builtins.int = ...,
         failure_domain: _builtins.str = ...,
         nic: Global___NicCounters | None = ...,
+        is_beat: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["nic", b"nic"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_free_bytes", b"arena_free_bytes", "arena_target_bytes", b"arena_target_bytes", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "copies", b"copies", "data_address", b"data_address", "epoch", b"epoch", "failure_domain", b"failure_domain", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "nic", b"nic", "num_running_uploads", b"num_running_uploads", "store_id", b"store_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_bytes", b"arena_bytes", "arena_free_bytes", b"arena_free_bytes", "arena_target_bytes", b"arena_target_bytes", "bytes_received", b"bytes_received", "bytes_sent", b"bytes_sent", "copies", b"copies", "data_address", b"data_address", "epoch", b"epoch", "failure_domain", b"failure_domain", "grpc_address", b"grpc_address", "host_id", b"host_id", "incarnation", b"incarnation", "is_beat", b"is_beat", "nic", b"nic", "num_running_uploads", b"num_running_uploads", "store_id", b"store_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

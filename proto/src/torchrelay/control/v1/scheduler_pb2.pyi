@@ -62,15 +62,19 @@ class AdmitHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     GATEWAY_ID_FIELD_NUMBER: _builtins.int
+    BEAT_EVERY_S_FIELD_NUMBER: _builtins.int
     gateway_id: _builtins.str
+    beat_every_s: _builtins.float
+    """a beat is due at once, then this often; 0: none"""
     def __init__(
         self,
         *,
         gateway_id: _builtins.str = ...,
+        beat_every_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway_id", b"gateway_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_every_s", b"beat_every_s", "gateway_id", b"gateway_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -199,28 +203,49 @@ class AdmitEvent(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
+    BEAT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placement(self) -> Global___Placement: ...
     @_builtins.property
     def refusal(self) -> Global___Refusal: ...
     @_builtins.property
     def waiting(self) -> Global___Waiting: ...
+    @_builtins.property
+    def beat(self) -> Global___Beat: ...
     def __init__(
         self,
         *,
         placement: Global___Placement | None = ...,
         refusal: Global___Refusal | None = ...,
         waiting: Global___Waiting | None = ...,
+        beat: Global___Beat | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "placement", b"placement", "refusal", b"refusal", "waiting", b"waiting"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "refusal", b"refusal", "waiting", b"waiting"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "placement", b"placement", "refusal", b"refusal", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat", b"beat", "event", b"event", "placement", b"placement", "refusal", b"refusal", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "waiting"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["placement", "refusal", "waiting", "beat"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___AdmitEvent: _TypeAlias = AdmitEvent  # noqa: Y015
+
+@_typing.final
+class Beat(_message.Message):
+    """The scheduler lives."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Beat: _TypeAlias = Beat  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):

@@ -297,6 +297,36 @@ class Phase(_message.Message):
 Global___Phase: _TypeAlias = Phase  # noqa: Y015
 
 @_typing.final
+class EngineProgress(_message.Message):
+    """Where a worker's engine is: whoever compares two of them knows whether it advances."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ADVANCES_FIELD_NUMBER: _builtins.int
+    HAS_WORK_FIELD_NUMBER: _builtins.int
+    EXPECTED_S_FIELD_NUMBER: _builtins.int
+    num_advances: _builtins.int
+    """changes with every command, step and call of layers that it completes"""
+    has_work: _builtins.bool
+    """it computes, or commands wait for it; false while it waits for weights"""
+    expected_s: _builtins.float
+    """how long what it does now is predicted to take"""
+    def __init__(
+        self,
+        *,
+        num_advances: _builtins.int = ...,
+        has_work: _builtins.bool = ...,
+        expected_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_s", b"expected_s", "has_work", b"has_work", "num_advances", b"num_advances"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineProgress: _TypeAlias = EngineProgress  # noqa: Y015
+
+@_typing.final
 class AttemptKey(_message.Message):
     """What identifies one attempt at one request; tokens of a stale attempt are dropped."""
 

@@ -109,7 +109,7 @@ class ChoiceUsage:
 
     request_id: str
     choice: int
-    num_prompt_tokens: int
+    num_prompt_tokens: int  # computed or found cached; all of them once the request has a token
     num_cached_prompt_tokens: int
     num_output_tokens: int
     cause: FinishCause

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 import grpc
 import uvloop
 
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.errors import DiskFull, Unavailable
+from torchrelay.common.health import Ask, Health
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.common.net.probes import GrpcProbe, RedisProbe
+from torchrelay.common.net.rpc import PublicLimits, RpcServer, open_channel
+from torchrelay.common.process.descriptors import raise_descriptor_limit
 from torchrelay.common.process.heap import keep_heap_small
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
@@ -27,13 +30,16 @@ from torchrelay.gateway.billing.orphan_sweep import OrphanSweep
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.catalog.garbage_collection import collect_garbage
-from torchrelay.gateway.catalog.uploads import Uploads
+from torchrelay.gateway.catalog.uploads import UploadLimits, Uploads
 from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
+from torchrelay.gateway.http.connections import ConnectionLimits, divide_descriptors
 from torchrelay.gateway.http.dependencies import Services
-from torchrelay.gateway.http.rest_app import make_app
+from torchrelay.gateway.http.read_limits import ReadLimits
+from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
-from torchrelay.gateway.http.server import http_server
+from torchrelay.gateway.http.server import HttpLimits, http_server
+from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
 from torchrelay.gateway.limits.limiter import Limiter
 from torchrelay.gateway.nats_events import NatsEvents
 from torchrelay.gateway.settings import GatewaySettings
@@ -41,10 +47,10 @@ from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.schema import ensure_schema
 from torchrelay.gateway.sql.table_versions import TableVersions
 from torchrelay.gateway.token_path import TokenPath, open_token_path
-from torchrelay.inference.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 log = get_logger(__name__)
 GC_THRESHOLD = 20_000  # allocations between young collections; a request makes a few hundred
+POSTGRESQL_QUERIES = 4  # at once, of 10 connections; SQLite has two, of which authentication needs one
 ERROR_DRAIN_S = 1.0  # after the drain, for remaining requests to report why they end
 
 
@@ -61,7 +67,11 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
         stack.push_async_callback(database.close)
         await ensure_schema(database, settings.database_url)
         heartbeat = Heartbeat(database, gateway_id)
-        await heartbeat.beat()
+        try:
+            await heartbeat.beat()
+        except DiskFull as error:
+            # Requests are refused, with this cause, until there is space; the sweep's first beat soon follows that.
+            log.warning("started_with_a_full_disk", error=error.message)
         stack.push_async_callback(_leave, heartbeat)
         components = await _make_components(settings, gateway_id, database, stack)
         await stack.enter_async_context(_jobs(settings, database, heartbeat, components))
@@ -73,11 +83,14 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
                 catalog=components.services.catalog,
                 ledger=components.ledger,
                 limits=components.limits,
+                shares=components.shares,
                 scheduler=components.scheduler_channel,
                 store=components.store_channel,
             )
         )
-        addresses = await stack.enter_async_context(_servers(settings, token_path, components.services))
+        addresses = await stack.enter_async_context(
+            _servers(settings, token_path, components.services, components.shares)
+        )
         # Everything allocated so far lives as long as the process; frozen, it is not traversed under load.
         gc.collect()
         gc.freeze()
@@ -86,22 +99,52 @@ async def serving(settings: GatewaySettings) -> AsyncIterator[Addresses]:
 
 
 @asynccontextmanager
-async def _servers(settings: GatewaySettings, token_path: TokenPath, services: Services) -> AsyncIterator[Addresses]:
+async def _servers(
+    settings: GatewaySettings, token_path: TokenPath, services: Services, shares: DoorShares
+) -> AsyncIterator[Addresses]:
     """The HTTP and gRPC servers, which drain together. Requests that outlast the drain end with an error."""
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
-    app = AsgiRouter(token_path.asgi, make_app(services), settings.max_body_bytes)
-    async with http_server(app, settings.host, settings.http_port, settings.drain_s + ERROR_DRAIN_S) as http:
-        rpc = RpcServer(settings.host, settings.grpc_port)
-        add_InferenceServicer_to_server(token_path.servicer, rpc.server)
+    rest = make_app(services)
+    pages = public_pages(rest, services.health)
+    app = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares, settings.max_body_bytes)
+    http_limits, grpc_limits = door_limits(settings, raise_descriptor_limit())
+    drain_s = settings.drain_s + ERROR_DRAIN_S
+    async with http_server(app, settings.host, settings.http_port, drain_s, http_limits) as http:
+        rpc = RpcServer(settings.host, settings.grpc_port, limits=grpc_limits, fault=services.health.fault)
+        token_path.servicer.add_to(rpc.server)
         await rpc.start()
         try:
             host = settings.advertised_host
             yield {"http": f"http://{host}:{http.port}", "grpc": f"{host}:{rpc.port}"}
         finally:
             http.stop_accepting()
-            await asyncio.gather(
-                rpc.stop(settings.drain_s + ERROR_DRAIN_S), token_path.pipeline.drain(settings.drain_s, ERROR_DRAIN_S)
-            )
+            await asyncio.gather(rpc.stop(drain_s), token_path.pipeline.drain(settings.drain_s, ERROR_DRAIN_S))
+
+
+def door_limits(settings: GatewaySettings, num_descriptors: int) -> tuple[HttpLimits, PublicLimits]:
+    """The limits of the REST and the gRPC door, which fit ``num_descriptors`` open files."""
+    wanted = ConnectionLimits(
+        settings.max_connections, settings.max_keyless_connections, settings.max_keyless_connections_per_address
+    )
+    connections, num_grpc = divide_descriptors(num_descriptors, wanted, settings.max_grpc_connections)
+    read = ReadLimits(
+        head_bytes=settings.max_head_bytes,
+        num_headers=settings.max_headers,
+        url_bytes=settings.max_url_bytes,
+        head_s=settings.head_timeout_s,
+        silence_s=settings.body_silence_s,
+        min_bytes_per_s=settings.min_body_bytes_per_s,
+    )
+    return (
+        HttpLimits(connections, read, settings.idle_connection_s, settings.stall_timeout_s),
+        PublicLimits(
+            connections=num_grpc,
+            streams=settings.max_grpc_streams,
+            message_bytes=settings.max_body_bytes,
+            head_s=settings.head_timeout_s,
+            idle_s=settings.idle_connection_s,
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +152,7 @@ class _Components:
     services: Services
     ledger: Ledger
     limits: Limiter
+    shares: DoorShares
     nats_events: NatsEvents
     store: StoreClient
     scheduler_channel: grpc.aio.Channel
@@ -138,21 +182,41 @@ async def _make_components(
     scheduler_channel = await stack.enter_async_context(
         open_channel(settings.scheduler_address, tls, settings.scheduler_token)
     )
+    others: dict[str, Ask] = {
+        "scheduler": GrpcProbe(scheduler_channel).ask,
+        "param-store": GrpcProbe(store_channel).ask,
+        "nats": nats_events.ask,
+    }
+    if settings.redis_url:  # by a connection of its own: without limits no client of Redis is imported
+        redis = RedisProbe(settings.redis_url)
+        stack.push_async_callback(redis.close)
+        others["redis"] = redis.ask
+    health = Health({"database": database.ask}, others)
+    stack.push_async_callback(health.close)
+    shares = door_shares(settings, queries_at_once=1 if database.is_sqlite else POSTGRESQL_QUERIES)
     services = Services(
         database=database,
         tenants=Tenants(database, table_versions),
         keys=keys,
         catalog=catalog,
         prices=prices,
-        uploads=Uploads(database, catalog, store),
+        uploads=Uploads(
+            database,
+            catalog,
+            store,
+            UploadLimits(settings.max_open_uploads, settings.max_open_upload_bytes, settings.upload_lease_s),
+        ),
+        store=store,
         scheduler=SchedulerClient(scheduler_channel, settings.scheduler_address),
+        queries=shares.queries,
         default_scaling=ScalingSettings(settings.idle_timeout_s, settings.max_instances),
+        health=health,
         model_changed=nats_events.model_changed,
     )
     ledger = await stack.enter_async_context(Ledger(database))
     limits = Limiter(settings.redis_url, database, settings.reservation_lease_s)
     stack.push_async_callback(limits.close)
-    return _Components(services, ledger, limits, nats_events, store, scheduler_channel, store_channel)
+    return _Components(services, ledger, limits, shares, nats_events, store, scheduler_channel, store_channel)
 
 
 def _jobs(
@@ -169,11 +233,13 @@ def _jobs(
     collecting = collect_garbage(
         database,
         components.store,
+        components.services.uploads,
         every_s=settings.housekeeping_s,
         lease_s=settings.upload_lease_s,
         retired_s=settings.retired_version_s,
     )
-    return background(components.nats_events.run(), sweep.run(), collecting)
+    beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
+    return background(components.nats_events.run(), beating, sweep.run(), collecting)
 
 
 async def _leave(heartbeat: Heartbeat) -> None:

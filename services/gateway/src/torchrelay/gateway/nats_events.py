@@ -1,6 +1,7 @@
 """The gateway's NATS connection: key revocation hints, model history events, and access to usage registers.
 
-No request depends on it: the connection is established in the background and re-established indefinitely.
+No request depends on it, or waits for it: the connection is established in the background and re-established
+indefinitely, and what is published is queued, within bounds.
 """
 
 from __future__ import annotations
@@ -8,12 +9,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import stamina
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 
+from torchrelay.common.cancellation import raise_if_cancelled
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.common.process.telemetry import get_logger
@@ -22,6 +25,14 @@ from torchrelay.gateway.core import PublishedModel
 
 log = get_logger(__name__)
 PUBLISH_TIMEOUT_S = 1.0
+MAX_QUEUED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    subject: str
+    payload: bytes
+    is_durable: bool
 
 
 class NatsEvents:
@@ -36,6 +47,7 @@ class NatsEvents:
         self._on_key_hint = on_key_hint
         self._client: Client | None = None
         self._streams_made = False
+        self._queued: asyncio.Queue[_Message] = asyncio.Queue(MAX_QUEUED)
 
     def registers(self) -> UsageRegisterReader | None:
         """The reader of usage registers; ``None`` until the streams are known to exist."""
@@ -44,13 +56,15 @@ class NatsEvents:
         return UsageRegisterReader(self._client, self._subjects, self._num_replicas)
 
     async def run(self, retry_s: float = 1.0) -> None:
-        """Connects, subscribes and ensures the streams exist; then waits to be cancelled, and closes."""
+        """Connects, subscribes and ensures the streams exist; then publishes until it is cancelled, and closes."""
         retries = stamina.AsyncRetryingCaller(
             attempts=None, timeout=None, wait_initial=retry_s, wait_max=retry_s, wait_jitter=0
         )
         try:
             await retries((NatsError, OSError), self._set_up)
-            await asyncio.Event().wait()
+            while True:
+                await self._publish(await self._queued.get())
+                raise_if_cancelled()
         finally:
             if self._client is not None:
                 await self._client.close()
@@ -63,12 +77,22 @@ class NatsEvents:
         await ensure_streams(self._client.jetstream(), self._subjects, self._num_replicas)
         self._streams_made = True
 
+    async def ask(self) -> str:
+        """What is wrong with NATS; empty: it answers."""
+        if self._client is None or not self._client.is_connected:
+            return "is not connected"
+        try:
+            await self._client.flush()
+        except (NatsError, OSError):
+            return "does not answer"
+        return ""
+
     async def _key_hint(self, _message: Msg) -> None:
         self._on_key_hint()
 
     async def key_revoked(self) -> None:
         """Notifies the other gateways, best effort: without the hint they notice within half a second."""
-        await self._publish(self._subjects.key_hint, b"{}", durable=False)
+        self._queue(_Message(self._subjects.key_hint, b"{}", is_durable=False))
 
     async def model_changed(self, kind: str, name: str, model: PublishedModel | None) -> None:
         """Publishes a history event; ``kind`` is "published" or "deleted"."""
@@ -76,16 +100,22 @@ class NatsEvents:
         if model is not None:
             event |= {"version_id": model.version.version_id, "pack_id": model.version.pack_id}
             event |= {"pack_bytes": model.version.pack_bytes}
-        await self._publish(self._subjects.event(f"model.{kind}"), json.dumps(event).encode(), durable=True)
+        self._queue(_Message(self._subjects.event(f"model.{kind}"), json.dumps(event).encode(), is_durable=True))
 
-    async def _publish(self, subject: str, payload: bytes, durable: bool) -> None:
+    def _queue(self, message: _Message) -> None:
+        if self._client is None or self._queued.full():
+            log.warning("event_not_published", subject=message.subject, error="NATS is away")
+            return
+        self._queued.put_nowait(message)
+
+    async def _publish(self, message: _Message) -> None:
         client = self._client
         if client is None or not client.is_connected:
             return
         try:
-            if durable:
-                await client.jetstream().publish(subject, payload, timeout=PUBLISH_TIMEOUT_S)
+            if message.is_durable:
+                await client.jetstream().publish(message.subject, message.payload, timeout=PUBLISH_TIMEOUT_S)
             else:
-                await client.publish(subject, payload)
+                await client.publish(message.subject, message.payload)
         except (NatsError, OSError) as error:
-            log.warning("event_not_published", subject=subject, error=repr(error)[:200])
+            log.warning("event_not_published", subject=message.subject, error=repr(error)[:200])

@@ -54,9 +54,57 @@ class GatewaySettings(ServiceSettings):
     )
     keep_alive_s: float = Field(5.0, gt=0, description="Interval of keep-alive comments on a waiting stream.")
     max_attempts: int = Field(5, ge=1, description="Placements tried before a request fails.")
-    max_body_bytes: int = Field(8 << 20, description="Largest JSON body accepted.")
-    tokenizer_cache_bytes: int = Field(96 << 20, description="Memory for the tokenizers of recently used versions.")
-    template_timeout_s: float = Field(2.0, gt=0, description="Time limit for rendering a chat template.")
+    max_body_bytes: int = Field(8 << 20, ge=1 << 10, description="Largest JSON body or gRPC message accepted.")
+    tokenizer_cache_bytes: int = Field(
+        96 << 20, description="Memory for recently used tokenizers, in the gateway and in each of its text processes."
+    )
+    text_processes: int = Field(
+        0,
+        ge=0,
+        description="Processes that render chat templates and tokenize prompts; 0: one per core, from 2 to 8. "
+        "One more is for tenants whose prompts had to be stopped.",
+    )
+    text_process_bytes: int = Field(1 << 30, ge=256 << 20, description="Largest address space of a text process.")
+    prompt_cpu_s: float = Field(
+        2.0, gt=0, description="Seconds of CPU for rendering a prompt's chat template, and again for tokenizing it."
+    )
+
+    max_open_requests: int = Field(8192, ge=1, description="Requests with a key in progress at once.")
+    max_open_requests_per_tenant: int = Field(512, ge=1, description="The share of one tenant in them.")
+    max_buffered_body_bytes: int = Field(64 << 20, ge=1, description="Bytes of request bodies in memory at once.")
+    max_buffered_body_bytes_per_tenant: int = Field(16 << 20, ge=1, description="The share of one tenant in them.")
+    max_uploads: int = Field(32, ge=1, description="Files being sent to uploads, and commits, at once.")
+    max_uploads_per_tenant: int = Field(4, ge=1, description="The share of one tenant in them.")
+    max_queries_per_tenant: int = Field(
+        8, ge=1, description="Lists, usage and bills of one tenant at once: one runs, the others wait in line."
+    )
+    max_connections: int = Field(
+        8192, ge=8, description="REST connections at once; fewer if the limit of open files is low."
+    )
+    max_keyless_connections: int = Field(
+        2048, ge=1, description="REST connections at once that never showed a valid key; the oldest is closed first."
+    )
+    max_keyless_connections_per_address: int = Field(
+        1024, ge=1, description="Of these, from one address; with an ingress in front, all are from one."
+    )
+    max_grpc_connections: int = Field(1024, ge=1, description="gRPC connections at once.")
+    max_grpc_streams: int = Field(256, ge=1, description="Calls at once on one gRPC connection; further ones wait.")
+    max_head_bytes: int = Field(16 << 10, ge=1 << 10, description="Largest request line with all headers.")
+    max_headers: int = Field(100, ge=10, description="Most headers of a request.")
+    max_url_bytes: int = Field(8 << 10, ge=256, description="Longest URL of a request.")
+    head_timeout_s: float = Field(
+        10.0, gt=0, description="Time from the connection or the first byte to the end of the headers."
+    )
+    body_silence_s: float = Field(30.0, gt=0, description="Longest pause while a body arrives.")
+    min_body_bytes_per_s: int = Field(
+        1024, ge=1, description="Lowest average rate of a body, after a grace of body_silence_s."
+    )
+    idle_connection_s: int = Field(
+        75, ge=1, description="A REST or gRPC connection without a request is closed after this time."
+    )
+    stall_timeout_s: float = Field(
+        60.0, gt=0, description="A client that takes nothing of its answer for this long is disconnected."
+    )
 
     cached_keys: int = Field(10_000, ge=1, description="API keys cached in memory.")
     cached_models: int = Field(10_000, ge=1, description="Models cached in memory.")
@@ -67,6 +115,10 @@ class GatewaySettings(ServiceSettings):
     )
     reservation_lease_s: float = Field(900.0, gt=0, description="Lifetime of a budget reservation never released.")
     upload_lease_s: float = Field(86400.0, gt=0, description="Lifetime of an upload never committed.")
+    max_open_uploads: int = Field(16, ge=1, description="Uploads that one tenant may have open at once.")
+    max_open_upload_bytes: int = Field(
+        1 << 40, ge=1, description="Declared bytes of one tenant's open uploads together; a single one may have more."
+    )
     retired_version_s: float = Field(
         600.0, ge=0, description="Delay before the bytes of a replaced or deleted version are freed."
     )

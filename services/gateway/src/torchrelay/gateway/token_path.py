@@ -21,9 +21,12 @@ from torchrelay.gateway.inference.execution.worker_streams import WorkerStreams
 from torchrelay.gateway.inference.interfaces import Authenticator, ModelCatalog, RequestLedger, RequestLimiter
 from torchrelay.gateway.inference.pipeline import RequestPipeline
 from torchrelay.gateway.inference.sampling import GenerationBounds
+from torchrelay.gateway.inference.text.decoder_cache import DecoderCache
+from torchrelay.gateway.inference.text.frames import TextLimits
+from torchrelay.gateway.inference.text.model_files import ModelFiles
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
-from torchrelay.gateway.inference.text.template_renderer import TemplateRenderer
-from torchrelay.gateway.inference.text.tokenizer_cache import TokenizerCache
+from torchrelay.gateway.inference.text.text_processes import TextProcesses, default_num_processes
+from torchrelay.gateway.limits.door_shares import DoorShares
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S, CompletionsApp
 from torchrelay.gateway.settings import GatewaySettings
 
@@ -49,6 +52,7 @@ async def open_token_path(
     catalog: ModelCatalog,
     ledger: RequestLedger,
     limits: RequestLimiter,
+    shares: DoorShares,
     scheduler: grpc.aio.Channel,
     store: grpc.aio.Channel,
     write_gap_s: float = WRITE_GAP_S,
@@ -56,10 +60,9 @@ async def open_token_path(
 ) -> AsyncIterator[TokenPath]:
     """Serves inside the block. On exit, requests still running end with an error, are released and settled."""
     async with AsyncExitStack() as stack:
-        files = StoreFileReader(ParamStoreStub(store), settings.store_address)
-        tokenizers = TokenizerCache(files, settings.tokenizer_cache_bytes)
-        stack.callback(tokenizers.close)
-        templates = await stack.enter_async_context(TemplateRenderer(settings.template_timeout_s))
+        prompts = await _open_prompts(
+            settings, StoreFileReader(ParamStoreStub(store), settings.store_address), stack, meter
+        )
         admissions = AdmissionStream(SchedulerStub(scheduler), gateway_id, settings.scheduler_address)
         admitting = asyncio.ensure_future(admissions.run())
         stack.push_async_callback(_stop_admitting, admissions, admitting)
@@ -67,7 +70,7 @@ async def open_token_path(
         pipeline = RequestPipeline(
             catalog,
             limits,
-            PromptEncoder(files, tokenizers, templates),
+            prompts,
             Upstreams(admissions, workers, gateway_id),
             await stack.enter_async_context(LedgerWriter(ledger, limits, settings.drain_s)),
             GenerationBounds(settings.default_max_tokens, settings.max_choices),
@@ -77,8 +80,25 @@ async def open_token_path(
             meter=meter,
         )
         stack.push_async_callback(pipeline.stop_all, settings.drain_s)
-        asgi = CompletionsApp(keys, pipeline, settings.max_body_bytes, write_gap_s)
-        yield TokenPath(asgi, GatewayServicer(keys, catalog, pipeline), pipeline, admissions)
+        asgi = CompletionsApp(keys, pipeline, shares, settings.max_body_bytes, write_gap_s)
+        servicer = GatewayServicer(keys, catalog, pipeline, shares, message_timeout_s=settings.body_silence_s)
+        yield TokenPath(asgi, servicer, pipeline, admissions)
+
+
+async def _open_prompts(
+    settings: GatewaySettings, reader: StoreFileReader, stack: AsyncExitStack, meter: Meter | None
+) -> PromptEncoder:
+    limits = TextLimits(prompt_cpu_s=settings.prompt_cpu_s, max_memory_bytes=settings.text_process_bytes)
+    files = await stack.enter_async_context(ModelFiles(reader))
+    decoders = DecoderCache(settings.tokenizer_cache_bytes)
+    stack.callback(decoders.close)
+    processes = TextProcesses(
+        limits,
+        num_processes=settings.text_processes or default_num_processes(),
+        max_cached_bytes=settings.tokenizer_cache_bytes,
+        meter=meter,
+    )
+    return PromptEncoder(files, decoders, await stack.enter_async_context(processes), limits)
 
 
 async def _stop_admitting(admissions: AdmissionStream, admitting: asyncio.Future[None]) -> None:

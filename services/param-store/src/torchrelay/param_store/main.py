@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from torchrelay.common.health import Health
 from torchrelay.common.net.rpc import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
@@ -14,6 +15,7 @@ from torchrelay.control.v1 import param_store_pb2_grpc
 from torchrelay.param_store.background_tasks import expire_uploads, fill_disk_cache, publish_reports, release_recovered
 from torchrelay.param_store.grpc.servicer import CALLERS, ParamStoreServicer
 from torchrelay.param_store.settings import StoreSettings
+from torchrelay.param_store.storage_checks import ASK_EVERY_S, SILENT_S, storage_checks
 from torchrelay.param_store.store import Store
 
 Work = Callable[[Store], Coroutine[Any, Any, None]]
@@ -29,7 +31,10 @@ async def serving(
         store = Store(settings, asyncio.get_running_loop())
         stack.push_async_callback(asyncio.to_thread, store.close)
         await asyncio.to_thread(store.start)
-        server = RpcServer(settings.host, settings.port, settings.tls, bytes.fromhex(settings.node_key))
+        health = Health(storage_checks(store), {}, silent_s=SILENT_S, ask_every_s=ASK_EVERY_S)
+        stack.push_async_callback(health.close)
+        node_key = bytes.fromhex(settings.node_key)
+        server = RpcServer(settings.host, settings.port, settings.tls, node_key, fault=health.fault)
         store.grpc_address = f"{settings.advertised_host}:{server.port}"
         param_store_pb2_grpc.add_ParamStoreServicer_to_server(ParamStoreServicer(store), server.server)
         server.allow(CALLERS)

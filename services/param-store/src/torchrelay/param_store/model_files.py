@@ -7,9 +7,11 @@ from typing import Any
 CONFIG, GENERATION, TOKENIZER = "config.json", "generation_config.json", "tokenizer.json"
 TEMPLATE = "chat_template.jinja"
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-PASSED_ON = (GENERATION, "tokenizer_config.json", "special_tokens_map.json")  # documents for the gateway
+TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
+PASSED_ON = (GENERATION, TOKENIZER_CONFIG, SPECIAL_TOKENS)  # documents for the gateway
 MAX_FILE_BYTES = {  # of all files but weights; an upload may have no others
-    **dict.fromkeys((CONFIG, INDEX_FILE, *PASSED_ON), 4 << 20),
+    **dict.fromkeys((CONFIG, GENERATION), 1 << 20),
+    **dict.fromkeys((INDEX_FILE, TOKENIZER_CONFIG, SPECIAL_TOKENS), 4 << 20),
     **dict.fromkeys((TOKENIZER, "vocab.json", "merges.txt"), 64 << 20),
     TEMPLATE: 256 << 10,
 }

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
 from torchrelay.common.callers import Caller
+from torchrelay.common.errors import NotFound
 from torchrelay.common.ids import new_id
+from torchrelay.common.machine import SHARED_MEMORY, Machine, available_shared_bytes, check_arena
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.param_store.disk.disk_cache import default_limit_bytes
 from torchrelay.param_store.remote.remote_store import RemoteOptions, is_folder
 from torchrelay.transfer.arena.arena_file import capacity_left_at
 
-_SHARED_MEMORY = Path("/dev/shm")
 _DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
 
 
@@ -66,12 +67,22 @@ class StoreSettings(ServiceSettings):
     )
     max_upload_bytes: int = Field(1 << 40, ge=1, description="Maximum bytes of one upload.")
     upload_expiry_s: float = Field(86400.0, gt=0, description="An upload left untouched for this long is removed.")
-    max_waiting_commits: int = Field(16, ge=1, description="Maximum commits waiting for the packer; more are refused.")
+    max_open_uploads: int = Field(256, ge=1, description="Maximum open uploads of all tenants; more are refused.")
+    num_packers: int = Field(2, ge=1, le=16, description="Commits that run at once, at most one of each tenant.")
+    max_waiting_commits: int = Field(
+        16, ge=1, description="Maximum commits waiting for a packer, a quarter of them one tenant's; more are refused."
+    )
+    commit_stall_s: float = Field(120.0, gt=0, description="A commit that makes no progress for this long fails.")
     packer_memory_bytes: int = Field(384 << 20, ge=64 << 20, description="Maximum memory of a packer process.")
 
     @property
     def remote_options(self) -> RemoteOptions:
         return RemoteOptions(self.remote_endpoint, self.remote_timeout_s, self.remote_give_up_s)
+
+    @property
+    def remote_folder(self) -> Path:
+        """The folder that ``remote_url`` names, if it names one."""
+        return Path(unquote(urlsplit(self.remote_url).path))
 
     @property
     def disk_cache_folder(self) -> Path:
@@ -85,23 +96,22 @@ class StoreSettings(ServiceSettings):
 
     @property
     def arena_file(self) -> Path:
-        return self.arena_path or _SHARED_MEMORY / f"torchrelay-{self.store_id}"
+        return self.arena_path or SHARED_MEMORY / f"torchrelay-{self.store_id}"
 
     def arena_capacity_bytes(self) -> int:
-        """``arena_bytes``, or the size of a crashed store's arena, or what this machine can spare now."""
+        """``arena_bytes``, or the size of a crashed store's arena, or what this machine can spare now.
+
+        Raises ``InvalidRequest`` when ``arena_bytes`` are not available.
+        """
+        if not self.arena_file.parent.is_dir():
+            raise NotFound(f"the arena's folder {self.arena_file.parent} does not exist", field="arena_path")
+        machine = Machine.here()
         if self.arena_bytes:
+            there = self.arena_file.stat().st_blocks * 512 if self.arena_file.exists() else 0
+            check_arena(self.arena_bytes, there, machine)
             return self.arena_bytes
         # That arena takes part of the memory; with another size it would be discarded.
         if left := capacity_left_at(self.arena_file):
             return left
-        shared = shutil.disk_usage(self.arena_file.parent).free
-        return min(_available_bytes() // 2, shared, _DEFAULT_ARENA_LIMIT_BYTES)
-
-
-def _available_bytes() -> int:
-    """Memory available without swapping, page cache included."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) << 10
-    return 0
+        shared = available_shared_bytes(self.arena_file.parent)
+        return min((machine.memory_bytes or 0) // 2, shared, _DEFAULT_ARENA_LIMIT_BYTES)

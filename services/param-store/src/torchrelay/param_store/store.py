@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from torchrelay.common.epoch_fence import EpochFence
 from torchrelay.common.ids import new_id
@@ -40,9 +41,16 @@ class Store:
         remote = open_remote(settings.remote_url, settings.remote_options)
         if self.disk is not None:
             remote = DiskTier(remote, self.disk)
-        self.versions = Versions(remote)
-        self.uploads = StagingArea(settings.data_dir / "uploads", settings.max_upload_bytes, settings.upload_expiry_s)
-        self.packer_queue = PackerQueue(settings.max_waiting_commits)
+        self.uploads = StagingArea(
+            settings.data_dir / "uploads",
+            settings.max_upload_bytes,
+            settings.upload_expiry_s,
+            settings.max_open_uploads,
+        )
+        self.versions = Versions(remote, self.uploads.claims)
+        self.packer_queue = PackerQueue(settings.num_packers, settings.max_waiting_commits)
+        # One thread: digesting again after a restart must not take the threads that other calls need.
+        self.digest_thread = ThreadPoolExecutor(1, thread_name_prefix="upload-digest")
         node_key = bytes.fromhex(settings.node_key)
         # Before the arena: if the port is taken, no shared memory is left behind.
         transport = transport_for(settings.tls)
@@ -96,6 +104,7 @@ class Store:
     def close(self) -> None:
         """Ends downloads and streams, then closes the arena. Blocks until all threads have ended."""
         self._closing.set()
+        self.digest_thread.shutdown(wait=False, cancel_futures=True)
         self.arena.stop_growing()  # a download may wait for gigabytes of it
         self.arena_copies.close()
         self.holder.close()

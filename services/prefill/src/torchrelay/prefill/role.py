@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -16,10 +16,10 @@ from torchrelay.common.net.rpc import RpcServer, error_from_rpc, open_channel
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.engine.core import Finish, GroupSpec, NewToken
+from torchrelay.engine.core import Finish, GroupSpec, NewToken, PromptProgress
 from torchrelay.prefill.byte_budget import ByteBudget
 from torchrelay.prefill.kv_sender import KvSender
-from torchrelay.worker.attempts.attempt import Attempt
+from torchrelay.worker.attempts.attempt import Attempt, dispatch_outputs
 from torchrelay.worker.role import RoleContext, WorkerRole
 
 log = get_logger(__name__)
@@ -132,6 +132,17 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
 
     def delivers(self, attempt: Attempt, token: NewToken) -> bool:
         return token.position == attempt.num_forced(token.choice)
+
+    def advance_prompts(self, prompts: Sequence[PromptProgress]) -> None:
+        """Tells the gateways how far long prompts are: what a request is billed for that is cancelled meanwhile."""
+        outputs = []
+        for progress in prompts:
+            attempt = self.attempts.get(progress.group_id)
+            if attempt is not None and attempt.open_choices:
+                output = attempt.prompt_output(progress)
+                self.worker.usage.advance(attempt, output)
+                outputs.append((attempt.outbox, output))
+        dispatch_outputs(outputs)
 
     def record_phases(self, attempt: Attempt) -> None:
         if attempt.group_id not in self._measured:  # the first token of the attempt

@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from torchrelay.common.callers import SCHEDULER_NODE
 from torchrelay.common.ids import new_id
 from torchrelay.common.keys import derive_node_key
-from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
+from torchrelay.common.net.nats_client import Subjects, connect, keep_streams, try_streams
 from torchrelay.common.net.rpc import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
@@ -43,15 +43,18 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
     """Serves until the block is left; raises when a newer scheduler takes over, or a background task fails."""
     clock, subjects = Clock(), Subjects(settings.nats_prefix)
     nats = await connect(settings.nats_url, "scheduler")
+    # When JetStream cannot store an event, NATS reads nothing more from the connection that it came by.
+    history_nats = await connect(settings.nats_url, "scheduler-history")
     tls = settings.tls
     cluster_key = bytes.fromhex(settings.cluster_key)
     channels = PeerChannels(cluster_key, tls)
     server = RpcServer(settings.host, settings.port, tls, derive_node_key(cluster_key, SCHEDULER_NODE))
+    js = history_nats.jetstream()
     try:
-        await ensure_streams(nats.jetstream(), subjects, settings.nats_replicas)
-        event_publisher = EventPublisher(nats.jetstream(), subjects)
+        await try_streams(js, subjects, settings.nats_replicas, settings.stream_sizes)
+        event_publisher = EventPublisher(js, subjects)
         with _controller(settings, clock, event_publisher) as controller:
-            servicer = SchedulerServicer(controller, EventReader(nats.jetstream(), subjects))
+            servicer = SchedulerServicer(controller, EventReader(js, subjects))
             scheduler_pb2_grpc.add_SchedulerServicer_to_server(servicer, server.server)
             server.allow(CALLERS)
             async with asyncio.TaskGroup() as group:
@@ -60,6 +63,7 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 background = group.create_task(
                     _background(controller, event_publisher, channels, nats, subjects, report_check, ready, tick_s)
                 )
+                streams = group.create_task(keep_streams(js, subjects, settings.nats_replicas, settings.stream_sizes))
                 await ready.wait()
                 await server.start()
                 try:
@@ -67,9 +71,11 @@ async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncI
                 finally:
                     controller.streams.close()
                     await server.stop()
+                    streams.cancel()
                     background.cancel()
     finally:
         await channels.close()
+        await history_nats.close()
         await nats.close()
 
 
@@ -106,7 +112,7 @@ async def _background(
         discovery = Discovery(controller, channels, nats, subjects, report_check, tasks)
         await discovery.start()
         tasks.create_task(event_publisher.run(), name="history")
-        tasks.create_task(_tick_periodically(controller, nats, tick_s), name="ticks")
+        tasks.create_task(_tick_periodically(controller, tick_s), name="ticks")
         ready.set()
         try:
             await asyncio.Event().wait()
@@ -115,16 +121,16 @@ async def _background(
             controller.actuator.stop()
 
 
-async def _tick_periodically(controller: Controller, nats: Client, tick_s: float) -> None:
-    """Drives timeouts. While the broker is away, or the event loop stalls, silence means nothing."""
-    last = reports_complete_since = controller.clock.now()
+async def _tick_periodically(controller: Controller, tick_s: float) -> None:
+    """Drives timeouts. While the event loop stalls, silence means nothing."""
+    last = listening_since = controller.clock.now()
     while True:
         await asyncio.sleep(tick_s)
         now = controller.clock.now()
-        if not nats.is_connected or now - last > _LOOP_STALL_S:
-            reports_complete_since = now
+        if now - last > _LOOP_STALL_S:
+            listening_since = now
         last = now
-        controller.tick(reports_complete_since)
+        controller.tick(listening_since)
 
 
 def main() -> None:

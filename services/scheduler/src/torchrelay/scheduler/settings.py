@@ -8,6 +8,7 @@ from pathlib import Path
 from pydantic import Field, FilePath, ValidationInfo, field_validator
 
 from torchrelay.common.callers import Caller
+from torchrelay.common.net.nats_client import MIN_STREAM_BYTES, StreamSizes
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.scheduler.policy.config import PolicyConfig
 
@@ -20,6 +21,12 @@ class SchedulerSettings(ServiceSettings):
     record: Path | None = Field(None, description="Write every input of the policy to this file, for --replay.")
     replay: FilePath | None = Field(
         None, description="Apply the inputs in this file, print their effects as lines of JSON, and exit."
+    )
+    history_bytes: int = Field(
+        256 << 20, ge=MIN_STREAM_BYTES, description="What NATS sets aside for the history; where it cannot, less."
+    )
+    usage_bytes: int = Field(
+        1 << 30, ge=MIN_STREAM_BYTES, description="What NATS sets aside for usage registers; where it cannot, less."
     )
     cluster_key: str = Field(
         "",
@@ -71,6 +78,10 @@ class SchedulerSettings(ServiceSettings):
         if info.data.get("replay") is None and len(bytes.fromhex(value)) < 16:
             raise ValueError("must have at least 16 bytes in hex")
         return value
+
+    @property
+    def stream_sizes(self) -> StreamSizes:
+        return StreamSizes(self.history_bytes, self.usage_bytes)
 
     @property
     def config(self) -> PolicyConfig:

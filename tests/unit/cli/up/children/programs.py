@@ -20,17 +20,35 @@ def stop(*_):
     sys.exit(0)
 signal.signal(signal.SIGTERM, stop)
 draft = ready.with_suffix(".draft")
-draft.write_text(json.dumps({"http": "http://x", "pid": os.getpid()}))
+draft.write_text(json.dumps({"pid": os.getpid()}))
 draft.replace(ready)
 while True:
     signal.pause()
+"""
+ANSWERS = """
+import json, os, pathlib, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+server = HTTPServer(("127.0.0.1", 0), Handler)
+draft = pathlib.Path(sys.argv[1]).with_suffix(".draft")
+draft.write_text(json.dumps({"http": f"http://127.0.0.1:{server.server_port}", "pid": os.getpid()}))
+draft.replace(sys.argv[1])
+server.serve_forever()
 """
 NEVER_READY = "import signal\nwhile True: signal.pause()"
 STUBBORN = """
 import signal, subprocess, sys, pathlib
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 grandchild = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-pathlib.Path(sys.argv[1]).write_text('{"grandchild": %d}' % grandchild.pid)
+ready = pathlib.Path(sys.argv[1])
+draft = ready.with_suffix(".draft")
+draft.write_text('{"grandchild": %d}' % grandchild.pid)
+draft.replace(ready)
 while True:
     signal.pause()
 """
@@ -71,6 +89,9 @@ class Recorder:
 
     def failed(self, problem: CliError) -> None:
         self.said.append(("failed", problem.message))
+
+    def disk(self, message: str) -> None:
+        self.said.append(("disk", message))
 
     def stopping(self) -> None:
         self.said.append(("stopping", ""))

@@ -9,7 +9,8 @@ import pytest
 from sqlalchemy import select
 
 from tests.unit.gateway.http.conftest import RestRig
-from torchrelay.common.errors import UploadRefused
+from torchrelay.common.errors import Unavailable, UploadRefused
+from torchrelay.gateway.catalog.garbage_collection import free_retired_versions
 from torchrelay.gateway.sql.tables import models, retired_versions, uploads
 
 Files: TypeAlias = dict[str, bytes]
@@ -91,7 +92,7 @@ async def test_a_commits_steps_come_as_lines(rig: RestRig) -> None:
 
 
 @pytest.mark.parametrize("as_lines", [False, True])
-async def test_a_refused_upload_publishes_nothing_and_may_be_mended(rig: RestRig, as_lines: bool) -> None:
+async def test_a_refused_upload_publishes_nothing_and_has_ended(rig: RestRig, as_lines: bool) -> None:
     rig.store.refusal = UploadRefused("the header is longer than the file", field="model.safetensors")
     upload = await begun(rig.acme)
     headers = {"accept": "application/x-ndjson"} if as_lines else {}
@@ -101,8 +102,72 @@ async def test_a_refused_upload_publishes_nothing_and_may_be_mended(rig: RestRig
     assert (error["code"], error["param"]) == ("upload_refused", "model.safetensors")
     assert (await rig.acme.get("/v1/models")).json()["data"] == []
     assert rig.events == []
+    assert "upload again" in error["message"]
+    assert (await rig.acme.get(f"/v1/uploads/{upload['id']}")).status_code == 404
+    assert (await rig.acme.get("/v1/uploads")).json()["data"] == []
+
+
+async def test_a_commit_that_the_store_cannot_run_may_be_repeated(rig: RestRig) -> None:
+    rig.store.refusal = Unavailable("the disk is full")
+    upload = await begun(rig.acme)
+    assert (await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 503
     rig.store.refusal = None
     assert (await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 200
+
+
+async def test_open_uploads_are_listed_and_aborted_by_their_tenant_alone(rig: RestRig) -> None:
+    first, second = await begun(rig.acme, "one"), await begun(rig.acme, "two", {"w": b"abc"})
+    async with await rig.client_of("zoo") as zoo:
+        other = await begun(zoo, "three")
+        assert [upload["id"] for upload in (await zoo.get("/v1/uploads")).json()["data"]] == [other["id"]]
+        assert (await zoo.delete(f"/v1/uploads/{first['id']}")).status_code == 404
+    listed = (await rig.acme.get("/v1/uploads")).json()["data"]
+    assert [(upload["id"], upload["model"], upload["size_bytes"]) for upload in listed] == [
+        (first["id"], "acme/one", len(WEIGHTS)),
+        (second["id"], "acme/two", 3),
+    ]
+    assert all(upload["expires"] - upload["created"] == 86400 for upload in listed)
+    assert len((await rig.admin.get("/v1/uploads")).json()["data"]) == 3
+    assert (await rig.acme.delete(f"/v1/uploads/{first['id']}")).status_code == 204
+    assert [upload["id"] for upload in (await rig.acme.get("/v1/uploads")).json()["data"]] == [second["id"]]
+
+
+async def test_a_tenants_open_uploads_are_bounded_in_number_and_bytes(rig: RestRig) -> None:
+    limits = rig.services.uploads.limits
+    opened = [await begun(rig.acme, f"m{index}", {"w": b"x"}) for index in range(limits.max_open)]
+    reply = await rig.acme.post("/v1/uploads", json={"model": "more", "files": declared({"w": b"x"})})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (429, "overloaded")
+    assert "16 uploads are open already; commit or abort one" in reply.json()["error"]["message"]
+    async with await rig.client_of("zoo") as zoo:
+        huge = {"path": "w", "size": limits.max_open_bytes, "sha256": "0" * 64}
+        assert (await zoo.post("/v1/uploads", json={"model": "one", "files": [huge]})).status_code == 201
+        reply = await zoo.post("/v1/uploads", json={"model": "two", "files": [huge]})
+        assert reply.status_code == 429
+        assert "together they may have 1.1 TB; commit or abort one" in reply.json()["error"]["message"]
+    assert (await rig.acme.delete(f"/v1/uploads/{opened[0]['id']}")).status_code == 204
+    assert await begun(rig.acme, "more")
+
+
+async def test_deleted_models_count_in_the_quota_until_they_are_freed(rig: RestRig) -> None:
+    size = len(WEIGHTS)
+    async with await rig.client_of("small", storage_quota_bytes=2 * size) as small:
+        rig.store.stored_bytes = 2 * size
+        model = await published(small, "one")
+        assert (await small.delete(f"/v1/models/{model['id']}")).status_code == 200
+        reply = await small.post("/v1/uploads", json={"model": "two", "files": declared({"w": WEIGHTS})})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "quota_exceeded")
+        assert "versions not freed yet" in reply.json()["error"]["message"]
+        assert await free_retired_versions(rig.parts.database, rig.services.store, retired_for_s=0) == 1
+        await begun(small, "two")
+
+
+async def test_a_model_deleted_while_its_upload_is_open_is_published_anew(rig: RestRig) -> None:
+    model = await published(rig.acme)
+    upload = await begun(rig.acme)
+    assert (await rig.acme.delete(f"/v1/models/{model['id']}")).status_code == 200
+    assert (await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 200
+    assert [each["id"] for each in (await rig.acme.get("/v1/models")).json()["data"]] == ["acme/glossary"]
+    assert await free_retired_versions(rig.parts.database, rig.services.store, retired_for_s=0) == 0
 
 
 async def test_a_commit_that_crashes_says_so_in_its_last_line(rig: RestRig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,3 +115,32 @@ async def test_each_hears_of_its_own() -> None:
             assert box[0].key.request_id == name  # type: ignore[union-attr]
         assert there.hellos == ["gw"]
         assert admissions.num_open == 5
+
+
+async def test_a_scheduler_that_hangs_is_asked_again_when_it_goes_on() -> None:
+    heard: list[RequestEvent] = []
+    async with scheduler() as there, admissions_to(there.address) as admissions:
+        await until(lambda: len(there.hellos) == 1)
+        there.answers.clear()
+        admissions.admit(pb.AdmitRequest(key=key("r")), heard.append)
+        await until(lambda: len(there.hellos) == 2, timeout_s=8)
+        there.answers.set()
+        await until(lambda: any(isinstance(one, pb.Placement) for one in heard), timeout_s=8)
+        assert [one.key.request_id for one in there.admits] == ["r"] * len(there.admits)
+
+
+async def test_who_waits_is_told_when_the_scheduler_hangs_and_what_runs_goes_on() -> None:
+    running: list[RequestEvent] = []
+    heard: list[RequestEvent] = []
+    async with scheduler() as there, admissions_to(there.address, unreachable_after_s=4.0) as admissions:
+        admissions.admit(pb.AdmitRequest(key=key("running")), running.append)
+        await until(lambda: any(isinstance(one, pb.Placement) for one in running))
+        there.answers.clear()
+        admissions.admit(pb.AdmitRequest(key=key("waiting")), heard.append)
+        await until(lambda: bool(heard), timeout_s=12)
+        failure = heard[0]
+        assert isinstance(failure, AdmissionFailed)
+        assert failure.error.message.endswith("(TORCHRELAY_SCHEDULER_ADDRESS) does not answer")
+        assert not any(isinstance(one, AdmissionFailed) for one in running)
+        there.answers.set()
+        await until(lambda: any(one.HasField("current") for one in there.admits), timeout_s=8)

@@ -110,10 +110,44 @@ def test_cached_tokens_are_fixed_by_the_first_attempt_that_says_them() -> None:
     generation.resume(1)
     generation.accept(output(2, 0, 1, 6, finish=LENGTH))
     assert generation.usage(30).num_cached_prompt_tokens == 1
-    settled = generation.settlement("r", 30, FinishCause.CANCELLED)
+    settled = generation.settlement("r", 30, FinishCause.CANCELLED, by_caller=True)
     assert [(one.num_prompt_tokens, one.num_output_tokens, one.cause) for one in settled] == [
         (30, 2, FinishCause.LENGTH)
     ]
+
+
+def prompt_progress(attempt: int, num_prompt: int, num_cached: int) -> pb.ChoiceOutput:
+    key = types_pb2.AttemptKey(request_id="r", attempt=attempt)
+    return pb.ChoiceOutput(key=key, num_prompt_tokens=num_prompt, num_cached_prompt_tokens=num_cached)
+
+
+def billed(generation: Generation, *, by_caller: bool) -> tuple[int, int, int]:
+    (one,) = generation.settlement("r", 30, FinishCause.CANCELLED, by_caller=by_caller)
+    return one.num_prompt_tokens, one.num_cached_prompt_tokens, one.num_output_tokens
+
+
+def test_before_the_first_token_a_caller_who_leaves_pays_what_was_computed_of_the_prompt() -> None:
+    generation = Generation(1, 10)
+    assert billed(generation, by_caller=True) == (0, 0, 0)
+    for attempt, computed in ((1, 12), (1, 20), (1, 16)):  # preempted: computed again
+        progress = prompt_progress(attempt, computed, 8)
+        assert generation.accept(progress) is None
+        generation.advance_prompt(progress)
+    assert billed(generation, by_caller=True) == (20, 8, 0)
+    assert billed(generation, by_caller=False) == (0, 8, 0)
+    generation.resume(1)
+    for attempt, computed in ((1, 29), (2, 4)):  # of a stale attempt; of one that begins anew
+        generation.advance_prompt(prompt_progress(attempt, computed, 0))
+    assert billed(generation, by_caller=True) == (20, 8, 0)
+    generation.advance_prompt(prompt_progress(2, 99, 0))
+    assert billed(generation, by_caller=True) == (30, 8, 0)
+
+
+def test_with_a_first_token_the_whole_prompt_is_billed() -> None:
+    generation = Generation(1, 10)
+    generation.advance_prompt(prompt_progress(1, 12, 8))
+    generation.accept(output(1, 0, 0, 5))
+    assert [billed(generation, by_caller=by_caller)[0] for by_caller in (True, False)] == [30, 30]
 
 
 @st.composite

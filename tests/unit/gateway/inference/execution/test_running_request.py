@@ -14,7 +14,7 @@ from tests.support.gateway_ports import KEY
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
 from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import scheduler_pb2
+from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.execution.running_request import refusal_error, retry_delay_s, run_error
 
@@ -48,6 +48,26 @@ async def test_the_same_tokens_come_when_the_worker_dies(rig: TokenPathRig) -> N
     assert rig.scheduler.admits[1].num_forced_tokens == 10
     assert [(one.num_output_tokens, one.cause) for one in rig.ports.settled[request_id]] == [(25, FinishCause.LENGTH)]
     await until(lambda: len(rig.scheduler.releases) == 2)
+
+
+@pytest.mark.parametrize("how", ["silent", "stalled"])
+async def test_the_same_tokens_come_when_the_worker_hangs(rig: TokenPathRig, how: str) -> None:
+    first, second = rig.workers
+    first.pause_at = 10
+    asking = asyncio.ensure_future(ask(rig, 25))
+    await until(lambda: rig.num_accepted() == [10])
+    if how == "silent":
+        first.is_silent = True
+    else:
+        first.progress = types_pb2.EngineProgress(num_advances=1, has_work=True)
+    await until(lambda: bool(second.starts), timeout_s=8)
+    first.is_silent = False
+    first.resume()  # it goes on; nobody listens to it any more
+    assert await asking == [rig.echoed(PROMPT, 25)]
+    assert list(rig.scheduler.admits[1].lost_workers) == ["w0"]
+    (settled,) = rig.ports.settled.values()
+    assert [(one.num_output_tokens, one.cause) for one in settled] == [(25, FinishCause.LENGTH)]
+    await until(lambda: first.num_running == 0)
 
 
 async def test_each_choice_resumes_by_itself_and_finished_ones_are_left_alone(rig: TokenPathRig) -> None:
@@ -236,3 +256,51 @@ def test_retries_wait_longer_each_time() -> None:
     assert delays[0] == 0
     assert delays == sorted(delays)
     assert delays[-1] == 2.0
+
+
+def settled_of(rig: TokenPathRig) -> list[tuple[int, int, int, FinishCause]]:
+    return [
+        (one.num_prompt_tokens, one.num_cached_prompt_tokens, one.num_output_tokens, one.cause)
+        for usages in rig.ports.settled.values()
+        for one in usages
+    ]
+
+
+async def test_who_leaves_during_a_long_prompt_pays_what_was_computed(rig: TokenPathRig) -> None:
+    rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
+    async with rig.http.stream(
+        "POST", "/v1/completions", json={"model": "echo", "prompt": PROMPT, "stream": True}
+    ) as reply:
+        await anext(reply.aiter_lines())  # a keep-alive: the worker's progress came before it
+    await until(lambda: bool(rig.ports.settled))
+    assert settled_of(rig) == [(6, 2, 0, FinishCause.CANCELLED)]
+
+
+async def test_who_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -> None:
+    rig.scheduler.open_gate.clear()
+    async with rig.http.stream(
+        "POST", "/v1/completions", json={"model": "echo", "prompt": PROMPT, "stream": True}
+    ) as reply:
+        await anext(reply.aiter_lines())
+    await until(lambda: bool(rig.ports.settled))
+    assert settled_of(rig) == [(0, 0, 0, FinishCause.CANCELLED)]
+
+
+async def test_a_deadline_that_ends_a_long_prompt_bills_what_was_computed(make_rig: MakeRig) -> None:
+    rig = await make_rig(request_timeout_s=0.5)
+    rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
+    response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
+    assert response.status_code == 504
+    await until(lambda: bool(rig.ports.settled))
+    assert settled_of(rig) == [(6, 2, 0, FinishCause.ERROR)]
+
+
+async def test_a_fault_of_the_platform_during_a_long_prompt_costs_nothing(make_rig: MakeRig) -> None:
+    rig = await make_rig(max_attempts=1)
+    rig.workers[0].prompt_progress = (4, 6)
+    asking = asyncio.ensure_future(rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT}))
+    await until(lambda: any(role == "prefill" for role, _ in rig.workers[0].starts))
+    await rig.workers[0].kill()
+    assert (await asking).status_code == 503
+    await until(lambda: bool(rig.ports.settled))
+    assert [one[0] for one in settled_of(rig)] == [0]

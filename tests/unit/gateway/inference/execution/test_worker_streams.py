@@ -9,6 +9,8 @@ import pytest
 from tests.support.brokers import free_port
 from tests.support.echo_worker import EchoModel, EchoWorker
 from tests.unit.gateway.token_path_rig import until
+from torchrelay.common.liveness import SILENT_S
+from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.gateway.inference.core import RequestEvent, WorkerLost
@@ -105,3 +107,54 @@ async def test_a_cancelled_attempt_is_stopped_and_silent(worker: EchoWorker) -> 
         await until(lambda: streams.num_open == 0)
     assert heard == []
     assert worker.cancelled == [("decode", ("r", 1))]
+
+
+async def test_a_worker_that_falls_silent_is_lost_and_what_it_still_runs_is_cancelled(worker: EchoWorker) -> None:
+    heard: list[RequestEvent] = []
+    worker.pause_at = 3
+    async with WorkerStreams("gw") as streams:
+        streams.stream("decode", worker.ref).start(start("r"), heard.append)
+        streams.stream("prefill", worker.ref).start(start("r"), heard.append)
+        await until(lambda: len(heard) == 3)
+        worker.is_silent = True
+        await until(lambda: len(heard) == 5, timeout_s=8)
+        assert heard[3:] == [WorkerLost(1, "w0")] * 2
+        await until(lambda: streams.num_open == worker.num_running == 0)
+        worker.is_silent = False
+        worker.resume()
+        again: list[RequestEvent] = []  # a new stream: what the old one had is not heard again
+        streams.stream("prefill", worker.ref).start(start("s", max_tokens=1), again.append)
+        await until(lambda: bool(again))
+        assert len(heard) == 5
+
+
+async def test_a_worker_that_never_says_a_word_is_lost(worker: EchoWorker) -> None:
+    """It hung before the stream was opened, over a connection that others keep."""
+    heard: list[RequestEvent] = []
+    async with open_channel(worker.ref.grpc_address) as channel:
+        await channel.channel_ready()
+        worker.is_silent = True
+        async with WorkerStreams("gw") as streams:
+            streams.stream("decode", worker.ref).start(start("r"), heard.append)
+            await until(lambda: heard == [WorkerLost(1, "w0")], timeout_s=8)
+
+
+async def test_a_worker_that_beats_and_makes_no_step_is_lost(worker: EchoWorker) -> None:
+    heard: list[RequestEvent] = []
+    worker.pause_at = 0
+    worker.progress = types_pb2.EngineProgress(num_advances=5, has_work=True)
+    async with WorkerStreams("gw") as streams:
+        streams.stream("decode", worker.ref).start(start("r"), heard.append)
+        await until(lambda: heard == [WorkerLost(1, "w0")], timeout_s=8)
+
+
+async def test_who_waits_at_a_worker_that_works_for_others_or_rests_is_left_there(worker: EchoWorker) -> None:
+    heard: list[RequestEvent] = []
+    worker.pause_at = 0
+    async with WorkerStreams("gw") as streams:
+        streams.stream("decode", worker.ref).start(start("r"), heard.append)
+        await until(lambda: worker.num_running == 1)
+        for progress in (None, types_pb2.EngineProgress(num_advances=5, has_work=False)):
+            worker.progress = progress
+            with pytest.raises(TimeoutError):
+                await until(lambda: bool(heard), timeout_s=1.2 * SILENT_S)

@@ -1,74 +1,139 @@
-"""Chat formats from a model's files, and prompt encoding."""
+"""Prompts of published models, and the errors of those that cannot be encoded."""
 
 from __future__ import annotations
 
 import json
-from typing import cast
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
 
 import pytest
+from blake3 import blake3
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Split
 
-from tests.support.gateway_ports import published_model
-from torchrelay.common.errors import DataCorrupted, InvalidRequest
+from tests.support.echo_services import EchoStore
+from tests.support.gateway_ports import PRINCIPAL, published_model
+from tests.unit.gateway.inference.text.text_rig import LOOP, MESSAGES, TINY
+from torchrelay.common.errors import ContextLengthExceeded, DataCorrupted, InvalidRequest, TorchrelayError
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.file_reader import StoreFileReader
+from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.core import GenerateParams
-from torchrelay.gateway.inference.text.prompt_encoder import MAX_TEMPLATE_CHARS, PromptEncoder, chat_format
-from torchrelay.gateway.inference.text.template_renderer import TemplateRenderer
-from torchrelay.gateway.inference.text.tokenizer_cache import TokenizerCache
+from torchrelay.gateway.inference.text.decoder_cache import DecoderCache
+from torchrelay.gateway.inference.text.frames import TextLimits
+from torchrelay.gateway.inference.text.model_files import ModelFiles
+from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
+from torchrelay.gateway.inference.text.text_processes import TextProcesses
+
+TEXT = GenerateParams("echo", text="hello")
+CHAT = GenerateParams("echo", messages=MESSAGES)
 
 
-def encoded(**fields: object) -> bytes:
-    return json.dumps(fields).encode()
+@dataclass
+class EncoderRig:
+    """An encoder, and the store it reads from."""
+
+    prompts: PromptEncoder
+    store: EchoStore
+
+    def model(self, *, vocab_size: int = 1 << 20, context: int = 4096, **files: bytes) -> PublishedModel:
+        """A model with these files beside its tokenizer; names with underscores for dots."""
+        named = {"tokenizer.json": TINY} | {
+            {"config": "tokenizer_config.json", "template": "chat_template.jinja", "tokenizer": "tokenizer.json"}[
+                name
+            ]: data
+            for name, data in files.items()
+        }
+        digests = {name: blake3(data).hexdigest() for name, data in named.items()}
+        self.store.files |= {digests[name]: data for name, data in named.items()}
+        return published_model(file_digests=digests, vocab_size=vocab_size, context=context)
+
+    async def text(self, model: PublishedModel, params: GenerateParams) -> str:
+        """The text of the prompt's token ids."""
+        token_ids = await self.prompts.token_ids(PRINCIPAL, model, params)
+        text: str = (await self.prompts.decoder(PRINCIPAL, model)).decode(list(token_ids), skip_special_tokens=False)
+        return text
+
+    async def error(self, model: PublishedModel, params: GenerateParams) -> TorchrelayError:
+        with pytest.raises(TorchrelayError) as caught:
+            await self.prompts.token_ids(PRINCIPAL, model, params)
+        return caught.value
 
 
-def test_special_tokens_come_in_both_forms() -> None:
-    config = encoded(bos_token="<s>", eos_token={"content": "</s>", "lstrip": False}, pad_token=None, chat_template="x")
-    found = chat_format(config, None)
-    assert found.template == "x"
-    assert found.special_tokens == {"bos_token": "<s>", "eos_token": "</s>"}
+@pytest.fixture
+async def rig() -> AsyncIterator[EncoderRig]:
+    async with AsyncExitStack() as stack:
+        store = EchoStore({})
+        await store.start()
+        stack.push_async_callback(store.stop)
+        channel = open_channel(store.address)
+        stack.push_async_callback(channel.close)
+        limits = TextLimits(prompt_cpu_s=0.5)
+        files = await stack.enter_async_context(ModelFiles(StoreFileReader(ParamStoreStub(channel), store.address)))
+        decoders = DecoderCache(1 << 30)
+        stack.callback(decoders.close)
+        processes = TextProcesses(limits, num_processes=2, max_cached_bytes=1 << 30)
+        await stack.enter_async_context(processes)
+        yield EncoderRig(PromptEncoder(files, decoders, processes, limits), store)
 
 
-def test_a_template_file_counts_before_the_configuration() -> None:
-    assert chat_format(encoded(chat_template="old"), b"new").template == "new"
-    assert chat_format(None, b"new").template == "new"
+async def test_texts_and_chats_become_tokens(rig: EncoderRig) -> None:
+    config = json.dumps({"bos_token": "<s>", "chat_template": "{{ bos_token }}{{ messages[1].content }}"}).encode()
+    model = rig.model(config=config)
+    assert await rig.text(model, TEXT) == "hello"
+    assert await rig.text(model, CHAT) == "<s>größer?\nJa 🔥"
+    assert await rig.prompts.token_ids(PRINCIPAL, model, GenerateParams("echo", token_ids=(1, 2))) == (1, 2)
+    both = rig.model(config=config, template=b"{{ bos_token }} of the file")
+    assert await rig.text(both, CHAT) == "<s> of the file"
 
 
-def test_of_named_templates_the_default_is_taken() -> None:
-    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    assert chat_format(encoded(chat_template=named), None).template == "d"
-    assert chat_format(encoded(chat_template=named[:1]), None).template == ""
+async def test_a_decoder_is_loaded_without_a_prompt_too(rig: EncoderRig) -> None:
+    decoder = await rig.prompts.decoder(PRINCIPAL, rig.model())
+    assert await rig.prompts.decoder(PRINCIPAL, rig.model()) is decoder
+    assert len(rig.store.reads) == 1
 
 
-@pytest.mark.parametrize("config", [b"[]", b"{", b'"x"'])
-def test_senseless_files_are_refused(config: bytes) -> None:
-    with pytest.raises(DataCorrupted) as caught:
-        chat_format(config, None)
-    assert caught.value.field == "tokenizer_config.json"
+async def test_what_is_too_long_says_how_long(rig: EncoderRig) -> None:
+    model = rig.model(context=4, template=b"{{ 'x ' * 64 }}")
+    assert "has 129 characters, too many" in (await rig.error(model, replace(TEXT, text="x" * 129))).message
+    assert "has 64 tokens" in (await rig.error(model, replace(TEXT, text="x " * 32))).message
+    assert isinstance(await rig.error(rig.model(context=4, template=b"{{ 'x' * 999 }}"), CHAT), ContextLengthExceeded)
 
 
-def test_a_template_has_a_size() -> None:
-    with pytest.raises(DataCorrupted):
-        chat_format(None, b"x" * (MAX_TEMPLATE_CHARS + 1))
-    assert chat_format(None, None).template == ""
+async def test_what_cannot_be_encoded_says_why(rig: EncoderRig) -> None:
+    error = await rig.error(rig.model(), CHAT)
+    assert (type(error), error.field) == (InvalidRequest, "messages")
+    assert error.message.startswith("acme/echo has no chat template")
+    error = await rig.error(rig.model(template=b"{{ raise_exception('no') }}"), CHAT)
+    assert (error.field, error.message) == ("messages", "the model's chat template failed: no")
+    error = await rig.error(rig.model(vocab_size=100), TEXT)
+    assert error.field == "prompt" and "the model's token ids are 0 to 99" in error.message
+    error = await rig.error(rig.model(), replace(TEXT, text=""))
+    assert (error.field, error.message) == ("prompt", "the prompt must not be empty")
+    error = await rig.error(rig.model(vocab_size=10), GenerateParams("echo", token_ids=(10,)))
+    assert error.message == "token id 10 is out of range; the model's token ids are 0 to 9"
+    with pytest.raises(InvalidRequest, match=r"has no tokenizer\.json"):
+        await rig.prompts.token_ids(PRINCIPAL, published_model(file_digests={}), TEXT)
 
 
-class OneTokenizer:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    async def get(self, digest: str) -> Tokenizer:
-        return self._tokenizer
-
-
-async def test_a_tokenizer_that_panics_refuses_the_prompt() -> None:
+async def test_a_tokenizer_that_panics_refuses_the_prompt(rig: EncoderRig) -> None:
     tokenizer = Tokenizer(BPE(vocab={"a": 0}, merges=[]))
     tokenizer.pre_tokenizer = Split(Regex("(a+)+!"), "isolated")
-    prompts = PromptEncoder(
-        cast(StoreFileReader, None), cast(TokenizerCache, OneTokenizer(tokenizer)), cast(TemplateRenderer, None)
-    )
-    model = published_model(file_digests={"tokenizer.json": "digest"})
-    with pytest.raises(InvalidRequest, match="tokenizer of acme/echo cannot encode this text") as caught:
-        await prompts.token_ids(model, GenerateParams("echo", text="a" * 30 + "c"))
-    assert caught.value.field == "prompt"
+    model = rig.model(tokenizer=tokenizer.to_str().encode())
+    error = await rig.error(model, replace(TEXT, text="a" * 30 + "c"))
+    assert (error.field, error.message) == ("prompt", "the tokenizer of acme/echo cannot encode this text")
+
+
+async def test_files_that_cannot_be_read_are_named(rig: EncoderRig) -> None:
+    error = await rig.error(rig.model(config=b"{"), CHAT)
+    assert (type(error), error.field) == (DataCorrupted, "tokenizer_config.json")
+    error = await rig.error(rig.model(tokenizer=b'{"model": {}}'), TEXT)
+    assert (type(error), error.field) == (InvalidRequest, "tokenizer.json")
+
+
+async def test_a_killed_prompt_names_its_part_and_the_limit(rig: EncoderRig) -> None:
+    error = await rig.error(rig.model(template=LOOP.encode()), CHAT)
+    assert (error.field, error.message) == ("messages", "the model's chat template failed: it took longer than 0.5 s")

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.unit.scheduler.policy.paper_cluster import MB, a_copy, a_model, a_store, a_worker
-from torchrelay.scheduler.policy.cluster.membership import Membership
-from torchrelay.scheduler.policy.core import BOTH, InstancePhase, SlotStatus
+from torchrelay.common.liveness import EngineProgress
+from torchrelay.scheduler.policy.cluster.membership import LostPeers, Membership
+from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, SlotStatus
 
 LOADING = SlotStatus(InstancePhase.LOADING, "i1", "acme/tiny", "v", "p", BOTH, 1, 4)
 
@@ -39,9 +40,8 @@ def test_silence_loses_and_a_report_brings_back() -> None:
     membership.accept_worker(worker, streamed=False)
     membership.accept_store(replace(store, seen_at=3.0))
     assert membership.expire(now=3.9, stale_s=3.0).workers == ()
-    assert membership.expire(now=9.0, stale_s=3.0, reports_complete_since=8.0).workers == ()
     lost = membership.expire(now=4.1, stale_s=3.0)
-    assert [one.worker_id for one in lost.workers] == ["w"] and lost.stores == ()
+    assert [one.worker.worker_id for one in lost.workers] == ["w"] and lost.stores == ()
     assert membership.accept_worker(replace(worker, seen_at=4.2), streamed=False) is not None
 
 
@@ -69,3 +69,87 @@ def test_whole_holders_are_those_with_every_chunk() -> None:
     for store in (a_store("s1", "h1", [a_copy(model)]), a_store("s2", "h2", [a_copy(model, 7)]), a_store("s3", "h3")):
         membership.accept_store(store)
     assert membership.whole_holders(model.pack_id) == ("s1",)
+
+
+def test_beats_on_the_stream_keep_a_peer_present_while_the_broker_is_away() -> None:
+    membership = Membership(fence_s=2.0)
+    membership.accept_worker(a_worker("w", seen_at=0.0, num_running=3), streamed=True)
+    membership.accept_store(a_store("s", "host-1"))
+    for half in range(120):
+        now = half / 2
+        membership.beat_worker("w", "w first", EngineProgress(half, True), now)
+        membership.beat_store("s", "s first", now)
+        lost = membership.expire(now, stale_s=3.0)
+        assert not lost.workers and not lost.stores
+    # They say nothing of the load: that is as old as the last report.
+    assert (membership.workers["w"].seen_at, membership.workers["w"].num_running) == (0.0, 3)
+    assert [one.why for one in membership.expire(62.6, stale_s=3.0).workers] == ["was silent for 3 s"]
+
+
+def test_beats_of_another_process_keep_nobody() -> None:
+    membership = Membership(fence_s=2.0)
+    membership.accept_worker(a_worker("w", seen_at=0.0), streamed=True)
+    membership.accept_store(a_store("s", "host-1"))
+    membership.beat_worker("w", "w second", EngineProgress(), 2.0)
+    membership.beat_store("s", "s second", 2.0)
+    membership.beat_worker("nobody", "n", EngineProgress(), 2.0)
+    lost = membership.expire(3.1, stale_s=3.0)
+    assert len(lost.workers) == len(lost.stores) == 1
+
+
+def test_a_worker_whose_engine_stalls_is_lost_and_stays_away_until_it_advances() -> None:
+    membership = Membership(fence_s=2.0)
+    stuck = a_worker("w", progress=EngineProgress(7, True, expected_s=1.0))
+    for second in range(5):
+        assert membership.accept_worker(replace(stuck, seen_at=float(second)), streamed=False) is not None
+        assert not membership.expire(float(second), stale_s=3.0).workers
+    membership.beat_worker("w", "w first", stuck.progress, 4.1)
+    (lost,) = membership.expire(4.1, stale_s=3.0).workers
+    assert lost.is_stalled and lost.why == "had work and made no step for 4.1 s"
+    for second in range(5, 100):
+        assert membership.accept_worker(replace(stuck, seen_at=float(second)), streamed=False) is None
+    advanced = replace(stuck, seen_at=101.0, progress=EngineProgress(8, True))
+    assert membership.accept_worker(advanced, streamed=False) is not None
+
+
+def test_a_stalled_worker_whose_work_was_cancelled_or_that_was_restarted_is_back() -> None:
+    for back in ({"progress": EngineProgress(7, False)}, {"incarnation": "w second"}):
+        membership = Membership(fence_s=2.0)
+        stuck = a_worker("w", progress=EngineProgress(7, True))
+        membership.accept_worker(stuck, streamed=False)
+        membership.beat_worker("w", "w first", stuck.progress, 3.1)
+        assert membership.expire(3.1, stale_s=3.0).workers
+        assert membership.accept_worker(replace(stuck, seen_at=4.0, **back), streamed=False) is not None
+
+
+def test_suspicion_stays_while_the_engine_does_not_advance() -> None:
+    membership = Membership(fence_s=2.0)
+    stuck = a_worker("w", seen_at=1.0, progress=EngineProgress(7, True))
+    membership.accept_worker(stuck, streamed=False)
+    membership.suspect("w", now=1.5)
+    membership.accept_worker(replace(stuck, seen_at=2.5), streamed=False)
+    assert membership.is_suspect("w")
+    membership.accept_worker(replace(stuck, seen_at=2.6, progress=EngineProgress(8, True)), streamed=False)
+    assert not membership.is_suspect("w")
+
+
+def test_nobody_is_lost_for_what_was_said_while_nobody_listened() -> None:
+    membership = Membership(fence_s=2.0)
+    membership.accept_worker(a_worker("w", progress=EngineProgress(7, True)), streamed=True)
+    membership.accept_store(a_store("s", "host-1"))
+    assert membership.expire(33.0, stale_s=3.0, listening_since=30.0) == LostPeers((), ())
+    lost = membership.expire(33.1, stale_s=3.0, listening_since=30.0)
+    assert len(lost.workers) == len(lost.stores) == 1
+
+
+def test_why_no_model_can_be_loaded() -> None:
+    membership = Membership(fence_s=2.0)
+    assert membership.why_no_load() == "no worker answers"
+    membership.accept_worker(a_worker("p", "host-1", frozenset((Role.PREFILL,))), streamed=False)
+    assert membership.why_no_load() == "the param-store of host host-1 does not answer"
+    membership.accept_store(a_store("s", "host-1"))
+    assert membership.why_no_load() == "no worker that can decode answers"
+    membership.accept_worker(a_worker("d", "host-2", frozenset((Role.DECODE,))), streamed=False)
+    assert membership.why_no_load() == "no worker that can decode answers"  # its host has no store
+    membership.accept_store(a_store("s2", "host-2"))
+    assert membership.why_no_load() == ""

@@ -1,4 +1,4 @@
-"""One child process of `torchrelay up`: start, readiness, stop."""
+"""One child process of `torchrelay up`: start, readiness, liveness, stop."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import parent_death
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.cli.up.children.liveness import await_fault, probe_of
+from torchrelay.common.net.probes import Probe
 from torchrelay.common.process.environment import plain_environment
 from torchrelay.common.tls import Tls
 
 POLL_S = 0.02
+PROBE_TIMEOUT_S = 2.0
 STOP_TIMEOUT_S = 10.0
 CONNECT_TIMEOUT_S = 3.0
 TAIL_LINES = 8
@@ -33,7 +31,7 @@ TAIL_COLUMNS = 240
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What to run. Our services write ``ready_file`` once they serve; other programs listen on ``ready_port``.
+    """What to run. Our services write ``ready_file`` once they serve; brokers answer at ``broker_url``.
 
     ``inherited``: its environment beside ``env``. ``tls``: credentials for its gRPC server, if that uses TLS.
     """
@@ -43,7 +41,7 @@ class ChildSpec:
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     ready_file: Path | None = None
-    ready_port: int = 0
+    broker_url: str = ""
     ready_s: float = 60.0
     tls: Tls | None = None
     inherited: Mapping[str, str] = field(default_factory=lambda: plain_environment(os.environ))
@@ -55,28 +53,32 @@ class Child:
     def __init__(self, spec: ChildSpec, process: asyncio.subprocess.Process, log_begin: int) -> None:
         self.spec, self._process, self._log_begin = spec, process, log_begin
         self._begin_s = time.monotonic()
+        self._probe: Probe | None = None
 
     @classmethod
     async def start(cls, spec: ChildSpec) -> Child:
         """Starts the program in its own process group, so that Ctrl-C reaches it only through `up`.
 
-        Raises ``CliError`` when the program is not installed.
+        Raises ``CliError`` when the program is not installed, or its log cannot be written.
         """
         program = shutil.which(spec.command[0])
         if program is None:
             raise CliError(f"{spec.name} cannot start: {spec.command[0]} is not installed", "run make setup")
-        if spec.ready_file is not None:
-            spec.ready_file.unlink(missing_ok=True)
-        with spec.log.open("ab") as log:
-            log_begin = log.tell()
-            process = await asyncio.create_subprocess_exec(
-                *_tied_to_parent((program, *spec.command[1:])),
-                env={**spec.inherited, **spec.env},
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        try:
+            if spec.ready_file is not None:
+                spec.ready_file.unlink(missing_ok=True)
+            with spec.log.open("ab") as log:
+                log_begin = log.tell()
+                process = await asyncio.create_subprocess_exec(
+                    *_tied_to_parent((program, *spec.command[1:])),
+                    env={**spec.inherited, **spec.env},
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise CliError(f"{spec.name} cannot start: {error}", "see whether the disk is full") from error
         return cls(spec, process, log_begin)
 
     @property
@@ -93,38 +95,84 @@ class Child:
         return time.monotonic() - self._begin_s
 
     async def exited(self) -> str:
-        """Waits for the exit, kills what is left of the process group, and says how it ended."""
-        status = await self._process.wait()
+        """Waits for the exit, kills what is left of the process group, and says how it ended.
+
+        Once it is ready, a child that does not answer is killed.
+        """
+        fault = ""
+
+        async def kill_when_hung(probe: Probe) -> None:
+            nonlocal fault
+            fault = await await_fault(probe, self._is_leaving)
+            self.kill()
+
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(kill_when_hung(self._probe)) if self._probe is not None else None
+            status = await self._process.wait()
+            if watching is not None:
+                watching.cancel()
         self.kill()
-        return how_ended(status)
+        return f"{fault}; killed" if fault else how_ended(status)
 
     async def ready(self) -> dict[str, str]:
         """Waits until the child serves; returns its addresses. Raises ``CliError`` with the end of its log."""
         try:
             async with asyncio.timeout(self.spec.ready_s):
                 while self.returncode is None:
-                    if (addresses := await self._addresses()) is not None:
+                    if (addresses := self._addresses()) is not None and await self._answers(addresses):
                         return addresses
                     await asyncio.sleep(POLL_S)  # there is nothing to wait on for a file and a port
         except TimeoutError:
             raise CliError(f"{self.spec.name} was not ready within {self.spec.ready_s:g} s", self._log_hint()) from None
+        if (sentence := self._last_words()) is not None:
+            raise CliError(f"{self.spec.name} cannot start: {sentence}", f"its log: {self.spec.log}")
         raise CliError(f"{self.spec.name} {how_ended(self.returncode or 0)} while starting", self._log_hint())
 
-    async def _addresses(self) -> dict[str, str] | None:
+    def _addresses(self) -> dict[str, str] | None:
         if self.spec.ready_file is None:
-            return {} if await is_listening("127.0.0.1", self.spec.ready_port) else None
+            return {}
         try:
             written = json.loads(self.spec.ready_file.read_text())
         except FileNotFoundError:
             return None
-        addresses = {str(key): str(value) for key, value in written.items()}
-        return addresses if await _is_healthy(addresses.get("grpc"), self.spec.tls) else None
+        return {str(key): str(value) for key, value in written.items()}
 
-    def _log_hint(self) -> str:
+    async def _answers(self, addresses: Mapping[str, str]) -> bool:
+        """Whether it serves; a child that cannot be asked does."""
+        probe = probe_of(self.spec.broker_url, addresses, self.spec.tls)
+        if probe is None:
+            return True
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                if not await probe.ask():
+                    self._probe = probe
+                    return True
+        except TimeoutError:
+            pass
+        finally:
+            if self._probe is None:
+                await probe.close()
+        return False
+
+    def _is_leaving(self) -> bool:
+        """A service that was told to stop removes its ready file first."""
+        return self.spec.ready_file is not None and not self.spec.ready_file.exists()
+
+    def _log_lines(self) -> list[str]:
+        """What it has written to its log."""
         with self.spec.log.open("rb") as log:
             size = self.spec.log.stat().st_size
             log.seek(self._log_begin if self._log_begin <= size else 0)  # it may have been truncated
-            lines = log.read().decode(errors="replace").strip().splitlines()
+            return log.read().decode(errors="replace").strip().splitlines()
+
+    def _last_words(self) -> str | None:
+        """Our services end with their name and the reason when they cannot start; None: it has not done so."""
+        lines = self._log_lines()
+        name, colon, sentence = lines[-1].partition(": ") if lines else ("", "", "")
+        return sentence if colon and name == Path(self.spec.command[0]).name else None
+
+    def _log_hint(self) -> str:
+        lines = self._log_lines()
         if not lines:
             return f"it wrote nothing to {self.spec.log}"
         tail = (f"  {line[:TAIL_COLUMNS]}" for line in lines[-TAIL_LINES:])
@@ -174,16 +222,3 @@ async def is_listening(host: str, port: int) -> bool:
     with suppress(OSError):
         await writer.wait_closed()
     return True
-
-
-async def _is_healthy(address: str | None, tls: Tls | None) -> bool:
-    """gRPC health check; a child without a gRPC server is healthy once its ready file exists."""
-    if not address:
-        return True
-    async with open_channel(address, tls) as channel:
-        health: Any = health_pb2_grpc.HealthStub(channel)  # its published types lack methods
-        try:
-            reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=2)
-        except grpc.aio.AioRpcError:
-            return False
-    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,4 +1,4 @@
-"""Bounded logs: two files per child, of little more than ``MAX_LOG_BYTES`` each.
+"""Bounded logs: two files per child, of little more than a limit each.
 
 Children append to an open file, which cannot be replaced while they run: it is copied and truncated. Lines written in
 between are lost.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-MAX_LOG_BYTES = 32 << 20
 CHECK_EVERY_S = 10.0
 
 
@@ -24,12 +23,13 @@ def rotate(log: Path) -> None:
         log.replace(rotated_path(log))
 
 
-def truncate_if_long(log: Path, max_bytes: int = MAX_LOG_BYTES) -> None:
-    """Copies and truncates a long log while it is written to; truncates it even if the copy fails."""
+def truncate_if_long(log: Path, max_bytes: int, *, is_copied: bool = True) -> None:
+    """Truncates a long log while it is written to, even if the copy cannot be made."""
     if not log.exists() or log.stat().st_size <= max_bytes:
         return
     try:
-        shutil.copyfile(log, rotated_path(log))
+        if is_copied:
+            shutil.copyfile(log, rotated_path(log))
     except OSError:  # a full disk: space is worth more than old lines
         rotated_path(log).unlink(missing_ok=True)
     with log.open("r+b") as file:

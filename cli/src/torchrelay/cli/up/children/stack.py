@@ -17,6 +17,8 @@ class Stack:
 
     groups: tuple[tuple[ChildSpec, ...], ...]
     endpoints: dict[str, str]
+    home: Path = Path()
+    traces: Path | None = None  # the children append to it
     arena: Path | None = None  # shared memory to remove at the end
     http_port: int = 0
     taken_http_port: int = 0  # the preferred one, if it was taken

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import logs
 from torchrelay.cli.up.children.child import Child, ChildSpec
 from torchrelay.cli.up.children.stack import Stack
+from torchrelay.cli.up.disk import DiskState, disk_message, disk_state, log_limit_bytes
+from torchrelay.common.disk import free_bytes
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
+DISK_CHECK_S = 0.25
+NATS = "nats"
 BACKOFF_RESET_S = 30.0  # a child that ran this long starts with the first back-off again
 
 
@@ -24,6 +29,7 @@ class SupervisorListener(Protocol):
     def ready(self, name: str, took_s: float, address: str) -> None: ...
     def ended(self, name: str, how: str, wait_s: float) -> None: ...
     def failed(self, error: CliError) -> None: ...
+    def disk(self, message: str) -> None: ...
     def stopping(self) -> None: ...
 
 
@@ -74,6 +80,7 @@ class Supervisor:
                 for spec in self._stack.specs:
                     keeping.create_task(self._keep(spec))
                 keeping.create_task(self._trim_logs())
+                keeping.create_task(self._watch_disk())
 
     async def _start(self, spec: ChildSpec) -> None:
         child = self._children[spec.name] = await Child.start(spec)
@@ -100,8 +107,24 @@ class Supervisor:
     async def _trim_logs(self) -> None:
         while True:
             await asyncio.sleep(logs.CHECK_EVERY_S)
+            limit_bytes = log_limit_bytes(free_bytes(self._stack.home))
             for spec in self._stack.specs:
-                await asyncio.to_thread(logs.truncate_if_long, spec.log)
+                await asyncio.to_thread(logs.truncate_if_long, spec.log, limit_bytes)
+            if self._stack.traces is not None:
+                traces = partial(logs.truncate_if_long, self._stack.traces, 2 * limit_bytes, is_copied=False)
+                await asyncio.to_thread(traces)
+
+    async def _watch_disk(self) -> None:
+        """Says when the disk fills and when it has space again; then starts NATS anew, which has stopped storing."""
+        state = DiskState.ROOMY
+        while True:
+            num_free_bytes, before = free_bytes(self._stack.home), state
+            state = disk_state(num_free_bytes, before)
+            if state is not before:
+                self._listener.disk(disk_message(state, self._stack.home, num_free_bytes))
+                if before is DiskState.FULL and NATS in self._children:
+                    self._children[NATS].kill()
+            await asyncio.sleep(DISK_CHECK_S)
 
     async def _stop_all(self) -> None:
         """Group by group, in reverse: the gateway first, the brokers last."""

@@ -5,13 +5,15 @@ Uses the service's TLS settings, and falls back to plain text, which the public 
 
 from __future__ import annotations
 
+import socket
+import ssl
 import sys
 from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from torchrelay.common.net.rpc import open_blocking_channel
+from torchrelay.common.net.rpc import fault_in, open_blocking_channel
 from torchrelay.common.process.settings import ServiceSettings, load_settings
 from torchrelay.common.tls import Tls
 
@@ -19,16 +21,29 @@ TIMEOUT_S = 2.0
 USAGE = "usage: torchrelay-health HOST:PORT"
 
 
-def is_serving(address: str, tls: Tls | None = None) -> bool | None:
-    """Whether the server at ``address`` reports that it serves; ``None`` without an answer."""
+def fault_of(address: str, tls: Tls | None = None) -> str | None:
+    """Why the service at ``address`` cannot serve, empty if it does; ``None`` without an answer."""
     with open_blocking_channel(address, tls) as channel:
         try:
-            reply = cast(Any, health_pb2_grpc.HealthStub(channel)).Check(
-                health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S
-            )
+            check = cast(Any, health_pb2_grpc.HealthStub(channel)).Check.with_call
+            reply, call = check(health_pb2.HealthCheckRequest(), timeout=TIMEOUT_S)
         except grpc.RpcError:
             return None
-    return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)
+    if reply.status == health_pb2.HealthCheckResponse.SERVING:
+        return ""
+    return fault_in(call.trailing_metadata()) or "it does not say why"
+
+
+def speaks_tls(address: str) -> bool:
+    """Whether the server at ``address`` begins a TLS handshake."""
+    host, _, port = address.rpartition(":")
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host, int(port)), TIMEOUT_S) as plain, context.wrap_socket(plain):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def main() -> None:
@@ -40,10 +55,16 @@ def main() -> None:
         sys.exit(USAGE)
     address = sys.argv[1]
     tls = load_settings(ServiceSettings, "torchrelay-health", args=[]).tls
-    serves = is_serving(address, tls)
-    if serves is None and tls is not None:
-        serves = is_serving(address)
-    if serves:
+    fault = fault_of(address, tls)
+    if fault is None and tls is not None:
+        fault = fault_of(address)
+    if fault == "":
         print("serving")
+    elif fault is not None:
+        sys.exit(f"{address} answers but is not serving: {fault}")
+    elif speaks_tls(address):
+        files = "TORCHRELAY_TLS_CA_FILE, TORCHRELAY_TLS_CERT_FILE and TORCHRELAY_TLS_KEY_FILE"
+        what = "rejects this certificate: name the cluster's files with" if tls else "expects TLS: set"
+        sys.exit(f"{address} {what} {files}")
     else:
-        sys.exit(f"{address} does not answer" if serves is None else f"{address} answers but is not serving")
+        sys.exit(f"{address} does not answer")

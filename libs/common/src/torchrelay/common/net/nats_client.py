@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from dataclasses import asdict, dataclass
 
 import nats
 from nats.aio.client import Client
@@ -26,6 +27,9 @@ CLOSE_TIMEOUT_S = 3.0
 DEFAULT_INBOX = "_INBOX"
 HISTORY_STREAM = "RELAY_HISTORY"
 USAGE_STREAM = "RELAY_USAGE"
+MIN_STREAM_BYTES = 1 << 20
+_STREAM_EXISTS = 10058  # error codes of JetStream's API
+_NO_STORAGE = frozenset({10023, 10028, 10047})  # of the server, of the account, and of its file storage
 
 
 class Subjects:
@@ -128,11 +132,28 @@ async def connect(url: str, name: str) -> Client:
     return client
 
 
-async def ensure_streams(js: JetStreamContext, subjects: Subjects, num_replicas: int = 1) -> None:
-    """Creates or updates the two streams. Both are bounded: neither is the only record of money."""
+@dataclass(frozen=True, slots=True)
+class StreamSizes:
+    """The largest bytes of each stream. NATS sets them aside; beyond them it drops the oldest messages."""
+
+    history_bytes: int = 256 << 20
+    usage_bytes: int = 1 << 30
+
+
+async def ensure_streams(
+    js: JetStreamContext, subjects: Subjects, num_replicas: int = 1, sizes: StreamSizes | None = None
+) -> bool:
+    """Creates both streams, or gives them ``sizes``; where NATS cannot set that much aside, half, a quarter, and so on.
+
+    Both are bounded: neither is the only record of money. Returns whether they have the sizes. Without ``sizes`` an
+    existing stream is left as it is and a missing one begins small: the scheduler gives it its size. Raises nats-py's
+    errors.
+    """
+    asked = sizes or StreamSizes(MIN_STREAM_BYTES, MIN_STREAM_BYTES)
+    is_full_size = True
     for name, subject, max_bytes, max_age_s in (
-        (subjects.history_stream, subjects.event(">"), 256 << 20, 30 * 86400),
-        (subjects.usage_stream, subjects.usage("*"), 1 << 30, 7 * 86400),
+        (subjects.usage_stream, subjects.usage("*"), asked.usage_bytes, 7 * 86400),
+        (subjects.history_stream, subjects.event(">"), asked.history_bytes, 30 * 86400),
     ):
         config = StreamConfig(
             name=name,
@@ -143,7 +164,44 @@ async def ensure_streams(js: JetStreamContext, subjects: Subjects, num_replicas:
             max_age=max_age_s,
             num_replicas=num_replicas,
         )
+        is_full_size &= await _ensure_stream(js, config, may_update=sizes is not None)
+    return is_full_size
+
+
+async def _ensure_stream(js: JetStreamContext, config: StreamConfig, *, may_update: bool) -> bool:
+    """Returns whether the stream has ``config.max_bytes``."""
+    asked_bytes = max_bytes = config.max_bytes or 0
+    while True:
+        config = config.evolve(max_bytes=max_bytes)
         try:
-            await cancellable(js.add_stream(config))
-        except nats.js.errors.BadRequestError:  # exists with another configuration
-            await cancellable(js.update_stream(config))
+            try:
+                await cancellable(js.add_stream(config))
+            except nats.js.errors.BadRequestError as error:
+                if error.err_code != _STREAM_EXISTS:
+                    raise
+                if may_update:  # it exists with another configuration
+                    await cancellable(js.update_stream(config))
+        except nats.js.errors.APIError as error:
+            if error.err_code not in _NO_STORAGE or max_bytes <= MIN_STREAM_BYTES:
+                raise
+            max_bytes = max(max_bytes // 2, MIN_STREAM_BYTES)
+            continue
+        return max_bytes == asked_bytes
+
+
+async def try_streams(js: JetStreamContext, subjects: Subjects, num_replicas: int, sizes: StreamSizes) -> None:
+    """``ensure_streams``, but an error is only logged: the platform serves without history and registers, too."""
+    try:
+        if not await ensure_streams(js, subjects, num_replicas, sizes):
+            log.warning("streams_reduced", **asdict(sizes))
+    except (nats.errors.Error, OSError) as error:
+        log.warning("streams_not_ensured", error=repr(error)[:200])
+
+
+async def keep_streams(
+    js: JetStreamContext, subjects: Subjects, num_replicas: int, sizes: StreamSizes, every_s: float = 30.0
+) -> None:
+    """Ensures the streams until cancelled: NATS may be away, lose its storage, or have more room later."""
+    while True:
+        await asyncio.sleep(every_s)
+        await try_streams(js, subjects, num_replicas, sizes)

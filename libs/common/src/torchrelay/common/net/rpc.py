@@ -7,16 +7,26 @@ who may call it; health checks are open to all.
 
 from __future__ import annotations
 
+import asyncio
 import inspect
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, TypeVar
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from torchrelay.common.callers import CLUSTER_NAME, CallCheck, MethodCallers
-from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, error_class
+from torchrelay.common.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidRequest,
+    Overloaded,
+    TorchrelayError,
+    Unavailable,
+    error_class,
+)
 from torchrelay.common.tls import Tls
 
 MAX_MESSAGE_BYTES = 8 << 20
@@ -43,6 +53,34 @@ _TLS_OPTIONS = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", CLUSTER_NAM
 _TOKEN = "torchrelay-token"
 _HEALTH = "/grpc.health.v1.Health/"
 _CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
+_FAULT = "torchrelay-fault"
+Faults = Callable[[], Awaitable[str]]
+_BINARY_FIELD = "torchrelay-field-bin"  # of a field that is not ASCII; gRPC carries binary metadata under such names
+# Metadata above 8 KiB ends a call without its cause. Both are cut where a tenant's names make them longer.
+_MAX_FIELD_BYTES, _MAX_MESSAGE_CHARS = 1024, 1024
+M = TypeVar("M")
+
+
+@dataclass(frozen=True, slots=True)
+class PublicLimits:
+    """Of a server that strangers reach. ``connections`` counts established ones and those that are being made."""
+
+    connections: int
+    streams: int  # calls at once on one connection; a client lets further ones wait
+    message_bytes: int
+    head_s: float  # for a connection's first frames, and for the message of a health check
+    idle_s: float  # a connection without a call is closed
+
+    @property
+    def options(self) -> list[tuple[str, int]]:
+        return [
+            ("grpc.max_allowed_incoming_connections", self.connections),
+            ("grpc.max_concurrent_streams", self.streams),
+            ("grpc.max_receive_message_length", self.message_bytes),
+            ("grpc.server_handshake_timeout_ms", int(self.head_s * 1000)),
+            ("grpc.http2.settings_timeout", int(self.head_s * 1000)),
+            ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
+        ]
 
 
 def open_channel(address: str, tls: Tls | None = None, token: str = "") -> grpc.aio.Channel:
@@ -139,7 +177,7 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
     """The error raised by the server, or ``Unavailable`` when it could not be reached."""
     trailing = {str(key): value for key, value in (error.trailing_metadata() or ())}
     message = error.details() or "the call failed without a message"
-    code, field = trailing.get(_CODE), trailing.get(_FIELD)
+    code, field = trailing.get(_CODE), trailing.get(_FIELD) or trailing.get(_BINARY_FIELD)
     if code is None:
         return Unavailable(message) if error.code() == grpc.StatusCode.UNAVAILABLE else TorchrelayError(message)
     kind = error_class(str(code))
@@ -148,8 +186,19 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
     return kind(message, field=_text(field))
 
 
+async def first_message(messages: AsyncIterator[M], timeout_s: float) -> M:
+    """The message of a call whose client sends one. Raises ``DeadlineExceeded``, or ``InvalidRequest`` without one."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(aiter(messages))
+    except TimeoutError:
+        raise DeadlineExceeded(f"the message did not arrive within {timeout_s:g} s") from None
+    except StopAsyncIteration:
+        raise InvalidRequest("the call has no message") from None
+
+
 def _text(value: str | bytes | None) -> str | None:
-    return value.decode() if isinstance(value, bytes) else value
+    return value.decode(errors="ignore") if isinstance(value, bytes) else value
 
 
 class _CallWrapper(grpc.aio.ServerInterceptor):
@@ -216,31 +265,79 @@ def _mapped_stream(call: Callable[..., Any], check: _Check | None) -> Callable[.
 
 
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchrelayError) -> None:
-    trailing = [(_CODE, error.code)]
+    trailing: list[tuple[str, str | bytes]] = [(_CODE, error.code)]
     if error.field:
-        trailing.append((_FIELD, error.field))
+        field = error.field.encode(errors="replace")[:_MAX_FIELD_BYTES]
+        is_plain = error.field.isascii() and error.field.isprintable()
+        trailing.append((_FIELD, field.decode()) if is_plain else (_BINARY_FIELD, field))
     if isinstance(error, Overloaded):
         trailing.append((_RETRY, str(error.retry_after_s)))
-    await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailing))
+    await context.abort(grpc.StatusCode[error.grpc_status], error.message[:_MAX_MESSAGE_CHARS], tuple(trailing))
+
+
+def fault_in(trailing: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """Why a health check was answered with NOT_SERVING; empty if the server does not say."""
+    return next((str(value) for key, value in trailing or () if key == _FAULT), "")
+
+
+class _HealthServicer(health.aio.HealthServicer):
+    """Health checks that ask the service itself, each time."""
+
+    def __init__(self, fault: Faults) -> None:
+        super().__init__()
+        self._fault = fault
+
+    async def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> health_pb2.HealthCheckResponse:
+        if fault := await self._fault():
+            context.set_trailing_metadata(((_FAULT, fault.encode("ascii", "replace").decode()),))
+            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+        return await super().Check(request, context)
+
+
+async def _no_fault() -> str:
+    return ""
 
 
 class RpcServer:
     """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster.
 
-    ``node_key``: of a node that checks who calls; None: it serves everybody, as the tenants' API does.
+    ``node_key``: of a node that checks who calls; None: it serves everybody, as the tenants' API does. ``limits``:
+    strangers reach it; then a health check must be asked each time, as watching needs no key and never ends.
+    ``fault`` is asked at each health check: why the service cannot serve, empty if it can.
     """
 
-    def __init__(self, host: str, port: int = 0, tls: Tls | None = None, node_key: bytes | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        tls: Tls | None = None,
+        node_key: bytes | None = None,
+        limits: PublicLimits | None = None,
+        fault: Faults = _no_fault,
+    ) -> None:
         self._call_check = None if node_key is None else CallCheck(node_key, is_tls=tls is not None)
-        self.server = grpc.aio.server(interceptors=(_CallWrapper(self._call_check),), options=_OPTIONS)
-        self._health = health.aio.HealthServicer()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        options = _OPTIONS if limits is None else [*_OPTIONS, *limits.options]
+        self.server = grpc.aio.server(interceptors=(_CallWrapper(self._call_check),), options=options)
+        self._health = _HealthServicer(fault)
+        if limits is None:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        else:
+            self.server.add_generic_rpc_handlers((_public_health(self._health, limits.head_s),))
         address = f"{host}:{port}"
-        self.port = (
-            self.server.add_insecure_port(address)
-            if tls is None
-            else self.server.add_secure_port(address, tls.server_credentials())
-        )
+        try:
+            self.port = self._bind(address, tls)
+        except RuntimeError as error:  # gRPC does not say why
+            raise Conflict(
+                f"cannot listen on {address}: another process does, or it is not an address of this machine",
+                field="port",
+            ) from error
+
+    def _bind(self, address: str, tls: Tls | None) -> int:
+        if tls is None:
+            return self.server.add_insecure_port(address)
+        return self.server.add_secure_port(address, tls.server_credentials())
 
     def allow(self, methods: MethodCallers) -> None:
         """Lets these callers call these methods; without it, a node that checks serves nobody."""
@@ -256,3 +353,17 @@ class RpcServer:
         """Reports not serving, lets running calls finish within ``grace_s``, then closes."""
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+
+
+def _public_health(servicer: health.aio.HealthServicer, timeout_s: float) -> grpc.GenericRpcHandler:
+    """Health checks whose message arrives in time."""
+
+    async def check(messages: AsyncIterator[health_pb2.HealthCheckRequest], context: Any) -> Any:
+        return await servicer.Check(await first_message(messages, timeout_s), context)
+
+    handler = grpc.stream_unary_rpc_method_handler(
+        check,
+        request_deserializer=health_pb2.HealthCheckRequest.FromString,
+        response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+    )
+    return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": handler})

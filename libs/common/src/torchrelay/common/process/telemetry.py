@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO, cast
 
 from opentelemetry import context, metrics, trace
 from opentelemetry.sdk.metrics import MeterProvider
@@ -48,12 +50,14 @@ class SpanFile(SpanExporter):
     """
 
     def __init__(self, path: Path, service: str) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._service = service
         self._lock = threading.Lock()
+        self._is_torn = False  # a full disk took only a part of the last line
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         with self._lock:
+            lines = [""] if self._is_torn else []
             for span in spans:
                 parent = f"{span.parent.span_id:016x}" if span.parent else None
                 line = {
@@ -66,14 +70,38 @@ class SpanFile(SpanExporter):
                     "end_unix_ns": span.end_time,
                     "attributes": dict(span.attributes or {}),
                 }
-                self._file.write(json.dumps(line, default=str) + "\n")
-            self._file.flush()
-            if self._file.tell() > MAX_TRACE_BYTES:
-                self._file.truncate(0)
+                lines.append(json.dumps(line, default=str))
+            return self._append(("\n".join(lines) + "\n").encode())
+
+    def _append(self, data: bytes) -> SpanExportResult:
+        """Drops what the disk does not take."""
+        try:
+            num_written = os.write(self._file, data)
+        except OSError:
+            return SpanExportResult.FAILURE
+        self._is_torn = num_written < len(data) and not data[:num_written].endswith(b"\n")
+        if os.fstat(self._file).st_size > MAX_TRACE_BYTES:
+            os.truncate(self._file, 0)
         return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
-        self._file.close()
+        os.close(self._file)
+
+
+class LossyLog:
+    """Log lines to ``stream``; those it does not take, for a full disk, are dropped: no line is worth a request."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 class Telemetry:
@@ -137,7 +165,7 @@ def _set_up_logs(service: str, settings: ServiceSettings) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, LossyLog(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr)

@@ -7,13 +7,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torchrelay.common.latency_model import NO_WORK
+from torchrelay.common.latency_model import NO_WORK, StepWork
 from torchrelay.engine import profile
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions
 from torchrelay.engine.batching.layerwise import runnable_groups
 from torchrelay.engine.batching.sequences import BatchPlan, PrefillChunk, SequenceGroup
-from torchrelay.engine.core import EMPTY_STEP, LoadFailed, NewToken, StepResult
+from torchrelay.engine.core import EMPTY_STEP, LoadFailed, NewToken, PromptProgress, StepResult
 from torchrelay.engine.profile import Activity
 
 
@@ -43,6 +43,7 @@ class Stepper:
     _can_run: Callable[[int], bool]
     _num_layers: int
     _token_budget: int
+    work: StepWork = NO_WORK  # of the running step, or of the last one
 
     @property
     def has_work(self) -> bool:
@@ -55,7 +56,7 @@ class Stepper:
         try:
             self._interruptions.apply()
             plans, by_layer = self._scheduler.plan(), self._runnable_groups()
-            work = _merged(plans).work
+            work = self.work = _merged(plans).work
             tokens, computed = self._compute(plans)
             whole = _merged(computed)
             ended = [chunk for chunk in whole.chunks if chunk.ends_context]
@@ -71,7 +72,8 @@ class Stepper:
                 return EMPTY_STEP
             step_s, num_decoded = time.perf_counter() - begin_s, len(whole.decoding)
             times = step_s, work, profile.take()
-            return StepResult(tuple(tokens), _prefilled(ended), num_prefilled, num_decoded, *times, expired)
+            prompts = _progress(whole.chunks)
+            return StepResult(tuple(tokens), _prefilled(ended), num_prefilled, num_decoded, *times, expired, prompts)
         finally:
             profile.take()  # the time of a step that failed does not count for the next one
 
@@ -112,6 +114,19 @@ class Stepper:
 def _merged(plans: Sequence[BatchPlan]) -> BatchPlan:
     """All batches of a step as one; only the first decodes."""
     return BatchPlan(plans[0].decoding if plans else (), tuple(each for plan in plans for each in plan.chunks))
+
+
+def _progress(chunks: Sequence[PrefillChunk]) -> tuple[PromptProgress, ...]:
+    """The prompts of chunks that are not the last of theirs."""
+    return tuple(
+        PromptProgress(
+            chunk.context.group.spec.group_id,
+            min(chunk.end, chunk.context.group.spec.num_prompt_tokens),
+            chunk.context.num_cached,
+        )
+        for chunk in chunks
+        if not chunk.ends_context
+    )
 
 
 def _prefilled(ended: Sequence[PrefillChunk]) -> tuple[str, ...]:

@@ -12,7 +12,15 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
-from torchrelay.engine.core import ChoiceSpec, Finish, GroupSpec, Logprobs, NewToken, SamplingParams
+from torchrelay.engine.core import (
+    ChoiceSpec,
+    Finish,
+    GroupSpec,
+    Logprobs,
+    NewToken,
+    PromptProgress,
+    SamplingParams,
+)
 from torchrelay.worker.attempts.outbox import Outbox
 
 FINISH_REASONS = {
@@ -102,6 +110,17 @@ class Attempt:
             num_cached_prompt_tokens=token.num_cached,
             phases=phases,
             logprobs=[_logprobs_to_proto(token.logprobs)] if token.logprobs else [],
+        )
+
+    def prompt_output(self, progress: PromptProgress) -> pb.ChoiceOutput:
+        """The message that tells how much of the prompt is computed, before there is a token."""
+        choice = min(self.open_choices)
+        return pb.ChoiceOutput(
+            key=self.start.key,
+            choice=choice,
+            first_position=self.num_forced(choice),
+            num_prompt_tokens=progress.num_computed,
+            num_cached_prompt_tokens=min(progress.num_cached, progress.num_computed),
         )
 
     def failure(self, error: pb.RunError) -> list[pb.ChoiceOutput]:

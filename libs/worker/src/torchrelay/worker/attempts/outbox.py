@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 
 from torchrelay.control.v1 import generation_pb2 as pb
+from torchrelay.control.v1 import types_pb2
 
 
 class Outbox:
@@ -17,6 +18,7 @@ class Outbox:
     def __init__(self, gateway_id: str) -> None:
         self.gateway_id = gateway_id
         self._pending: list[pb.ChoiceOutput] = []
+        self._beat: types_pb2.EngineProgress | None = None
         self._filled = asyncio.Event()
 
     def put(self, outputs: Iterable[pb.ChoiceOutput]) -> None:
@@ -24,9 +26,15 @@ class Outbox:
         if self._pending:
             self._filled.set()
 
+    def put_beat(self, progress: types_pb2.EngineProgress) -> None:
+        """A sign of life, in place of an earlier one that is not sent yet."""
+        self._beat = progress
+        self._filled.set()
+
     async def take(self) -> pb.StepOutput:
-        """Waits for an output, then takes all there are."""
+        """Waits for an output or a beat, then takes all there is."""
         await self._filled.wait()
         self._filled.clear()
-        outputs, self._pending = self._pending, []
-        return pb.StepOutput(outputs=outputs)
+        outputs, beat = self._pending, self._beat
+        self._pending, self._beat = [], None
+        return pb.StepOutput(outputs=outputs, beat=beat)

@@ -25,11 +25,16 @@ MAX_UNSENT_REGISTERS = 1 << 16  # while NATS is away; the oldest are dropped fir
 @dataclass(slots=True)
 class _OpenRegister:
     register: pb.UsageRegister
-    published_position: int = 0
+    published: tuple[int, int] = (0, 0)  # prompt tokens and output position
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.register.num_prompt_tokens, self.register.output_position
 
 
 class UsagePublisher:
-    """Publishes the register of every choice at its first token, every second, and at its end."""
+    """Publishes the register of every choice at its first token, every second, and at its end. While a long prompt is
+    computed, its first open choice has the request's register."""
 
     # Registers merge by maximum, so a lost or repeated one makes a bill late, never wrong. Publishing therefore never
     # delays a token and waits for no acknowledgement.
@@ -49,25 +54,27 @@ class UsagePublisher:
         """Advances a choice's register by what was put into its gateway's outbox."""
         key = (output.key.request_id, output.choice)
         entry = self._entries.get(key)
-        first = entry is None
         if entry is None:
             entry = self._entries[key] = _OpenRegister(
                 pb.UsageRegister(
                     request_id=output.key.request_id,
                     choice=output.choice,
-                    num_prompt_tokens=attempt.start.num_prompt_tokens,
                     gateway_id=attempt.outbox.gateway_id,
                 )
             )
         register = entry.register
+        is_first_token = bool(output.token_ids) and not register.output_position
+        num_prompt = attempt.start.num_prompt_tokens if output.token_ids else output.num_prompt_tokens
         register.attempt = output.key.attempt
+        register.num_prompt_tokens = max(register.num_prompt_tokens, num_prompt)
         register.num_cached_prompt_tokens = max(register.num_cached_prompt_tokens, output.num_cached_prompt_tokens)
-        register.output_position = max(register.output_position, output.first_position + len(output.token_ids))
+        if output.token_ids:
+            register.output_position = max(register.output_position, output.first_position + len(output.token_ids))
         register.cause = output.finish_reason
         if output.finish_reason:
             del self._entries[key]
-        if first or output.finish_reason:
-            entry.published_position = register.output_position
+        if is_first_token or output.finish_reason:
+            entry.published = entry.position
             self._urgent.append(pb.UsageRegister.FromString(register.SerializeToString()))
             self._wake.set()
 
@@ -100,8 +107,8 @@ class UsagePublisher:
 
     def _gather_advanced(self) -> None:
         for entry in self._entries.values():
-            if entry.register.output_position > entry.published_position:
-                entry.published_position = entry.register.output_position
+            if entry.position != entry.published:
+                entry.published = entry.position
                 self._urgent.append(entry.register)
 
     async def flush(self) -> None:

@@ -10,9 +10,11 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torchrelay.common.errors import Conflict, Unavailable
+from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.liveness import EngineProgress
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.engine.core import LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
@@ -21,6 +23,9 @@ log = get_logger(__name__)
 T = TypeVar("T")
 _STOP_POLL_S = 0.1
 _MAX_IDLE_WAIT_S = 3600.0  # Queue.get takes no timeout as long as a deadline may be away
+# What nothing predicts: a command, such as one that maps a large model, and the first step with a pack.
+_COMMAND_S = 60.0
+_FIRST_STEP_S = 10.0
 
 
 class EngineThread:
@@ -42,6 +47,8 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._writes = threading.BoundedSemaphore(max_pending_writes)
         self._closed = threading.Event()
+        self._num_done = 0  # commands and steps
+        self._doing: Literal["command", "step"] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -58,6 +65,20 @@ class EngineThread:
         if self.instance is None:
             raise Conflict("the instance was unloaded")
         return self.instance
+
+    def progress(self, latency: LatencyModel | None) -> EngineProgress:
+        """(any thread) Where the engine is. ``latency`` predicts the steps of its instance."""
+        instance, doing = self.instance, self._doing
+        has_work = doing is not None or not self._commands.empty()
+        if instance is None:
+            return EngineProgress(self._num_done, has_work, _COMMAND_S)
+        step_s = latency.step_s(instance.running_work) if latency is not None else None
+        # Who loads the weights answers for how long they take to come.
+        return EngineProgress(
+            self._num_done + instance.num_advances,
+            has_work and not instance.awaits_weights,
+            _COMMAND_S if doing != "step" else _FIRST_STEP_S if step_s is None else step_s,
+        )
 
     def post(self, command: Callable[[], object]) -> None:
         """Runs ``command`` before the next step."""
@@ -105,7 +126,10 @@ class EngineThread:
 
     def _run(self) -> None:
         while self._run_commands():
+            self._doing = "step"
             self._step()
+            self._num_done += 1
+            self._doing = None
 
     def _run_commands(self) -> bool:
         """Runs queued commands; without work, sleeps until one comes or a deadline passes. False: closed."""
@@ -119,7 +143,10 @@ class EngineThread:
                 return True
             if command is None:
                 return False
+            self._doing = "command"
             command()
+            self._num_done += 1
+            self._doing = None
 
     def _step(self) -> None:
         assert self.instance is not None

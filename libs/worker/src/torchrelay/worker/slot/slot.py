@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torchrelay.common.clock import now_unix_us
@@ -115,17 +116,22 @@ class Slot:
         self._is_closed = True
         await self.notify_watchers()
 
-    async def changes(self) -> AsyncIterator[None]:
-        """Yields at once, then after every change (several may be merged), until the slot is closed."""
+    async def changes(self, at_most_s: float | None = None) -> AsyncIterator[bool]:
+        """Yields True at once, then after every change (several may be merged), until the slot is closed.
+
+        Yields False after each ``at_most_s`` without a change.
+        """
         seen = -1
         while True:
             async with self._changed:
-                while seen == self._version:
-                    await self._changed.wait()
-                seen = self._version
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(at_most_s):
+                        while seen == self._version:
+                            await self._changed.wait()
+                has_changed, seen = seen != self._version, self._version
                 if self._is_closed:
                     return
-            yield
+            yield has_changed
 
     def report(self) -> reports_pb2.SlotState:
         hosted = self.hosted

@@ -84,7 +84,9 @@ class ApiKeys:
         if key_id is None:
             raise _unknown()
         version = await self._versions.confirmed("keys")
-        entry = self._cache.get(key_id, version) or await self._look_up(key_id, version)
+        entry = self._cache.get(key_id, version)
+        if entry is None:
+            entry = await self._database.answer(self._look_up(key_id, version))
         if entry is None or not hmac.compare_digest(entry[0], mac):
             raise _unknown()
         return entry[1]

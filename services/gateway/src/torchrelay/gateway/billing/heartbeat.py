@@ -2,19 +2,24 @@
 
 No two machines' clocks are compared: an observer declares a gateway gone when its counter has not changed for a while
 on the observer's own clock. A missing row counts as stopped: its gateway shut down, or was declared gone while it was
-stalled; in that case its next beat creates the row again.
+stalled; in that case its next beat creates the row again. What the sweep billed meanwhile the gateway supplements when
+its requests end (ledger.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sqlalchemy import delete, select
 
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import gateways
 
+log = get_logger(__name__)
 NO_ROW = -1  # the count of a gateway with unsettled requests but no row
 
 
@@ -49,18 +54,36 @@ class Heartbeat:
     def __init__(self, database: Database, gateway_id: str) -> None:
         self._database = database
         self.gateway_id = gateway_id
+        self.num_lost = 0  # how often others have removed the row of this process, because they took it for gone
+        self._has_row = False
+
+    async def run(self, every_s: float, timeout_s: float) -> None:
+        """Beats until cancelled, whatever else the gateway does. A beat not committed in ``timeout_s`` is repeated."""
+        while True:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self.beat()
+            except (TorchrelayError, TimeoutError) as error:
+                log.warning("beat_failed", error=str(error) or f"SQL did not answer within {timeout_s:g} s")
+            except Exception:  # task boundary: one failed beat must not end the gateway and its streams
+                log.exception("beat_crashed")
+            await asyncio.sleep(every_s)
 
     async def beat(self) -> None:
         """Increments the counter; the first beat creates the row and must precede the first opened request."""
         first = self._database.insert(gateways).values(gateway_id=self.gateway_id, beat=1)
+        again = first.on_conflict_do_update(index_elements=["gateway_id"], set_={"beat": gateways.c.beat + 1})
         async with self._database.write() as connection:
-            await connection.execute(
-                first.on_conflict_do_update(index_elements=["gateway_id"], set_={"beat": gateways.c.beat + 1})
-            )
+            count = (await connection.execute(again.returning(gateways.c.beat))).scalar_one()
+        if count == 1 and self._has_row:
+            self.num_lost += 1
+            log.warning("gateway_was_taken_for_gone", gateway_id=self.gateway_id)
+        self._has_row = True
 
     async def leave(self) -> None:
         """Deletes the row: an orderly shutdown."""
-        await delete_gateways(self._database, [self.gateway_id])
+        async with self._database.write() as connection:
+            await connection.execute(delete(gateways).where(gateways.c.gateway_id == self.gateway_id))
 
     async def beats(self) -> dict[str, int]:
         """The counter of every gateway."""
@@ -69,7 +92,7 @@ class Heartbeat:
             return {row.gateway_id: row.beat for row in rows}
 
 
-async def delete_gateways(database: Database, gateway_ids: Iterable[str]) -> None:
-    """Deletes the rows of gateways that left nothing unsettled."""
+async def delete_gateway(database: Database, gateway_id: str, beat: int) -> None:
+    """Deletes the row of a gateway that left nothing unsettled, if its count is still this one."""
     async with database.write() as connection:
-        await connection.execute(delete(gateways).where(gateways.c.gateway_id.in_(list(gateway_ids))))
+        await connection.execute(delete(gateways).where(gateways.c.gateway_id == gateway_id, gateways.c.beat == beat))

@@ -1,27 +1,28 @@
 """The ledger: requests are opened before their first token and settled exactly once.
 
     opened --settled by its gateway---------> settled
-      `----settled by the sweep, later------> settled      (gateway gone; see orphan_sweep.py)
+      `----settled by the sweep, later------> settled --supplemented by its gateway, if that was not gone-->
 
 Settling is one transaction: it sets ``opened.settled_unix_us`` if unset (which decides a race), inserts one ledger row
-per choice, and adds their cost to the tenant's balance. All opens and settles pending at one moment share a transaction
-of a few statements, so that many requests share the fsync of one commit.
+per choice, and adds their cost to the tenant's balance. A gateway that the sweep took for gone (see orphan_sweep.py)
+and that delivered more than the sweep has billed adds the difference, once. All opens and settles pending at one moment
+share a transaction of a few statements, so that many requests share the fsync of one commit.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, func, insert, select, update
+from sqlalchemy import Connection, bindparam, insert, select, update
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.billing.ledger_rows import LedgerRow, ledger_rows
-from torchrelay.gateway.core import ChoiceUsage, OpenedRequest, Price
+from torchrelay.gateway.billing.ledger_rows import LedgerRow, ledger_rows, supplement_rows
+from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest, Price
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.group_commit import GroupCommit, Result
 from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
@@ -66,8 +67,9 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
     async def settle(self, request_id: str, usages: Sequence[ChoiceUsage]) -> int:
         """Bills the request; returns its cost in nano-dollars once committed.
 
-        A second call changes nothing and returns the recorded cost. Raises ``NotFound`` for a request that was never
-        opened, and ``Unavailable`` without SQL; the caller is expected to retry.
+        A second call changes nothing and returns the recorded cost, except that the request's own gateway supplements
+        what the sweep has billed. Raises ``NotFound`` for a request that was never opened, and ``Unavailable`` without
+        SQL; the caller is expected to retry.
         """
         return await self.do(Settlement(request_id, tuple(usages)))
 
@@ -90,38 +92,50 @@ class Ledger(GroupCommit[OpenedRequest | Settlement]):
         """The recorded cost by request id, without those never opened."""
         usages = {settlement.request_id: settlement.usages for settlement in reversed(settlements)}  # first one wins
         now = now_unix_us()
-        won = connection.execute(_WIN, {"request_ids": list(usages), "now": now})
         costs: dict[str, int] = {}
         charges: Counter[str] = Counter()
         values: list[dict[str, Any]] = []
-        for request in [opened_of(row) for row in won]:
-            price = self._prices.get(request.price_id) or self._price(connection, request.price_id)
-            rows = ledger_rows(request, usages[request.request_id], price)
+
+        def bill(request: OpenedRequest, rows: Sequence[LedgerRow]) -> None:
+            cost = sum(row.cost_nano for row in rows)
             values.extend(_ledger_values(request, row, now) for row in rows)
-            costs[request.request_id] = sum(row.cost_nano for row in rows)
-            charges[request.tenant_id] += costs[request.request_id]
+            costs[request.request_id] = costs.get(request.request_id, 0) + cost
+            charges[request.tenant_id] += cost
+
+        for request in [opened_of(row) for row in connection.execute(_WIN, {"request_ids": list(usages), "now": now})]:
+            bill(request, ledger_rows(request, usages[request.request_id], self._price(connection, request)))
+        for request, standing in _settled_before(connection, usages.keys() - costs.keys()):
+            costs[request.request_id] = sum(row.cost_nano for row in standing)
+            price, used = self._price(connection, request), usages[request.request_id]
+            if any(usage.cause is not FinishCause.GATEWAY_LOST for usage in used):  # its gateway's, not another sweep's
+                bill(request, supplement_rows(standing, ledger_rows(request, used, price), price))
         if values:
             connection.execute(_BILL, values)
             # Sorted, so that two gateways never deadlock on each other's rows.
             connection.execute(_CHARGE, [{"tenant": tenant, "cost": charges[tenant]} for tenant in sorted(charges)])
-        return costs | _standing_costs(connection, usages.keys() - costs.keys())
+        return costs
 
-    def _price(self, connection: Connection, price_id: str) -> Price:
-        row = connection.execute(select(prices).where(prices.c.price_id == price_id)).one()
-        price = self._prices[price_id] = Price(*row)
+    def _price(self, connection: Connection, request: OpenedRequest) -> Price:
+        price = self._prices.get(request.price_id)
+        if price is None:
+            row = connection.execute(select(prices).where(prices.c.price_id == request.price_id)).one()
+            price = self._prices[request.price_id] = Price(*row)
         return price
 
 
-def _standing_costs(connection: Connection, request_ids: Iterable[str]) -> dict[str, int]:
-    """The recorded cost of requests settled earlier."""
-    settled_ids = list(request_ids)
-    if not settled_ids:
-        return {}
-    query = select(ledger.c.request_id, func.sum(ledger.c.cost_nano)).where(ledger.c.request_id.in_(settled_ids))
-    rows = connection.execute(query.group_by(ledger.c.request_id)).all()
-    for request_id, _ in rows:
-        log.info("settled_before", request_id=request_id)
-    return {request_id: int(cost) for request_id, cost in rows}
+def _settled_before(
+    connection: Connection, request_ids: Collection[str]
+) -> list[tuple[OpenedRequest, list[LedgerRow]]]:
+    """The requests among these that were settled earlier, with their rows."""
+    if not request_ids:
+        return []
+    rows: dict[str, list[LedgerRow]] = defaultdict(list)
+    query = select(*(ledger.c[name] for name in LedgerRow.__slots__)).where(ledger.c.request_id.in_(list(request_ids)))
+    for row in connection.execute(query):
+        rows[row.request_id].append(LedgerRow(**{**row._mapping, "cause": FinishCause(row.cause)}))
+        log.info("settled_before", request_id=row.request_id)
+    requests = connection.execute(select(opened).where(opened.c.request_id.in_(list(rows))))
+    return [(opened_of(row), rows[row.request_id]) for row in requests]
 
 
 def opened_of(row: Sequence[Any]) -> OpenedRequest:

@@ -1,4 +1,8 @@
-"""The ledger rows of a request, from its opened row, usage and price. Pure."""
+"""The ledger rows of a request, from its opened row, usage and price. Pure.
+
+A request has one row per choice. It gets a second one, its *supplement*, if the sweep took its gateway for gone while
+that still delivered tokens: together the two rows are what the client received.
+"""
 
 from __future__ import annotations
 
@@ -20,33 +24,45 @@ class LedgerRow:
     num_output_tokens: int
     cost_nano: int
     cause: FinishCause
+    supplement: int = 0  # 1: what the gateway accepted beyond the row that the sweep wrote
 
 
 def ledger_rows(opened: OpenedRequest, usages: Sequence[ChoiceUsage], price: Price) -> list[LedgerRow]:
     """One row per choice, in order.
 
-    The prompt is computed and billed once for all choices, and only if any choice produced a token: a request that
-    ended before its first token costs nothing. Choices without a usage had no output.
+    The prompt is computed and billed once for all choices: as far as it was computed, and in full if any choice
+    produced a token. Choices without a usage had no output.
     """
     by_choice = {usage.choice: usage for usage in usages}
-    produced = any(usage.num_output_tokens > 0 for usage in usages)
-    num_cached = min(max((usage.num_cached_prompt_tokens for usage in usages), default=0), opened.num_prompt_tokens)
+    num_prompt = min(max((usage.num_prompt_tokens for usage in usages), default=0), opened.num_prompt_tokens)
+    if any(usage.num_output_tokens > 0 for usage in usages):
+        num_prompt = opened.num_prompt_tokens
+    num_cached = min(max((usage.num_cached_prompt_tokens for usage in usages), default=0), num_prompt)
     rows = []
     for choice in range(opened.num_choices):
         usage = by_choice.get(choice)
-        bears_prompt = produced and choice == 0
-        num_prompt = opened.num_prompt_tokens if bears_prompt else 0
-        cached = num_cached if bears_prompt else 0
+        prompt, cached = (num_prompt, num_cached) if choice == 0 else (0, 0)
         num_output = usage.num_output_tokens if usage else 0
-        rows.append(
-            LedgerRow(
-                request_id=opened.request_id,
-                choice=choice,
-                num_prompt_tokens=num_prompt,
-                num_cached_prompt_tokens=cached,
-                num_output_tokens=num_output,
-                cost_nano=cost_nano(price, num_prompt, cached, num_output),
-                cause=usage.cause if usage else FinishCause.ERROR,
-            )
-        )
+        cause = usage.cause if usage else FinishCause.ERROR
+        cost = cost_nano(price, prompt, cached, num_output)
+        rows.append(LedgerRow(opened.request_id, choice, prompt, cached, num_output, cost, cause))
+    return rows
+
+
+def supplement_rows(swept: Sequence[LedgerRow], accepted: Sequence[LedgerRow], price: Price) -> list[LedgerRow]:
+    """What ``accepted``, the rows of a request's own gateway, exceeds those that the sweep wrote by; nothing is taken
+    back. Empty unless ``swept`` are the rows of a sweep, and no supplement was written before.
+    """
+    if not swept or any(row.supplement or row.cause is not FinishCause.GATEWAY_LOST for row in swept):
+        return []
+    by_choice = {row.choice: row for row in swept}
+    rows = []
+    for row in accepted:
+        before = by_choice[row.choice]
+        prompt = max(row.num_prompt_tokens - before.num_prompt_tokens, 0)
+        cached = min(max(row.num_cached_prompt_tokens - before.num_cached_prompt_tokens, 0), prompt)
+        output = max(row.num_output_tokens - before.num_output_tokens, 0)
+        if prompt or output:
+            cost = cost_nano(price, prompt, cached, output)
+            rows.append(LedgerRow(row.request_id, row.choice, prompt, cached, output, cost, row.cause, supplement=1))
     return rows

@@ -2,15 +2,18 @@
 
 Every gateway sweeps; several may find the same request, since settling happens exactly once (ledger.py). While the
 registers cannot be read nothing is settled; the next round tries again. A swept request is billed for what its workers
-sent: at least what the client received, plus at most what was in flight.
+sent: at least what the client received, plus at most what was in flight. If its gateway was only stalled and delivers
+more, it supplements the bill.
+
+Observing goes on at its own pace while settling takes its time, and this gateway's own beats have a task of their own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Collection
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any, Protocol
 
 from sqlalchemy import select
 
@@ -20,7 +23,7 @@ from torchrelay.gateway.billing.heartbeat import (
     NO_ROW,
     BeatObservation,
     Heartbeat,
-    delete_gateways,
+    delete_gateway,
     observe_beats,
     stale_gateways,
 )
@@ -32,7 +35,7 @@ from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.tables import opened
 
 log = get_logger(__name__)
-_MAX_REQUESTS_PER_ROUND = 1000
+MAX_REQUESTS_PER_ROUND = 1000  # settled at once, over all gateways that are gone
 _MAX_MISSED_ROUNDS = 3
 
 
@@ -42,7 +45,7 @@ class RegisterSource(Protocol):
 
 
 class OrphanSweep:
-    """Beats for this gateway and settles for gateways that stopped."""
+    """Settles for gateways that stopped."""
 
     def __init__(
         self,
@@ -65,13 +68,18 @@ class OrphanSweep:
         self._clock = clock
         self._seen: dict[str, BeatObservation] = {}
         self._looked_at = float("-inf")
+        self._stopped: dict[str, int] = {}  # gateways taken for gone, with the count that they stopped at
 
     async def run(self) -> None:
-        """Beats and sweeps until cancelled. A failed round is logged and the next one tries again."""
+        """Observes and settles until cancelled. A failed round is logged and the next one tries again."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._repeat(self.observe), name="sweep-observe")
+            group.create_task(self._repeat(self.settle), name="sweep-settle")
+
+    async def _repeat(self, one_round: Callable[[], Awaitable[Any]]) -> None:
         while True:
             try:
-                await self._heartbeat.beat()
-                await self.sweep()
+                await one_round()
             except TorchrelayError as error:
                 log.warning("sweep_failed", error=error.message)
             except Exception:  # task boundary: one failed round must not end the gateway and its streams
@@ -79,7 +87,12 @@ class OrphanSweep:
             await asyncio.sleep(self._every_s)
 
     async def sweep(self) -> int:
-        """One round; returns the number of settled requests. Raises ``Unavailable`` without SQL or JetStream."""
+        """A round of both; returns the number of settled requests. Raises ``Unavailable`` without SQL or JetStream."""
+        await self.observe()
+        return await self.settle()
+
+    async def observe(self) -> None:
+        """Finds the gateways whose count stands still. Raises ``Unavailable`` without SQL."""
         # Owners before beats: a gateway beats before it opens a request, so the beats include every new owner.
         unsettled = await self._unsettled_owners()
         beats = await self._heartbeat.beats()
@@ -88,21 +101,28 @@ class OrphanSweep:
             self._seen = {}  # SQL was away or this process stalled: a count unchanged since then proves nothing
         self._looked_at = now
         self._seen = observe_beats(self._seen, dict.fromkeys(unsettled, NO_ROW) | beats, now)
-        dead = stale_gateways(self._seen, now, self._after_s) - {self._heartbeat.gateway_id}
+        stopped = stale_gateways(self._seen, now, self._after_s) - {self._heartbeat.gateway_id}
+        self._stopped = {gateway_id: self._seen[gateway_id].beat for gateway_id in sorted(stopped)}
+
+    async def settle(self) -> int:
+        """Settles a bounded number of requests of gateways that stopped; returns it. Raises ``Unavailable``."""
         num_settled = 0
-        for gateway_id in sorted(dead):
-            num_settled += await self._settle_for(gateway_id)
+        for gateway_id, beat in self._stopped.items():
+            if num_settled < MAX_REQUESTS_PER_ROUND:
+                num_settled += await self._settle_for(gateway_id, beat, MAX_REQUESTS_PER_ROUND - num_settled)
         return num_settled
 
-    async def _settle_for(self, gateway_id: str) -> int:
-        requests = await self._unsettled_of(gateway_id)
+    async def _settle_for(self, gateway_id: str, beat: int, at_most: int) -> int:
+        requests = await self._unsettled_of(gateway_id, at_most)
         if not requests:
-            await delete_gateways(self._database, [gateway_id])
+            await delete_gateway(self._database, gateway_id, beat)
             return 0
         source = self._registers()
         if source is None:
             return 0
         registers = await source.read(gateway_id, {request.request_id for request in requests})
+        if (await self._heartbeat.beats()).get(gateway_id, NO_ROW) != beat:
+            return 0  # it was only stalled, and came back while the registers were read
         usages = {each.request_id: usages_from_registers(each, registers.get(each.request_id, {})) for each in requests}
         await asyncio.gather(*(self._ledger.settle(request_id, used) for request_id, used in usages.items()))
         log.info("swept", gateway_id=gateway_id, num_requests=len(requests))
@@ -113,8 +133,8 @@ class OrphanSweep:
         async with self._database.read() as connection:
             return set((await connection.execute(query)).scalars())
 
-    async def _unsettled_of(self, gateway_id: str) -> list[OpenedRequest]:
+    async def _unsettled_of(self, gateway_id: str, at_most: int) -> list[OpenedRequest]:
         query = select(opened).where(opened.c.gateway_id == gateway_id, opened.c.settled_unix_us.is_(None))
         async with self._database.read() as connection:
-            rows = (await connection.execute(query.limit(_MAX_REQUESTS_PER_ROUND))).all()
+            rows = (await connection.execute(query.limit(at_most))).all()
         return [opened_of(row) for row in rows]

@@ -8,7 +8,7 @@ from sqlalchemy import func, select
 
 from torchrelay.gateway.billing.price_list import cost_nano
 from torchrelay.gateway.core import Price
-from torchrelay.gateway.sql.database import Database, SqlConnection
+from torchrelay.gateway.sql.database import REPORT_LIMIT_S, Database, SqlConnection
 from torchrelay.gateway.sql.tables import balances, ledger, opened, prices
 
 _MAX_FAULTS = 100
@@ -27,7 +27,7 @@ class Reconciliation:
 
 async def reconcile(database: Database) -> Reconciliation:
     """Reads the whole ledger: meant for tests and an operator's nightly check."""
-    async with database.read() as connection:
+    async with database.read(REPORT_LIMIT_S) as connection:
         faults = [*await _unbalanced(connection), *await _incomplete(connection), *await _mispriced(connection)]
         num_opened = (await connection.execute(select(func.count()).select_from(opened))).scalar_one()
         settled = select(func.count()).select_from(opened).where(opened.c.settled_unix_us.is_not(None))
@@ -53,7 +53,8 @@ async def _incomplete(connection: SqlConnection) -> list[str]:
     """Settled requests without a row per choice, and unsettled requests with rows."""
     count = func.count(ledger.c.request_id)
     query = select(opened.c.request_id, opened.c.num_choices, opened.c.settled_unix_us, count.label("num_rows"))
-    query = query.outerjoin_from(opened, ledger, opened.c.request_id == ledger.c.request_id)
+    of_settlement = (opened.c.request_id == ledger.c.request_id) & (ledger.c.supplement == 0)
+    query = query.outerjoin_from(opened, ledger, of_settlement)
     query = query.group_by(opened.c.request_id, opened.c.num_choices, opened.c.settled_unix_us)
     faults = []
     for row in await connection.execute(query):

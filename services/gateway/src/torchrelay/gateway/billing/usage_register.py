@@ -1,7 +1,7 @@
 """Usage registers: merging workers' reports of one choice, in any order and number. Pure.
 
-A register only grows: attempt 1 fixes prompt and cached tokens, and the output position rises. Merging takes maxima and
-is therefore commutative, associative and idempotent: duplicates and reordering cannot change a total.
+A register only grows: while its prompt is computed the prompt tokens rise, then the output position. Merging takes
+maxima and is therefore commutative, associative and idempotent: duplicates and reordering cannot change a total.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torchrelay.gateway.core import ChoiceUsage, FinishCause, OpenedRequest
 class UsageRegister(NamedTuple):
     """The usage workers reported for one choice; every field is a maximum."""
 
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0  # computed or found cached
     num_cached_prompt_tokens: int = 0
     output_position: int = 0  # tokens sent to the gateway, including forced ones
 
@@ -40,7 +40,7 @@ def _usage(opened: OpenedRequest, choice: int, register: UsageRegister) -> Choic
     return ChoiceUsage(
         request_id=opened.request_id,
         choice=choice,
-        num_prompt_tokens=opened.num_prompt_tokens,
+        num_prompt_tokens=min(register.num_prompt_tokens, opened.num_prompt_tokens),
         num_cached_prompt_tokens=min(register.num_cached_prompt_tokens, opened.num_prompt_tokens),
         num_output_tokens=min(register.output_position, opened.max_tokens),
         cause=FinishCause.GATEWAY_LOST,

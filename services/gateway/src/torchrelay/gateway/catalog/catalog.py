@@ -98,7 +98,7 @@ class Catalog:
             version_id = gone.scalar_one_or_none()  # may be newer than ``model.version``
             if version_id is None:
                 raise _not_found(model.name)
-            await _retire(self._database, connection, version_id)
+            await _retire(self._database, connection, version_id, model.tenant_id)
         self._table_versions.invalidate()
 
     async def publish_in(
@@ -122,13 +122,13 @@ class Catalog:
             await connection.execute(insert(models).values(defaults | values | {"tenant_id": tenant_id, "name": name}))
         else:
             await connection.execute(update(models).where(*same_model).values(values))
-            await _retire(self._database, connection, previous)
+            await _retire(self._database, connection, previous, tenant_id)
 
-    async def retire_in(self, connection: SqlConnection, version: Version) -> None:
+    async def retire_in(self, connection: SqlConnection, tenant_id: str, version: Version) -> None:
         """Within the caller's transaction: schedules an unpublished version for deletion, unless a model uses it."""
         await bump_version(connection, "catalog")
         await self._keep(connection, version)
-        await _retire(self._database, connection, version.version_id)
+        await _retire(self._database, connection, version.version_id, tenant_id)
 
     async def _keep(self, connection: SqlConnection, version: Version) -> None:
         row = self._database.insert(versions).values(
@@ -144,10 +144,12 @@ class Catalog:
         self._table_versions.invalidate()
 
 
-async def _retire(database: Database, connection: SqlConnection, version_id: str) -> None:
+async def _retire(database: Database, connection: SqlConnection, version_id: str, tenant_id: str) -> None:
+    """Schedules a version for deletion unless a model uses it; until it is freed it counts in this tenant's quota."""
     named = exists().where(models.c.version_id == version_id)
     if not (await connection.execute(select(named))).scalar_one():
-        row = database.insert(retired_versions).values(version_id=version_id, retired_unix_us=now_unix_us())
+        values = {"version_id": version_id, "tenant_id": tenant_id, "retired_unix_us": now_unix_us()}
+        row = database.insert(retired_versions).values(values)
         await connection.execute(row.on_conflict_do_nothing())
 
 

@@ -2,6 +2,11 @@
 
 The gateway tracks ownership and quota; the param-store tracks bytes, offsets and digests. An upload counts its declared
 size against the tenant's storage quota as long as it is open.
+
+    open --published--> gone       its row is deleted in the transaction that names the version, then the store is told
+     |---refused------> gone       the store keeps its complete files for the tenant's next upload
+     `---aborted------> gone       by its tenant, or at the end of its lease; a version that the store has published and
+                                   SQL does not name (a gateway died in between) is retired
 """
 
 from __future__ import annotations
@@ -10,12 +15,23 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import delete, func, insert, select
+from sqlalchemy import Row, Select, delete, func, insert, select
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import Conflict, DataCorrupted, NotFound, QuotaExceeded, TorchrelayError
+from torchrelay.common.errors import (
+    Conflict,
+    DataCorrupted,
+    NotFound,
+    Overloaded,
+    QuotaExceeded,
+    TorchrelayError,
+    UploadRefused,
+)
 from torchrelay.common.ids import new_id
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.quantities import format_bytes
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.auth.tenants import Tenant
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
@@ -23,10 +39,20 @@ from torchrelay.gateway.clients.param_store import CommitProgress, DeclaredFile,
 from torchrelay.gateway.clients.rechunk import ByteStream
 from torchrelay.gateway.core import Principal, Version
 from torchrelay.gateway.sql.database import Database, SqlConnection
-from torchrelay.gateway.sql.tables import models, tenants, uploads, versions
+from torchrelay.gateway.sql.tables import models, retired_versions, tenants, uploads, versions
 
-Files = list[param_store_pb2.FileState]
+log = get_logger(__name__)
+Files = Sequence[param_store_pb2.FileState]
 MAX_FILES = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class UploadLimits:
+    """Of each tenant; ``lease_s`` is how long an upload may stay open."""
+
+    max_open: int = 16
+    max_open_bytes: int = 1 << 40
+    lease_s: float = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +61,8 @@ class Upload:
     tenant_id: str
     tenant: str
     model: str  # without the tenant
+    declared_bytes: int
+    created_unix_us: int
 
     @property
     def full_name(self) -> str:
@@ -44,17 +72,23 @@ class Upload:
 class Uploads:
     """Owns the uploads table and makes the corresponding calls to the store."""
 
-    def __init__(self, database: Database, catalog: Catalog, store: StoreClient) -> None:
+    def __init__(
+        self, database: Database, catalog: Catalog, store: StoreClient, limits: UploadLimits | None = None
+    ) -> None:
         self._database = database
         self._catalog = catalog
         self._store = store
+        self.limits = limits or UploadLimits()
 
     async def begin(self, tenant: Tenant, model: str, files: Sequence[DeclaredFile]) -> tuple[Upload, Files]:
-        """Opens an upload. Raises ``QuotaExceeded`` if the declared sizes do not fit, and the store's errors."""
+        """Opens an upload. Raises ``QuotaExceeded`` if the declared sizes do not fit, ``Overloaded`` if the tenant has
+        too much open, and the store's errors.
+        """
         declared_bytes = sum(file.num_bytes for file in files)
-        upload = Upload(new_id("upl"), tenant.tenant_id, tenant.name, model)
+        upload = Upload(new_id("upl"), tenant.tenant_id, tenant.name, model, declared_bytes, now_unix_us())
         async with self._database.write() as connection:
             quota = await _locked_quota(connection, tenant.tenant_id)
+            await self._check_open(connection, tenant.tenant_id, declared_bytes)
             if quota is not None:
                 await _check_quota(connection, tenant.tenant_id, quota, declared_bytes)
             await connection.execute(
@@ -63,7 +97,7 @@ class Uploads:
                     tenant_id=tenant.tenant_id,
                     model=model,
                     declared_bytes=declared_bytes,
-                    created_unix_us=now_unix_us(),
+                    created_unix_us=upload.created_unix_us,
                 )
             )
         try:
@@ -73,25 +107,47 @@ class Uploads:
             await self._forget(upload)
             raise
 
+    async def _check_open(self, connection: SqlConnection, tenant_id: str, more_bytes: int) -> None:
+        query = select(func.count(), func.coalesce(func.sum(uploads.c.declared_bytes), 0))
+        num_open, open_bytes = (await connection.execute(query.where(uploads.c.tenant_id == tenant_id))).one()
+        mend = "commit or abort one first (torchrelay uploads lists them)"
+        if num_open >= self.limits.max_open:
+            raise Overloaded(f"{num_open} uploads are open already; {mend}", retry_after_s=60.0)
+        if num_open and int(open_bytes) + more_bytes > self.limits.max_open_bytes:
+            raise Overloaded(
+                f"open uploads have {format_bytes(int(open_bytes))} and this one {format_bytes(more_bytes)}; together "
+                f"they may have {format_bytes(self.limits.max_open_bytes)}; {mend}",
+                field="files",
+                retry_after_s=60.0,
+            )
+
     async def find(self, principal: Principal, upload_id: str) -> Upload:
         """An open upload of the principal's tenant (of any tenant for the admin). Raises ``NotFound``."""
-        query = select(uploads, tenants.c.name.label("tenant")).join_from(uploads, tenants)
-        query = query.where(uploads.c.upload_id == upload_id)
-        if not principal.is_admin:
-            query = query.where(uploads.c.tenant_id == principal.tenant_id)
+        query = _visible_to(principal).where(uploads.c.upload_id == upload_id)
         async with self._database.read() as connection:
             row = (await connection.execute(query)).one_or_none()
         if row is None:
             raise NotFound(f"open upload {upload_id!r} not found", field="upload_id")
-        return Upload(row.upload_id, row.tenant_id, row.tenant, row.model)
+        return _upload_of(row)
+
+    async def list(self, principal: Principal) -> Sequence[Upload]:
+        """The open uploads of the principal's tenant (of all tenants for the admin), oldest first."""
+        async with self._database.read() as connection:
+            rows = await connection.execute(_visible_to(principal).order_by(uploads.c.created_unix_us))
+            return [_upload_of(row) for row in rows]
+
+    async def begun_before(self, unix_us: int) -> Sequence[Upload]:
+        query = _all_uploads().where(uploads.c.created_unix_us <= unix_us)
+        async with self._database.read() as connection:
+            return [_upload_of(row) for row in await connection.execute(query)]
 
     async def files(self, upload: Upload) -> Files:
-        return await self._store.describe(upload.upload_id)
+        return (await self._store.describe(upload.upload_id)).files
 
     async def put(self, upload: Upload, path: str, offset: int, body: ByteStream) -> param_store_pb2.FileState:
         """Appends to a file at ``offset``. Raises ``Conflict`` if the store expects another offset."""
         # Checked before any byte is sent: the client may not see an error in the middle of its stream.
-        states = {state.path: state for state in await self._store.describe(upload.upload_id)}
+        states = {state.path: state for state in await self.files(upload)}
         if path not in states:
             raise NotFound(f"{path} is not a declared file", field=path)
         if (received := states[path].num_bytes_received) != offset:
@@ -101,15 +157,23 @@ class Uploads:
     async def commit(
         self, upload: Upload, scaling: ScalingSettings, largest_slot_bytes: int
     ) -> AsyncGenerator[CommitProgress]:
-        """Validates, packs and publishes; yields each step. The model is published before the last step is yielded."""
+        """Validates, packs and publishes; yields each step. The model is published before the last step is yielded.
+
+        Raises ``UploadRefused`` if the model cannot be published; that ends the upload.
+        """
         version: Version | None = None
-        async with aclosing(self._store.commit(upload.upload_id, largest_slot_bytes)) as steps:
-            async for progress in steps:
-                if progress.version is not None:
-                    version = progress.version
-                    # Shielded: a client that disconnects now must not leave an unreferenced version behind.
-                    await asyncio.shield(self._publish(upload, version, scaling))
-                yield progress
+        try:
+            async with aclosing(self._store.commit(upload.upload_id, largest_slot_bytes)) as steps:
+                async for progress in steps:
+                    if progress.version is not None:
+                        version = progress.version
+                        # Shielded: a client that disconnects now must not leave an unreferenced version behind.
+                        await asyncio.shield(self._publish(upload, version, scaling))
+                    yield progress
+        except UploadRefused as refused:
+            await self._forget(upload)
+            mend = "the upload has ended; mend the file and upload again: for an hour, files unchanged need not be sent"
+            raise UploadRefused(f"{refused.message} ({mend})", field=refused.field) from None
         if version is None:
             raise DataCorrupted("the param-store ended the commit without a version")
 
@@ -122,25 +186,58 @@ class Uploads:
                 if quota is not None:
                     await _check_quota(connection, upload.tenant_id, quota, 0)
         except QuotaExceeded:
-            await self._drop(upload, version)
+            await self._retire(upload, version)
             raise
+        finally:
+            await self._confirm(upload)
         self._catalog.published()
 
-    async def _drop(self, upload: Upload, version: Version) -> None:
-        """Retires a version that the store has but the quota refuses, unless a model uses it."""
+    async def _retire(self, upload: Upload, version: Version) -> None:
+        """Ends an upload whose version the store has and no model of it gets; retires that unless a model uses it."""
         # Retired, not deleted: another tenant may be about to publish the same content (garbage_collection.py).
         async with self._database.write() as connection:
             await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
-            await self._catalog.retire_in(connection, version)
+            await self._catalog.retire_in(connection, upload.tenant_id, version)
+
+    async def _confirm(self, upload: Upload) -> None:
+        """Tells the store that SQL names the upload's version, or has retired it."""
+        async with self._database.read() as connection:
+            known = select(uploads.c.upload_id).where(uploads.c.upload_id == upload.upload_id)
+            if (await connection.execute(known)).one_or_none() is not None:
+                return  # SQL did not take it; the commit can be repeated
+        try:
+            await self._store.abort(upload.upload_id)
+        except TorchrelayError as error:  # the garbage collection will
+            log.warning("upload_not_confirmed", upload_id=upload.upload_id, error=error.message)
 
     async def abort(self, upload: Upload) -> None:
-        """Deletes the upload and its received bytes."""
+        """Deletes the upload and its received bytes. Raises ``Conflict`` while it is being committed."""
+        try:
+            version_id = (await self._store.describe(upload.upload_id)).version_id
+        except NotFound:
+            version_id = ""
+        version = await self._store.version(version_id) if version_id else None
+        if version is not None:
+            await self._retire(upload, version)
         await self._store.abort(upload.upload_id)
         await self._forget(upload)
 
     async def _forget(self, upload: Upload) -> None:
         async with self._database.write() as connection:
             await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
+
+
+def _all_uploads() -> Select[Any]:
+    return select(uploads, tenants.c.name.label("tenant")).join_from(uploads, tenants)
+
+
+def _visible_to(principal: Principal) -> Select[Any]:
+    query = _all_uploads()
+    return query if principal.is_admin else query.where(uploads.c.tenant_id == principal.tenant_id)
+
+
+def _upload_of(row: Row[Any]) -> Upload:
+    return Upload(row.upload_id, row.tenant_id, row.tenant, row.model, row.declared_bytes, row.created_unix_us)
 
 
 async def _locked_quota(connection: SqlConnection, tenant_id: str) -> int | None:
@@ -154,12 +251,15 @@ async def _locked_quota(connection: SqlConnection, tenant_id: str) -> int | None
 
 async def _check_quota(connection: SqlConnection, tenant_id: str, quota_bytes: int, more_bytes: int) -> None:
     own = select(models.c.version_id).where(models.c.tenant_id == tenant_id)
-    stored = select(func.coalesce(func.sum(versions.c.stored_bytes), 0)).where(versions.c.version_id.in_(own))
+    retired = select(retired_versions.c.version_id).where(retired_versions.c.tenant_id == tenant_id)
+    ids = versions.c.version_id
+    stored = select(func.coalesce(func.sum(versions.c.stored_bytes), 0)).where(ids.in_(own) | ids.in_(retired))
     declared = select(func.coalesce(func.sum(uploads.c.declared_bytes), 0)).where(uploads.c.tenant_id == tenant_id)
     used = sum([int((await connection.execute(query)).scalar_one()) for query in (stored, declared)])
     if used + more_bytes > quota_bytes:
         raise QuotaExceeded(
-            f"storage quota of {quota_bytes} bytes exceeded: models and open uploads use {used} bytes, this needs "
-            f"{more_bytes} more; delete a model or ask the admin to raise the quota (torchrelay tenant set)",
+            f"storage quota of {quota_bytes} bytes exceeded: models, open uploads and versions not freed yet use "
+            f"{used} bytes, this needs {more_bytes} more; abort an upload, delete a model (its bytes are freed some "
+            "minutes later) or ask the admin to raise the quota (torchrelay tenant set)",
             field="files",
         )

@@ -41,6 +41,10 @@ class ServiceEndpoint:
     def unreachable(self) -> Unavailable:
         return Unavailable(f"the {self.name} at {self.address} ({self.setting}) cannot be reached")
 
+    def silent(self) -> Unavailable:
+        """It takes connections and says nothing: its process hangs."""
+        return Unavailable(f"the {self.name} at {self.address} ({self.setting}) does not answer")
+
 
 def param_store_endpoint(address: str) -> ServiceEndpoint:
     return ServiceEndpoint("param-store", address, "TORCHRELAY_STORE_ADDRESS")

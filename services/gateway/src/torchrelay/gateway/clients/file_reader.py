@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,15 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.endpoint import param_store_endpoint
 
+PART_TIMEOUT_S = 5.0  # between two messages of at most 1 MiB
+
 
 class StoreFileReader:
     """Reads files by digest, without caching."""
 
-    def __init__(self, store: ParamStoreStub, address: str) -> None:
+    def __init__(self, store: ParamStoreStub, address: str, part_timeout_s: float = PART_TIMEOUT_S) -> None:
         self._store = store
+        self._part_timeout_s = part_timeout_s
         self._endpoint = param_store_endpoint(address)
 
     async def read(self, digest: str, name: str, max_bytes: int) -> bytes:
@@ -33,11 +37,26 @@ class StoreFileReader:
                 num_bytes += file.write(part)
         return num_bytes
 
+    async def _prompt(self, call: Any) -> AsyncIterator[pb.FileBytes]:
+        """The messages of a call. Raises ``Unavailable`` when the store hangs."""
+        parts = aiter(call)
+        try:
+            while True:
+                async with asyncio.timeout(self._part_timeout_s):
+                    part = await anext(parts, None)
+                if part is None:
+                    return
+                yield part
+        except TimeoutError:
+            raise self._endpoint.silent() from None
+        finally:
+            call.cancel()
+
     async def _parts(self, digest: str, name: str, max_bytes: int) -> AsyncIterator[bytes]:
         hasher, num_bytes = blake3(), 0
         with self._endpoint.mapped_errors():
             call: Any = self._store.ReadFile(pb.ReadFileRequest(digest=digest))
-            async for part in call:
+            async for part in self._prompt(call):
                 hasher.update(part.data)
                 num_bytes += len(part.data)
                 if num_bytes > max_bytes:

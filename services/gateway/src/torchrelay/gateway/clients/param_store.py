@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import msgspec
 
-from torchrelay.common.errors import NotFound, Unavailable
+from torchrelay.common.errors import Conflict, NotFound, Unavailable
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.endpoint import param_store_endpoint
@@ -18,6 +19,8 @@ from torchrelay.gateway.clients.rechunk import ByteStream, rechunk
 from torchrelay.gateway.core import ModelShape, Version
 
 _LOOKUP_TIMEOUT_S = 10.0  # for calls that move no model bytes
+_LIST_TIMEOUT_S = 60.0
+_COMMIT_SILENCE_S = 30.0  # the store tells a long stage again every few seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,15 @@ class CommitProgress:
     num_bytes_done: int
     num_bytes_total: int
     version: Version | None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    """A version in the remote store."""
+
+    version_id: str
+    published_unix_us: int  # the last time, by the remote store's clock
+    upload_ids: tuple[str, ...]  # uploads that published it and are not confirmed
 
 
 class StoreClient:
@@ -56,10 +68,10 @@ class StoreClient:
         with self._endpoint.mapped_errors():
             return list((await self._stub.BeginUpload(request, timeout=_LOOKUP_TIMEOUT_S)).files)
 
-    async def describe(self, upload_id: str) -> list[param_store_pb2.FileState]:
+    async def describe(self, upload_id: str) -> param_store_pb2.UploadState:
         request = param_store_pb2.DescribeUploadRequest(upload_id=upload_id)
         with self._endpoint.mapped_errors():
-            return list((await self._stub.DescribeUpload(request, timeout=_LOOKUP_TIMEOUT_S)).files)
+            return await self._stub.DescribeUpload(request, timeout=_LOOKUP_TIMEOUT_S)
 
     async def put_file(self, upload_id: str, path: str, offset: int, body: ByteStream) -> param_store_pb2.FileState:
         """Streams ``body`` into the file, holding one slice in memory; flow control reaches back to the client."""
@@ -81,28 +93,68 @@ class StoreClient:
             call.cancel()
 
     async def commit(self, upload_id: str, largest_slot_bytes: int) -> AsyncGenerator[CommitProgress]:
-        """The steps of a commit as they happen; closing the iterator cancels the commit."""
+        """The steps of a commit as they happen; closing the iterator cancels the commit.
+
+        Raises ``Unavailable`` also if the store falls silent.
+        """
         request = param_store_pb2.CommitRequest(upload_id=upload_id, largest_slot_bytes=largest_slot_bytes)
         call = self._stub.Commit(request)
         try:
             with self._endpoint.mapped_errors():
-                async for step in call:
+                while (step := await _next_step(call)) is not None:
                     version = version_of(step.version) if step.HasField("version") else None
                     yield CommitProgress(step.stage, step.num_bytes_done, step.num_bytes_total, version)
         finally:
             call.cancel()
 
     async def abort(self, upload_id: str) -> None:
-        """Deletes what was received. An upload unknown to the store is not an error."""
+        """Deletes what was received, or confirms what was published. An upload unknown to the store is not an error."""
         request = param_store_pb2.AbortUploadRequest(upload_id=upload_id)
         with suppress(NotFound), self._endpoint.mapped_errors():
             await self._stub.AbortUpload(request, timeout=_LOOKUP_TIMEOUT_S)
 
-    async def delete_version(self, version_id: str) -> None:
-        """Frees a version's bytes. A version unknown to the store is not an error."""
-        request = param_store_pb2.DeleteVersionRequest(version_id=version_id)
+    async def version(self, version_id: str) -> Version | None:
+        """A version in the remote store; None: it has none of this id."""
+        request = param_store_pb2.DescribeRequest(version_id=version_id)
         with suppress(NotFound), self._endpoint.mapped_errors():
-            await self._stub.DeleteVersion(request, timeout=_LOOKUP_TIMEOUT_S)
+            return version_of((await self._stub.Describe(request, timeout=_LOOKUP_TIMEOUT_S)).version)
+        return None
+
+    async def versions(self) -> list[StoredVersion]:
+        """All versions in the remote store."""
+        with self._endpoint.mapped_errors():
+            call = self._stub.ListVersions(param_store_pb2.ListVersionsRequest(), timeout=_LIST_TIMEOUT_S)
+            return [StoredVersion(v.version_id, v.published_unix_us, tuple(v.upload_ids)) async for v in call]
+
+    async def delete_version(self, version: StoredVersion) -> bool:
+        """Frees a version's bytes, unless it was published again since it was listed; then False."""
+        request = param_store_pb2.DeleteVersionRequest(
+            version_id=version.version_id, published_unix_us=version.published_unix_us
+        )
+        try:
+            with suppress(NotFound), self._endpoint.mapped_errors():
+                await self._stub.DeleteVersion(request, timeout=_LIST_TIMEOUT_S)
+        except Conflict:
+            return False
+        return True
+
+    async def delete_unnamed(self, older_than_s: float) -> int:
+        """Frees packs and files that no version names; returns the bytes."""
+        request = param_store_pb2.DeleteUnnamedRequest(older_than_s=older_than_s)
+        with self._endpoint.mapped_errors():
+            return (await self._stub.DeleteUnnamed(request, timeout=_LIST_TIMEOUT_S)).num_bytes_freed
+
+
+async def _next_step(call: Any) -> param_store_pb2.CommitProgress | None:
+    """The next step of a commit, or None at its end."""
+    try:
+        async with asyncio.timeout(_COMMIT_SILENCE_S):
+            step = await call.read()
+    except TimeoutError:
+        raise Unavailable(
+            f"the param-store fell silent for {_COMMIT_SILENCE_S:g} s in the commit; commit again once it answers"
+        ) from None
+    return None if step is grpc.aio.EOF else step
 
 
 def version_of(description: param_store_pb2.VersionDescription) -> Version:

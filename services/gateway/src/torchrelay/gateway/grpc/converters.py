@@ -10,6 +10,7 @@ from torchrelay.gateway.inference.core import GenerateParams, LogprobDelta, Toke
 from torchrelay.gateway.inference.parameter_ranges import (
     RANGES,
     check_biases,
+    check_num_messages,
     check_ranges,
     check_role,
     check_stop_tokens,
@@ -30,6 +31,7 @@ def params_of_request(request: pb.GenerateRequest) -> GenerateParams:
         case "prompt":
             fields["text"] = request.prompt
         case "chat":
+            check_num_messages(len(request.chat.messages))
             for index, message in enumerate(request.chat.messages):
                 check_role(message.role, index)
             fields["messages"] = tuple({"role": m.role, "content": m.content} for m in request.chat.messages)
@@ -39,7 +41,6 @@ def params_of_request(request: pb.GenerateRequest) -> GenerateParams:
             raise InvalidRequest("one of prompt, chat and prompt_token_ids must be set", field="prompt")
     for name, is_valid in (
         ("model", bool(request.model)),
-        ("messages", fields.get("messages") != ()),
         ("max_tokens", fields.get("max_tokens", 1) >= 1),
         ("top_k", fields.get("top_k", 0) < 1 << 31),
         ("n", not request.HasField("n") or request.n >= 1),

@@ -1,47 +1,95 @@
-"""``inference.v1.Inference``: the same requests as over REST, with the key in the call's metadata."""
+"""``inference.v1.Inference``: the same requests as over REST, with the key in the call's metadata.
+
+Both methods are registered as if their request were a stream: grpcio then calls them when the metadata has arrived, and
+the message is received only after the key has been looked at, and in the tenant's turn.
+"""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.ids import new_id
+from torchrelay.common.net.rpc import first_message
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator, ModelCatalog
 from torchrelay.gateway.inference.pipeline import RequestPipeline
+from torchrelay.gateway.limits.door_shares import DoorShares
 from torchrelay.inference.v1 import inference_pb2 as pb
-from torchrelay.inference.v1.inference_pb2_grpc import InferenceServicer
 
 Context = grpc.aio.ServicerContext[Any, Any]
+M = TypeVar("M")
 
 
-class GatewayServicer(InferenceServicer):
-    """``inference.v1.Inference``."""
+class GatewayServicer:
+    """``inference.v1.Inference``. ``message_timeout_s``: how long a message may take to arrive."""
 
-    def __init__(self, keys: Authenticator, catalog: ModelCatalog, pipeline: RequestPipeline) -> None:
+    def __init__(
+        self,
+        keys: Authenticator,
+        catalog: ModelCatalog,
+        pipeline: RequestPipeline,
+        shares: DoorShares,
+        message_timeout_s: float,
+    ) -> None:
         self._keys = keys
         self._catalog = catalog
         self._pipeline = pipeline
+        self._shares = shares
+        self._message_timeout_s = message_timeout_s
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+    def add_to(self, server: grpc.aio.Server) -> None:
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": grpc.stream_stream_rpc_method_handler(
+                self.generate,
+                request_deserializer=pb.GenerateRequest.FromString,
+                response_serializer=pb.GenerateEvent.SerializeToString,
+            ),
+            "ListModels": grpc.stream_unary_rpc_method_handler(
+                self.list_models,
+                request_deserializer=pb.ListModelsRequest.FromString,
+                response_serializer=pb.ListModelsReply.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("torchrelay.inference.v1.Inference", handlers),)
+        )
+
+    async def generate(
+        self, messages: AsyncIterator[pb.GenerateRequest], context: Context
+    ) -> AsyncIterator[pb.GenerateEvent]:
         arrived_unix_us, timeout_s = now_unix_us(), context.time_remaining()
         principal = await self._authenticate(context)
-        params, request_id = params_of_request(request), new_id("req")
-        async with self._pipeline.session(principal, params, request_id, arrived_unix_us, timeout_s) as session:
-            while not session.request.is_finished:
-                if new_tokens := await session.request.next():
-                    deltas = choice_deltas(session, new_tokens, with_ids=request.return_token_ids)
-                    yield pb.GenerateEvent(request_id=request_id, choices=deltas)
-            await session.request.settled(SETTLE_TIMEOUT_S)
-            yield pb.GenerateEvent(request_id=request_id, usage=usage_message(session.request.usage))
+        with (
+            self._shares.requests.held(principal.tenant_id),
+            self._shares.body_bytes.account(principal.tenant_id) as body_bytes,
+        ):
+            request = await self._receive(messages, principal)
+            body_bytes.take(request.ByteSize())
+            params, request_id = params_of_request(request), new_id("req")
+            wants_ids = request.return_token_ids
+            entering = self._pipeline.session(principal, params, request_id, arrived_unix_us, timeout_s)
+            del request, params  # else kept until the end of the answer
+            async with entering as session:
+                body_bytes.release()  # what the message asks for is encoded
+                while not session.request.is_finished:
+                    if new_tokens := await session.request.next():
+                        deltas = choice_deltas(session, new_tokens, with_ids=wants_ids)
+                        yield pb.GenerateEvent(request_id=request_id, choices=deltas)
+                await session.request.settled(SETTLE_TIMEOUT_S)
+                yield pb.GenerateEvent(request_id=request_id, usage=usage_message(session.request.usage))
 
-    async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsReply:
-        models = await self._catalog.models(await self._authenticate(context))
+    async def list_models(self, messages: AsyncIterator[pb.ListModelsRequest], context: Context) -> pb.ListModelsReply:
+        principal = await self._authenticate(context)
+        with self._shares.requests.held(principal.tenant_id):
+            await self._receive(messages, principal)
+            async with self._shares.queries.turn(principal.tenant_id):
+                models = await self._catalog.models(principal)
         return pb.ListModelsReply(
             models=[
                 pb.ModelInfo(
@@ -52,6 +100,11 @@ class GatewayServicer(InferenceServicer):
                 for model in models
             ]
         )
+
+    async def _receive(self, messages: AsyncIterator[M], principal: Principal) -> M:
+        """The request. gRPC keeps 64 KiB of it until then; a longer one arrives in the tenant's turn."""
+        async with self._shares.messages.turn(principal.tenant_id):
+            return await first_message(messages, self._message_timeout_s)
 
     async def _authenticate(self, context: Context) -> Principal:
         for name, value in context.invocation_metadata() or ():

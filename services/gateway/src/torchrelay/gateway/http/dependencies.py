@@ -6,16 +6,20 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import Depends, Header, Request
+from fastapi import Depends, Request
+from fastapi.security import HTTPBearer
 
 from torchrelay.common.errors import InvalidRequest, PermissionDenied
+from torchrelay.common.health import Health
 from torchrelay.gateway.auth.api_keys import ApiKeys
 from torchrelay.gateway.auth.tenants import Tenant, Tenants
 from torchrelay.gateway.billing.prices import Prices
 from torchrelay.gateway.catalog.catalog import Catalog, ScalingSettings
 from torchrelay.gateway.catalog.uploads import Uploads
+from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import Principal, PublishedModel
+from torchrelay.gateway.limits.tenant_lanes import TenantLanes
 from torchrelay.gateway.sql.database import Database
 
 ModelChanged = Callable[[str, str, PublishedModel | None], Awaitable[None]]
@@ -29,8 +33,11 @@ class Services:
     catalog: Catalog
     prices: Prices
     uploads: Uploads
+    store: StoreClient
     scheduler: SchedulerClient
+    queries: TenantLanes
     default_scaling: ScalingSettings  # the scheduler's defaults
+    health: Health
     model_changed: ModelChanged  # ("published" or "deleted", name, model): publishes a history event
 
 
@@ -42,8 +49,13 @@ def services_of(request: Request) -> Services:
 ServicesOf = Annotated[Services, Depends(services_of)]
 
 
-async def _caller(services: ServicesOf, authorization: Annotated[str | None, Header()] = None) -> Principal:
-    return await services.keys.authenticate(authorization)
+_BEARER = HTTPBearer(auto_error=False, description="A tenant's key (tr-...) or the admin key (tra-...)")
+
+
+def _caller(request: Request, _documented: Annotated[object, Depends(_BEARER)]) -> Principal:
+    """Whom the router has authenticated, before anything of the body was read."""
+    caller: Principal = request.state.caller
+    return caller
 
 
 Caller = Annotated[Principal, Depends(_caller)]

@@ -1,60 +1,121 @@
-"""The gateway's ASGI application: routes the token path to its own app, everything else to FastAPI.
+"""The gateway's ASGI application: routes the token path to its own app, everything else that needs a key to FastAPI.
 
-Limits the bodies of everything else, except file uploads, which are streamed through.
+FastAPI reads a body before it looks at the key. So the key, the tenant's share and the declared length are checked
+here, and FastAPI gets requests whose body has been read within its limit; files of uploads are streamed through.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
 import msgspec
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from torchrelay.gateway.openai.asgi_app import PATHS
-from torchrelay.gateway.openai.errors import body, too_large
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.gateway.inference.core import ClientDisconnected
+from torchrelay.gateway.inference.interfaces import Authenticator
+from torchrelay.gateway.limits.door_shares import DoorShares
+from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS
+from torchrelay.gateway.openai.errors import error_body, error_headers
+from torchrelay.gateway.openai.http_request import HttpRequest
+
+_UPLOAD_OF_FILE = re.compile("/v1/uploads/[^/]+/files/")
+_COMMIT = re.compile("/v1/uploads/[^/]+/commit")
+
+Page = Callable[[], Awaitable[tuple[int, bytes]]]  # status and JSON
 
 
 class AsgiRouter:
-    def __init__(self, tokens: ASGIApp, rest: ASGIApp, max_body_bytes: int) -> None:
+    def __init__(
+        self,
+        tokens: ASGIApp,
+        pages: Mapping[str, Page],
+        rest: ASGIApp,
+        keys: Authenticator,
+        shares: DoorShares,
+        max_body_bytes: int,
+    ) -> None:
         self._tokens = tokens
+        self._pages = pages
         self._rest = rest
+        self._keys = keys
+        self._shares = shares
         self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._rest(scope, receive, send)
-        elif scope["path"] in PATHS:
+            raise RuntimeError(f"unsupported ASGI scope {scope['type']}")
+        if scope["path"] in PATHS:
             await self._tokens(scope, receive, send)
-        elif scope["method"] == "PUT" and scope["path"].startswith("/v1/uploads/"):
-            await self._rest(scope, receive, send)
-        elif _declared_bytes(scope) > self._max_body_bytes:
-            await _send_too_large(send, self._max_body_bytes)
-        else:
-            await self._rest(scope, self._bounded(receive), send)
+            return
+        request = HttpRequest(scope, receive)
+        closing = _closing(request, send)
+        if scope["method"] == "GET" and (page := self._pages.get(scope["path"])) is not None:
+            await _send(closing, *await page())
+            return
+        try:
+            caller = await request.authenticate(self._keys)
+            scope.setdefault("state", {})["caller"] = caller
+            with self._shares.requests.held(caller.tenant_id):
+                if scope["method"] == "PUT" and _UPLOAD_OF_FILE.match(scope["path"]):
+                    with self._shares.uploads.held(caller.tenant_id):
+                        await self._rest(scope, _streamed(request), closing)
+                elif scope["method"] == "POST" and _COMMIT.fullmatch(scope["path"]):
+                    with self._shares.uploads.held(caller.tenant_id):
+                        await self._with_body(request, caller.tenant_id, scope, send)
+                else:
+                    await self._with_body(request, caller.tenant_id, scope, send)
+        except ClientDisconnected:
+            return
+        except TorchrelayError as error:
+            await _refuse(error, closing)
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Limits a body without a declared length; the app's error handlers answer for it."""
-        num_received = 0
-
-        async def bounded() -> Message:
-            nonlocal num_received
-            message = await receive()
-            num_received += len(message.get("body", b""))
-            if num_received > self._max_body_bytes:
-                raise HTTPException(413, too_large(self._max_body_bytes))
-            return message
-
-        return bounded
+    async def _with_body(self, request: HttpRequest, tenant_id: str, scope: Scope, send: Send) -> None:
+        with self._shares.body_bytes.account(tenant_id) as body_bytes:
+            body = bytes(await request.read(self._max_body_bytes, body_bytes))
+            await self._rest(scope, _replayed(body, request.receive), send)
 
 
-def _declared_bytes(scope: Scope) -> int:
-    for name, value in scope["headers"]:
-        if name == b"content-length" and value.isdigit():
-            return int(value)
-    return 0
+def _replayed(body: bytes, receive: Receive) -> Receive:
+    """A body that has been read, and then what follows it."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replayed() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return replayed
 
 
-async def _send_too_large(send: Send, max_body_bytes: int) -> None:
-    encoded = msgspec.json.encode(body(413, too_large(max_body_bytes), code="invalid_request"))
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(encoded)).encode())]
-    await send({"type": "http.response.start", "status": 413, "headers": [*headers, (b"connection", b"close")]})
-    await send({"type": "http.response.body", "body": encoded})
+def _streamed(request: HttpRequest) -> Receive:
+    """Notes the end of a body that the application reads itself."""
+
+    async def streamed() -> Message:
+        message = await request.receive()
+        request.has_unread_body = message.get("more_body", False)
+        return message
+
+    return streamed
+
+
+def _closing(request: HttpRequest, send: Send) -> Callable[[Message], Awaitable[None]]:
+    """Announces the end of the connection in an answer that ends it."""
+
+    async def closing(message: Message) -> None:
+        if message["type"] == "http.response.start" and request.must_close:
+            message = {**message, "headers": [*message["headers"], CLOSE]}
+        await send(message)
+
+    return closing
+
+
+async def _refuse(error: TorchrelayError, send: Send) -> None:
+    headers = [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
+    await _send(send, error.http_status, msgspec.json.encode(error_body(error)), headers)
+
+
+async def _send(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    listed = [(b"content-type", b"application/json"), length, *headers]
+    await send({"type": "http.response.start", "status": status, "headers": listed})
+    await send({"type": "http.response.body", "body": body})

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from opentelemetry import metrics
-from opentelemetry.metrics import CallbackOptions, Observation
 
 from torchrelay.common.process.telemetry import seconds_histogram
 from torchrelay.gateway.inference.core import Usage
+from torchrelay.gateway.inference.instruments import observe_counts, observe_value
 
 
 class InferenceMetrics:
@@ -23,24 +23,12 @@ class InferenceMetrics:
         self._num_tokens: Counter[str] = Counter()  # by kind
         self._ttft = seconds_histogram(meter, "torchrelay_gateway_ttft", "From a request's start to its first token.")
 
-        def counter(name: str, description: str, attribute: str, counts: Counter[str]) -> None:
-            def observe(_options: CallbackOptions) -> Iterable[Observation]:
-                # Copied, because an exporter thread reads while requests end.
-                return [Observation(count, {attribute: key}) for key, count in list(counts.items())]
-
-            meter.create_observable_counter(f"torchrelay_gateway_{name}", [observe], description=description)
-
-        def gauge(name: str, description: str, value: Callable[[], int]) -> None:
-            def observe(_options: CallbackOptions) -> Iterable[Observation]:
-                yield Observation(value())
-
-            meter.create_observable_gauge(f"torchrelay_gateway_{name}", [observe], description=description)
-
         requests = "Ended requests by outcome: ok, client_left or an error's code."
-        counter("requests", requests, "outcome", self._num_requests)
-        counter("tokens", "Tokens of ended requests by kind: prompt, cached, output.", "kind", self._num_tokens)
-        gauge("requests_running", "Requests being served.", running)
-        gauge("ledger_writes_pending", "Ledger writes not yet committed.", unsettled)
+        observe_counts(meter, "requests", requests, "outcome", self._num_requests)
+        tokens = "Tokens of ended requests by kind: prompt, cached, output."
+        observe_counts(meter, "tokens", tokens, "kind", self._num_tokens)
+        observe_value(meter, "requests_running", "Requests being served.", running)
+        observe_value(meter, "ledger_writes_pending", "Ledger writes not yet committed.", unsettled)
 
     def ended(self, outcome: str) -> None:
         self._num_requests[outcome] += 1

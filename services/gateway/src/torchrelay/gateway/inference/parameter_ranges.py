@@ -11,6 +11,7 @@ from typing import Final
 from torchrelay.common.errors import InvalidRequest
 
 ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
+MAX_MESSAGES: Final = 32_768  # each costs microseconds on the event loop
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 512
 MAX_STOP_TOKENS: Final = 64
@@ -25,6 +26,12 @@ RANGES: Final = {
     "frequency_penalty": (-2.0, 2.0),
 }
 _BIAS: Final = (-100.0, 100.0)
+
+
+def check_num_messages(count: int) -> None:
+    if not 0 < count <= MAX_MESSAGES:
+        wrong = "must not be empty" if not count else f"has {count:,} entries; at most {MAX_MESSAGES:,} are allowed"
+        raise InvalidRequest(f"messages {wrong}", field="messages")
 
 
 def check_role(role: str, index: int) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from opentelemetry.metrics import Meter
 
-from torchrelay.common.errors import PermissionDenied, QueueFull, TorchrelayError, Unavailable
+from torchrelay.common.errors import PermissionDenied, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.gateway.core import FinishCause, Principal
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, ResolvedRequest
@@ -22,8 +22,6 @@ from torchrelay.gateway.inference.sampling import GenerationBounds, sampling_of
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
-
-MAX_OPEN_REQUESTS = 8192  # requests in this gateway at once; the scheduler's queue is the tighter limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +83,6 @@ class RequestPipeline:
         ``arrived_unix_us``: when the server began handling it, the origin of its timeline. ``timeout_s``: how long
         after that its caller waits; None: indefinitely. Raises ``TorchrelayError`` if it cannot be started.
         """
-        if self._num_inside >= MAX_OPEN_REQUESTS:
-            raise QueueFull("this gateway has reached its limit of concurrent requests", retry_after_s=1.0)
         self._num_inside += 1
         self._idle.clear()
         outcome = TorchrelayError.code
@@ -94,6 +90,7 @@ class RequestPipeline:
             with span_of("gateway.request", request_id=request_id, model=params.model[:200]):
                 deadline_unix_us = self._deadline_unix_us(arrived_unix_us, timeout_s)
                 session = await self._start(principal, params, request_id, arrived_unix_us, deadline_unix_us)
+                del params  # megabytes of text, perhaps; the prompt is encoded
                 try:
                     yield session
                 except (asyncio.CancelledError, GeneratorExit, ClientDisconnected):
@@ -127,9 +124,9 @@ class RequestPipeline:
         if principal.is_admin:  # it has no tenant to resolve short model names in, or to bill
             raise PermissionDenied("the admin key cannot call models; create a tenant key (torchrelay key create)")
         model = await self._catalog.resolve(principal, params.model)
-        prompt = await self._prompts.token_ids(model, params)
+        prompt = await self._prompts.token_ids(principal, model, params)
         sampling = sampling_of(params, model, len(prompt), self._bounds)
-        tokenizer = await self._prompts.tokenizer(model)
+        decoder = await self._prompts.decoder(principal, model)
         num_output_tokens = sampling.max_tokens * params.num_choices
         reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens)
         request = RunningRequest(
@@ -144,8 +141,8 @@ class RequestPipeline:
         )
         self.requests.add(request)
         request.start()
-        texts = tuple(ChoiceDetokenizer(tokenizer, params.stop) for _ in range(params.num_choices))
-        return RequestSession(request, texts, None if params.top_logprobs is None else TokenBytes(tokenizer))
+        texts = tuple(ChoiceDetokenizer(decoder, params.stop) for _ in range(params.num_choices))
+        return RequestSession(request, texts, None if params.top_logprobs is None else TokenBytes(decoder))
 
     async def drain(self, timeout_s: float, end_s: float) -> None:
         """Waits ``timeout_s`` for running requests, then ends the rest and waits ``end_s`` for them to close."""

@@ -54,8 +54,7 @@ def sampling_of(
 def _max_tokens(params: GenerateParams, context: int, num_prompt_tokens: int, bounds: GenerationBounds) -> int:
     room = context - num_prompt_tokens
     if room < 1:
-        message = f"the prompt has {num_prompt_tokens} tokens; the model's context length is {context}"
-        raise ContextLengthExceeded(message, field=params.prompt_field)
+        raise context_exceeded(num_prompt_tokens, context, params.prompt_field)
     if params.max_tokens is None:
         return min(bounds.default_max_tokens, room)
     if params.max_tokens > room:
@@ -64,3 +63,9 @@ def _max_tokens(params: GenerateParams, context: int, num_prompt_tokens: int, bo
         )
         raise ContextLengthExceeded(message, field=params.max_tokens_field)
     return params.max_tokens
+
+
+def context_exceeded(num_prompt_tokens: int, context: int, field: str) -> ContextLengthExceeded:
+    """The error of a prompt that leaves no room for output."""
+    message = f"the prompt has {num_prompt_tokens} tokens; the model's context length is {context}"
+    return ContextLengthExceeded(message, field=field)

@@ -3,8 +3,9 @@
 A key or tenant without limits costs no round trip, one with limits costs one. Redis holds only state that can be
 rebuilt: token buckets, the reservations of running requests (each with a lease, in case their gateway dies), and the
 tenant's spending, copied from SQL for at most a minute. Without Redis requests are *allowed*, which is logged once:
-lost hot state must not stop a paying tenant. A budget may therefore be exceeded by what was admitted meanwhile, and by
-requests that settled while the spending was copied from SQL.
+lost hot state must not stop a paying tenant. A Redis that hangs costs one request half a second, once a second. A
+budget may therefore be exceeded by what was admitted meanwhile, and by requests that settled while the spending was
+copied from SQL.
 """
 
 from __future__ import annotations

@@ -1,36 +1,45 @@
-"""Runs Lua scripts on Redis and carries on without it when it is unreachable."""
+"""Runs Lua scripts on Redis and carries on without it when it is unreachable or silent."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Sequence
 
 from redis.exceptions import RedisError
 
 from torchrelay.common.net import redis_client
 from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.limits.circuit import Circuit
 
 log = get_logger(__name__)
+ANSWER_LIMIT_S = 0.5  # in all, whatever the client retries: a request waits for it
+SKIP_S = 1.0
 
 
 class RedisScriptRunner:
-    """Owns the connection to Redis."""
+    """Owns the connection to Redis. After one failure no request asks Redis for ``skip_s``."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, answer_limit_s: float = ANSWER_LIMIT_S, skip_s: float = SKIP_S) -> None:
         self._redis = redis_client.connect(url)
-        self._is_away = False
+        self._answer_limit_s = answer_limit_s
+        self._circuit = Circuit(skip_s)
 
     async def run(self, script: str, keys: Sequence[str], args: Sequence[str | int | float]) -> list[bytes]:
-        """The script's answer; ``[ok]`` if Redis is unreachable, which is logged once."""
-        try:
-            answer: list[bytes] = await self._redis.register_script(script)(keys=keys, args=args)
-        except (RedisError, OSError) as error:
-            if not self._is_away:
-                log.warning("redis_away_requests_not_limited", error=str(error)[:200])
-            self._is_away = True
+        """The script's answer; ``[ok]`` while Redis does not answer, which is logged once."""
+        if not self._circuit.may_ask(time.monotonic()):
             return [b"ok"]
-        if self._is_away:
+        try:
+            async with asyncio.timeout(self._answer_limit_s):
+                answer: list[bytes] = await self._redis.register_script(script)(keys=keys, args=args)
+        except (RedisError, OSError) as error:
+            if self._circuit.is_closed:
+                log.warning("redis_away_requests_not_limited", error=repr(error)[:200])
+            self._circuit.silent(time.monotonic())
+            return [b"ok"]
+        if not self._circuit.is_closed:
             log.info("redis_back")
-            self._is_away = False
+        self._circuit.answered()
         return answer
 
     async def close(self) -> None:

@@ -10,15 +10,18 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import InvalidRequest, TorchrelayError
+from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.core import Principal
 from torchrelay.gateway.inference.core import ClientDisconnected, GenerateParams, LogprobDelta, TokenDelta
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator
 from torchrelay.gateway.inference.pipeline import RequestPipeline, RequestSession
 from torchrelay.gateway.inference.text.detokenizer import ChoiceDetokenizer
+from torchrelay.gateway.limits.door_shares import DoorShares
 from torchrelay.gateway.openai import errors, replies, requests
+from torchrelay.gateway.openai.http_request import HttpRequest
 from torchrelay.gateway.openai.logprobs import LogprobEntry, LogprobFormatter
 from torchrelay.gateway.openai.replies import ChoiceBuffer, ReplyFormat, StreamReply
 
@@ -28,29 +31,32 @@ PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it i
 # Tokens arriving within one gap are written together, each still its own event: a write costs several times as much as
 # everything else per token. Streams of up to a hundred tokens per second never wait, nor does a stream's last token.
 WRITE_GAP_S = 0.010
+CLOSE = (b"connection", b"close")  # of an answer that ends the connection
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-
-
-class BodyTooLarge(InvalidRequest):
-    """A request body above the limit: HTTP 413."""
 
 
 class CompletionsApp:
     """The ASGI application."""
 
     def __init__(
-        self, keys: Authenticator, pipeline: RequestPipeline, max_body_bytes: int, write_gap_s: float = WRITE_GAP_S
+        self,
+        keys: Authenticator,
+        pipeline: RequestPipeline,
+        shares: DoorShares,
+        max_body_bytes: int,
+        write_gap_s: float = WRITE_GAP_S,
     ) -> None:
         self._keys = keys
         self._pipeline = pipeline
+        self._shares = shares
         self._max_body_bytes = max_body_bytes
         self._write_gap_s = write_gap_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"unsupported ASGI scope {scope['type']}")
-        exchange = HttpExchange(receive, send, new_id("req"), self._write_gap_s)
+        exchange = HttpExchange(HttpRequest(scope, receive), send, new_id("req"), self._write_gap_s)
         is_chat = PATHS.get(scope["path"])
         if is_chat is None:
             await exchange.refuse(404, errors.body(404, f"{scope['path']} not found", code="not_found"))
@@ -59,30 +65,36 @@ class CompletionsApp:
             body = errors.body(405, message, code="method_not_allowed")
             await exchange.refuse(405, body, [(b"allow", b"POST")])
         else:
-            await self._serve(exchange, is_chat, dict(scope["headers"]).get(b"authorization"))
+            await self._serve(exchange, is_chat)
 
-    async def _serve(self, exchange: HttpExchange, is_chat: bool, authorization: bytes | None) -> None:
+    async def _serve(self, exchange: HttpExchange, is_chat: bool) -> None:
         arrived_unix_us = now_unix_us()
         try:
-            principal = await self._keys.authenticate(
-                None if authorization is None else authorization.decode("latin-1")
-            )
-            encoded = await exchange.read_body(self._max_body_bytes)
-            params, reply_format, is_stream = _decode_request(encoded, is_chat)
-            async with self._pipeline.session(principal, params, exchange.request_id, arrived_unix_us) as session:
-                await exchange.answer(session, reply_format, is_stream)
+            principal = await exchange.request.authenticate(self._keys)
+            with self._shares.requests.held(principal.tenant_id):
+                await self._complete(exchange, is_chat, principal, arrived_unix_us)
         except ClientDisconnected:
             return
-        except BodyTooLarge as error:
-            await exchange.refuse(413, errors.body(413, error.message, code="invalid_request"))
         except TorchrelayError as error:
             await exchange.fail(error)
         except Exception:  # process boundary: the client gets an answer, the operator the traceback
             log.exception("request_crashed", request_id=exchange.request_id)
             await exchange.fail(TorchrelayError("internal error; include the request id when reporting it"))
 
+    async def _complete(
+        self, exchange: HttpExchange, is_chat: bool, principal: Principal, arrived_unix_us: int
+    ) -> None:
+        with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
+            encoded = await exchange.request.read(self._max_body_bytes, body_bytes)
+            params, reply_format, is_stream = _decode_request(encoded, is_chat)
+            entering = self._pipeline.session(principal, params, exchange.request_id, arrived_unix_us)
+            del encoded, params  # else kept until the end of the answer
+            async with entering as session:
+                body_bytes.release()  # what the body asks for is encoded
+                await exchange.answer(session, reply_format, is_stream)
 
-def _decode_request(encoded: bytes, is_chat: bool) -> tuple[GenerateParams, ReplyFormat, bool]:
+
+def _decode_request(encoded: bytearray, is_chat: bool) -> tuple[GenerateParams, ReplyFormat, bool]:
     body: requests.BaseBody
     if is_chat:
         body = chat = requests.decode_chat(encoded)
@@ -97,27 +109,12 @@ def _decode_request(encoded: bytes, is_chat: bool) -> tuple[GenerateParams, Repl
 class HttpExchange:
     """One HTTP request and its response."""
 
-    def __init__(self, receive: Receive, send: Send, request_id: str, write_gap_s: float) -> None:
-        self._receive = receive
+    def __init__(self, request: HttpRequest, send: Send, request_id: str, write_gap_s: float) -> None:
+        self.request = request
         self._send = send
         self._has_begun = False
         self._write_gap_s = write_gap_s
         self.request_id = request_id
-
-    async def read_body(self, max_bytes: int) -> bytes:
-        """Raises ``BodyTooLarge``, or ``ClientDisconnected`` before the end of the body."""
-        parts: list[bytes] = []
-        num_bytes, has_more = 0, True
-        while has_more:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientDisconnected
-            parts.append(message.get("body", b""))
-            num_bytes += len(parts[-1])
-            if num_bytes > max_bytes:
-                raise BodyTooLarge(errors.too_large(max_bytes))
-            has_more = message.get("more_body", False)
-        return b"".join(parts)
 
     async def answer(self, session: RequestSession, reply_format: ReplyFormat, is_stream: bool) -> None:
         """Runs the request to its end, or until its client disconnects."""
@@ -129,8 +126,10 @@ class HttpExchange:
             await asyncio.gather(watcher, return_exceptions=True)
 
     async def refuse(self, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-        await self._begin(status, [_JSON, *headers])
-        await self._send({"type": "http.response.body", "body": msgspec.json.encode(body)})
+        encoded = msgspec.json.encode(body)
+        listed = [_JSON, (b"content-length", str(len(encoded)).encode()), *headers]
+        await self._begin(status, [*listed, CLOSE] if self.request.must_close else listed)
+        await self._send({"type": "http.response.body", "body": encoded})
 
     async def fail(self, error: TorchrelayError) -> None:
         """Reports an error: by status and body, or as the last event if the response has begun."""
@@ -142,7 +141,7 @@ class HttpExchange:
         await self.refuse(error.http_status, body, headers)
 
     async def _watch(self, session: RequestSession) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
+        while (await self.request.receive())["type"] != "http.disconnect":
             pass
         session.request.stop()
 

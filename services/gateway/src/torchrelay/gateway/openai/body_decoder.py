@@ -25,7 +25,7 @@ _PRIVATE_FIELDS = {"messages", "prompt"}  # never quoted in errors
 _MAX_INSPECTED_BYTES = 1 << 16  # parsing megabytes again to find a faulty value would take seconds
 
 
-def decode(decoder: msgspec.json.Decoder[B], encoded: bytes) -> B:
+def decode(decoder: msgspec.json.Decoder[B], encoded: bytes | bytearray) -> B:
     """Raises ``InvalidRequest``."""
     try:
         body = decoder.decode(encoded)
@@ -42,7 +42,7 @@ def decode(decoder: msgspec.json.Decoder[B], encoded: bytes) -> B:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from error
 
 
-def _explain(fault: str, encoded: bytes) -> tuple[str, str | None]:
+def _explain(fault: str, encoded: bytes | bytearray) -> tuple[str, str | None]:
     """msgspec's message as a sentence, and the field of the body it is about."""
     path, missing, expected = _PATH.search(fault), _FIELD.search(fault), _EXPECTED.match(fault)
     where = path[1] if path else ""
@@ -60,7 +60,7 @@ def _explain(fault: str, encoded: bytes) -> tuple[str, str | None]:
     return f"{where or 'the body'} must be {wanted}{f', not {given}' if given else ''}", name
 
 
-def _given(field: str, encoded: bytes) -> str:
+def _given(field: str, encoded: bytes | bytearray) -> str:
     """The field's value, abbreviated; empty for nested and private fields."""
     if len(encoded) > _MAX_INSPECTED_BYTES or field in _PRIVATE_FIELDS:
         return ""
@@ -70,7 +70,7 @@ def _given(field: str, encoded: bytes) -> str:
         return ""
 
 
-def _not_a_number(encoded: bytes) -> str | None:
+def _not_a_number(encoded: bytes | bytearray) -> str | None:
     """The field with a NaN or Infinity, as Python's encoder writes them, in otherwise valid JSON."""
     if len(encoded) > _MAX_INSPECTED_BYTES or (b"NaN" not in encoded and b"Infinity" not in encoded):
         return None

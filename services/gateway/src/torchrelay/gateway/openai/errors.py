@@ -8,8 +8,8 @@ from typing import TypedDict
 from torchrelay.common.errors import Overloaded, TorchrelayError, Unauthenticated
 
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error"}
-_TYPES |= {405: "invalid_request_error", 409: "conflict_error", 413: "invalid_request_error"}
-_TYPES |= {422: "invalid_request_error", 429: "rate_limit_error"}
+_TYPES |= dict.fromkeys((405, 408, 413, 414, 422, 431), "invalid_request_error")
+_TYPES |= {409: "conflict_error", 429: "rate_limit_error"}
 
 
 class ErrorObject(TypedDict):
@@ -31,11 +31,6 @@ def error_body(error: TorchrelayError) -> ErrorBody:
 def body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> ErrorBody:
     """The JSON body of an error without a ``TorchrelayError`` (an unknown path, a wrong method)."""
     return {"error": {"message": message, "type": _TYPES.get(status, "api_error"), "param": param, "code": code}}
-
-
-def too_large(max_bytes: int) -> str:
-    """The message of a 413, on every path."""
-    return f"the body is larger than {max_bytes:,} bytes (the gateway's max_body_bytes setting)"
 
 
 def error_headers(error: TorchrelayError) -> dict[str, str]:

@@ -18,6 +18,7 @@ from torchrelay.gateway.inference.parameter_ranges import (
     RANGES,
     bias_tokens,
     check_biases,
+    check_num_messages,
     check_ranges,
     check_role,
     check_stop_tokens,
@@ -93,7 +94,7 @@ _CHAT: msgspec.json.Decoder[ChatBody] = msgspec.json.Decoder(ChatBody)
 _COMPLETION: msgspec.json.Decoder[CompletionBody] = msgspec.json.Decoder(CompletionBody)
 
 
-def decode_chat(encoded: bytes) -> ChatBody:
+def decode_chat(encoded: bytes | bytearray) -> ChatBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_CHAT, encoded)
     response_format = body.response_format or {}
@@ -107,7 +108,7 @@ def decode_chat(encoded: bytes) -> ChatBody:
     return body
 
 
-def decode_completion(encoded: bytes) -> CompletionBody:
+def decode_completion(encoded: bytes | bytearray) -> CompletionBody:
     """Raises ``InvalidRequest`` naming the faulty field."""
     body = decode(_COMPLETION, encoded)
     _refuse(body, best_of=(body.best_of or 1) > 1, echo=bool(body.echo), suffix=bool(body.suffix))
@@ -116,8 +117,7 @@ def decode_completion(encoded: bytes) -> CompletionBody:
 
 def params_of_chat(body: ChatBody) -> GenerateParams:
     """Raises ``InvalidRequest``."""
-    if not body.messages:
-        raise InvalidRequest("messages must not be empty", field="messages")
+    check_num_messages(len(body.messages))
     max_tokens, field = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
         max_tokens, field = body.max_completion_tokens, "max_completion_tokens"

@@ -3,6 +3,9 @@
 SQLite runs in WAL mode with ``synchronous=FULL``: with NORMAL a power cut may lose the last commits, and a lost opened
 row is a request delivered but never billed. The ledger's group commits amortize the fsync.
 
+A database that does not answer ends nobody's patience but its own: each transaction has a time limit, after which its
+caller gets ``Unavailable`` and the connection is given up in the background.
+
 SQLAlchemy Core runs over asyncio drivers by ``greenlet_spawn``, as its ``AsyncEngine`` does. ``AsyncEngine`` itself
 would import the ORM, which costs 8 MB.
 """
@@ -10,18 +13,21 @@ would import the ORM, which costs 8 MB.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from sqlalchemy import Connection, CursorResult, Engine, Executable, Table, create_engine, event
+from sqlalchemy import Connection, CursorResult, Engine, Executable, Table, create_engine, event, select
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.util import greenlet_spawn
 
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.disk import disk_full, free_bytes
+from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.thread_pool import batch_executor
 
@@ -33,7 +39,15 @@ if TYPE_CHECKING:
 log = get_logger(__name__)
 T = TypeVar("T")
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
+_FULL = "the database's disk is full; it works again once space is freed there"
+_POSTGRES_DISK_FULL = "53100"
+_SMALLEST_WRITE_BYTES = 64 << 10  # SQLite's shared memory file and a page
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000")
+TIME_LIMIT_S = 5.0
+ANSWER_LIMIT_S = 2.5  # of what every request waits for
+REPORT_LIMIT_S = 300.0  # of sums over a ledger of millions of rows
+_CONNECT_LIMIT_S = 2.0
+_CLOSE_LIMIT_S = 1.0
 
 
 def driver_url(url: str) -> URL:
@@ -50,24 +64,61 @@ class SqlConnection:
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        self._running: asyncio.Future[Any] | None = None  # the last statement
 
     async def execute(
         self, statement: Executable, parameters: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
     ) -> CursorResult[*tuple[Any, ...]]:
         """The result, with its rows already fetched. Runs once per element if ``parameters`` is a sequence."""
-        return await greenlet_spawn(self._connection.execute, statement, parameters)
+        return await self._run(self._connection.execute, statement, parameters)
 
     async def run_sync(self, call: Callable[[Connection], T]) -> T:
         """Calls ``call`` with the plain SQLAlchemy connection (for inspection)."""
-        return await greenlet_spawn(call, self._connection)
+        return await self._run(call, self._connection)
+
+    async def begin_writing(self) -> None:
+        await self._run(lambda: self._connection.execution_options(torchrelay_write=True).begin())
+
+    async def commit(self) -> None:
+        await self._run(self._connection.commit)
+
+    async def _run(self, call: Callable[..., T], *args: Any) -> T:
+        """A caller that is cancelled, or whose time is over, leaves at once; what it waited for is broken off."""
+        self._running = asyncio.ensure_future(greenlet_spawn(call, *args))
+        try:
+            return await asyncio.shield(self._running)
+        except asyncio.CancelledError:
+            await self._break_off()
+            raise
+
+    async def _break_off(self) -> None:
+        driver: Any = self._connection.connection.driver_connection
+        if hasattr(driver, "interrupt"):
+            await driver.interrupt()  # of SQLite: the statement fails, unless it waits for the disk
+        else:
+            driver.terminate()  # of asyncpg: without a word to a server that may not listen
+
+    async def close(self) -> None:
+        """Rolls back what is not committed, once the last statement has ended."""
+        if self._running is not None:
+            await asyncio.wait({self._running})
+            if not self._running.cancelled():
+                self._running.exception()  # marks it as retrieved
+        await greenlet_spawn(self._connection.close)
 
 
 class Database:
-    """Owns the connection pools. ``read()``, ``write()`` and ``transact()`` are one transaction each."""
+    """Owns the connection pools. ``read()``, ``write()`` and ``transact()`` are one transaction each.
 
-    def __init__(self, url: str) -> None:
+    A transaction that takes longer than ``time_limit_s`` raises ``Unavailable``; whether it is committed is then open.
+    """
+
+    def __init__(self, url: str, time_limit_s: float = TIME_LIMIT_S) -> None:
+        self._time_limit_s = time_limit_s
+        self._running: set[asyncio.Future[Any]] = set()
         parsed = driver_url(url)
         self.is_sqlite = parsed.get_backend_name() == "sqlite"
+        self._folder = Path(parsed.database or ".").absolute().parent if self.is_sqlite else None
         self._thread: ThreadPoolExecutor | None = None
         if self.is_sqlite:
             self._engine = _sqlite_engine(parsed, 2)  # a writer and a reader, each with a thread and a page cache
@@ -75,56 +126,57 @@ class Database:
             self._thread = batch_executor(1, "transact")
         else:
             # pool_pre_ping: a restarted database fails no request.
-            self._engine = create_engine(
-                parsed, pool_size=5, max_overflow=5, pool_pre_ping=True, pool_timeout=5, hide_parameters=True
-            )
+            self._engine = _postgresql_engine(parsed, time_limit_s)
             self._transact_engine = self._engine
         self._writing = asyncio.Lock()
 
     @asynccontextmanager
-    async def read(self) -> AsyncIterator[SqlConnection]:
-        """A connection in a read-only transaction. Raises ``Unavailable`` if the database is unreachable."""
-        with _mapped_errors():
-            async with self._connected() as connection:
-                yield SqlConnection(connection)
+    async def read(self, time_limit_s: float | None = None) -> AsyncIterator[SqlConnection]:
+        """A connection in a read-only transaction. Raises ``Unavailable`` if the database is unreachable or silent.
+
+        ``time_limit_s``: instead of this database's own.
+        """
+        async with self._limited(time_limit_s or self._time_limit_s), self._connected() as connection:
+            yield connection
 
     @asynccontextmanager
     async def write(self) -> AsyncIterator[SqlConnection]:
         """A connection in a transaction, committed at the end of the block and rolled back by an exception."""
-        with _mapped_errors():
-            async with self._one_writer(), self._connected() as connection:
-                await greenlet_spawn(connection.execution_options, torchrelay_write=True)
-                await greenlet_spawn(connection.begin)
-                yield SqlConnection(connection)
-                await greenlet_spawn(connection.commit)
+        async with self._limited(self._time_limit_s):
+            await self._begin_writing()
+            try:
+                async with self._connected() as connection:
+                    await connection.begin_writing()
+                    yield connection
+                    await connection.commit()
+            finally:
+                self._end_writing()
 
     @asynccontextmanager
-    async def _connected(self) -> AsyncIterator[Connection]:
-        connection = await greenlet_spawn(self._engine.connect)
+    async def _connected(self) -> AsyncIterator[SqlConnection]:
+        connection = SqlConnection(await greenlet_spawn(self._engine.connect))
         try:
             yield connection
         finally:
-            # Closing rolls back an uncommitted transaction; shielded, so that it also happens for a cancelled caller.
-            await asyncio.shield(greenlet_spawn(connection.close))
+            closing = self._own(asyncio.ensure_future(connection.close()))
+            await asyncio.wait({closing}, timeout=_CLOSE_LIMIT_S)
 
     async def transact(self, work: Callable[[Connection], T]) -> T:
         """Runs ``work`` with a plain connection, in a transaction that is committed unless it raises.
 
         For frequent work: with SQLite it runs on one thread, which costs two thread switches in all, where each
-        statement of ``write()`` costs about six.
+        statement of ``write()`` costs about six. The work of a caller that is cancelled goes on.
         """
-        with _mapped_errors():
-            async with self._one_writer():
-                running = asyncio.ensure_future(self._transacted(work))
-                try:
-                    return await asyncio.shield(running)
-                except asyncio.CancelledError:
-                    while not running.done():  # holds the writer lock until it ends, even if cancelled again
-                        with suppress(asyncio.CancelledError):
-                            await asyncio.wait({running})
-                    if not running.cancelled():
-                        running.exception()  # marks it as retrieved: the caller is gone, the work rolled back
-                    raise
+        async with self._limited(self._time_limit_s) as limit:
+            await self._begin_writing()
+            running = self._own(asyncio.ensure_future(self._transacted(work)))
+            running.add_done_callback(lambda _: self._end_writing())  # and not before, whatever becomes of the caller
+            try:
+                return await asyncio.shield(running)
+            except asyncio.CancelledError:
+                if limit.expired() and self._thread is None:  # a thread cannot be stopped
+                    running.cancel()
+                raise
 
     async def _transacted(self, work: Callable[[Connection], T]) -> T:
         if self._thread is None:
@@ -132,8 +184,78 @@ class Database:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._thread, _in_transaction, self._transact_engine, work)
 
-    def _one_writer(self) -> AbstractAsyncContextManager[Any]:
-        return self._writing if self.is_sqlite else nullcontext()
+    async def _begin_writing(self) -> None:
+        """SQLite has one writer at a time."""
+        if self.is_sqlite:
+            await self._writing.acquire()
+
+    def _end_writing(self) -> None:
+        if self.is_sqlite:
+            self._writing.release()
+
+    def _own(self, work: asyncio.Future[T]) -> asyncio.Future[T]:
+        """Keeps work whose caller may leave before it ends."""
+        self._running.add(work)
+        work.add_done_callback(self._ended)
+        return work
+
+    def _ended(self, work: asyncio.Future[Any]) -> None:
+        self._running.discard(work)
+        if not work.cancelled():
+            work.exception()  # marks it as retrieved
+
+    async def answer(self, query: Coroutine[Any, Any, T], time_limit_s: float = ANSWER_LIMIT_S) -> T:
+        """What a query of this database returns or raises; ``Unavailable`` after ``time_limit_s``.
+
+        Ending a connection in good order may take seconds; here the caller does not wait for that either.
+        """
+        asking = self._own(asyncio.ensure_future(query))
+        async with self._limited(time_limit_s) as limit:
+            try:
+                return await asyncio.shield(asking)
+            except asyncio.CancelledError:
+                if limit.expired():
+                    asking.cancel()
+                raise
+
+    @asynccontextmanager
+    async def _limited(self, time_limit_s: float) -> AsyncIterator[asyncio.Timeout]:
+        """Maps connection failures and silence to ``Unavailable``, a full disk to ``DiskFull``.
+
+        Errors of our own statements pass through.
+        """
+        limit = asyncio.timeout(time_limit_s)
+        try:
+            async with limit:
+                yield limit
+        except (OperationalError, InterfaceError, PoolTimeout, OSError) as error:
+            if is_disk_full(error, self._folder):
+                full = DiskFull(_FULL) if self._folder is None else disk_full(self._folder)
+                log.warning("ledger_disk_full", error=full.message)
+                raise full from error
+            log.warning("database_away", error=f"{type(error).__name__}: {error}"[:300])
+            is_silent = limit.expired() or isinstance(error, TimeoutError)
+            what = "does not answer" if is_silent else "is unavailable"
+            raise Unavailable(f"the database {what}; try again") from error
+        except DBAPIError as error:
+            if is_disk_full(error, self._folder):
+                raise DiskFull(_FULL) from error
+            if not error.connection_invalidated:
+                raise
+            raise Unavailable("the database connection was lost; try again") from error
+
+    async def ask(self) -> str:
+        """What is wrong with the database; empty: it answers."""
+
+        async def ping() -> None:
+            async with self.read() as connection:
+                await connection.execute(select(1))
+
+        try:
+            await self.answer(ping())
+        except Unavailable as error:
+            return "does not answer" if is_silence(error) else "is unavailable"
+        return ""
 
     def insert(self, table: Table) -> sqlite.Insert | postgresql.Insert:
         """An INSERT with ON CONFLICT support in this database's dialect."""
@@ -144,10 +266,17 @@ class Database:
         return postgresql.insert(table)
 
     async def close(self) -> None:
+        if self._running:
+            await asyncio.wait(self._running, timeout=self._time_limit_s)
         await greenlet_spawn(self._engine.dispose)
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._transact_engine.dispose)
             self._thread.shutdown(wait=False)
+
+
+def is_silence(error: Unavailable) -> bool:
+    """Whether the database did not answer in time, as opposed to being unreachable."""
+    return isinstance(error.__cause__, TimeoutError)
 
 
 def _sqlite_engine(url: URL, pool_size: int) -> Engine:
@@ -155,12 +284,28 @@ def _sqlite_engine(url: URL, pool_size: int) -> Engine:
         url,
         pool_size=pool_size,
         max_overflow=0,
+        pool_timeout=TIME_LIMIT_S,
         hide_parameters=True,
-        connect_args={"isolation_level": None, "timeout": 5.0},
+        connect_args={"isolation_level": None, "timeout": TIME_LIMIT_S},
     )
     event.listen(engine, "connect", _set_pragmas)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
+
+
+def _postgresql_engine(url: URL, time_limit_s: float) -> Engine:
+    # The limits of the server are for what nobody waits for any more, or whose gateway is gone without a word.
+    settings = {"statement_timeout": f"{REPORT_LIMIT_S:.0f}s", "idle_in_transaction_session_timeout": "60s"}
+    limits = {"timeout": _CONNECT_LIMIT_S, "command_timeout": REPORT_LIMIT_S, "server_settings": settings}
+    return create_engine(
+        url,
+        pool_size=5,
+        max_overflow=5,
+        pool_pre_ping=True,
+        pool_timeout=time_limit_s,
+        hide_parameters=True,
+        connect_args=limits,
+    )
 
 
 def _in_transaction(engine: Engine, work: Callable[[Connection], T]) -> T:
@@ -170,18 +315,15 @@ def _in_transaction(engine: Engine, work: Callable[[Connection], T]) -> T:
             return work(connection)
 
 
-@contextmanager
-def _mapped_errors() -> Iterator[None]:
-    """Maps connection failures to ``Unavailable``; errors of our own statements pass through."""
-    try:
-        yield
-    except (OperationalError, InterfaceError, PoolTimeout, OSError) as error:
-        log.warning("database_away", error=f"{type(error).__name__}: {error}"[:300])
-        raise Unavailable("the database is unavailable; try again") from error
-    except DBAPIError as error:
-        if not error.connection_invalidated:
-            raise
-        raise Unavailable("the database connection was lost; try again") from error
+def is_disk_full(error: BaseException, folder: Path | None) -> bool:
+    """Whether the database's disk is full. ``folder``: SQLite's."""
+    cause = getattr(error, "orig", None) or error
+    if folder is None:
+        return getattr(cause, "sqlstate", "") == _POSTGRES_DISK_FULL
+    code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):  # also what a full disk makes of its auxiliary files
+        return free_bytes(folder) < _SMALLEST_WRITE_BYTES
+    return code == sqlite3.SQLITE_FULL
 
 
 def _set_pragmas(connection: Any, _record: object) -> None:

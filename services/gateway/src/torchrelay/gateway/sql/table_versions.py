@@ -39,7 +39,7 @@ class TableVersions:
         self._versions: dict[str, int] = {}
         self._queried_at = float("-inf")
         self._num_invalidations = 0
-        self._querying = asyncio.Lock()
+        self._querying: asyncio.Task[None] | None = None
 
     def invalidate(self) -> None:
         """Forces a query before the next use, after an own commit or a hint."""
@@ -47,12 +47,28 @@ class TableVersions:
         self._num_invalidations += 1
 
     async def confirmed(self, name: TableName) -> int:
-        """The table's version, at most ``confirm_s`` old. Raises ``Unavailable`` without SQL."""
+        """The table's version, at most ``confirm_s`` old.
+
+        Raises ``Unavailable`` without SQL, and when it is silent for ``ANSWER_LIMIT_S``, for all who wait at once.
+        """
         if not self._is_fresh():
-            async with self._querying:
-                if not self._is_fresh():
-                    await self._query()
+            await self._database.answer(self._refresh())
         return self._versions[name]
+
+    async def _refresh(self) -> None:
+        """All who come while a query runs wait for it, and share the next one if it was invalidated meanwhile."""
+        if (running := self._querying) is not None:
+            await asyncio.shield(running)
+        if not self._is_fresh():
+            if self._querying is None:
+                self._querying = asyncio.create_task(self._query())
+                self._querying.add_done_callback(self._queried)
+            await asyncio.shield(self._querying)
+
+    def _queried(self, query: asyncio.Task[None]) -> None:
+        self._querying = None
+        if not query.cancelled():
+            query.exception()  # marks it as retrieved: those who waited may have left
 
     def _is_fresh(self) -> bool:
         return self._clock() - self._queried_at < self._confirm_s

@@ -82,11 +82,13 @@ models = Table(
     Column("updated_unix_us", BigInteger, nullable=False),
 )
 
-# Versions no longer used by any model; their bytes are freed after a while, unless used again.
+# Versions no longer used by any model; their bytes are freed after a while, unless used again. Until then they count in
+# the quota of the tenant who used them last.
 retired_versions = Table(
     "retired_versions",
     metadata,
     Column("version_id", ForeignKey("versions.version_id"), primary_key=True),
+    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False, index=True),
     Column("retired_unix_us", BigInteger, nullable=False),
 )
 
@@ -132,12 +134,14 @@ opened = Table(
 # Partial on PostgreSQL too (see the migration); declaring it here would load that dialect, 3 MB, even with SQLite.
 Index("ix_opened_unsettled", opened.c.gateway_id, sqlite_where=text("settled_unix_us IS NULL"))
 
-# One row per choice. Only the first choice carries the prompt tokens, so that sums are right.
+# One row per choice, and its supplement (billing/ledger_rows.py). Only the first choice carries the prompt tokens, so
+# that sums are right.
 ledger = Table(
     "ledger",
     metadata,
     Column("request_id", ForeignKey("opened.request_id"), primary_key=True),
     Column("choice", Integer, primary_key=True),
+    Column("supplement", Integer, primary_key=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
     Column("key_id", String, nullable=False),
     Column("model", String, nullable=False),

@@ -15,7 +15,7 @@ from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.disk.disk_cache import DiskCache
 from torchrelay.param_store.remote.file_reader import FileReader
 from torchrelay.param_store.remote.keys import parse_pack_key
-from torchrelay.param_store.remote.remote_store import RangeReader, RemoteStore
+from torchrelay.param_store.remote.remote_store import RangeReader, RemoteStore, StoredObject
 
 log = get_logger(__name__)
 
@@ -54,8 +54,8 @@ class DiskTier(RemoteStore):
         if pack_id:
             self._cache.discard(pack_id)
 
-    def list(self, prefix: str) -> Iterator[str]:
-        return self._remote.list(prefix)
+    def objects(self, prefix: str) -> Iterator[StoredObject]:
+        return self._remote.objects(prefix)
 
 
 class TieredReader(RangeReader):

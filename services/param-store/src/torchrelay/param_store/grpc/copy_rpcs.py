@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ from torchrelay.common.errors import InvalidRequest, NotFound, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2
-from torchrelay.param_store.grpc.messages import source_address, store_report
+from torchrelay.param_store.grpc.messages import source_address, store_beat, store_report
 from torchrelay.param_store.remote.keys import checked_digest
 from torchrelay.param_store.store import Store
 from torchrelay.transfer.arena.slab import Slab
@@ -102,9 +103,16 @@ class CopyRpcs:
     async def WatchCopies(
         self, request: pb.WatchCopiesRequest, context: Context
     ) -> AsyncIterator[reports_pb2.StoreReport]:
+        every_s = max(request.beat_every_s, _MIN_REPORT_INTERVAL_S) if request.beat_every_s > 0 else None
         with self.store.changes.listen() as changed:
+            changed.set()
             while True:
-                changed.clear()
-                yield store_report(self.store)
-                await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
-                await changed.wait()
+                if changed.is_set():
+                    changed.clear()
+                    yield store_report(self.store)
+                    await asyncio.sleep(_MIN_REPORT_INTERVAL_S)
+                else:
+                    yield store_beat(self.store)
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(every_s):
+                        await changed.wait()

@@ -24,7 +24,7 @@ def source_address(source: types_pb2.Source) -> SourceAddress | None:
 
 def upload_state(upload: StagedUpload) -> pb.UploadState:
     files = [file_state(progress) for progress in upload.progress()]
-    return pb.UploadState(upload_id=upload.record.upload_id, files=files)
+    return pb.UploadState(upload_id=upload.record.upload_id, files=files, version_id=upload.claimed_version)
 
 
 def file_state(progress: FileProgress) -> pb.FileState:
@@ -74,6 +74,13 @@ def store_report(store: Store) -> reports_pb2.StoreReport:
         num_running_uploads=store.uploads.num_open,
         failure_domain=store.settings.failure_domain or store.settings.host_id,
         nic=reports_pb2.NicCounters(**asdict(counters)) if counters else None,
+    )
+
+
+def store_beat(store: Store) -> reports_pb2.StoreReport:
+    """A sign of life."""
+    return reports_pb2.StoreReport(
+        store_id=store.settings.store_id, incarnation=store.incarnation, epoch=store.epoch.highest, is_beat=True
     )
 
 

@@ -11,8 +11,9 @@ from torchrelay.param_store.store import Store
 
 _SERVICE = "/torchrelay.control.v1.ParamStore"
 _UPLOADS = ("BeginUpload", "DescribeUpload", "PutFile", "Commit", "AbortUpload")
+_VERSIONS = ("Describe", "ListVersions", "DeleteVersion", "DeleteUnnamed")
 CALLERS: MethodCallers = {
-    **{f"{_SERVICE}/{method}": {Caller.GATEWAY} for method in (*_UPLOADS, "Describe", "DeleteVersion")},
+    **{f"{_SERVICE}/{method}": {Caller.GATEWAY} for method in (*_UPLOADS, *_VERSIONS)},
     f"{_SERVICE}/ReadFile": {Caller.GATEWAY, Caller.WORKER},
     f"{_SERVICE}/Hold": {Caller.WORKER},
     **{f"{_SERVICE}/{method}": {Caller.SCHEDULER} for method in ("Relay", "Drop", "WatchCopies", "Retain")},

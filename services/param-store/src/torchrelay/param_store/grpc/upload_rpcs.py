@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import grpc
 
-from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable
+from torchrelay.common.disk import write_error
+from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable, UploadRefused
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread
@@ -19,12 +20,15 @@ from torchrelay.param_store.remote.versions import Version
 from torchrelay.param_store.store import Store
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, is_weights
 from torchrelay.param_store.uploads.file_writer import FileWriter
-from torchrelay.param_store.uploads.packer_process import PackJob, run_packer
+from torchrelay.param_store.uploads.packer_process import PackJob, PackProgress, run_packer
+from torchrelay.param_store.uploads.repeated_progress import repeated
 from torchrelay.param_store.uploads.staged_upload import StagedUpload
 
 Context = grpc.aio.ServicerContext[Any, Any]
 log = get_logger(__name__)
 MAX_PART_BYTES = 1 << 20
+_REPEAT_S = 5.0  # a long stage is told again, so that a gateway can tell slow from hung
+_LEAST_PUBLISH_BYTES_PER_S = 4 << 20  # to the remote store
 
 
 class UploadRpcs:
@@ -54,9 +58,9 @@ class UploadRpcs:
         )
         if writer is not None:
             try:
-                await _receive(writer, request_iterator)
+                await self._receive(writer, request_iterator)
             except OSError as error:
-                raise Unavailable(f"{first.open.path}: cannot be written: {error.strerror}") from error
+                raise write_error(error, f"{first.open.path}: cannot be written", upload.folder) from error
             finally:
                 await asyncio.to_thread(writer.close)
         return file_state(upload.file_progress(first.open.path))
@@ -71,25 +75,44 @@ class UploadRpcs:
         await acquire_on_thread(upload.begin_commit, lambda _: upload.end_commit())
         packed = False
         try:
-            async with self.store.packer_queue.acquired(), aclosing(run_packer(self._job(upload, request))) as lines:
+            waiting = PackProgress("wait", 0, upload.num_bytes)
+            async with aclosing(repeated(self._pack(upload, request), waiting, _REPEAT_S)) as lines:
                 async for line in lines:
-                    yield pb.CommitProgress(
-                        stage=line.stage, num_bytes_done=line.num_bytes_done, num_bytes_total=line.num_bytes_total
-                    )
+                    yield _progress(line)
             packed = True
         except TorchrelayError as error:
             log.info("commit_failed", upload_id=request.upload_id, error=error.message)
+            if isinstance(error, UploadRefused):
+                await asyncio.to_thread(self.store.uploads.refuse, upload)
             raise
         finally:
             if not packed:
                 await asyncio.to_thread(upload.end_commit)
-        # Shielded: once publishing has begun it must end and be recorded, even if the client has gone.
-        loop = asyncio.get_running_loop()
-        version = await asyncio.shield(loop.run_in_executor(None, self._publish, upload, begin_unix_ns))
-        num_bytes = version.manifest.num_bytes
+        # Once publishing has begun it must end and be recorded, even if the client has gone: it runs on a thread of its
+        # own, and cancelling this call cancels the waiting alone.
+        publishing = asyncio.get_running_loop().run_in_executor(None, self._publish, upload, begin_unix_ns)
+        publishing.add_done_callback(lambda ended: ended.exception())  # retrieved, should this call end before
+        num_bytes = upload.num_bytes
+        limit_s = self.store.settings.commit_stall_s + num_bytes / _LEAST_PUBLISH_BYTES_PER_S
+        begin_s = time.monotonic()
+        while not (await asyncio.wait({publishing}, timeout=_REPEAT_S))[0]:
+            if time.monotonic() - begin_s > limit_s:
+                raise Unavailable(
+                    f"the remote store has not taken the model's {num_bytes:,} bytes within {limit_s:.0f} s; commit "
+                    "again once it answers"
+                )
+            yield pb.CommitProgress(stage="publish", num_bytes_done=0, num_bytes_total=num_bytes)
+        version = publishing.result()
         yield pb.CommitProgress(
             stage="publish", num_bytes_done=num_bytes, num_bytes_total=num_bytes, version=version_description(version)
         )
+
+    async def _pack(self, upload: StagedUpload, request: pb.CommitRequest) -> AsyncGenerator[PackProgress]:
+        """Waits for its turn, validates and packs."""
+        packer = run_packer(self._job(upload, request), self.store.settings.commit_stall_s)
+        async with self.store.packer_queue.acquired(upload.record.tenant_id), aclosing(packer) as lines:
+            async for line in lines:
+                yield line
 
     async def AbortUpload(self, request: pb.AbortUploadRequest, context: Context) -> pb.AbortUploadReply:
         await asyncio.to_thread(self.store.uploads.abort, request.upload_id)
@@ -104,10 +127,11 @@ class UploadRpcs:
         version_id = ""
         try:
             names = [file.path for file in upload.record.files if not is_weights(file.path)]
-            version = self.store.versions.publish(upload.pack_path, {name: upload.files / name for name in names})
+            files = {name: upload.files / name for name in names}
+            version = self.store.versions.publish(upload.pack_path, files, upload.claim)
             version_id = version.version_id
         except OSError as error:
-            raise Unavailable(f"the version cannot be published: {error.strerror}") from error
+            raise write_error(error, "the version cannot be published", self.store.settings.remote_folder) from error
         finally:
             upload.end_commit(version_id)
         attributes = {
@@ -119,13 +143,17 @@ class UploadRpcs:
         log.info("version_published", pack_id=version.pack_id, pack_bytes=version.manifest.num_bytes, **attributes)
         return version
 
+    async def _receive(self, writer: FileWriter, parts: AsyncIterator[pb.PutFileRequest]) -> None:
+        if writer.must_resume:
+            await asyncio.get_running_loop().run_in_executor(self.store.digest_thread, writer.resume)
+        async for part in parts:
+            if part.WhichOneof("part") != "data" or len(part.data) > MAX_PART_BYTES:
+                raise InvalidRequest(
+                    f"messages after the first must carry 1 to {MAX_PART_BYTES} bytes of data", field="data"
+                )
+            await asyncio.to_thread(writer.write, part.data)
+        await asyncio.to_thread(writer.finish)
 
-async def _receive(writer: FileWriter, parts: AsyncIterator[pb.PutFileRequest]) -> None:
-    await asyncio.to_thread(writer.resume)
-    async for part in parts:
-        if part.WhichOneof("part") != "data" or len(part.data) > MAX_PART_BYTES:
-            raise InvalidRequest(
-                f"messages after the first must carry 1 to {MAX_PART_BYTES} bytes of data", field="data"
-            )
-        await asyncio.to_thread(writer.write, part.data)
-    await asyncio.to_thread(writer.finish)
+
+def _progress(line: PackProgress) -> pb.CommitProgress:
+    return pb.CommitProgress(stage=line.stage, num_bytes_done=line.num_bytes_done, num_bytes_total=line.num_bytes_total)

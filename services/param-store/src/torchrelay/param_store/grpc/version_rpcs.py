@@ -19,7 +19,7 @@ _PIECE_BYTES = 1 << 20
 
 
 class VersionRpcs:
-    """Describe, ReadFile, DeleteVersion."""
+    """Describe, ReadFile, ListVersions, DeleteVersion, DeleteUnnamed."""
 
     store: Store
 
@@ -33,6 +33,21 @@ class VersionRpcs:
             yield pb.FileBytes(data=data[begin : begin + _PIECE_BYTES])
 
     async def DeleteVersion(self, request: pb.DeleteVersionRequest, context: Context) -> pb.DeleteVersionReply:
-        num_bytes = await asyncio.to_thread(self.store.versions.delete, request.version_id)
+        delete = self.store.versions.delete
+        num_bytes = await asyncio.to_thread(delete, request.version_id, request.published_unix_us)
         log.info("version_deleted", version_id=request.version_id, num_bytes_freed=num_bytes)
         return pb.DeleteVersionReply(num_bytes_freed=num_bytes)
+
+    async def ListVersions(self, request: pb.ListVersionsRequest, context: Context) -> AsyncIterator[pb.StoredVersion]:
+        stored = await asyncio.to_thread(self.store.versions.all)
+        claims = self.store.uploads.claims()
+        for version in stored:
+            yield pb.StoredVersion(
+                version_id=version.version_id,
+                published_unix_us=version.published_unix_us,
+                upload_ids=claims.get(version.version_id, ()),
+            )
+
+    async def DeleteUnnamed(self, request: pb.DeleteUnnamedRequest, context: Context) -> pb.DeleteUnnamedReply:
+        sizes = await asyncio.to_thread(self.store.versions.delete_unnamed, request.older_than_s)
+        return pb.DeleteUnnamedReply(num_objects=len(sizes), num_bytes_freed=sum(sizes))

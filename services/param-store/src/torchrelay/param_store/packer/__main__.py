@@ -79,7 +79,7 @@ def main() -> None:
     except MemoryError:
         emit(refused={"file": "", "detail": "the upload's documents need more memory than the packer may use"})
     except OSError as error:
-        emit(failed=str(error))
+        emit(failed={"errno": error.errno, "detail": str(error)})
 
 
 if __name__ == "__main__":

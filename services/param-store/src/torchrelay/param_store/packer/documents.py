@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from torchrelay.common.tokens.tokenizer_document import read_tokenizer
+from torchrelay.common.tokens.tokenizer_limits import MAX_TOKEN_CHARS, TokenizerRefused
 from torchrelay.modelspec.config import ModelConfig, UnsupportedModel, read_config
 from torchrelay.param_store.model_files import (
     CONFIG,
@@ -24,10 +25,12 @@ from torchrelay.param_store.model_files import (
 from torchrelay.param_store.packer.core import PackRefused, quoted
 
 _MAX_NUMBER = 2**31 - 1
+MAX_DEPTH = 32  # of objects and lists in one another; all readers of these documents parse recursively
+MAX_EOS_TOKENS = 64  # they go with every request
 
 
 def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
-    """A JSON object without duplicate keys, NaN or infinity, of a depth that Python's parser limits."""
+    """A JSON object without duplicate keys, NaN or infinity, at most ``MAX_DEPTH`` deep."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         members = dict(pairs)
@@ -55,7 +58,22 @@ def parse_object(file: str, encoded: bytes) -> dict[str, Any]:
         raise PackRefused(file, f"it is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise PackRefused(file, "its JSON is not an object")
+    _check_depth(file, parsed)
     return parsed
+
+
+def _check_depth(file: str, parsed: dict[str, Any]) -> None:
+    level: list[Any] = [parsed]
+    for _ in range(MAX_DEPTH):
+        level = [
+            member
+            for value in level
+            for member in (value.values() if isinstance(value, dict) else value)
+            if isinstance(member, dict | list)
+        ]
+        if not level:
+            return
+    raise PackRefused(file, f"its JSON is nested too deeply; at most {MAX_DEPTH} levels are allowed")
 
 
 def read_document(folder: Path, file: str) -> dict[str, Any]:
@@ -100,9 +118,12 @@ def read_model_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
 def check_eos(folder: Path, config: dict[str, Any], vocab_size: int) -> None:
     """Every end-of-sequence token must be in the vocabulary."""
     generation = _optional(folder, GENERATION)
-    for token in eos_token_ids(generation, config):
+    file = CONFIG if generation.get("eos_token_id") is None else GENERATION
+    token_ids = eos_token_ids(generation, config)
+    if len(token_ids) > MAX_EOS_TOKENS:
+        raise PackRefused(file, f"eos_token_id: it lists {len(token_ids):,} tokens; at most {MAX_EOS_TOKENS} are used")
+    for token in token_ids:
         if type(token) is not int or not 0 <= token < vocab_size:
-            file = CONFIG if generation.get("eos_token_id") is None else GENERATION
             raise PackRefused(
                 file, f"eos_token_id: {quoted(token)} is not a token id below the vocab_size {vocab_size}"
             )
@@ -112,44 +133,18 @@ def _optional(folder: Path, file: str) -> dict[str, Any]:
     return read_document(folder, file) if (folder / file).exists() else {}
 
 
-class _AddedToken(msgspec.Struct):
-    id: int
-    special: bool = False
-
-
-class _TokenizerModel(msgspec.Struct):
-    vocab: dict[str, int] | list[tuple[str, float]]
-
-
-class _Tokenizer(msgspec.Struct):
-    """The parts of a tokenizer that list its tokens; the rest is skipped."""
-
-    model: _TokenizerModel
-    added_tokens: list[_AddedToken] = []
-
-
 def check_tokenizer(folder: Path, vocab_size: int) -> None:
-    """tokenizer.json must parse, and its token ids must lie within ``vocab_size``, except those of special tokens."""
+    """tokenizer.json must be within its limits, and its ids within ``vocab_size``, except those of special tokens."""
     # Special tokens beyond the embeddings arise only from text that spells them out (Gemma 3's text models have one for
     # images), and the gateway refuses prompts with such a token.
-    path = folder / TOKENIZER
-    if not path.exists():
-        raise PackRefused(TOKENIZER, "it is missing from the upload")
-    size = path.stat().st_size
-    if not 0 < size <= MAX_FILE_BYTES[TOKENIZER]:
-        raise PackRefused(TOKENIZER, f"it has {size:,} bytes; expected are 1 to {MAX_FILE_BYTES[TOKENIZER]:,}")
-    # Mapped, not read: otherwise a large vocabulary would be in memory twice.
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        try:
-            tokenizer = msgspec.json.decode(content, type=_Tokenizer)
-        except RecursionError:
-            raise PackRefused(TOKENIZER, "its JSON is nested too deeply") from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise PackRefused(TOKENIZER, f"it is not a tokenizer of the tokenizers library: {error}") from None
-    vocab, added = tokenizer.model.vocab, tokenizer.added_tokens
-    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
-    special = {token.id for token in added if token.special}
-    needed = [*ids, *(token.id for token in added)]
+    encoded = _read_bounded(folder, TOKENIZER)
+    try:
+        document = read_tokenizer(encoded)
+        ids = [token_id for part in document.vocabulary() for _, token_id in part]
+    except TokenizerRefused as refused:
+        raise PackRefused(TOKENIZER, str(refused)) from None
+    special = {token.id for token in document.added_tokens if token.special}
+    needed = [*ids, *(token.id for token in document.added_tokens)]
     checked = [token for token in needed if token < vocab_size or token not in special]
     if not checked:
         raise PackRefused(TOKENIZER, "its vocabulary is empty")
@@ -164,11 +159,26 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def check_other_documents(folder: Path) -> None:
-    """Documents that are only passed on must at least be valid JSON, and the template UTF-8."""
+    """Documents that are only passed on must at least be valid JSON, and their texts within limits."""
     for file in PASSED_ON:
-        _optional(folder, file)
+        _check_texts(file, _optional(folder, file))
     if (folder / TEMPLATE).exists():
         try:
             _read_bounded(folder, TEMPLATE).decode("utf-8")
         except UnicodeDecodeError:
             raise PackRefused(TEMPLATE, "it is not UTF-8 text") from None
+
+
+def _check_texts(file: str, document: dict[str, Any]) -> None:
+    """The texts that the gateway takes from a document: chat templates, special tokens."""
+    for name, value in document.items():
+        if name == "chat_template":
+            for template in value if isinstance(value, list) else [value]:
+                _check_text(file, name, template.get("template") if isinstance(template, dict) else template)
+        elif name.endswith("_token"):
+            _check_text(file, name, value.get("content") if isinstance(value, dict) else value, MAX_TOKEN_CHARS)
+
+
+def _check_text(file: str, name: str, text: Any, limit: int = MAX_FILE_BYTES[TEMPLATE]) -> None:
+    if isinstance(text, str) and len(text) > limit:
+        raise PackRefused(file, f"{name}: it has {len(text):,} characters; at most {limit:,} are allowed")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from torchrelay.common.errors import InvalidRequest, NotFound
 from torchrelay.common.ids import new_id
 from torchrelay.param_store.durable_files import sync_folder
 from torchrelay.param_store.remote.file_reader import FileReader, ReadBuffers
-from torchrelay.param_store.remote.remote_store import RangeReader, RemoteOptions, RemoteStore
+from torchrelay.param_store.remote.remote_store import RangeReader, RemoteOptions, RemoteStore, StoredObject
 
 _DRAFTS = "drafts"
 _DRAFT_EXPIRY_S = 86400.0
@@ -69,10 +70,18 @@ class FolderStore(RemoteStore):
     def delete(self, key: str) -> None:
         self._path(key).unlink(missing_ok=True)
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def objects(self, prefix: str) -> Iterator[StoredObject]:
         folder = self._path(prefix)
-        if folder.is_dir():
-            yield from sorted(f"{prefix}{path.name}" for path in folder.iterdir() if path.is_file())
+        if not folder.is_dir():
+            return
+        for name in sorted(os.listdir(folder)):
+            try:
+                found = (folder / name).stat()
+            except FileNotFoundError:  # deleted meanwhile
+                continue
+            if stat.S_ISREG(found.st_mode):
+                # Of the inode, which a put links or renames: a staged file's content may be much older.
+                yield StoredObject(f"{prefix}{name}", found.st_size, found.st_ctime_ns // 1000)
 
     def _path(self, key: str) -> Path:
         parts = key.rstrip("/").split("/")

@@ -20,7 +20,7 @@ from obstore.store import from_url
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.param_store.remote.object_errors import OBJECT_ERRORS, platform_error
 from torchrelay.param_store.remote.object_reader import ObjectReader
-from torchrelay.param_store.remote.remote_store import RangeReader, RemoteOptions, RemoteStore
+from torchrelay.param_store.remote.remote_store import RangeReader, RemoteOptions, RemoteStore, StoredObject
 
 if TYPE_CHECKING:
     from obstore.store import BackoffConfig, ClientConfig, RetryConfig
@@ -86,10 +86,12 @@ class ObjectStore(RemoteStore):
                 if "NoSuchBucket" in str(error):
                     raise
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def objects(self, prefix: str) -> Iterator[StoredObject]:
         with self._translating(prefix):
             for page in obstore.list(self._reads, prefix):
-                yield from (found["path"] for found in page)
+                for found in page:
+                    modified_unix_us = int(found["last_modified"].timestamp() * 1e6)
+                    yield StoredObject(found["path"], found["size"], modified_unix_us)
 
     @contextmanager
     def _translating(self, key: str) -> Iterator[None]:

@@ -32,6 +32,13 @@ class RemoteOptions:
     give_up_s: float = 30.0  # without progress, after which retries end
 
 
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    key: str
+    num_bytes: int
+    modified_unix_us: int  # when it was last put
+
+
 class RangeReader(ABC):
     """One object, whose ranges several threads may read at once."""
 
@@ -79,8 +86,12 @@ class RemoteStore(ABC):
         """Without effect if it is missing."""
 
     @abstractmethod
+    def objects(self, prefix: str) -> Iterator[StoredObject]:
+        """The objects whose keys begin with ``prefix``, which ends with a slash."""
+
     def list(self, prefix: str) -> Iterator[str]:
-        """The keys that begin with ``prefix``, which ends with a slash."""
+        """Their keys."""
+        return (found.key for found in self.objects(prefix))
 
 
 # Backends, imported on first use: scheme -> (module, class).

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from blake3 import blake3
 
-from torchrelay.common.errors import DataCorrupted, NotFound, TorchrelayError, Unavailable
+from torchrelay.common.clock import now_unix_us
+from torchrelay.common.errors import Conflict, DataCorrupted, NotFound, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tokens.prefix_hashes import ROUTING_TOKENS
 from torchrelay.modelspec.config import ModelConfig, read_config
@@ -51,45 +54,73 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
         return DTYPE_BYTES[self.manifest.dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredVersion:
+    version_id: str
+    published_unix_us: int  # the last time, by the remote store's clock
+
+
 class Versions:
-    """Publishes, describes and deletes versions. Methods block; one change at a time.
+    """Publishes, lists, describes and deletes versions. Methods block.
+
+    Uploads to the remote store run side by side; only what makes a version visible, and deletions, take turns.
 
     NOTE: the lock holds within one store. All uploads and deletions of an install go through one store (the gateway's),
     so that no version can be published while another store deletes the packs that it shares.
     """
 
-    def __init__(self, remote: RemoteStore) -> None:
+    def __init__(self, remote: RemoteStore, kept: Callable[[], Collection[str]] = tuple) -> None:
+        """``kept`` are the versions not to be deleted: their uploads have not been confirmed yet."""
         self._remote = remote
+        self._kept = kept
         self._lock = threading.Lock()
+        self._keys_of: dict[str, frozenset[str]] = {}  # of the versions read so far: which packs and files they name
+        self._being_published: list[frozenset[str]] = []  # keys that documents yet to be put will name
 
-    def publish(self, pack_path: Path, files: dict[str, Path]) -> Version:
+    def publish(
+        self, pack_path: Path, files: dict[str, Path], on_visible: Callable[[str], None] = lambda version_id: None
+    ) -> Version:
         """Publishes a pack and its files as a version. The document comes last: it alone makes the version visible.
 
-        Raises ``OSError`` or ``Unavailable`` when the remote store fails; then removes what no version names, as far as
-        the store allows.
+        ``on_visible`` gets the version's id just before that, while no deletion can run. Raises ``OSError`` or
+        ``Unavailable`` when the remote store fails; then removes what no version names, as far as the store allows.
         """
         manifest = pack_path.with_suffix(".manifest").read_bytes()
         pack_id = pack_id_of(manifest)
-        with self._lock:
-            digests = {name: file_digest(path) for name, path in files.items()}
-            variant = f"{decode_manifest(manifest).dtype}/tp1/rank0"
-            document = VersionDocument(weights={variant: pack_id}, files=digests)
-            encoded = document.encode()
-            version_id = blake3(encoded).hexdigest()
-            try:
+        digests = {name: file_digest(path) for name, path in files.items()}
+        variant = f"{decode_manifest(manifest).dtype}/tp1/rank0"
+        document = VersionDocument(weights={variant: pack_id}, files=digests)
+        encoded, keys = document.encode(), _keys(document)
+        version_id = blake3(encoded).hexdigest()
+        try:
+            with self._spared(keys):
                 for name, path in files.items():
                     self._remote.put_file(file_key(digests[name]), path)
                 self._remote.put_file(pack_key(pack_id), pack_path)
                 self._remote.put_bytes(manifest_key(pack_id), manifest)
-                self._remote.put_bytes(version_key(version_id), encoded)
-            except (OSError, Unavailable):
-                self._clean_up(document)
-                raise
+                with self._lock:
+                    on_visible(version_id)
+                    self._remote.put_bytes(version_key(version_id), encoded)
+        except (OSError, Unavailable):
+            with self._lock:
+                self._clean_up(keys)
+            raise
         return self.describe(version_id)
 
-    def _clean_up(self, document: VersionDocument) -> None:
+    @contextmanager
+    def _spared(self, keys: frozenset[str]) -> Iterator[None]:
+        """A deletion that began before the block has ended; one that begins within it spares these keys."""
+        with self._lock:
+            self._being_published.append(keys)
         try:
-            for key in _keys(document) - self._named(self._ids()):
+            yield
+        finally:
+            with self._lock:
+                self._being_published.remove(keys)
+
+    def _clean_up(self, keys: frozenset[str]) -> None:
+        try:
+            for key in keys - self._named():
                 self._remote.delete(key)
         except (OSError, TorchrelayError) as error:  # the next upload of the model reuses what is left
             log.warning("unpublished_left_behind", error=str(error))
@@ -122,17 +153,55 @@ class Versions:
             raise DataCorrupted(f"the file {digest} is damaged in the remote store")
         return data
 
-    def delete(self, version_id: str) -> int:
-        """Deletes the version and the packs and files that no other version names; returns the bytes freed."""
-        with self._lock:
-            document = self._document(version_id)
-            named = self._named(other for other in self._ids() if other != version_id)
-            self._remote.delete(version_key(version_id))  # first: a version must never name what is missing
-            return sum(self._delete(key) for key in sorted(_keys(document) - named))
+    def all(self) -> list[StoredVersion]:
+        """Every version in the remote store."""
+        return [
+            StoredVersion(found.key.removeprefix("versions/").removesuffix(".json"), found.modified_unix_us)
+            for found in self._remote.objects("versions/")
+        ]
 
-    def _named(self, version_ids: Iterable[str]) -> set[str]:
-        """The keys of all packs and files of these versions."""
-        return {key for version_id in version_ids for key in _keys(self._document(version_id))}
+    def delete(self, version_id: str, published_unix_us: int = 0) -> int:
+        """Deletes the version and the packs and files that no other version names; returns the bytes freed.
+
+        Raises ``NotFound``, and ``Conflict`` if an upload keeps it, or if ``published_unix_us`` is given and the
+        version was published again since.
+        """
+        with self._lock:
+            stored = {version.version_id: version.published_unix_us for version in self.all()}
+            if version_id not in stored:
+                raise NotFound(f"there is no version {version_id}", field="version_id")
+            if version_id in self._kept() or published_unix_us not in (0, stored[version_id]):
+                raise Conflict(f"version {version_id} was published again", field="version_id")
+            keys = self._read_keys(stored)[version_id]
+            self._remote.delete(version_key(version_id))  # first: a version must never name what is missing
+            del self._keys_of[version_id]
+            return sum(self._delete(key) for key in sorted(keys - self._named(stored.keys() - {version_id})))
+
+    def delete_unnamed(self, older_than_s: float) -> list[int]:
+        """Deletes packs and files put ``older_than_s`` ago or earlier that no version names: what a process left that
+        died while it published or deleted. Returns their sizes.
+        """
+        before_unix_us = now_unix_us() - int(older_than_s * 1e6)
+        with self._lock:
+            named = self._named()
+            found = [stored for prefix in ("packs/", "files/") for stored in self._remote.objects(prefix)]
+            unnamed = [each for each in found if each.key not in named and each.modified_unix_us <= before_unix_us]
+            for stored in unnamed:
+                self._remote.delete(stored.key)
+                log.info("unnamed_deleted", key=stored.key, num_bytes=stored.num_bytes)
+        return [stored.num_bytes for stored in unnamed]
+
+    def _named(self, version_ids: Collection[str] | None = None) -> set[str]:
+        """The keys of all packs and files of these versions (None: of all), and of those being published."""
+        stored = [version.version_id for version in self.all()] if version_ids is None else version_ids
+        return set().union(*self._read_keys(stored).values(), *self._being_published)
+
+    def _read_keys(self, version_ids: Collection[str]) -> dict[str, frozenset[str]]:
+        """The keys that each of these versions names. Documents never change, so each is read once."""
+        for version_id in version_ids:
+            if version_id not in self._keys_of:
+                self._keys_of[version_id] = _keys(self._document(version_id))
+        return {version_id: self._keys_of[version_id] for version_id in version_ids}
 
     def _delete(self, key: str) -> int:
         try:
@@ -141,9 +210,6 @@ class Versions:
             return 0
         self._remote.delete(key)
         return num_bytes
-
-    def _ids(self) -> list[str]:
-        return [key.removeprefix("versions/").removesuffix(".json") for key in self._remote.list("versions/")]
 
     def _document(self, version_id: str) -> VersionDocument:
         try:
@@ -155,11 +221,10 @@ class Versions:
         return msgspec.json.decode(encoded, type=VersionDocument)
 
 
-def _keys(document: VersionDocument) -> set[str]:
+def _keys(document: VersionDocument) -> frozenset[str]:
     """The keys of the document's packs and files."""
-    files = {file_key(digest) for digest in document.files.values()}
-    packs = document.weights.values()
-    return files | {pack_key(pack_id) for pack_id in packs} | {manifest_key(pack_id) for pack_id in packs}
+    files, packs = document.files.values(), document.weights.values()
+    return frozenset((*map(file_key, files), *map(pack_key, packs), *map(manifest_key, packs)))
 
 
 def file_digest(path: Path) -> str:

@@ -1,4 +1,7 @@
-"""Writes and digests one file of an upload."""
+"""Writes and digests one file of an upload.
+
+The digest goes on from one call to the next; the bytes of earlier calls are read again only after a restart.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchrelay.common.errors import Conflict, UploadRefused
@@ -13,6 +17,18 @@ from torchrelay.param_store.durable_files import write_all
 from torchrelay.param_store.uploads.declared_files import DeclaredFile
 
 _READ_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class FileDigest:
+    """The SHA-256 of the first bytes of a file."""
+
+    num_bytes: int = 0
+    state: hashlib._Hash = field(default_factory=hashlib.sha256)
+
+    def update(self, data: bytes | memoryview) -> None:
+        self.state.update(data)
+        self.num_bytes += len(data)
 
 
 class FileWriter:
@@ -23,29 +39,36 @@ class FileWriter:
         path: Path,
         declared: DeclaredFile,
         num_bytes_received: int,
+        digest: FileDigest,
         on_complete: Callable[[], None],
         on_close: Callable[[], None],
     ) -> None:
-        """``path`` holds ``num_bytes_received`` already. ``on_complete`` is called once it is complete and durable."""
+        """``path`` holds ``num_bytes_received`` already, ``digest`` covers all or none of them. ``on_complete`` is
+        called once it is complete and durable.
+        """
         self._path, self._declared = path, declared
         self._num_bytes = num_bytes_received
         self._on_complete, self._on_close = on_complete, on_close
-        self._sha256 = hashlib.sha256()
+        self._digest = digest
         self._file = path.open("ab", buffering=0)
         self._closed = False
         self._lock = threading.Lock()
 
+    @property
+    def must_resume(self) -> bool:
+        """Whether bytes on disk are not digested: they were received before the store was restarted."""
+        return self._digest.num_bytes < self._num_bytes
+
     def resume(self) -> None:
-        """Digests the bytes of earlier calls, in about a second per gigabyte."""
+        """Digests these, in about a second per gigabyte."""
         with self._path.open("rb", buffering=0) as stored:
             buffer = memoryview(bytearray(_READ_BYTES))
-            left = self._num_bytes
-            while left and not self._closed:
-                count = stored.readinto(buffer[: min(left, _READ_BYTES)])
+            stored.seek(self._digest.num_bytes)
+            while self.must_resume and not self._closed:
+                count = stored.readinto(buffer[: min(self._num_bytes - self._digest.num_bytes, _READ_BYTES)])
                 if not count:
                     raise Conflict(f"{self._declared.path}: the upload has ended", field="upload_id")
-                self._sha256.update(buffer[:count])
-                left -= count
+                self._digest.update(buffer[:count])
 
     def write(self, data: bytes) -> None:
         """Raises ``UploadRefused`` for more bytes than declared, ``Conflict`` after ``close``."""
@@ -57,8 +80,8 @@ class FileWriter:
                     f"{self._declared.path}: more bytes were sent than the {self._declared.num_bytes:,} declared",
                     field=self._declared.path,
                 )
-            self._sha256.update(data)
             write_all(self._file.fileno(), data)
+            self._digest.update(data)
             self._num_bytes += len(data)
 
     def finish(self) -> None:
@@ -69,7 +92,7 @@ class FileWriter:
         with self._lock:
             if self._closed or self._num_bytes < self._declared.num_bytes:
                 return
-            found = self._sha256.hexdigest()
+            found = self._digest.state.hexdigest()
             if found != self._declared.sha256:
                 self._file.truncate(0)
                 raise UploadRefused(
@@ -81,7 +104,7 @@ class FileWriter:
             self._on_complete()
 
     def close(self) -> None:
-        """Keeps what was written."""
+        """Keeps what was written, and its digest."""
         self._closed = True  # ends a resume
         with self._lock:
             self._file.close()

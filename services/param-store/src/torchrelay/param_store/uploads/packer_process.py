@@ -8,17 +8,18 @@ import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torchrelay.common.disk import write_error
 from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, UploadRefused
 from torchrelay.common.process.environment import plain_environment
 
 
 @dataclass(frozen=True, slots=True)
 class PackProgress:
-    """``stage`` is "validate" or "pack"; the bytes are the pack's."""
+    """``stage`` is "wait", "validate", "pack" or "publish"; the bytes are the pack's, while it waits the upload's."""
 
     stage: str
     num_bytes_done: int
@@ -38,34 +39,57 @@ class PackJob:
         return json.dumps(asdict(self), default=str).encode()
 
 
-class PackerQueue:
-    """Runs one packer at a time, to bound memory; a limited number of commits may wait."""
+@dataclass(slots=True, eq=False)
+class _Turn:
+    tenant_id: str
+    granted: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def __init__(self, max_waiting: int) -> None:
-        self._turn = asyncio.Lock()
+
+class PackerQueue:
+    """Runs a few packers at a time, to bound memory, and one of each tenant: no tenant's commits wait for more than one
+    of another's, except while as many tenants commit as there are packers. A limited number of commits may wait.
+    """
+
+    def __init__(self, num_packers: int, max_waiting: int) -> None:
+        self._num_packers = num_packers
         self._max_waiting = max_waiting
-        self._num_waiting = 0
+        self._running: list[_Turn] = []
+        self._waiting: list[_Turn] = []  # in order of arrival
 
     @asynccontextmanager
-    async def acquired(self) -> AsyncIterator[None]:
+    async def acquired(self, tenant_id: str) -> AsyncIterator[None]:
         """Waits for its turn and holds it in the block. Raises ``Overloaded`` if too many wait."""
-        if self._num_waiting >= self._max_waiting:
-            raise Overloaded(f"too many commits are waiting for the packer: {self._num_waiting}", retry_after_s=10.0)
-        self._num_waiting += 1
+        self._check(tenant_id)
+        turn = _Turn(tenant_id)
+        self._waiting.append(turn)
         try:
-            await self._turn.acquire()
-        finally:
-            self._num_waiting -= 1
-        try:
+            self._grant()
+            await turn.granted.wait()
             yield
         finally:
-            self._turn.release()
+            (self._running if turn in self._running else self._waiting).remove(turn)
+            self._grant()
+
+    def _check(self, tenant_id: str) -> None:
+        num_own, most_own = sum(turn.tenant_id == tenant_id for turn in self._waiting), max(self._max_waiting // 4, 1)
+        if len(self._waiting) >= self._max_waiting or num_own >= most_own:
+            text = f"too many commits are waiting for the packer: {len(self._waiting)}, {num_own} of them this tenant's"
+            raise Overloaded(text, retry_after_s=10.0)
+
+    def _grant(self) -> None:
+        for turn in tuple(self._waiting):
+            is_free = len(self._running) < self._num_packers
+            if is_free and all(other.tenant_id != turn.tenant_id for other in self._running):
+                self._waiting.remove(turn)
+                self._running.append(turn)
+                turn.granted.set()
 
 
-async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
+async def run_packer(job: PackJob, stall_s: float = 600.0) -> AsyncGenerator[PackProgress, None]:
     """Validates and packs; the pack is complete when the iteration ends. Closing the iterator kills the packer.
 
-    Raises ``UploadRefused`` for what is wrong with the upload, ``Unavailable`` for what is wrong with this machine.
+    Raises ``UploadRefused`` for what is wrong with the upload, ``Unavailable`` for what is wrong with this machine, or
+    if the packer makes no progress for ``stall_s``.
     """
     command = (sys.executable, "-m", "torchrelay.param_store.packer")
     # On import, OpenBLAS takes memory for every core; numpy's linear algebra is not used here.
@@ -79,12 +103,12 @@ async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(job.encode())
         process.stdin.write_eof()
-        async for encoded in process.stdout:
+        while encoded := await _next_line(process.stdout, stall_s):
             line = json.loads(encoded)
             if "stage" in line:
                 yield PackProgress(line["stage"], line["done"], line["total"])
             else:
-                _check_result(line)
+                _check_result(line, job.pack_path.parent)
                 return
         raise TorchrelayError(f"the packer exited early with status {await process.wait()}")
     finally:
@@ -93,9 +117,19 @@ async def run_packer(job: PackJob) -> AsyncGenerator[PackProgress, None]:
         await process.wait()
 
 
-def _check_result(line: dict[str, Any]) -> None:
+async def _next_line(stdout: asyncio.StreamReader, stall_s: float) -> bytes:
+    try:
+        async with asyncio.timeout(stall_s):
+            return await stdout.readline()
+    except TimeoutError:
+        raise Unavailable(
+            f"the packer made no progress for {stall_s:g} s and was ended; commit again, or look at this host's disk"
+        ) from None
+
+
+def _check_result(line: dict[str, Any], folder: Path) -> None:
     if refused := line.get("refused"):
         file, detail = refused["file"], refused["detail"]
         raise UploadRefused(f"{file}: {detail}" if file else detail, field=file or None)
-    if "failed" in line:
-        raise Unavailable(f"the upload could not be packed: {line['failed']}")
+    if failed := line.get("failed"):
+        raise write_error(OSError(failed["errno"], failed["detail"]), "the upload could not be packed", folder)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from torchrelay.common.errors import Conflict, NotFound, UploadRefused
+from torchrelay.common.errors import Conflict, NotFound
 from torchrelay.param_store.durable_files import write_durably
 from torchrelay.param_store.uploads.declared_files import DeclaredFile
-from torchrelay.param_store.uploads.file_writer import FileWriter
+from torchrelay.param_store.uploads.file_writer import FileDigest, FileWriter
+
+Content = tuple[str, int]  # SHA-256 and size of a file
 
 
 class UploadRecord(msgspec.Struct, frozen=True):
@@ -22,7 +27,9 @@ class UploadRecord(msgspec.Struct, frozen=True):
     tenant_id: str
     files: tuple[DeclaredFile, ...]
     complete: tuple[str, ...] = ()
+    publishing: str = ""  # the version that a commit is about to make visible, and may have
     version_id: str = ""  # once published; then the files are removed
+    refused: bool = False  # it has ended; its complete files are kept for a while, for the tenant's next upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +41,61 @@ class FileProgress:
 
 
 class StagedUpload:
-    """The folder of one upload, its files below ``files/``. Methods may run on any thread."""
+    """The folder of one upload, its files below ``files/``. Methods may run on any thread.
+
+    open --begin_commit--> committing --end_commit(version)--> published --remove--> gone
+     |                       |    `----end_commit()----> open
+     `--remove--> gone       `--end_refused--> refused --remove--> gone
+    """
 
     def __init__(self, folder: Path, record: UploadRecord) -> None:
         self.folder = folder
         self.record = record
         self.committing = False
         self._writers: dict[str, FileWriter] = {}
+        self._digests: dict[str, FileDigest] = {}  # of files that have begun and are not complete
         self._aborted = False
         self._lock = threading.Lock()
 
     @classmethod
-    def begin(cls, folder: Path, record: UploadRecord) -> StagedUpload:
+    def begin(cls, folder: Path, record: UploadRecord, known: Mapping[Content, Path]) -> StagedUpload:
+        """``known`` are complete files of the tenant's other uploads; declared ones among them need not be sent."""
         (folder / "files").mkdir(parents=True, exist_ok=True)  # an earlier try may have failed here on a full disk
+        complete = []
+        for file in record.files:
+            if path := known.get((file.sha256, file.num_bytes)):
+                with suppress(OSError):  # removed meanwhile: then it is sent again
+                    os.link(path, folder / "files" / file.path)
+                    complete.append(file.path)
         upload = cls(folder, record)
-        upload._save(record)
+        upload._save(msgspec.structs.replace(record, complete=tuple(complete)))
         return upload
 
     @classmethod
     def load(cls, folder: Path) -> StagedUpload:
         """Raises ``OSError`` or ``msgspec.DecodeError`` if the folder is not an upload."""
         return cls(folder, msgspec.json.decode((folder / "state.json").read_bytes(), type=UploadRecord))
+
+    @property
+    def is_open(self) -> bool:
+        return not self.record.version_id and not self.record.refused
+
+    @property
+    def claimed_version(self) -> str:
+        """The version that it published, or is publishing; empty: none."""
+        return self.record.version_id or self.record.publishing
+
+    @property
+    def num_bytes(self) -> int:
+        """Declared."""
+        return sum(file.num_bytes for file in self.record.files)
+
+    def complete_files(self) -> dict[Content, Path]:
+        if self.record.version_id:
+            return {}
+        complete = set(self.record.complete)
+        files = (file for file in self.record.files if file.path in complete)
+        return {(file.sha256, file.num_bytes): self.files / file.path for file in files}
 
     @property
     def files(self) -> Path:
@@ -87,7 +128,7 @@ class StagedUpload:
         """A writer that continues at ``offset``, the bytes received so far; None: the file is complete."""
         with self._lock:
             progress = self.file_progress(path)
-            if self._aborted or self.committing or self.record.version_id:
+            if self._aborted or self.committing or not self.is_open:
                 raise Conflict(
                     "the upload accepts no more bytes: it is being committed or has ended", field="upload_id"
                 )
@@ -98,38 +139,56 @@ class StagedUpload:
                 raise Conflict(f"{path}: the offset must be {right}, not {offset}", field="offset")
             if progress.complete:
                 return None
+            digest = self._digests.get(path)
+            if digest is None or digest.num_bytes > offset:  # of bytes that were dropped
+                digest = self._digests[path] = FileDigest()
             writer = self._writers[path] = FileWriter(
                 self.files / path,
                 self.declared(path),
                 offset,
+                digest,
                 on_complete=lambda: self._completed(path),
                 on_close=lambda: self._writer_closed(path),
             )
             return writer
 
     def begin_commit(self) -> None:
-        """Raises ``UploadRefused`` naming the first incomplete file, ``Conflict`` if a commit is running."""
+        """Raises ``Conflict`` if a commit is running, or naming the first incomplete file."""
         for progress in self.progress():
             if not progress.complete:
                 have, need = progress.num_bytes_received, progress.num_bytes
-                raise UploadRefused(
+                raise Conflict(
                     f"{progress.path}: the file is not complete: {have:,} of {need:,} bytes have arrived",
                     field=progress.path,
                 )
         with self._lock:
-            if self.committing or self._aborted:
+            if self.committing or self._aborted or not self.is_open:
                 raise Conflict("the upload is being committed or has ended", field="upload_id")
             self.committing = True
+
+    def claim(self, version_id: str) -> None:
+        """Records which version the running commit is about to make visible."""
+        with self._lock:
+            self._save(msgspec.structs.replace(self.record, publishing=version_id))
 
     def end_commit(self, version_id: str = "") -> None:
         """With a version: records it and removes the files. Without: the upload can be committed again."""
         with self._lock:
             if version_id and not self._aborted:
-                self._save(msgspec.structs.replace(self.record, version_id=version_id))
+                self._save(msgspec.structs.replace(self.record, version_id=version_id, publishing=""))
                 shutil.rmtree(self.files, ignore_errors=True)
-            for draft in (self.pack_path, self.pack_path.with_suffix(".manifest")):
-                draft.unlink(missing_ok=True)
-            self.committing = False
+            self._end_commit()
+
+    def end_refused(self) -> None:
+        """The packer refused it: it ends, and only its complete files are left."""
+        with self._lock:
+            self._save(msgspec.structs.replace(self.record, refused=True))
+            self._end_commit()
+
+    def _end_commit(self) -> None:
+        for draft in (self.pack_path, self.pack_path.with_suffix(".manifest")):
+            draft.unlink(missing_ok=True)
+        self.committing = False
 
     def remove(self) -> None:
         """Ends the writers and removes everything. Raises ``Conflict`` while a commit runs."""
@@ -149,6 +208,7 @@ class StagedUpload:
     def _completed(self, path: str) -> None:
         with self._lock:
             if not self._aborted:
+                self._digests.pop(path, None)
                 complete = (*self.record.complete, path)
                 self._save(msgspec.structs.replace(self.record, complete=complete))
 

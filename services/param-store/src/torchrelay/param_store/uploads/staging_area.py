@@ -1,4 +1,9 @@
-"""All open uploads: begun by the gateway, found again after a restart, removed when abandoned."""
+"""All uploads of a store: begun by the gateway, found again after a restart, removed when abandoned.
+
+A refused upload has ended; its complete files stay for an hour, or until the disk is needed, and the tenant's next
+upload takes over those it declares alike. A published one stays as a record until the gateway confirms it by an abort:
+SQL may not name its version yet.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +16,25 @@ from pathlib import Path
 
 import msgspec
 
-from torchrelay.common.errors import Conflict, InvalidRequest, NotFound, Unavailable
+from torchrelay.common.disk import free_bytes, write_error
+from torchrelay.common.errors import Conflict, DiskFull, InvalidRequest, NotFound, Overloaded
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
-from torchrelay.param_store.uploads.staged_upload import StagedUpload, UploadRecord
+from torchrelay.param_store.uploads.staged_upload import Content, StagedUpload, UploadRecord
 
 log = get_logger(__name__)
 _UPLOAD_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_RESERVED_DISK_BYTES = 256 << 20
+_RESERVED_DISK_BYTES = 32 << 20  # for the ledger and logs, which may share the disk
+_REFUSED_EXPIRY_S = 3600.0
 
 
 class StagingArea:
     """The staging folder of a store. Methods block on the disk and may run on any thread."""
 
-    def __init__(self, root: Path, max_upload_bytes: int, expiry_s: float) -> None:
+    def __init__(self, root: Path, max_upload_bytes: int, expiry_s: float, max_open: int = 256) -> None:
         self._root = root
         self._max_upload_bytes = max_upload_bytes
+        self._max_open = max_open
         self._expiry_s = expiry_s
         self._uploads: dict[str, StagedUpload] = {}
         self._lock = threading.Lock()
@@ -46,10 +54,20 @@ class StagingArea:
 
     @property
     def num_open(self) -> int:
-        return sum(not upload.record.version_id for upload in list(self._uploads.values()))
+        return sum(upload.is_open for upload in list(self._uploads.values()))
+
+    def claims(self) -> dict[str, list[str]]:
+        """The uploads that published a version, or are publishing it, by version."""
+        claims: dict[str, list[str]] = {}
+        for upload in list(self._uploads.values()):
+            if version_id := upload.claimed_version:
+                claims.setdefault(version_id, []).append(upload.record.upload_id)
+        return claims
 
     def begin(self, upload_id: str, tenant_id: str, files: Sequence[DeclaredFile], quota_bytes: int) -> StagedUpload:
-        """Raises ``UploadRefused`` or ``QuotaExceeded`` for a wrong declaration, ``Unavailable`` without disk space."""
+        """Raises ``UploadRefused`` or ``QuotaExceeded`` for a wrong declaration, ``DiskFull`` without disk space,
+        ``Overloaded`` with too many open uploads.
+        """
         if not _UPLOAD_ID.fullmatch(upload_id):
             raise InvalidRequest("upload_id must be 1 to 64 letters, digits, '-' or '_'", field="upload_id")
         check_declared(files, quota_bytes, self._max_upload_bytes)
@@ -57,20 +75,57 @@ class StagingArea:
         with self._lock:
             existing = self._uploads.get(upload_id)
             if existing is None:
-                self._check_room(sum(file.num_bytes for file in files))
+                if self.num_open >= self._max_open:
+                    raise Overloaded(f"the store has {self.num_open} open uploads; try again later", retry_after_s=60.0)
+                self._make_room(sum(file.num_bytes for file in files), tenant_id)
                 try:
-                    self._uploads[upload_id] = StagedUpload.begin(self._root / upload_id, record)
+                    known = self._known_files(tenant_id)
+                    self._uploads[upload_id] = StagedUpload.begin(self._root / upload_id, record, known)
                 except OSError as error:
-                    raise Unavailable(f"the store cannot begin the upload: {error.strerror}") from error
+                    raise write_error(error, "the store cannot begin the upload", self._root) from error
+                self._remove(self._refused(tenant_id))  # what it did not take over
             elif (existing.record.tenant_id, existing.record.files) != (record.tenant_id, record.files):
                 raise Conflict("an upload with this id was begun with other files", field="upload_id")
             return self._uploads[upload_id]
 
-    def _check_room(self, num_bytes: int) -> None:
-        free = shutil.disk_usage(self._root).free - _RESERVED_DISK_BYTES
+    def refuse(self, upload: StagedUpload) -> None:
+        """Ends an upload that the packer refused; of each tenant the files of the last one are kept."""
+        with self._lock:
+            self._remove(self._refused(upload.record.tenant_id))
+        upload.end_refused()
+
+    def _known_files(self, tenant_id: str) -> dict[Content, Path]:
+        own = (upload for upload in self._uploads.values() if upload.record.tenant_id == tenant_id)
+        return {content: path for upload in own for content, path in upload.complete_files().items()}
+
+    def _refused(self, tenant_id: str | None = None) -> list[StagedUpload]:
+        """The refused uploads, of one tenant or of all."""
+        refused = (upload for upload in self._uploads.values() if upload.record.refused)
+        return [upload for upload in refused if tenant_id in (None, upload.record.tenant_id)]
+
+    def _remove(self, uploads: Sequence[StagedUpload]) -> None:
+        for upload in uploads:
+            upload.remove()
+            del self._uploads[upload.record.upload_id]
+
+    def _make_room(self, num_bytes: int, tenant_id: str) -> None:
         needed = 2 * num_bytes  # the upload, and its pack
-        if needed > free:
-            raise Unavailable(f"the store has {max(free, 0):,} bytes of disk free and the upload needs {needed:,}")
+        if needed > self._free_bytes():  # refused uploads of others go first
+            self._remove([upload for upload in self._refused() if upload.record.tenant_id != tenant_id])
+        if needed > (free := max(self._free_bytes(), 0)):
+            raise DiskFull(
+                f"the disk of {self._root} has room for {free:,} bytes and the upload needs {needed:,}, for its files "
+                "and the pack made of them"
+            )
+
+    def _free_bytes(self) -> int:
+        """What the disk has left for a new upload: not what open ones have declared and not sent yet."""
+        outstanding = 0
+        for upload in self._uploads.values():
+            if upload.is_open:
+                received = sum(progress.num_bytes_received for progress in upload.progress())
+                outstanding += 2 * upload.num_bytes - received
+        return free_bytes(self._root) - _RESERVED_DISK_BYTES - outstanding
 
     def get(self, upload_id: str) -> StagedUpload:
         upload = self._uploads.get(upload_id)
@@ -91,7 +146,8 @@ class StagingArea:
         expired = []
         for upload in list(self._uploads.values()):
             upload_id = upload.record.upload_id
-            if now_unix_s - upload.last_touched_unix_s() <= self._expiry_s:
+            expiry_s = min(self._expiry_s, _REFUSED_EXPIRY_S) if upload.record.refused else self._expiry_s
+            if upload.claimed_version or now_unix_s - upload.last_touched_unix_s() <= expiry_s:
                 continue
             with suppress(Conflict):  # it is being committed, so it is in use
                 self.abort(upload_id)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchrelay.common.liveness import SILENT_S
+
 
 @dataclass(frozen=True)
 class PolicyConfig:
@@ -28,7 +30,11 @@ class PolicyConfig:
     load_tries: int = 3  # failed loads of a version before its waiting requests are refused
     load_backoff_s: float = 0.1  # after the first failure; doubled by each further one
     load_backoff_max_s: float = 5.0
-    stale_s: float = 3.0  # silence after which a worker or store counts as lost
+    stale_s: float = SILENT_S  # silence, or time without an advance, after which a worker or store counts as lost
+    load_stall_s: float = 15.0  # a load of which nothing arrives for this long has failed
+    load_orphan_s: float = 5.0  # the same where the host's store is lost
+    unserved_s: float = 10.0  # after this long in which no model could be loaded, requests that need one are refused
+    unserved_resumed_s: float = 60.0  # the same for requests that have given tokens already
     fence_s: float = 2.0  # late reports of a process known to be dead are ignored this long
     gateway_grace_s: float = 10.0  # how long a disconnected gateway may take to reconnect
     settle_s: float = 1.0  # after a start, while reports of running instances arrive: no wake

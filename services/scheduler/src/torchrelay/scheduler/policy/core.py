@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.liveness import NO_ENGINE, EngineProgress
 from torchrelay.scheduler.planning.nodes import REMOTE as REMOTE
 from torchrelay.scheduler.policy.prediction import UNPREDICTED, Prediction
 from torchrelay.scheduler.policy.reasons import Reason
@@ -119,6 +120,7 @@ class WorkerStatus:
     latency: LatencyModel | None = None  # for the pack in its slot; None: not learned yet
     queued_prefill_s: float = 0.0  # by that model
     has_prefix_cache: bool = False  # a common prefix of prompts is computed once
+    progress: EngineProgress = NO_ENGINE
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,16 @@ class RetainCommand:
     lease_s: float
 
 
-Command = WakeCommand | RerouteCommand | SetRolesCommand | UnloadCommand | CopyCommand | RetainCommand
+@dataclass(frozen=True)
+class DisconnectCommand:
+    """The peer at this address hangs: what waits for its answer ends now."""
+
+    address: str
+
+
+Command = (
+    WakeCommand | RerouteCommand | SetRolesCommand | UnloadCommand | CopyCommand | RetainCommand | DisconnectCommand
+)
 
 
 class RefusalReason(enum.IntEnum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from torchrelay.common.liveness import EngineProgress
 from torchrelay.scheduler.policy.core import Admission, AttemptKey, Model, Placement, StoreStatus, WorkerStatus
 from torchrelay.scheduler.policy.prediction import Outcome
 
@@ -49,6 +50,14 @@ class WorkerReported(_Input, frozen=True):
     streamed: bool
 
 
+class WorkerBeat(_Input, frozen=True):
+    """A sign of life on the worker's own stream."""
+
+    worker_id: str
+    incarnation: str
+    progress: EngineProgress
+
+
 class WorkerStreamClosed(_Input, frozen=True):
     worker_id: str
 
@@ -67,6 +76,13 @@ class WorkerStopped(_Input, frozen=True):
 
 class StoreReported(_Input, frozen=True):
     store: StoreStatus
+
+
+class StoreBeat(_Input, frozen=True):
+    """A sign of life on the store's own stream."""
+
+    store_id: str
+    incarnation: str
 
 
 class StoreGone(_Input, frozen=True):
@@ -120,9 +136,9 @@ class RetainFailed(_Input, frozen=True):
 
 
 class Tick(_Input, frozen=True):
-    """Time has passed. Reports may be missing from before ``reports_complete_since``: silence until then is no loss."""
+    """Time has passed. ``listening_since``: nobody listened before, so silence until then is no loss."""
 
-    reports_complete_since: float = 0.0
+    listening_since: float = 0.0
 
 
 Input = (
@@ -132,10 +148,12 @@ Input = (
     | GatewayConnected
     | GatewayDisconnected
     | WorkerReported
+    | WorkerBeat
     | WorkerStreamClosed
     | WorkerGone
     | WorkerStopped
     | StoreReported
+    | StoreBeat
     | StoreGone
     | LoadAccepted
     | LoadRefused

@@ -15,10 +15,10 @@ from torchrelay.scheduler.policy.autoscaling.autoscaler_input import cover_both_
 from torchrelay.scheduler.policy.cluster.instances import InstanceTransition, TransitionKind
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, StoreStatus, WorkerStatus
-from torchrelay.scheduler.policy.effects import Effects, RefusalReason
+from torchrelay.scheduler.policy.effects import DisconnectCommand, Effects, RefusalReason
 from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
-from torchrelay.scheduler.policy.transitions import admissions, relays, replication, scaling
+from torchrelay.scheduler.policy.transitions import admissions, loads, relays, replication, scaling
 
 _GONE = Reason("worker_gone", "its worker's process is gone")
 _STOPPED = Reason("worker_stopped", "its worker shut down")
@@ -47,6 +47,8 @@ class Policy:
                 state.gateways.disconnected(gateway_id, now)
             case inputs.WorkerReported(worker, streamed):
                 self._observe_worker(worker, streamed, now)
+            case inputs.WorkerBeat(worker_id, incarnation, progress):
+                state.membership.beat_worker(worker_id, incarnation, progress, now)
             case inputs.WorkerStreamClosed(worker_id):
                 state.membership.stream_closed(worker_id)
             case inputs.WorkerGone(worker_id):
@@ -55,6 +57,8 @@ class Policy:
                 self._drop_worker(worker_id, TransitionKind.STOPPED, _STOPPED, now)
             case inputs.StoreReported(store):
                 self._observe_store(store, now)
+            case inputs.StoreBeat(store_id, incarnation):
+                state.membership.beat_store(store_id, incarnation, now)
             case inputs.StoreGone(store_id):
                 if lost := state.membership.drop_store(store_id, now):
                     self._remove_store(lost, "the store's process is gone", now)
@@ -84,8 +88,8 @@ class Policy:
                     state.replication_state.forget(pack_id)
             case inputs.RetainFailed(store_id):
                 state.replication_state.retain_failed(store_id, now)
-            case inputs.Tick(reports_complete_since):
-                self._tick(reports_complete_since, now)
+            case inputs.Tick(listening_since):
+                self._tick(listening_since, now)
             case _:
                 assert_never(input_)
         return state.take_effects()
@@ -174,23 +178,35 @@ class Policy:
 
     # Time
 
-    def _tick(self, reports_complete_since: float, now: float) -> None:
-        """What is due by time alone: silence, idle timeouts, grace times, retries."""
+    def _tick(self, listening_since: float, now: float) -> None:
+        """What is due by time alone: silence, stalls, idle timeouts, grace times, retries."""
         state = self.state
-        lost = state.membership.expire(now, state.config.stale_s, reports_complete_since)
-        silence = f"silent for {state.config.stale_s:g} s"
-        for worker in lost.workers:
-            reason = Reason("worker_silent", f"its worker was {silence}")
-            self._remove_instances(worker.worker_id, TransitionKind.LOST, reason, now)
+        lost = state.membership.expire(now, state.config.stale_s, listening_since)
+        for each in lost.workers:
+            reason = Reason("worker_stalled" if each.is_stalled else "worker_silent", f"its worker {each.why}")
+            self._remove_instances(each.worker.worker_id, TransitionKind.LOST, reason, now)
+            state.effects.commands.append(DisconnectCommand(each.worker.grpc_address))
         for store in lost.stores:
-            self._remove_store(store, f"its store was {silence}", now)
+            self._remove_store(store, f"its store was silent for {state.config.stale_s:g} s", now)
+            state.effects.commands.append(DisconnectCommand(store.grpc_address))
         for key in state.gateways.overdue(now):
             admissions.release(state, key, now)
         scaling.retry_unloads(state, now)
         state.load_failures.prune(now)
+        for instance, reason in loads.stalled(state, now):
+            self._give_up_load(instance, reason, now)
         admissions.refuse_infeasible(state, now)
+        admissions.refuse_unserved(state, now)
         self._react(now)
         replication.replicate(state, now)
+
+    def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:
+        if instance.accepted:
+            scaling.drain(self.state, instance, reason, now)
+            self._count_failure(instance, reason.text, instance.created_at, now)
+        else:
+            self.state.instances.remove(instance.instance_id)
+            self._record_transition(InstanceTransition(TransitionKind.FAILED, instance, instance, reason), now)
 
     # Shared
 

@@ -11,6 +11,7 @@ from torchrelay.common.latency_model import LatencyModel
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures
+from torchrelay.scheduler.policy.autoscaling.load_progress import LoadProgress
 from torchrelay.scheduler.policy.cluster.instances import Instances
 from torchrelay.scheduler.policy.cluster.membership import Membership
 from torchrelay.scheduler.policy.cluster.version_aliases import VersionAliases
@@ -41,6 +42,7 @@ class State:
     started_at: float
     queues: AdmissionQueues
     load_failures: LoadFailures
+    load_progress: LoadProgress
     gateways: GatewaySessions
     membership: Membership
     instances: Instances = field(default_factory=Instances)
@@ -59,13 +61,15 @@ class State:
     )
     largest_slot_bytes: int = 0  # ever seen: a host that is away may come back
     largest_kv_pool_bytes: int = 0
+    unserved_since: float | None = None  # since when no model can be loaded; None: one can
 
     @classmethod
     def fresh(cls, config: PolicyConfig, new_id: Callable[[], str], now: float) -> State:
         queues = AdmissionQueues(config.queue_limit, config.queue_limit_total)
         gateways, membership = GatewaySessions(config.gateway_grace_s), Membership(config.fence_s)
         links = Links(config.link_cap_bytes_per_s)
-        return cls(config, new_id, now, queues, LoadFailures(config), gateways, membership, links=links)
+        failures, progress = LoadFailures(config), LoadProgress()
+        return cls(config, new_id, now, queues, failures, progress, gateways, membership, links=links)
 
     def take_effects(self) -> Effects:
         effects, self.effects = self.effects, Effects()

@@ -62,6 +62,8 @@ class Actuator:
                 self._tasks.create_task(self._copy(command), name=f"copy {command.model.name}")
             case effects.RetainCommand():
                 self._tasks.create_task(self._retain(command), name=f"retain {command.store_id}")
+            case effects.DisconnectCommand():
+                self._tasks.create_task(self._channels.forget(command.address), name=f"disconnect {command.address}")
 
     async def _wake(self, command: effects.WakeCommand) -> None:
         """Relays in the order of the chain; each host's loads start as soon as its store has accepted its relay."""

@@ -7,7 +7,10 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from torchrelay.common.errors import Overloaded, TorchrelayError
-from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
+from torchrelay.control.v1.scheduler_pb2 import AdmitEvent, Beat
+
+_BEAT = AdmitEvent(beat=Beat())
+_MIN_BEAT_S = 0.1  # whatever a gateway asks for
 
 
 class AdmitStream:
@@ -19,6 +22,7 @@ class AdmitStream:
         self._changed = asyncio.Event()
         self._error: TorchrelayError | None = None
         self._closed = False
+        self._beat_every_s: float | None = None
         self.gateway_id = ""  # known after its hello
 
     def send(self, event: AdmitEvent) -> None:
@@ -35,6 +39,7 @@ class AdmitStream:
         self._changed.set()
 
     async def events(self) -> AsyncIterator[AdmitEvent]:
+        """What was sent, and beats as often as the gateway asked for."""
         while True:
             while self._queue and self._error is None:
                 yield self._queue.popleft()
@@ -43,7 +48,17 @@ class AdmitStream:
             if self._closed:
                 return
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout(self._beat_every_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                yield _BEAT
+
+    def beat(self, every_s: float) -> None:
+        """From now on the gateway hears from us this often; 0: when there is something to say."""
+        if every_s > 0:
+            self._beat_every_s = max(every_s, _MIN_BEAT_S)
+            self.send(_BEAT)
 
 
 class AdmitStreams:

@@ -17,7 +17,16 @@ from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.scheduler_pb2 import AdmitEvent
 from torchrelay.scheduler.policy.effects import AdmissionRefused, Answer, AttemptPlaced, Command, Effects, Placed
 from torchrelay.scheduler.policy.explain import ExplainLog
-from torchrelay.scheduler.policy.inputs import Admit, Input, Release, StoreReported, Tick, WorkerReported
+from torchrelay.scheduler.policy.inputs import (
+    Admit,
+    Input,
+    Release,
+    StoreBeat,
+    StoreReported,
+    Tick,
+    WorkerBeat,
+    WorkerReported,
+)
 from torchrelay.scheduler.policy.policy import Policy
 from torchrelay.scheduler.policy.prediction import outcome_of
 from torchrelay.scheduler.policy.relay import transfer_events
@@ -121,6 +130,10 @@ class Controller:
         """Raises ``StaleEpoch`` when the worker obeys a newer scheduler."""
         now = self.clock.now()
         self.epoch.check(report.epoch, now)
+        if report.is_beat:
+            progress = converters.progress_from_proto(report.engine)
+            self._apply(WorkerBeat(report.worker_id, report.incarnation, progress), now)
+            return
         self._apply(WorkerReported(converters.worker_from_proto(report, now), streamed), now)
         if report.worker_id in self.policy.state.membership.workers:
             self.worker_reports[report.worker_id] = report
@@ -131,6 +144,9 @@ class Controller:
         """Raises ``StaleEpoch`` when the store obeys a newer scheduler."""
         now = self.clock.now()
         self.epoch.check(report.epoch, now)
+        if report.is_beat:
+            self._apply(StoreBeat(report.store_id, report.incarnation), now)
+            return
         self._apply(StoreReported(converters.store_from_proto(report, now)), now)
         if report.store_id in self.policy.state.membership.stores:
             self.store_reports[report.store_id] = report
@@ -149,8 +165,8 @@ class Controller:
         copy = store.copies.get(instance.pack_id) if store else None
         self.explain.observe(instance, worker.slot, store.store_id if store else "", copy)
 
-    def tick(self, reports_complete_since: float) -> None:
-        self.apply(Tick(reports_complete_since))
+    def tick(self, listening_since: float) -> None:
+        self.apply(Tick(listening_since))
         membership = self.policy.state.membership
         for worker_id in self.worker_reports.keys() - membership.workers.keys():
             del self.worker_reports[worker_id]

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from torchrelay.common.errors import InvalidRequest
 from torchrelay.common.latency_model import LatencyModel, StepCost
+from torchrelay.common.liveness import EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.effects import AdmissionRefused, SchedulerEvent, Waiting
@@ -67,7 +68,12 @@ def worker_from_proto(report: reports_pb2.WorkerReport, now: float) -> core.Work
         latency=_latency_from_proto(report.latency) if report.HasField("latency") else None,
         queued_prefill_s=report.queued_prefill_s,
         has_prefix_cache=report.has_prefix_cache,
+        progress=progress_from_proto(report.engine),
     )
+
+
+def progress_from_proto(engine: types_pb2.EngineProgress) -> EngineProgress:
+    return EngineProgress(engine.num_advances, engine.has_work, engine.expected_s)
 
 
 def _latency_from_proto(learned: reports_pb2.LatencyModel) -> LatencyModel:

@@ -1,35 +1,41 @@
 """Discovers workers and stores from load reports on the broker, then watches each by a stream.
 
-A stream brings every change of a slot or a copy at once. A worker that shuts down ends its stream. When a stream
-breaks, the peer's port shows whether the process is gone: then the peer is lost at once, else after three seconds
-without a report.
+A stream brings every change of a slot or a copy at once, and beats between them. A worker that shuts down ends its
+stream. When a stream breaks, the peer's port shows whether the process is gone: then the peer is lost at once, else
+after three seconds without a word on either road. The stream to a lost peer is tried again for a while: one that only
+hung comes back without the broker.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
+from grpc.aio import UnaryStreamCall
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from torchrelay.common.liveness import BEAT_S
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.scheduler.policy.inputs import StoreGone, WorkerGone, WorkerStopped, WorkerStreamClosed
-from torchrelay.scheduler.service.controller import Controller
+from torchrelay.scheduler.service.controller import Clock, Controller
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
 from torchrelay.scheduler.service.report_check import ReportCheck
 
 log = get_logger(__name__)
 
 _RETRY_S = 0.1
+_AWAY_RETRY_S = 1.0  # for a peer that is lost
+_AWAY_S = 60.0  # then only the broker can bring it back
 
 Report = TypeVar("Report", WorkerReport, StoreReport)
 
@@ -107,53 +113,90 @@ class Discovery:
         self._watches[name] = _Watch(incarnation, self._tasks.create_task(watch(), name=f"watch {name}"))
 
     async def _watch_worker(self, first: WorkerReport) -> None:
-        membership, worker_id = self._controller.policy.state.membership, first.worker_id
-        stub = worker_pb2_grpc.WorkerStub(self._channels.channel(first.grpc_address, worker_id))
-        while worker_id in membership.workers:
-            stream = _ReportStream(stub.WatchSlot(worker_pb2.WatchSlotRequest()), worker_id)
-            async for report in stream:
-                if report.worker_id != worker_id or report.incarnation != first.incarnation:
-                    break  # another process uses the port by now
-                self._controller.worker_reported(report, streamed=True)
+        membership, worker_id, address = self._controller.policy.state.membership, first.worker_id, first.grpc_address
+        patience = _Patience(self._controller.clock)
+        while patience.lasts(worker_id in membership.workers):
+            request = worker_pb2.WatchSlotRequest(beat_every_s=BEAT_S)
+            stub = worker_pb2_grpc.WorkerStub(self._channels.channel(address, worker_id))
+            stream = _ReportStream(partial(stub.WatchSlot, request), worker_id)
+            async with aclosing(stream.reports()) as reports:
+                async for report in reports:
+                    if report.worker_id != worker_id or report.incarnation != first.incarnation:
+                        break  # another process uses the port by now
+                    self._controller.worker_reported(report, streamed=True)
+                    if worker_id not in membership.workers:
+                        break  # only a whole report brings it back, and a stream begins with one
             self._controller.apply(WorkerStreamClosed(worker_id))
-            if stream.was_ended or await is_refused(first.grpc_address):
+            if stream.was_ended or await is_refused(address):
                 self._controller.apply(WorkerStopped(worker_id) if stream.was_ended else WorkerGone(worker_id))
-                await self._channels.forget(first.grpc_address)
+                await self._channels.forget(address)
                 return
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(patience.retry_s)
 
     async def _watch_store(self, first: StoreReport) -> None:
-        membership, store_id = self._controller.policy.state.membership, first.store_id
-        stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(first.grpc_address, store_id))
-        while store_id in membership.stores:
-            async for report in _ReportStream(stub.WatchCopies(param_store_pb2.WatchCopiesRequest()), store_id):
-                if report.store_id != store_id or report.incarnation != first.incarnation:
-                    break
-                self._controller.store_reported(report)
-            if await is_refused(first.grpc_address):
+        membership, store_id, address = self._controller.policy.state.membership, first.store_id, first.grpc_address
+        patience = _Patience(self._controller.clock)
+        while patience.lasts(store_id in membership.stores):
+            request = param_store_pb2.WatchCopiesRequest(beat_every_s=BEAT_S)
+            stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(address, store_id))
+            async with aclosing(_ReportStream(partial(stub.WatchCopies, request), store_id).reports()) as reports:
+                async for report in reports:
+                    if report.store_id != store_id or report.incarnation != first.incarnation:
+                        break
+                    self._controller.store_reported(report)
+                    if store_id not in membership.stores:
+                        break
+            if await is_refused(address):
                 self._controller.apply(StoreGone(store_id))
-                await self._channels.forget(first.grpc_address)
+                await self._channels.forget(address)
                 return
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(patience.retry_s)
 
 
 async def _fail(error: Exception) -> None:
     raise error
 
 
+class _Patience:
+    """How long the stream to a peer is tried again: for good while it is present, else for ``_AWAY_S``."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._away_since: float | None = None
+
+    def lasts(self, is_present: bool) -> bool:
+        now = self._clock.now()
+        self._away_since = None if is_present else self._away_since or now
+        return self._away_since is None or now - self._away_since < _AWAY_S
+
+    @property
+    def retry_s(self) -> float:
+        return _RETRY_S if self._away_since is None else _AWAY_RETRY_S
+
+
 class _ReportStream(Generic[Report]):
     """A peer's reports until its stream ends or breaks. ``was_ended``: by the peer, because it shuts down."""
 
-    def __init__(self, reports: AsyncIterable[Report], peer: str) -> None:
-        self._reports: AsyncIterable[Report] = reports
+    def __init__(self, watch: Callable[[], UnaryStreamCall[Any, Report]], peer: str) -> None:
+        self._watch: Callable[[], UnaryStreamCall[Any, Report]] = watch
         self._peer = peer
         self.was_ended = False
 
-    async def __aiter__(self) -> AsyncIterator[Report]:
+    async def reports(self) -> AsyncGenerator[Report]:
         try:
-            async for report in self._reports:
+            call = self._watch()
+        except grpc.aio.UsageError:
+            return  # the channel was closed
+        try:
+            async for report in call:
                 yield report
         except grpc.aio.AioRpcError as error:
             log.info("watch_broken", peer=self._peer, status=error.code().name, detail=error.details())
+        except asyncio.CancelledError:
+            # Either we are cancelled, or the peer hung and its channel was closed under the call.
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
         else:
             self.was_ended = True
+        finally:
+            call.cancel()

@@ -69,6 +69,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServicer):
                 raise InvalidRequest("a stream must say hello once, with a gateway id", field="hello")
             self._controller.streams.connected(stream, command.hello.gateway_id)
             self._controller.apply(GatewayConnected(stream.gateway_id))
+            stream.beat(command.hello.beat_every_s)
         elif not stream.gateway_id:
             raise InvalidRequest("the first message of a stream must be hello", field="command")
         elif kind == "admit":

@@ -58,8 +58,9 @@ async def usage(
         from_unix_us=None if begin is None else instant_of(begin, "from"),
         to_unix_us=None if end is None else instant_of(end, "to"),
     )
-    sums = await usage_sums(services.database, filter_, group_by)
-    total = sums if group_by is None else await usage_sums(services.database, filter_, None)
+    async with services.queries.turn(caller.tenant_id):
+        sums = await usage_sums(services.database, filter_, group_by)
+        total = sums if group_by is None else await usage_sums(services.database, filter_, None)
     return {"object": "list", "data": [_sum(each, group_by) for each in sums], "total": _sum(total[0], None)}
 
 
@@ -72,7 +73,8 @@ async def bill(
     period = period or datetime.now(UTC).strftime("%Y-%m")
     begin, end = month_bounds(period)
     filter_ = UsageFilter(tenant_id=billed.tenant_id, from_unix_us=begin, to_unix_us=end)
-    result = bill_of(period, await billed_sums(services.database, filter_))
+    async with services.queries.turn(caller.tenant_id):
+        result = bill_of(period, await billed_sums(services.database, filter_))
     return {
         "object": "bill",
         "tenant": billed.name,
@@ -87,7 +89,8 @@ async def bill(
 @router.get("/prices")
 async def prices(services: ServicesOf, caller: Caller) -> dict[str, Any]:
     """The price list by start of validity; for a tenant, the rows that can apply to its models."""
-    rows = await services.prices.all()
+    async with services.queries.turn(caller.tenant_id):
+        rows = await services.prices.all()
     visible = [price for price in rows if caller.is_admin or price.model.partition("/")[0] in ("", caller.tenant)]
     return {
         "object": "list",
@@ -107,8 +110,9 @@ async def add_price(services: ServicesOf, _admin: Admin, body: NewPrice) -> dict
 
 
 @router.get("/reconcile")
-async def reconciliation(services: ServicesOf, _admin: Admin) -> dict[str, Any]:
-    result = await reconcile(services.database)
+async def reconciliation(services: ServicesOf, admin: Admin) -> dict[str, Any]:
+    async with services.queries.turn(admin.tenant_id):
+        result = await reconcile(services.database)
     return {**asdict(result), "ok": not result.faults}
 
 

@@ -27,7 +27,9 @@ class ScalingSettingsBody(BaseModel):
 
 @router.get("")
 async def all_models(services: ServicesOf, caller: Caller) -> dict[str, Any]:
-    return {"object": "list", "data": [shown(services, model) for model in await services.catalog.models(caller)]}
+    async with services.queries.turn(caller.tenant_id):
+        models = await services.catalog.models(caller)
+    return {"object": "list", "data": [shown(services, model) for model in models]}
 
 
 @router.get("/{name:path}")

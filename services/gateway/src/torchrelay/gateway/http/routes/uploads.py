@@ -50,6 +50,24 @@ async def begin(services: ServicesOf, caller: Caller, body: NewUpload) -> dict[s
     return _shown(*await services.uploads.begin(tenant, model, files))
 
 
+@router.get("")
+async def open_uploads(services: ServicesOf, caller: Caller) -> dict[str, Any]:
+    """The tenant's open uploads, of all tenants with the admin key."""
+    lease_us = int(services.uploads.limits.lease_s * 1e6)
+    listed = [
+        {
+            "id": upload.upload_id,
+            "object": "upload",
+            "model": upload.full_name,
+            "size_bytes": upload.declared_bytes,
+            "created": upload.created_unix_us // 1_000_000,
+            "expires": (upload.created_unix_us + lease_us) // 1_000_000,
+        }
+        for upload in await services.uploads.list(caller)
+    ]
+    return {"object": "list", "data": listed}
+
+
 @router.get("/{upload_id}")
 async def state(services: ServicesOf, caller: Caller, upload_id: str) -> dict[str, Any]:
     upload = await services.uploads.find(caller, upload_id)

@@ -1,7 +1,8 @@
 """The gateway's one stream to the scheduler: admissions out, placements in.
 
 The stream reconnects by itself and then admits everything open again, with its current placement, so that a restarted
-scheduler learns what is running. Admitting is idempotent.
+scheduler learns what is running. Admitting is idempotent. A scheduler that is silent counts as away, whether it ended
+or hangs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from torchrelay.common.errors import Unavailable
+from torchrelay.common.liveness import BEAT_S, SILENT_S
 from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import scheduler_pb2 as pb
@@ -23,6 +25,7 @@ from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub
 from torchrelay.gateway.clients.endpoint import scheduler_endpoint
 from torchrelay.gateway.inference.core import AdmissionFailed, RequestEvent
+from torchrelay.gateway.inference.execution.stream_watch import WATCH_EVERY_S, Heard, fault_of
 
 log = get_logger(__name__)
 
@@ -60,7 +63,9 @@ class AdmissionStream:
         self._filled = asyncio.Event()
         self._emptied = asyncio.Event()
         self._emptied.set()
-        self._connected_at: float | None = None
+        self._heard = Heard()  # on the present stream
+        self._began_at = self._served_at = 0.0  # the present stream; the last one that lasted
+        self._is_hung = False  # the scheduler took the last connection and said nothing
 
     @property
     def num_open(self) -> int:
@@ -89,13 +94,19 @@ class AdmissionStream:
 
     async def run(self) -> None:
         """Maintains the stream until cancelled; fails waiting requests if the scheduler stays away too long."""
-        clock = asyncio.get_running_loop().time
-        last_served, num_failures = clock(), 0
+        self._served_at = asyncio.get_running_loop().time()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._maintain_stream())
+            tasks.create_task(self._fail_overdue())
+
+    async def _maintain_stream(self) -> None:
+        clock, num_failures = asyncio.get_running_loop().time, 0
         while True:
-            self._connected_at = None
+            self._began_at, self._heard = clock(), Heard()
             try:
                 await self._run_stream()
             except grpc.aio.AioRpcError as error:
+                self._is_hung = False
                 if num_failures == 0:
                     log.warning("scheduler_lost", why=error_from_rpc(error).message)
             except asyncio.InvalidStateError:
@@ -105,32 +116,50 @@ class AdmissionStream:
                 task = asyncio.current_task()
                 if task is None or task.cancelling():
                     raise
-            if self._connected_at is not None and clock() - self._connected_at > STABLE_S:
-                last_served, num_failures = clock(), 0
-            if clock() - last_served > self._unreachable_after_s:
-                self._fail_waiting(self._endpoint.unreachable())
+            if self._serves(clock()):
+                num_failures = 0
+            self._heard = Heard()
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
+
+    def _serves(self, now: float) -> bool:
+        return self._heard.num_messages > 0 and now - self._began_at > STABLE_S
+
+    async def _fail_overdue(self) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            if self._serves(clock()):
+                self._served_at = clock()
+            elif not self._heard.num_messages and clock() - self._served_at > self._unreachable_after_s:
+                self._fail_waiting(self._endpoint.silent() if self._is_hung else self._endpoint.unreachable())
 
     async def _run_stream(self) -> None:
         call: Any = self._scheduler.Admit()  # type: ignore[call-arg]
         try:
-            async with asyncio.timeout(self._unreachable_after_s):
+            async with asyncio.timeout(SILENT_S):
                 await call.wait_for_connection()
-            self._connected_at = asyncio.get_running_loop().time()
-            await call.write(pb.AdmitCommand(hello=pb.AdmitHello(gateway_id=self._gateway_id)))
+            await call.write(pb.AdmitCommand(hello=pb.AdmitHello(gateway_id=self._gateway_id, beat_every_s=BEAT_S)))
             self._admit_again()
-            writer = asyncio.ensure_future(self._write(call))
+            beside = [asyncio.ensure_future(self._write(call)), asyncio.ensure_future(self._break_if_hung(call))]
             try:
                 async for event in call:
+                    self._heard.num_messages += 1
                     self._route(event)
             finally:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
         except TimeoutError:
-            pass  # no connection yet; run() keeps the time
+            self._is_hung = True  # no connection; a process that has ended would refuse it
         finally:
             call.cancel()
+
+    async def _break_if_hung(self, call: Any) -> None:
+        fault = await fault_of(self._heard)
+        log.warning("scheduler_lost", why=f"it {fault}")
+        self._is_hung = True
+        call.cancel()
 
     def _admit_again(self) -> None:
         others = [command for command in self._unsent if not command.HasField("admit")]

@@ -52,6 +52,7 @@ class Generation:
         self._max_tokens = max_tokens
         self._last_attempt = FIRST_ATTEMPT
         self._num_cached: int | None = None
+        self._num_prompt = 0  # tokens of a long prompt computed or found cached before the first token
         self.choices = [ChoiceProgress(choice, attempt=FIRST_ATTEMPT) for choice in range(num_choices)]
 
     @property
@@ -108,6 +109,11 @@ class Generation:
         added = progress.tokens[num_before:]
         return TokenDelta(progress.choice, tuple(added), progress.finish) if added or progress.finish else None
 
+    def advance_prompt(self, output: pb.ChoiceOutput) -> None:
+        """Notes how much of a long prompt is computed; ``output`` has no tokens."""
+        if self.carries(output.key.attempt, output.choice):
+            self._num_prompt = max(self._num_prompt, output.num_prompt_tokens)
+
     def _append(self, progress: ChoiceProgress, position: int, tokens: list[int], cause: FinishCause | None) -> None:
         num_known = len(progress.tokens) - position
         if num_known > len(tokens):
@@ -152,8 +158,16 @@ class Generation:
     def usage(self, num_prompt_tokens: int) -> Usage:
         return Usage(num_prompt_tokens, self._num_cached or 0, self.num_output_tokens)
 
-    def settlement(self, request_id: str, num_prompt_tokens: int, unfinished: FinishCause) -> list[ChoiceUsage]:
-        """The accepted usage per choice; ``unfinished`` is the cause for choices that have not finished."""
+    def settlement(
+        self, request_id: str, num_prompt_tokens: int, unfinished: FinishCause, *, by_caller: bool
+    ) -> list[ChoiceUsage]:
+        """The accepted usage per choice; ``unfinished`` is the cause for choices that have not finished.
+
+        Before the first token only a request that its caller ended is billed: for the part of its prompt that was
+        computed.
+        """
+        if not self.num_output_tokens:
+            num_prompt_tokens = min(self._num_prompt, num_prompt_tokens) if by_caller else 0
         return [
             ChoiceUsage(
                 request_id=request_id,

@@ -183,7 +183,10 @@ class RunningRequest:
             return
         self._notifier.close()
         self._free()
-        usages = self._generation.settlement(self.resolved.request_id, len(self.resolved.prompt), unfinished)
+        by_caller = unfinished is FinishCause.CANCELLED or isinstance(self._failure, DeadlineExceeded)
+        usages = self._generation.settlement(
+            self.resolved.request_id, len(self.resolved.prompt), unfinished, by_caller=by_caller
+        )
         self._settling = self._ledger_writer.settle(self._opening, self._reservation, self.resolved.request_id, usages)
 
     def _free(self) -> None:
@@ -243,6 +246,7 @@ class RunningRequest:
             return
         delta = self._generation.accept(output)
         if delta is None:
+            self._generation.advance_prompt(output)
             return
         if self.ttft_s is None:
             self.ttft_s = time.monotonic() - self._started_at

@@ -1,8 +1,9 @@
 """Streams to workers: one per worker and role carries all requests of this gateway.
 
 A stream opens with the first attempt sent to its worker and closes after a while without any. When it breaks, every
-attempt on it is notified; the next attempt opens a new one. Nothing here waits for a request: tokens a slow client has
-not read yet are buffered in its own request.
+attempt on it is notified; the next attempt opens a new one. A worker that is silent, or whose engine has work and does
+not advance, counts as lost: its stream is broken here. Nothing here waits for a request: tokens a slow client has not
+read yet are buffered in its own request.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import grpc
 
+from torchrelay.common.liveness import BEAT_S, SILENT_S
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.tls import Tls
@@ -23,11 +25,11 @@ from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
 from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
 from torchrelay.gateway.inference.core import WorkerLost
 from torchrelay.gateway.inference.execution.admission_stream import AttemptId, Listener, attempt_id_of
+from torchrelay.gateway.inference.execution.stream_watch import Heard, fault_of
 
 log = get_logger(__name__)
 
 RoleName: TypeAlias = Literal["prefill", "decode"]
-CONNECT_TIMEOUT_S = 3.0
 
 
 class RunStream:
@@ -51,6 +53,8 @@ class RunStream:
         self._routes: dict[AttemptId, Listener] = {}
         self._unsent: deque[pb.RunCommand] = deque()
         self._filled = asyncio.Event()
+        self._heard = Heard()
+        self._why_broken = "the stream ended"
 
     def start(self, start: pb.AttemptStart, listener: Listener) -> None:
         """Sends an attempt; ``listener`` receives its outputs, or the loss of the worker, until ``forget``."""
@@ -72,26 +76,32 @@ class RunStream:
         channel = open_channel(self._worker.grpc_address, self._tls, self._worker.gateway_token)
         try:
             call: Any = (PrefillStub(channel) if self._role == "prefill" else DecodeStub(channel)).Run()
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(SILENT_S):
                 await call.wait_for_connection()
-            await call.write(pb.RunCommand(hello=pb.RunHello(gateway_id=self._gateway_id)))
-            writer = asyncio.ensure_future(self._write(call))
+            await call.write(pb.RunCommand(hello=pb.RunHello(gateway_id=self._gateway_id, beat_every_s=BEAT_S)))
+            beside = [asyncio.ensure_future(self._write(call)), asyncio.ensure_future(self._break_if_hung(call))]
             try:
                 async for step in call:
                     self._route(step)
             finally:
-                writer.cancel()
-                await asyncio.gather(writer, return_exceptions=True)
+                for task in beside:
+                    task.cancel()
+                await asyncio.gather(*beside, return_exceptions=True)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
-            if self._routes:
-                why = error.details() if isinstance(error, grpc.aio.AioRpcError) else "no connection"
-                log.warning("worker_lost", worker_id=self._worker.worker_id, role=self._role, why=why)
+            self._why_broken = error.details() or "" if isinstance(error, grpc.aio.AioRpcError) else "no connection"
         finally:
             self._end()
             await channel.close()
 
+    async def _break_if_hung(self, call: Any) -> None:
+        self._why_broken = f"it {await fault_of(self._heard)}"
+        call.cancel()
+
     def _route(self, step: pb.StepOutput) -> None:
-        routes = self._routes
+        heard, routes = self._heard, self._routes
+        heard.num_messages += 1
+        if step.HasField("beat"):
+            heard.beat = step.beat
         for output in step.outputs:
             key = output.key
             listener = routes.get((key.request_id, key.attempt))
@@ -127,6 +137,8 @@ class RunStream:
     def _end(self) -> None:
         self._on_end()
         routes, self._routes = self._routes, {}
+        if routes:
+            log.warning("worker_lost", worker_id=self._worker.worker_id, role=self._role, why=self._why_broken)
         for (_, attempt), listener in routes.items():
             listener(WorkerLost(attempt, self._worker.worker_id))
 

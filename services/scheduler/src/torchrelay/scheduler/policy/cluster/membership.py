@@ -1,8 +1,11 @@
 """The cluster as its workers and stores report it.
 
 Reports arrive in two ways: through the broker (load; within a tenth of a second of a change, else twice a second) and
-on a Watch stream to each peer (slots and copies, at once). They may overtake each other, so while a worker's stream is
-open its slot is taken from the stream only, which keeps order.
+on a Watch stream to each peer (slots and copies, at once; beats between them). They may overtake each other, so while a
+worker's stream is open its slot is taken from the stream only, which keeps order.
+
+A peer is present while it is heard by either road: a broker that is away costs nobody. A worker whose engine has work
+and does not advance is lost too, and stays away until the engine advances.
 """
 
 from __future__ import annotations
@@ -11,17 +14,25 @@ from dataclasses import dataclass, replace
 
 from cachetools import FIFOCache
 
-from torchrelay.scheduler.policy.core import StoreStatus, WorkerStatus
+from torchrelay.common.liveness import EngineProgress, Liveness
+from torchrelay.scheduler.policy.core import BOTH, Role, StoreStatus, WorkerStatus
 
 _SUSPICION_S = 0.25  # reports sent before a fault may still arrive within this time
 _MAX_FENCED = 1024
 
 
 @dataclass(frozen=True)
-class LostPeers:
-    """Workers and stores that stopped reporting."""
+class LostWorker:
+    worker: WorkerStatus
+    is_stalled: bool  # it speaks, but its engine does not advance
+    why: str  # to follow its name
 
-    workers: tuple[WorkerStatus, ...]
+
+@dataclass(frozen=True)
+class LostPeers:
+    """Workers and stores that hang."""
+
+    workers: tuple[LostWorker, ...]
     stores: tuple[StoreStatus, ...]
 
 
@@ -35,21 +46,27 @@ class Membership:
         self._streaming: dict[str, str] = {}  # worker id -> incarnation whose stream is open
         self._fenced: FIFOCache[str, float] = FIFOCache(_MAX_FENCED)  # incarnation -> ignored until
         self._suspect_since: dict[str, float] = {}
+        self._liveness: dict[str, Liveness] = {}  # by worker id
+        self._store_liveness: dict[str, Liveness] = {}
+        self._stalled: FIFOCache[str, EngineProgress] = FIFOCache(_MAX_FENCED)  # incarnation -> where its engine stands
 
     def accept_worker(self, worker: WorkerStatus, streamed: bool) -> WorkerStatus | None:
         """Stores a report. Returns the worker as it is now; None if the report is from a process known to be dead."""
-        if self._is_fenced(worker.incarnation, worker.seen_at):
+        if self._is_fenced(worker.incarnation, worker.seen_at) or self._is_stalled(worker):
             return None
         old = self.workers.get(worker.worker_id)
         if old is not None and old.incarnation != worker.incarnation:
             self._fence(old.incarnation, worker.seen_at)
+            del self._liveness[worker.worker_id]
+        self._liveness.setdefault(worker.worker_id, Liveness(worker.seen_at)).observe(worker.progress, worker.seen_at)
         if streamed:
             self._streaming[worker.worker_id] = worker.incarnation
         elif old is not None and self._streaming.get(worker.worker_id) == worker.incarnation == old.incarnation:
             worker = replace(worker, slot=old.slot)
         self.workers[worker.worker_id] = worker
         since = self._suspect_since.get(worker.worker_id)
-        if since is not None and worker.seen_at > since + _SUSPICION_S:
+        # It reports again, and its engine works: one that hangs may report all the time.
+        if since is not None and self._liveness[worker.worker_id].advanced_at > since + _SUSPICION_S:
             del self._suspect_since[worker.worker_id]
         return worker
 
@@ -57,7 +74,24 @@ class Membership:
         if self._is_fenced(store.incarnation, store.seen_at):
             return None
         self.stores[store.store_id] = store
+        self._store_liveness.setdefault(store.store_id, Liveness(store.seen_at)).heard(store.seen_at)
         return store
+
+    def beat_worker(self, worker_id: str, incarnation: str, progress: EngineProgress, now: float) -> None:
+        """A sign of life; it says nothing of the worker's load. Ignored if the worker is not present."""
+        worker = self.workers.get(worker_id)
+        if worker is not None and worker.incarnation == incarnation:
+            self._liveness[worker_id].observe(progress, now)
+
+    def beat_store(self, store_id: str, incarnation: str, now: float) -> None:
+        store = self.stores.get(store_id)
+        if store is not None and store.incarnation == incarnation:
+            self._store_liveness[store_id].heard(now)
+
+    def _is_stalled(self, worker: WorkerStatus) -> bool:
+        """Whether the worker was lost because its engine stalled, and the engine has not advanced since."""
+        before, now = self._stalled.get(worker.incarnation), worker.progress
+        return before is not None and now.has_work and now.num_advances == before.num_advances
 
     def _is_fenced(self, incarnation: str, now: float) -> bool:
         return self._fenced.get(incarnation, 0.0) > now
@@ -78,12 +112,14 @@ class Membership:
         """The worker is lost. ``gone``: so is its process, and reports that it sent before are ignored for a while."""
         self.stream_closed(worker_id)
         self._suspect_since.pop(worker_id, None)
+        self._liveness.pop(worker_id, None)
         worker = self.workers.pop(worker_id, None)
         if worker is not None and gone:
             self._fence(worker.incarnation, now)
         return worker
 
     def drop_store(self, store_id: str, now: float, gone: bool = True) -> StoreStatus | None:
+        self._store_liveness.pop(store_id, None)
         store = self.stores.pop(store_id, None)
         if store is not None and gone:
             self._fence(store.incarnation, now)
@@ -92,25 +128,45 @@ class Membership:
     def _fence(self, incarnation: str, now: float) -> None:
         self._fenced[incarnation] = now + self._fence_s
 
-    def expire(self, now: float, stale_s: float, reports_complete_since: float = 0.0) -> LostPeers:
-        """Removes and returns all peers that have not reported for ``stale_s`` seconds. A report brings them back.
+    def expire(self, now: float, stale_s: float, listening_since: float = 0.0) -> LostPeers:
+        """Removes and returns all peers that hang. A report brings them back, for a stalled worker one of an advance.
 
-        ``reports_complete_since``: reports may be missing from before (the broker was away); silence counts from then.
+        ``listening_since``: nobody listened before; silence counts from then.
         """
-        oldest = now - stale_s
-        if reports_complete_since > oldest:
-            return LostPeers((), ())
-        workers = tuple(worker for worker in self.workers.values() if worker.seen_at < oldest)
-        stores = tuple(store for store in self.stores.values() if store.seen_at < oldest)
-        for worker in workers:
-            self.drop_worker(worker.worker_id, now, gone=False)
+        for liveness in (*self._liveness.values(), *self._store_liveness.values()):
+            liveness.listening_since(listening_since)
+        workers = tuple(filter(None, (self._lost(worker, now, stale_s) for worker in self.workers.values())))
+        stores = tuple(one for key, one in self.stores.items() if self._store_liveness[key].is_silent(now, stale_s))
+        for lost in workers:
+            if lost.is_stalled:
+                self._stalled[lost.worker.incarnation] = self._liveness[lost.worker.worker_id].progress
+            self.drop_worker(lost.worker.worker_id, now, gone=False)
         for store in stores:
             self.drop_store(store.store_id, now, gone=False)
         return LostPeers(workers, stores)
 
+    def _lost(self, worker: WorkerStatus, now: float, stale_s: float) -> LostWorker | None:
+        liveness = self._liveness[worker.worker_id]
+        why = liveness.fault(now, stale_s)
+        return LostWorker(worker, not liveness.is_silent(now, stale_s), why) if why else None
+
     def store_of(self, host_id: str) -> StoreStatus | None:
         """The param-store of a host."""
         return next((store for store in self.stores.values() if store.host_id == host_id), None)
+
+    def why_no_load(self) -> str:
+        """Why no model can be loaded in any slot, full or free; empty: one can."""
+        if not self.workers:
+            return "no worker answers"
+        hosts = {store.host_id for store in self.stores.values()}
+        playable: set[Role] = set()
+        for worker in self.workers.values():
+            playable |= worker.playable_roles if worker.host_id in hosts else frozenset()
+        if not playable:
+            silent = sorted({worker.host_id for worker in self.workers.values()} - hosts)
+            return f"the param-store of host {' and '.join(silent[:3])} does not answer"
+        missing = " and ".join(role.name.lower() for role in sorted(BOTH - playable))
+        return f"no worker that can {missing} answers" if missing else ""
 
     def whole_holders(self, pack_id: str) -> tuple[str, ...]:
         """Stores that have all of the pack."""

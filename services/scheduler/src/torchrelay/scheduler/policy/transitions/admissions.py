@@ -8,7 +8,16 @@ from torchrelay.common.latency_model import attended_positions
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
-from torchrelay.scheduler.policy.core import Admission, AttemptKey, Instance, InstancePhase, Model, Placement, Role
+from torchrelay.scheduler.policy.core import (
+    BOTH,
+    Admission,
+    AttemptKey,
+    Instance,
+    InstancePhase,
+    Model,
+    Placement,
+    Role,
+)
 from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.dispatch.reservations import OpenAttempt
@@ -134,6 +143,31 @@ def refuse_if_infeasible(state: State, admission: Admission, now: float) -> None
     else:
         return
     refuse(state, admission, effects.RefusalReason.NO_CAPACITY, message, now)
+
+
+def refuse_unserved(state: State, now: float) -> None:
+    """Refuses requests that need a load when, for some time now, no model can be loaded anywhere.
+
+    As long as one can, waiting is a matter of turns. A request that has given tokens already waits longer.
+    """
+    why = state.membership.why_no_load()
+    if not why:
+        state.unserved_since = None
+        return
+    if state.unserved_since is None:
+        state.unserved_since = now
+    for admission in list(state.queues):
+        limit_s = state.config.unserved_resumed_s if admission.num_forced_tokens else state.config.unserved_s
+        if now - state.unserved_since >= limit_s and not _has_served_roles(state, admission.version_id):
+            message = f"{admission.model} cannot be loaded: {why}."
+            refuse(state, admission, effects.RefusalReason.LOAD_FAILED, message, now, limit_s)
+
+
+def _has_served_roles(state: State, version_id: str) -> bool:
+    """Whether the workers of its instances can play both roles between them."""
+    staying = (instance for instance in state.instances.of_version(version_id) if instance.staying)
+    workers = (state.membership.workers.get(instance.worker_id) for instance in staying)
+    return frozenset(role for worker in workers if worker for role in worker.playable_roles) >= BOTH
 
 
 def place_waiting(state: State, now: float, version_ids: Iterable[str] | None = None) -> None:

@@ -19,9 +19,11 @@ from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, Model, Role, Roles
 from torchrelay.scheduler.policy.dispatch.reservations import OpenAttempt
 from torchrelay.scheduler.policy.effects import Hop, LoadOrder, SetRolesCommand, UnloadCommand, WakeCommand
+from torchrelay.scheduler.policy.reasons import Reason
 from torchrelay.scheduler.policy.state import State
 from torchrelay.scheduler.policy.transitions import relays
 
+LOAD_STALLED = "load_stalled"
 _UNLOAD_RETRY_S = 1.0
 _SCALE_EVENTS = {"idle": "down", "cancel": "down", "evict": "evict", "share": "share", "turn": "share"}
 
@@ -147,17 +149,24 @@ def _set_roles(state: State, action: SetRoles, now: float) -> None:
 def _drain(state: State, action: Drain, now: float) -> None:
     instance = state.instances.get(action.instance_id)
     assert instance is not None
-    drained = replace(instance, phase=InstancePhase.DRAINING, since=now, reason=action.reason)
-    state.instances.put(drained)
-    _unload(state, drained)
-    fields = event_fields(instance) | {"in_state_s": now - instance.since}
+    drain(state, instance, action.reason, now)
     kind = action.reason.cause
-    state.happened(now, "drain", instance, action.reason, "instance.draining", fields)
     state.happened(now, kind, instance, action.reason, f"scale.{_SCALE_EVENTS[kind]}", event_fields(instance))
 
 
+def drain(state: State, instance: Instance, reason: Reason, now: float) -> None:
+    """The instance takes no more requests, and leaves its slot."""
+    drained = replace(instance, phase=InstancePhase.DRAINING, since=now, reason=reason)
+    state.instances.put(drained)
+    _unload(state, drained)
+    fields = event_fields(instance) | {"in_state_s": now - instance.since}
+    state.happened(now, "drain", instance, reason, "instance.draining", fields)
+
+
 def _unload(state: State, instance: Instance) -> None:
-    state.effects.commands.append(UnloadCommand(instance.instance_id, instance.worker_id, state.config.drain_s))
+    # What waits for weights that do not come is served sooner elsewhere.
+    drain_s = 0.0 if instance.reason.cause == LOAD_STALLED else state.config.drain_s
+    state.effects.commands.append(UnloadCommand(instance.instance_id, instance.worker_id, drain_s))
 
 
 def unload_failed(state: State, instance_id: str, now: float) -> None:

@@ -77,10 +77,13 @@ def _catalog() -> None:
     op.create_table(
         "retired_versions",
         _text("version_id"),
+        _text("tenant_id"),
         _big("retired_unix_us"),
+        _tenant("retired_versions"),
         sa.ForeignKeyConstraint(["version_id"], ["versions.version_id"], name="fk_retired_versions_version_id"),
         _key("retired_versions", "version_id"),
     )
+    op.create_index("ix_retired_versions_tenant_id", "retired_versions", ["tenant_id"])
     op.create_table(
         "uploads",
         _text("upload_id"),
@@ -136,6 +139,7 @@ def _ledger() -> None:
         "ledger",
         _text("request_id"),
         sa.Column("choice", sa.Integer(), nullable=False),
+        sa.Column("supplement", sa.Integer(), nullable=False),
         _text("tenant_id"),
         _text("key_id"),
         _text("model"),
@@ -150,7 +154,7 @@ def _ledger() -> None:
         sa.ForeignKeyConstraint(["request_id"], ["opened.request_id"], name="fk_ledger_request_id"),
         _tenant("ledger"),
         sa.ForeignKeyConstraint(["price_id"], ["prices.price_id"], name="fk_ledger_price_id"),
-        _key("ledger", "request_id", "choice"),
+        _key("ledger", "request_id", "choice", "supplement"),
     )
     op.create_index("ix_ledger_tenant_settled", "ledger", ["tenant_id", "settled_unix_us"])
 

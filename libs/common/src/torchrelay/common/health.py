@@ -1,0 +1,103 @@
+"""The health of a service: which of the parts that it needs do not answer.
+
+Without an essential part it cannot serve; without another it is degraded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+
+WAIT_S = 1.0
+SILENT = "does not answer"
+Ask = Callable[[], Awaitable[str]]
+
+
+@dataclass(frozen=True, slots=True)
+class HealthReport:
+    """What is wrong with which part."""
+
+    essential: Mapping[str, str] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        return "unavailable" if self.essential else "degraded" if self.others else "ok"
+
+    @property
+    def fault(self) -> str:
+        """Why the service cannot serve; empty if it can."""
+        return ", ".join(f"the {name} {fault}" for name, fault in self.essential.items())
+
+
+class Health:
+    """Asks all parts at once, and at most every ``ask_every_s``, however often it is asked itself.
+
+    Each part says what is wrong with it, empty if nothing. One that has said nothing for ``silent_s`` does not answer.
+    """
+
+    def __init__(
+        self,
+        essential: Mapping[str, Ask],
+        others: Mapping[str, Ask],
+        *,
+        silent_s: float = WAIT_S,
+        ask_every_s: float = 1.0,
+    ) -> None:
+        self._essential, self._others = essential, others
+        self._silent_s, self._ask_every_s = silent_s, ask_every_s
+        self._asking: dict[str, _Asking] = {}
+        self._last = HealthReport()
+        self._last_at_s = float("-inf")
+        self._one_at_a_time = asyncio.Lock()
+
+    async def report(self) -> HealthReport:
+        """Takes at most ``WAIT_S``, and as long again for those who come meanwhile."""
+        async with self._one_at_a_time:
+            if time.monotonic() - self._last_at_s >= self._ask_every_s:
+                self._last = await self._ask_all()
+                self._last_at_s = time.monotonic()
+            return self._last
+
+    async def _ask_all(self) -> HealthReport:
+        for name, ask in {**self._essential, **self._others}.items():
+            if name not in self._asking:  # who has not answered is asked no second time: its answer may still come
+                self._asking[name] = _Asking(asyncio.create_task(self._answer(ask)), time.monotonic())
+        await asyncio.wait([asking.task for asking in self._asking.values()], timeout=min(WAIT_S, self._silent_s))
+        now_s = time.monotonic()
+        faults = {name: asking.fault(now_s, self._silent_s) for name, asking in self._asking.items()}
+        self._asking = {name: asking for name, asking in self._asking.items() if not asking.task.done()}
+        return HealthReport(
+            {name: faults[name] for name in self._essential if faults[name]},
+            {name: faults[name] for name in self._others if faults[name]},
+        )
+
+    async def _answer(self, ask: Ask) -> str:
+        try:
+            async with asyncio.timeout(5 * self._silent_s):  # then it is asked anew: its connection may be dead
+                return await ask()
+        except TimeoutError:
+            return SILENT
+
+    async def fault(self) -> str:
+        """For health checks by gRPC."""
+        return (await self.report()).fault
+
+    async def close(self) -> None:
+        tasks = [asking.task for asking in self._asking.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    task: asyncio.Task[str]
+    begin_s: float
+
+    def fault(self, now_s: float, silent_s: float) -> str:
+        if self.task.done():
+            return self.task.result()
+        return SILENT if now_s - self.begin_s >= silent_s else ""

@@ -1,0 +1,52 @@
+"""What an upload's files say about chats: a template and the special tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import msgspec
+
+from torchrelay.gateway.inference.text.chat_template import ChatTemplate
+
+MAX_TEMPLATE_CHARS: Final = 1 << 20
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFormat:
+    """How messages become text; a ``template_file`` takes precedence over the configuration's own template."""
+
+    template: ChatTemplate | None = None
+    special_tokens: dict[str, str] = field(default_factory=dict)
+
+
+def template_file(encoded: bytes) -> ChatTemplate:
+    """The template of a ``chat_template.jinja``. Raises ``ValueError``."""
+    return _template(encoded.decode())
+
+
+def tokenizer_config(encoded: bytes) -> ChatFormat:
+    """The format of a ``tokenizer_config.json``. Raises ``ValueError``."""
+    config = msgspec.json.decode(encoded, type=dict[str, Any])
+    source = _template_of(config.get("chat_template"))
+    tokens = {name: _content(config[name]) for name in _SPECIAL_TOKENS if config.get(name)}
+    return ChatFormat(_template(source) if source else None, tokens)
+
+
+def _template(source: str) -> ChatTemplate:
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise ValueError(f"the chat template is longer than {MAX_TEMPLATE_CHARS} characters")
+    return ChatTemplate(source)
+
+
+def _template_of(value: Any) -> str:
+    if isinstance(value, list):  # several named templates: [{"name": "default", "template": ...}, ...]
+        named = {entry.get("name"): entry.get("template") for entry in value if isinstance(entry, dict)}
+        value = named.get("default")
+    return value if isinstance(value, str) else ""
+
+
+def _content(token: Any) -> str:
+    content = token.get("content", "") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else ""

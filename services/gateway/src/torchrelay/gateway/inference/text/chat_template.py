@@ -1,0 +1,121 @@
+"""Chat templates: Jinja2 in its sandbox, in the environment of transformers without the helpers for training.
+
+Templates are untrusted code. Only text processes import this module; the gateway does not even load Jinja2.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime
+from functools import cached_property
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.utils
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+def raise_exception(message: object) -> NoReturn:
+    """Called by templates to reject messages."""
+    raise jinja2.TemplateError(str(message))
+
+
+def tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Replaces Jinja2's filter, which escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def strftime_now(format_: str) -> str:
+    return datetime.now().strftime(format_)
+
+
+class GenerationBlock(jinja2.ext.Extension):
+    """``{% generation %}`` marks assistant text for training; rendered here as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 -- as Jinja2 declares it
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class PlainDict:
+    """``dict`` without access to the class itself."""
+
+    def __call__(self, *args: Any, **fields: Any) -> dict[Any, Any]:
+        return dict(*args, **fields)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class PlainNamespace(jinja2.utils.Namespace):
+    """A namespace without underscored names, which would give access to CPython internals."""
+
+    def __init__(*args: Any, **fields: Any) -> None:  # no self: namespace(self=...) works, as in Jinja2
+        attributes = dict(*args[1:], **fields)
+        for name in attributes:
+            _check_name(name)
+        jinja2.utils.Namespace.__init__(args[0], attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"namespace attributes must not start with an underscore: {name!r}")
+
+
+def _make_environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    environment.globals["dict"] = PlainDict()
+    environment.globals["namespace"] = PlainNamespace
+    return environment
+
+
+_ENVIRONMENT = _make_environment()
+
+
+class OutputTooLong(Exception):
+    """A template wrote more than ``num_chars`` characters, and was stopped."""
+
+    def __init__(self, num_chars: int) -> None:
+        super().__init__(f"the output is longer than {num_chars} characters")
+        self.num_chars = num_chars
+
+
+class ChatTemplate:
+    """A template, compiled at its first use."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        return _ENVIRONMENT.from_string(self._source)
+
+    def render(self, variables: Mapping[str, Any], max_chars: int) -> str:
+        """The text. Raises ``OutputTooLong``, and whatever the template raises."""
+        pieces: list[str] = []
+        num_chars = 0
+        for piece in self._compiled.generate(variables):
+            pieces.append(piece)
+            num_chars += len(piece)
+            if num_chars > max_chars:
+                raise OutputTooLong(num_chars)
+        return "".join(pieces)

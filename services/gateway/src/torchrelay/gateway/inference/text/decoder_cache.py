@@ -1,0 +1,113 @@
+"""An LRU cache of decoders, the halves of tokenizers that turn token ids into text, bounded in bytes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from torchrelay.common.errors import QueueFull, Unavailable
+from torchrelay.common.tokens.tokenizer import load_decoder
+from torchrelay.gateway.inference.text.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.process_connection import LocalFile
+
+MAX_WAITING = 64  # of one tenant
+MAX_WAIT_S = 30.0
+BYTES_PER_FILE_BYTE = 5.5  # memory of a loaded BPE per byte of its compact JSON
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    decoder: Tokenizer
+    num_bytes: int
+
+
+class DecoderCache:
+    """Evicts the least recently used, never the last one used. Loads one at a time, the tenants in turn.
+
+    Requests hold references to their decoders, so eviction does not affect them.
+    """
+
+    # Not cachetools.LRUCache: that refuses an entry larger than the cache, and evicts only after loading.
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(1, MAX_WAITING, 0)
+        self._is_loading = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
+
+    @property
+    def num_bytes(self) -> int:
+        """The estimated memory of the cached decoders."""
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def get(self, digest: str) -> Tokenizer | None:
+        """The decoder of the tokenizer with this BLAKE3 digest, if it is loaded."""
+        entry = self._entries.get(digest)
+        if entry is None:
+            return None
+        self._entries.move_to_end(digest)
+        return entry.decoder
+
+    async def load(self, tenant: str, file: LocalFile) -> Tokenizer:
+        """The decoder of ``file``. Raises ``InvalidRequest``, ``QueueFull`` or ``Unavailable``."""
+        digest = file.id[1]
+        await self._turn(tenant)
+        if (found := self.get(digest)) is not None:  # loaded while this waited
+            self._end_turn(tenant, 0.0)
+            return found
+        num_bytes = int(file.num_bytes * BYTES_PER_FILE_BYTE)
+        self._evict(0, num_bytes)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        loading = loop.run_in_executor(self._thread, load_decoder, file.path)
+
+        def loaded(ended: asyncio.Future[Tokenizer]) -> None:
+            if not ended.cancelled() and ended.exception() is None:
+                self._entries[digest] = _Entry(ended.result(), num_bytes)
+                self._evict(num_kept=1)
+            self._end_turn(tenant, loop.time() - began_s)
+
+        loading.add_done_callback(loaded)
+        return await asyncio.shield(loading)  # the turn ends with the thread's work, not with the caller's patience
+
+    async def _turn(self, tenant: str) -> None:
+        turn = asyncio.get_running_loop().create_future()
+        if not self._waiting.add(tenant, turn, 0):
+            raise QueueFull(f"{MAX_WAITING} of your requests already wait for the tokenizers of their models")
+        self._next_turn()
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                await turn
+        except (TimeoutError, asyncio.CancelledError) as error:
+            if not self._waiting.remove(tenant, turn):
+                self._end_turn(tenant, 0.0)  # it came in the same moment
+            if isinstance(error, TimeoutError):
+                raise Unavailable(f"the model's tokenizer could not be loaded within {MAX_WAIT_S:g} s") from None
+            raise
+
+    def _next_turn(self) -> None:
+        if not self._is_loading and (taken := self._waiting.next(lambda _: True)) is not None:
+            self._is_loading = True
+            if not taken[0].done():  # a cancelled one ends its turn itself
+                taken[0].set_result(None)
+
+    def _end_turn(self, tenant: str, used_s: float) -> None:
+        self._is_loading = False
+        self._waiting.ended(tenant, used_s)
+        self._next_turn()
+
+    def _evict(self, num_kept: int, num_bytes_needed: int = 0) -> None:
+        while len(self._entries) > num_kept and self.num_bytes + num_bytes_needed > self._max_bytes:
+            self._entries.popitem(last=False)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def check_integrity(self) -> None:
+        """Raises ``AssertionError`` if the cache exceeds its limit."""
+        assert len(self._entries) <= 1 or self.num_bytes <= self._max_bytes, "decoders exceed the byte limit"

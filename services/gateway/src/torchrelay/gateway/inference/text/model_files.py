@@ -1,0 +1,108 @@
+"""Small files of versions on local disk, so that a new text process need not ask the param-store."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+import tempfile
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final, Self
+from weakref import WeakValueDictionary
+
+from torchrelay.common.errors import Unavailable
+from torchrelay.gateway.clients.file_reader import StoreFileReader
+from torchrelay.gateway.inference.text.frames import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, FileId
+from torchrelay.gateway.inference.text.process_connection import LocalFile
+
+MAX_FILE_BYTES: Final = {TOKENIZER: 64 << 20, TOKENIZER_CONFIG: 4 << 20, CHAT_TEMPLATE: 4 << 20}
+MAX_BYTES: Final = 256 << 20
+MAX_DOWNLOADS: Final = 4  # of one tenant at once
+DOWNLOAD_TIMEOUT_S: Final = 60.0
+
+
+class ModelFiles:
+    """An LRU cache in a temporary folder; what is held stays."""
+
+    def __init__(self, reader: StoreFileReader, max_bytes: int = MAX_BYTES) -> None:
+        self._reader = reader
+        self._max_bytes = max_bytes
+        self._folder = Path()
+        self._files: OrderedDict[FileId, LocalFile] = OrderedDict()
+        self._num_holders: Counter[FileId] = Counter()
+        self._num_bytes = 0
+        # By tenant: nobody waits for a download that another tenant has queued behind others of its own.
+        self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._downloads: WeakValueDictionary[tuple[str, FileId], asyncio.Lock] = WeakValueDictionary()
+
+    async def __aenter__(self) -> Self:
+        self._folder = Path(tempfile.mkdtemp(prefix="torchrelay-models-"))
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @asynccontextmanager
+    async def held(self, tenant: str, wanted: Iterable[FileId]) -> AsyncIterator[list[LocalFile]]:
+        """The files, which stay on disk inside the block.
+
+        Raises ``DataCorrupted``, ``NotFound`` or ``Unavailable``.
+        """
+        holding: list[FileId] = []
+        try:
+            found: list[LocalFile] = []
+            for file_id in wanted:
+                self._num_holders[file_id] += 1
+                holding.append(file_id)
+                found.append(self._files.get(file_id) or await self._download(tenant, file_id))
+                self._files.move_to_end(file_id)
+            yield found
+        finally:
+            for file_id in holding:
+                self._num_holders[file_id] -= 1
+                if not self._num_holders[file_id]:
+                    del self._num_holders[file_id]
+
+    async def _download(self, tenant: str, file_id: FileId) -> LocalFile:
+        place = self._places.setdefault(tenant, asyncio.Semaphore(MAX_DOWNLOADS))
+        lock = self._downloads.setdefault((tenant, file_id), asyncio.Lock())
+        try:
+            async with asyncio.timeout(DOWNLOAD_TIMEOUT_S), lock, place:
+                return self._files.get(file_id) or await self._save(file_id)
+        except TimeoutError:
+            message = f"the model's {file_id[0]} could not be read within {DOWNLOAD_TIMEOUT_S:g} s"
+            raise Unavailable(message) from None
+        except OSError as error:
+            if error.errno == errno.ENOSPC:
+                raise Unavailable(f"the gateway's disk is full ({self._folder.parent})") from error
+            raise Unavailable(f"the gateway cannot keep the model's {file_id[0]}: {error.strerror}") from error
+
+    async def _save(self, file_id: FileId) -> LocalFile:
+        name, digest = file_id
+        descriptor, path = tempfile.mkstemp(dir=self._folder)
+        os.close(descriptor)
+        try:
+            num_bytes = await self._reader.save(digest, name, MAX_FILE_BYTES[name], Path(path))
+        except BaseException:
+            os.unlink(path)
+            raise
+        if (other := self._files.get(file_id)) is not None:  # another tenant was faster
+            os.unlink(path)
+            return other
+        self._files[file_id] = LocalFile(file_id, Path(path), num_bytes)
+        self._num_bytes += num_bytes
+        self._evict()
+        return self._files[file_id]
+
+    def _evict(self) -> None:
+        for file_id, file in list(self._files.items()):
+            if self._num_bytes <= self._max_bytes:
+                break
+            if file_id not in self._num_holders:
+                del self._files[file_id]
+                self._num_bytes -= file.num_bytes
+                file.path.unlink()

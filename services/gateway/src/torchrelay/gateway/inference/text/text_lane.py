@@ -1,0 +1,355 @@
+"""Text processes, and the prompts that wait for one of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.gateway.inference.text.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.frames import TOKENIZER, Answer, FileId, Forget, Refusal, TextLimits, frame_of
+from torchrelay.gateway.inference.text.metrics import TextMetrics
+from torchrelay.gateway.inference.text.process_choice import PATIENCE_S, ProcessState, choose
+from torchrelay.gateway.inference.text.process_connection import LocalFile, ProcessEnded, TextProcess
+
+log = get_logger(__name__)
+
+MAX_WAITING = 256  # prompts of one tenant
+MAX_WAITING_BYTES = 64 << 20
+MEMORY_PER_FILE_BYTE = 7.5  # of a BPE's compact JSON
+# A process that computes is killed by the kernel when its CPU time is over; one that does not, by the gateway.
+HUNG_FACTOR = 4.0
+CLOSED = "the gateway is shutting down"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSettings:
+    """The sizes of a lane."""
+
+    max_processes: int
+    max_cached_bytes: int  # of tokenizers and templates, in each process
+    max_running: int = 1  # prompts of one tenant
+    niceness: int = 0
+    num_kept: int = 0  # processes that stay when idle
+    max_wait_s: float = 10.0
+    idle_s: float = 60.0
+
+
+class PromptKilled(Exception):
+    """The process of a prompt ended with ``status`` while it computed, or while it read the file ``loading``."""
+
+    def __init__(self, status: int, loading: str | None) -> None:
+        super().__init__(f"a text process ended with {status}")
+        self.status = status
+        self.loading = loading
+
+
+class FileRefused(Exception):
+    """A file of the model cannot be read: ``name`` and why."""
+
+    def __init__(self, name: str, detail: str) -> None:
+        super().__init__(f"{name}: {detail}")
+        self.name = name
+        self.detail = detail
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    tenant: str
+    model: str
+    frame: bytes
+    files: tuple[LocalFile, ...]
+    answer: asyncio.Future[Answer]
+    asked_s: float
+
+    @property
+    def tokenizer(self) -> FileId:
+        return next(file.id for file in self.files if file.id[0] == TOKENIZER)
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """A job in a process."""
+
+    job: _Job
+    state: ProcessState
+    process: TextProcess
+    timer: asyncio.TimerHandle | None = None
+    loading: str | None = None
+    is_hung: bool = False
+
+
+@dataclass(slots=True)
+class _Processes:
+    """Those that take commands, and how many are about to."""
+
+    ready: dict[ProcessState, TextProcess] = field(default_factory=dict)
+    num_starting: int = 0
+
+    def __len__(self) -> int:
+        return len(self.ready) + self.num_starting
+
+
+class TextLane:
+    """Runs prompts in its processes, fairly between tenants. Processes start when they are needed.
+
+    ``killed`` is told the tenant and model of each prompt whose process was killed.
+    """
+
+    def __init__(
+        self, settings: LaneSettings, limits: TextLimits, metrics: TextMetrics, killed: Callable[[str, str], None]
+    ) -> None:
+        self._settings = settings
+        self._limits = limits
+        self._metrics = metrics
+        self._killed = killed
+        self._queue: FairQueue[_Job] = FairQueue(settings.max_running, MAX_WAITING, MAX_WAITING_BYTES)
+        self._processes = _Processes()
+        self._runs: set[_Run] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that take commands."""
+        return tuple(process.pid for process in self._processes.ready.values())
+
+    async def run(self, tenant: str, model: str, frame: bytes, files: Sequence[LocalFile]) -> Answer:
+        """The answer to a ``Prompt``. Raises ``PromptKilled``, ``FileRefused``, ``QueueFull`` or ``Unavailable``."""
+        loop = asyncio.get_running_loop()
+        job = _Job(tenant, model, frame, tuple(files), loop.create_future(), loop.time())
+        if not self._queue.add(tenant, job, len(frame)):
+            self._metrics.ended("queue_full")
+            message = f"too many of your prompts wait to be tokenized: at most {MAX_WAITING}, of {MAX_WAITING_BYTES:,}"
+            raise QueueFull(f"{message} bytes in all", retry_after_s=1.0)
+        self._dispatch()
+        timer = loop.call_later(self._settings.max_wait_s, self._expire, job)
+        try:
+            return await job.answer
+        finally:
+            timer.cancel()
+            self._queue.remove(tenant, job)
+
+    async def close(self) -> None:
+        """Ends every process and every prompt."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for run in list(self._runs):
+            self._charge(run)
+            self._fail(run.job, Unavailable(CLOSED))
+        self._refuse_waiting(CLOSED)
+        await asyncio.gather(*(process.end() for process in self._processes.ready.values()))
+
+    # From the queue into a process:
+
+    def _dispatch(self) -> None:
+        states = self._processes.ready.keys()
+        while any(not state.is_busy for state in states):
+            taken = self._queue.next(lambda job: choose(states, job.tokenizer))
+            if taken is None:
+                break
+            self._begin(*taken)
+        if self._queue.num_waiting:
+            self._grow_if_slow()
+
+    def _begin(self, job: _Job, state: ProcessState) -> None:
+        loop = asyncio.get_running_loop()
+        run = _Run(job, state, self._processes.ready[state])
+        self._runs.add(run)
+        state.is_busy, state.since_s = True, loop.time()
+        self._metrics.waited(state.since_s - job.asked_s)
+        run.timer = loop.call_later(PATIENCE_S, self._note_slow, run)
+        if all(file.id in state.held for file in job.files):
+            for file in job.files:
+                state.held.move_to_end(file.id)
+            run.process.ask(job.frame).add_done_callback(partial(self._answered, run))
+        else:
+            self._own(self._load_and_ask(run))
+
+    def _answered(self, run: _Run, answer: asyncio.Future[Answer]) -> None:
+        is_lost = answer.exception() is not None
+        if self._is_closed:
+            return
+        if is_lost:
+            self._own(self._bury(run))
+        else:
+            self._finish(run, answer.result())
+
+    async def _load_and_ask(self, run: _Run) -> None:
+        try:
+            await self._load_missing(run)
+            self._finish(run, await run.process.wait_answer(run.process.ask(run.job.frame)))
+        except FileRefused as refused:
+            self._fail(run.job, refused, "refused")
+            self._free(run)
+        except ProcessEnded as ended:
+            self._died(run, ended.status)
+        except OSError as error:
+            log.warning("model_file_unreadable", error=str(error))
+            self._fail(run.job, Unavailable(f"the gateway cannot read a file of the model: {error.strerror}"))
+            await self._bury(run)  # it waits for the rest of the file
+        except Exception:  # the prompt and its place must end
+            log.exception("prompt_crashed")
+            self._fail(run.job, TorchrelayError("internal error in the gateway's text processes"))
+            await self._bury(run)
+
+    async def _load_missing(self, run: _Run) -> None:
+        """Raises ``FileRefused``, ``ProcessEnded`` or ``OSError``."""
+        state, files = run.state, run.job.files
+        missing = {file.id: file for file in files if file.id not in state.held}
+        num_needed = sum(_memory_bytes(file) for file in missing.values())
+        if forgotten := state.to_forget(num_needed, {file.id for file in files}, self._settings.max_cached_bytes):
+            run.process.tell(frame_of(Forget(forgotten)))
+            for file_id in forgotten:
+                del state.held[file_id]
+        for file_id, file in missing.items():
+            run.loading = file.id[0]
+            outcome = await run.process.load(file)
+            if isinstance(outcome, Refusal):
+                raise FileRefused(file.id[0], outcome.detail)
+            state.held[file_id] = _memory_bytes(file)
+        run.loading = None
+
+    # The end of a prompt:
+
+    def _finish(self, run: _Run, answer: Answer) -> None:
+        self._metrics.ended("refused" if isinstance(answer, Refusal) else "ok")
+        if not run.job.answer.done():
+            run.job.answer.set_result(answer)
+        self._free(run)
+
+    def _fail(self, job: _Job, error: Exception, outcome: str = "failed") -> None:
+        self._metrics.ended(outcome)
+        if not job.answer.done():
+            job.answer.set_exception(error)
+
+    def _free(self, run: _Run) -> None:
+        """The process is idle."""
+        self._charge(run)
+        self._dispatch()
+
+    def _charge(self, run: _Run) -> None:
+        now_s, state = asyncio.get_running_loop().time(), run.state
+        self._runs.remove(run)
+        if run.timer is not None:
+            run.timer.cancel()
+        self._queue.ended(run.job.tenant, now_s - state.since_s)
+        state.is_busy, state.is_slow, state.since_s = False, False, now_s
+
+    def _expire(self, job: _Job) -> None:
+        num_ahead = self._queue.num_ahead(job.tenant) - 1
+        if not self._queue.remove(job.tenant, job):
+            return  # it runs
+        waited = f"the prompt waited {self._settings.max_wait_s:g} s to be tokenized"
+        if num_ahead:
+            why = f"{waited}, behind {num_ahead} others of yours"
+            self._fail(job, QueueFull(why, retry_after_s=self._settings.max_wait_s), "expired")
+        else:
+            self._fail(job, Unavailable(f"{waited}: the gateway's text processes are busy"), "expired")
+
+    # The end of a process:
+
+    async def _bury(self, run: _Run) -> None:
+        self._died(run, await run.process.end())
+
+    def _died(self, run: _Run, status: int) -> None:
+        del self._processes.ready[run.state]
+        self._charge(run)
+        log.warning("text_process_killed", status=status, tenant=run.job.tenant, model=run.job.model)
+        self._metrics.killed(status)
+        if run.is_hung:
+            self._fail(run.job, Unavailable("a text process of the gateway did not answer"), "hung")
+        else:
+            self._killed(run.job.tenant, run.job.model)
+            self._fail(run.job, PromptKilled(status, run.loading), "killed")
+        self._dispatch()
+        self._keep_one()
+
+    def _note_slow(self, run: _Run) -> None:
+        run.state.is_slow = True
+        allowed_s = 2 * self._limits.prompt_cpu_s + (self._limits.load_cpu_s if run.loading else 0.0)
+        run.timer = asyncio.get_running_loop().call_later(HUNG_FACTOR * allowed_s, self._end_hung, run)
+        self._dispatch()
+        self._grow_if_slow()
+
+    def _end_hung(self, run: _Run) -> None:
+        run.is_hung = True
+        run.process.kill()
+
+    # The start of processes:
+
+    def _grow_if_slow(self) -> None:
+        """Starts a process, so that one is free, unless one will be free in a moment."""
+        if not self._processes.num_starting and all(state.is_slow for state in self._processes.ready):
+            self._grow()
+
+    def _keep_one(self) -> None:
+        if len(self._processes) < self._settings.num_kept:
+            self._grow()
+
+    def _grow(self) -> None:
+        if len(self._processes) < self._settings.max_processes and not self._is_closed:
+            self._processes.num_starting += 1
+            self._own(self._start())
+
+    async def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            process = await TextProcess.start(self._limits, self._settings.niceness)
+        except (ProcessEnded, OSError, TimeoutError) as error:
+            log.error("text_process_not_started", error=str(error) or type(error).__name__)
+            if not self._processes.ready:
+                self._refuse_waiting("the gateway cannot start a process to tokenize prompts")
+            return
+        finally:
+            self._processes.num_starting -= 1
+        state = ProcessState(loop.time())
+        self._processes.ready[state] = process
+        process.lost.add_done_callback(lambda _: self._note_lost(state))
+        loop.call_later(self._settings.idle_s, self._end_if_idle, state)
+        self._dispatch()
+
+    def _note_lost(self, state: ProcessState) -> None:
+        """A busy process ends with its prompt; one that ends idle is replaced when it is needed."""
+        if (
+            not self._is_closed
+            and not state.is_busy
+            and (process := self._processes.ready.pop(state, None)) is not None
+        ):
+            self._own(self._reap(process))
+
+    def _end_if_idle(self, state: ProcessState) -> None:
+        process = self._processes.ready.get(state)
+        if process is None:
+            return
+        loop = asyncio.get_running_loop()
+        is_idle = not state.is_busy and loop.time() - state.since_s >= self._settings.idle_s
+        if is_idle and len(self._processes) > self._settings.num_kept:
+            del self._processes.ready[state]
+            self._own(self._reap(process))
+        else:
+            loop.call_later(self._settings.idle_s, self._end_if_idle, state)
+
+    async def _reap(self, process: TextProcess) -> None:
+        await process.end()
+
+    def _refuse_waiting(self, message: str) -> None:
+        while (taken := self._queue.next(lambda _: True)) is not None:
+            job, _ = taken
+            self._queue.ended(job.tenant, 0.0)
+            self._fail(job, Unavailable(message))
+
+    def _own(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _memory_bytes(file: LocalFile) -> int:
+    return int(file.num_bytes * MEMORY_PER_FILE_BYTE)

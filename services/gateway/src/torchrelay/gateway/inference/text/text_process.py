@@ -1,0 +1,219 @@
+"""A text process: renders chat templates and encodes text, both with what tenants uploaded.
+
+Run as a script by ``process_connection.start``, with one end of a socket pair as its standard input, and never imported
+by the gateway. Before the first command it drops its rights to open files or sockets, start processes, write files and
+grow. The kernel kills it when a command exceeds its CPU time; the signal tells which part of the work did.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, BinaryIO
+
+import msgspec
+from tokenizers import Tokenizer
+
+from torchrelay.common.tokens.tokenizer import load_tokenizer
+from torchrelay.gateway.inference.text import chat_format
+from torchrelay.gateway.inference.text.chat_format import ChatFormat
+from torchrelay.gateway.inference.text.chat_template import ChatTemplate, OutputTooLong
+from torchrelay.gateway.inference.text.frames import (
+    CHAT_TEMPLATE,
+    LENGTH_BYTES,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    Answer,
+    Command,
+    FileId,
+    Forget,
+    Load,
+    Loaded,
+    Prompt,
+    Ready,
+    Refusal,
+    TextLimits,
+    TokenIds,
+    frame_of,
+)
+
+MAX_DETAIL_CHARS = 500
+
+
+class PromptRefused(Exception):
+    def __init__(self, refusal: Refusal) -> None:
+        super().__init__(refusal.cause)
+        self.refusal = refusal
+
+
+_LOADERS: dict[str, Any] = {
+    TOKENIZER: partial(load_tokenizer, has_disk=False),
+    TOKENIZER_CONFIG: chat_format.tokenizer_config,
+    CHAT_TEMPLATE: chat_format.template_file,
+}
+
+
+class TextService:
+    """Answers commands, with the files that were loaded before."""
+
+    def __init__(self, limits: TextLimits) -> None:
+        self._limits = limits
+        self._loaded: dict[FileId, Any] = {}
+
+    def forget(self, files: tuple[FileId, ...]) -> None:
+        for file in files:
+            del self._loaded[file]
+
+    def load(self, file: FileId, encoded: bytes) -> Answer:
+        try:
+            with cpu_limit(signal.ITIMER_PROF, self._limits.load_cpu_s):
+                self._loaded[file] = _LOADERS[file[0]](encoded)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except MemoryError:
+            return Refusal("file", "out of memory")
+        except BaseException as error:  # NOTE: a panic of the tokenizers library is not an Exception
+            return Refusal("file", _reason(error))
+        return Loaded()
+
+    def token_ids(self, prompt: Prompt) -> Answer:
+        try:
+            text = prompt.text if prompt.messages is None else self._render(prompt)
+            return TokenIds(self._encode(prompt, text).tobytes())
+        except PromptRefused as error:
+            return error.refusal
+
+    def _render(self, prompt: Prompt) -> str:
+        format_ = self._format(prompt)
+        if format_.template is None:
+            raise PromptRefused(Refusal("no_template"))
+        variables = {
+            **format_.special_tokens,
+            "messages": prompt.messages,
+            "tools": None,  # templates test for none, not for definedness
+            "documents": None,
+            "add_generation_prompt": True,
+        }
+        try:
+            with cpu_limit(signal.ITIMER_PROF, self._limits.prompt_cpu_s):
+                text = format_.template.render(variables, prompt.max_chars)
+                text.encode()  # fails for halves of characters, which the library would take for a wrong type
+        except OutputTooLong as error:
+            raise PromptRefused(Refusal("characters", number=error.num_chars)) from error
+        except UnicodeEncodeError as error:
+            raise PromptRefused(Refusal("template", "its output is not valid text")) from error
+        except MemoryError as error:
+            raise PromptRefused(Refusal("template", "out of memory")) from error
+        except RecursionError as error:
+            raise PromptRefused(Refusal("template", "nested too deeply")) from error
+        except Exception as error:  # a template can raise anything
+            raise PromptRefused(Refusal("template", _reason(error))) from error
+        return text
+
+    def _format(self, prompt: Prompt) -> ChatFormat:
+        config = self._file(prompt, TOKENIZER_CONFIG)
+        template: ChatTemplate | None = self._file(prompt, CHAT_TEMPLATE)
+        if config is None:
+            return ChatFormat(template)
+        return ChatFormat(template or config.template, config.special_tokens)
+
+    def _file(self, prompt: Prompt, name: str) -> Any:
+        return next((self._loaded[file] for file in prompt.files if file[0] == name), None)
+
+    def _encode(self, prompt: Prompt, text: str) -> array[int]:
+        tokenizer: Tokenizer = self._file(prompt, TOKENIZER)
+        is_text = prompt.messages is None  # templates write special tokens themselves
+        try:
+            with cpu_limit(signal.ITIMER_VIRTUAL, self._limits.prompt_cpu_s):
+                # A batch of one, because only batches can skip text offsets, a fifth of the work.
+                ids = tokenizer.encode_batch_fast([text], add_special_tokens=is_text)[0].ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # NOTE: a panic of the library is not an Exception
+            raise PromptRefused(Refusal("tokenizer")) from error
+        if len(ids) > prompt.max_tokens:
+            raise PromptRefused(Refusal("tokens", number=len(ids)))
+        # Some tokenizers know more tokens than the model: Gemma 3's has an image token its text models lack.
+        if (highest := max(ids, default=0)) >= prompt.vocab_size:
+            token = str(tokenizer.id_to_token(highest))[:MAX_DETAIL_CHARS]
+            raise PromptRefused(Refusal("vocabulary", token, highest))
+        return array("i", ids)
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:MAX_DETAIL_CHARS]
+
+
+@contextmanager
+def cpu_limit(timer: int, limit_s: float) -> Iterator[None]:
+    """The kernel kills the process once the block has used so much CPU: by SIGPROF, or SIGVTALRM for ITIMER_VIRTUAL."""
+    signal.setitimer(timer, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(timer, 0)
+
+
+def drop_privileges(max_memory_bytes: int) -> None:
+    """Irrevocably limits memory and forbids files, sockets, processes and core dumps."""
+    for kind, limit in (
+        (resource.RLIMIT_AS, max_memory_bytes),
+        (resource.RLIMIT_NOFILE, 0),
+        (resource.RLIMIT_NPROC, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (limit, limit))
+
+
+def set_priority(niceness: int) -> None:
+    """Lets the gateway's event loop go first, and the machine's memory killer come here first."""
+    os.nice(niceness)
+    if sys.platform == "linux":
+        with suppress(OSError):  # some sandboxes forbid it
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+            file.write("1000")
+
+
+def warm_up() -> None:
+    """Triggers all lazy imports while files can be opened, including those of the error paths."""
+    for source in ("{{ strftime_now('%Y') }}{{ x | tojson }}", "{{ raise_exception(1) }}", "{% for %}"):
+        with suppress(Exception):
+            ChatTemplate(source).render({"x": {}}, 100)
+
+
+def serve(commands: BinaryIO, answers: socket.socket, service: TextService) -> None:
+    """Answers commands until the gateway closes its end."""
+    decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+    answers.sendall(frame_of(Ready()))
+    while len(length := commands.read(LENGTH_BYTES)) == LENGTH_BYTES:
+        command = decoder.decode(commands.read(int.from_bytes(length, "big")))
+        match command:
+            case Forget(files):
+                service.forget(files)
+            case Load(file, num_bytes):
+                answers.sendall(frame_of(service.load(file, commands.read(num_bytes))))
+            case Prompt():
+                answers.sendall(frame_of(service.token_ids(command)))
+
+
+def main() -> None:
+    limits = msgspec.json.decode(sys.argv[1], type=TextLimits)
+    connection = socket.socket(fileno=0)
+    commands = connection.makefile("rb")
+    warm_up()
+    set_priority(int(sys.argv[2]))
+    drop_privileges(limits.max_memory_bytes)
+    serve(commands, connection, TextService(limits))
+
+
+if __name__ == "__main__":
+    main()

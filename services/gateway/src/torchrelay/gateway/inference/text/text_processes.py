@@ -1,0 +1,85 @@
+"""Prompts to token ids in processes that can be killed: one lane for everybody, one for suspects."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from typing import Final, Self
+
+from opentelemetry.metrics import Meter
+
+from torchrelay.gateway.inference.text.frames import Answer, Prompt, TextLimits, frame_of
+from torchrelay.gateway.inference.text.metrics import TextMetrics
+from torchrelay.gateway.inference.text.process_connection import LocalFile
+from torchrelay.gateway.inference.text.suspects import Suspects
+from torchrelay.gateway.inference.text.text_lane import LaneSettings, TextLane
+
+MAX_DEFAULT_PROCESSES: Final = 8
+SUSPECTS_NICENESS: Final = 19
+
+
+def default_num_processes() -> int:
+    """One per core, within limits; two at least, so that no tenant ever holds them all."""
+    return min(max(2, os.cpu_count() or 1), MAX_DEFAULT_PROCESSES)
+
+
+class TextProcesses:
+    """Renders and encodes prompts, fairly between tenants.
+
+    A tenant uses all processes but one at most. One whose prompt ended its process is confined to a process that it
+    shares with other suspects, so that it cannot keep emptying the caches of others.
+    """
+
+    def __init__(
+        self,
+        limits: TextLimits,
+        *,
+        num_processes: int,
+        max_cached_bytes: int,
+        max_wait_s: float = 10.0,
+        idle_s: float = 60.0,
+        meter: Meter | None = None,
+    ) -> None:
+        metrics = TextMetrics(lambda: len(self.pids), meter)
+        self._suspects = Suspects()
+        self._lane = TextLane(
+            LaneSettings(
+                num_processes,
+                max_cached_bytes,
+                max_running=max(1, num_processes - 1),
+                num_kept=1,
+                max_wait_s=max_wait_s,
+                idle_s=idle_s,
+            ),
+            limits,
+            metrics,
+            self._suspect,
+        )
+        self._suspects_lane = TextLane(
+            LaneSettings(1, max_cached_bytes, niceness=SUSPECTS_NICENESS, max_wait_s=max_wait_s, idle_s=idle_s),
+            limits,
+            metrics,
+            self._suspect,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._lane.close()
+        await self._suspects_lane.close()
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """The processes that take prompts."""
+        return self._lane.pids + self._suspects_lane.pids
+
+    async def run(self, tenant: str, model: str, prompt: Prompt, files: Sequence[LocalFile]) -> Answer:
+        """The answer to ``prompt``, whose ``files`` these are. Raises what ``TextLane.run`` does."""
+        is_suspect = self._suspects.is_suspect(tenant, model, asyncio.get_running_loop().time())
+        lane = self._suspects_lane if is_suspect else self._lane
+        return await lane.run(tenant, model, frame_of(prompt), files)
+
+    def _suspect(self, tenant: str, model: str) -> None:
+        self._suspects.note(tenant, model, asyncio.get_running_loop().time())

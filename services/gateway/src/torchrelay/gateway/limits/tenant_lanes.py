@@ -1,0 +1,34 @@
+"""Turns of tenants at something expensive: each has a few at once, so that however many it asks for, others go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from torchrelay.gateway.limits.shares import Shares
+
+
+class TenantLanes:
+    """At most ``at_once`` turns of one tenant and ``total_at_once`` in all; the rest wait, first come first served.
+
+    Of a tenant at most ``at_once`` wait for the total, so tenants take turns. ``shares`` bounds who runs or waits.
+    """
+
+    def __init__(self, shares: Shares, *, at_once: int, total_at_once: int) -> None:
+        self._shares = shares
+        self._at_once = at_once
+        self._total = asyncio.Semaphore(total_at_once)
+        self._lanes: dict[str, asyncio.Semaphore] = {}  # of the tenants that run or wait
+
+    @asynccontextmanager
+    async def turn(self, tenant_id: str) -> AsyncIterator[None]:
+        """Waits for a turn and holds it for the block. Raises ``Overloaded`` or ``AtCapacity`` instead of waiting."""
+        with self._shares.held(tenant_id):
+            lane = self._lanes.setdefault(tenant_id, asyncio.Semaphore(self._at_once))
+            try:
+                async with lane, self._total:
+                    yield
+            finally:
+                if self._shares.held_by(tenant_id) == 1:  # the last
+                    del self._lanes[tenant_id]

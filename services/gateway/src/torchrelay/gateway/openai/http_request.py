@@ -1,0 +1,75 @@
+"""A request's head as both HTTP applications look at it, and its body, read within limits only after that."""
+
+from __future__ import annotations
+
+from starlette.types import Receive, Scope
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.gateway.core import Principal
+from torchrelay.gateway.inference.core import ClientDisconnected
+from torchrelay.gateway.inference.interfaces import Authenticator
+from torchrelay.gateway.limits.shares import ShareAccount
+
+
+class BodyTooLarge(InvalidRequest):
+    """A body above the limit of its route."""
+
+    http_status = 413
+
+    def __init__(self, max_bytes: int) -> None:
+        super().__init__(f"the body is larger than {max_bytes:,} bytes (the gateway's max_body_bytes setting)")
+
+
+class HttpRequest:
+    """One request. Nothing of its body is read before ``read`` or ``receive`` is called."""
+
+    def __init__(self, scope: Scope, receive: Receive) -> None:
+        self._state = scope.get("state", {})
+        self.receive = receive
+        self.authorization: str | None = None
+        self._declared_bytes = 0
+        self.has_unread_body = False
+        self._has_key = True  # until it turns out that it has none
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                self.authorization = value.decode("latin-1")
+            elif name == b"content-length" and value.isdigit():  # the server has refused any other
+                self._declared_bytes = int(value)
+                self.has_unread_body = self._declared_bytes > 0
+            elif name == b"transfer-encoding":
+                self.has_unread_body = True
+
+    @property
+    def must_close(self) -> bool:
+        """Whether an answer now ends the connection: nobody reads the rest of the body, or knows the client."""
+        return self.has_unread_body or not self._has_key
+
+    async def authenticate(self, keys: Authenticator) -> Principal:
+        """The caller; its connection counts as one of a tenant from now on. Raises as ``Authenticator`` does."""
+        self._has_key = False
+        principal = await keys.authenticate(self.authorization)
+        self._has_key = True
+        if (show_key := self._state.get("show_key")) is not None:
+            show_key(principal.tenant_id)
+        return principal
+
+    async def read(self, max_bytes: int, account: ShareAccount) -> bytearray:
+        """The whole body, counted in ``account`` as it arrives.
+
+        Raises ``BodyTooLarge``, at once if that much is declared; ``ClientDisconnected`` before the end of the body,
+        and as ``ShareAccount.take``.
+        """
+        if self._declared_bytes > max_bytes:
+            raise BodyTooLarge(max_bytes)
+        received = bytearray()
+        while self.has_unread_body:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnected
+            part = message.get("body", b"")
+            if len(received) + len(part) > max_bytes:
+                raise BodyTooLarge(max_bytes)
+            account.take(len(part))
+            received += part
+            self.has_unread_body = message.get("more_body", False)
+        return received

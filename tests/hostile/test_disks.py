@@ -1,0 +1,183 @@
+"""A home on a small disk, which fills to the last byte under load: the platform says so, loses nothing, and goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.checkpoints import make_checkpoint
+from tests.support.completions import headers
+from tests.support.platform import SCRIPTS, Platform, child_of, running_platform
+from tests.support.small_disk import SmallDisk, small_disk
+
+pytestmark = [pytest.mark.e2e, pytest.mark.lab]
+OPTIONS = (
+    *("--prefill-workers", "0", "--decode-workers", "0", "--both-workers", "1"),
+    *("--arena-mb", "256", "--kv-pool-mb", "32", "--threads", "1", "--idle-timeout-s", "600"),
+)
+LIMIT_S = 60.0
+PROMPT = list(range(30, 50))
+
+
+@dataclass(slots=True)
+class Calls:
+    """What became of the calls of some clients that call without end."""
+
+    num_answered: int = 0
+    num_tokens: int = 0
+    refusals: list[str] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def take(self, response: httpx.Response) -> None:
+        with self.lock:
+            if response.status_code == 200:
+                self.num_answered += 1
+                self.num_tokens += len(response.json()["choices"][0]["token_ids"])
+            elif response.status_code == 507:
+                self.refusals.append(response.json()["error"]["message"])
+            else:
+                self.others.append(response.text)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallHome:
+    """A platform on a small disk, with a tenant and its model."""
+
+    platform: Platform
+    disk: SmallDisk
+    key: str
+    model: str
+    model_folder: Path
+
+    def call(self, num_tokens: int) -> httpx.Response:
+        body = {"model": self.model, "prompt": PROMPT, "max_tokens": num_tokens, "ignore_eos": True}
+        body["return_token_ids"] = True
+        url = f"{self.platform.http}/v1/completions"
+        return httpx.post(url, json=body, headers=headers(self.key), timeout=LIMIT_S)
+
+    def num_billed(self) -> int:
+        reply = httpx.get(f"{self.platform.http}/v1/usage", headers=headers(self.key), timeout=LIMIT_S).json()
+        return int(reply["total"]["completion_tokens"])
+
+    @contextmanager
+    def under_load(self, num_clients: int = 3) -> Iterator[Calls]:
+        calls, ending = Calls(), threading.Event()
+
+        def call_on() -> None:
+            while not ending.is_set():
+                calls.take(self.call(num_tokens=40))
+
+        threads = [threading.Thread(target=call_on) for _ in range(num_clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield calls
+        finally:
+            ending.set()
+            for thread in threads:
+                thread.join()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallHome]:
+    folder = tmp_path_factory.mktemp("small")
+    model = make_checkpoint(folder / "model", "llama")
+    with small_disk(folder / "home", 100 << 20) as disk, running_platform(disk.folder, OPTIONS) as platform:
+        key = platform.tenant("acme")
+        yield SmallHome(platform, disk, key, platform.upload(key, model, "small"), model)
+        disk.free()  # also after a failure: it must end well
+
+
+def until(holds: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {LIMIT_S:g} s: {what}"
+        time.sleep(0.05)
+
+
+def test_a_platform_starts_and_serves_with_100_mb_free(home: SmallHome) -> None:
+    assert home.call(8).status_code == 200
+
+
+def test_a_disk_filled_to_the_last_byte_under_load_is_named_and_survived(home: SmallHome) -> None:
+    platform, folder = home.platform, str(home.disk.folder)
+    num_billed_before = home.num_billed()
+    with home.under_load() as calls:
+        until(lambda: calls.num_answered > 5, "calls are answered")
+        home.disk.fill()
+        until(lambda: len(calls.refusals) > 5, "calls are refused")
+        upload = refused_upload(home)
+        assert upload["code"] == "disk_full" and folder in upload["message"]
+        for program in ("redis-server", "nats-server"):
+            replace_broker(platform, program)
+        for child in ("worker-0", "scheduler", "param-store"):
+            platform.await_restart(child, platform.kill(child))
+        home.disk.free()
+        num_answered = calls.num_answered
+        until(lambda: calls.num_answered > num_answered + 5, "calls are answered again")
+    assert [message for message in calls.refusals if folder not in message or "full" not in message] == []
+    assert calls.others == []
+    until(lambda: home.num_billed() - num_billed_before == calls.num_tokens, "all that was received is billed, no more")
+    assert "it is full; requests are refused" in (home.disk.folder / "up.log").read_text()
+
+
+def test_a_gateway_that_starts_on_a_full_disk_refuses_until_there_is_space(home: SmallHome) -> None:
+    platform, disk = home.platform, home.disk
+    num_billed_before = home.num_billed()
+    disk.fill()
+    platform.await_restart("gateway", platform.kill("gateway"))
+    refused = home.call(8)
+    assert refused.status_code == 507 and str(disk.folder) in refused.json()["error"]["message"]
+    disk.free()
+    until(lambda: home.call(8).status_code == 200, "calls are answered again")
+    until(lambda: home.num_billed() > num_billed_before, "they are billed")
+
+
+def test_the_history_is_written_again_once_there_is_space(home: SmallHome) -> None:
+    """NATS stops storing when a write fails, and begins again only in a new process."""
+    nats_before = child_of(home.platform, "nats-server")
+    home.disk.fill()
+    with home.under_load(1) as calls:
+        until(lambda: len(calls.refusals) > 5, "calls are refused")
+    home.disk.free()
+    until(lambda: child_of(home.platform, "nats-server") not in (0, nats_before), "NATS is started anew")
+    home.platform.upload(home.key, home.model_folder, "later")
+    until(lambda: "acme/later" in published(home.platform), "the new model is in the history")
+
+
+def published(platform: Platform) -> str:
+    """What `torchrelay events` prints about models."""
+    command = (str(SCRIPTS / "torchrelay"), "events", "--home", str(platform.home.path), "--kind", "model", "--json")
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S).stdout
+
+
+def refused_upload(home: SmallHome) -> dict[str, Any]:
+    files = [
+        {"path": name, "size": 1024, "sha256": "0" * 64}
+        for name in ("config.json", "tokenizer.json", "model.safetensors")
+    ]
+    reply = httpx.post(
+        f"{home.platform.http}/v1/uploads", json={"model": "more", "files": files}, headers=headers(home.key)
+    )
+    assert reply.status_code == 507, reply.text
+    error: dict[str, Any] = reply.json()["error"]
+    return error
+
+
+def replace_broker(platform: Platform, program: str) -> None:
+    """kill -9; `up` starts it again."""
+    pid = child_of(platform, program)
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: child_of(platform, program) not in (0, pid), f"{program} comes back")

@@ -1,0 +1,73 @@
+"""What fits on a home's disk, and how it is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.small_disk import small_disk
+from torchrelay.cli.errors import CliError
+from torchrelay.cli.up.disk import (
+    FULL_BYTES,
+    LOW_BYTES,
+    DiskState,
+    check_disk,
+    disk_message,
+    disk_state,
+    folder_bytes,
+    log_limit_bytes,
+    stream_sizes,
+)
+from torchrelay.common.net.nats_client import MIN_STREAM_BYTES, StreamSizes
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("num_free_mib", [0, 1, 100, 1000, 100_000])
+def test_streams_take_an_eighth_of_the_disk_at_most_or_what_is_least(num_free_mib: int) -> None:
+    sizes = stream_sizes(num_free_mib * MIB)
+    least = StreamSizes(MIN_STREAM_BYTES, MIN_STREAM_BYTES)
+    assert sizes == least or sizes.history_bytes + sizes.usage_bytes <= max(num_free_mib * MIB // 8, 2 * MIB)
+
+
+def test_a_large_disk_gives_the_streams_all_they_ask_for() -> None:
+    assert stream_sizes(1 << 40) == StreamSizes()
+    assert stream_sizes(100 * MIB) == StreamSizes(history_bytes=5 * MIB // 2, usage_bytes=10 * MIB)
+
+
+def test_a_state_is_left_with_twice_the_space_at_which_it_begins() -> None:
+    assert disk_state(FULL_BYTES - 1) is DiskState.FULL
+    assert disk_state(FULL_BYTES, DiskState.FULL) is DiskState.FULL
+    assert disk_state(2 * FULL_BYTES, DiskState.FULL) is DiskState.LOW
+    assert disk_state(LOW_BYTES, DiskState.LOW) is DiskState.LOW
+    assert disk_state(2 * LOW_BYTES, DiskState.LOW) is DiskState.ROOMY
+    assert disk_state(LOW_BYTES) is DiskState.ROOMY
+
+
+def test_the_logs_of_all_children_fit_on_a_small_disk() -> None:
+    num_files = 7 * 2 + 2  # seven children's logs, their copies, and traces of twice the length
+    assert num_files * log_limit_bytes(100 * MIB) <= 50 * MIB
+    assert log_limit_bytes(1 << 40) == 32 * MIB
+
+
+def test_messages_name_the_folder() -> None:
+    for state in DiskState:
+        assert "/srv/home has 1.05 MB free" in disk_message(state, Path("/srv/home"), MIB)
+
+
+def test_what_a_folder_holds(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    (tmp_path / "a/b/file").write_bytes(bytes(10))
+    (tmp_path / "file").write_bytes(bytes(5))
+    assert folder_bytes(tmp_path) == 15
+    assert folder_bytes(tmp_path / "absent") == 0
+
+
+@pytest.mark.lab
+def test_a_disk_too_full_for_a_start_is_named(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "home", 64 * MIB) as disk:
+        check_disk(disk.folder)
+        disk.fill(num_free=16 * MIB)
+        with pytest.raises(CliError, match=f"the disk of {disk.folder} has 16.8 MB free; a start takes 33.6 MB"):
+            check_disk(disk.folder)

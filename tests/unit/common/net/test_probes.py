@@ -1,0 +1,128 @@
+"""Probes of real servers: alive, stopped, and gone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.brokers import free_port, listening, nats_server, redis_server
+from torchrelay.common.net.probes import GrpcProbe, HttpProbe, NatsProbe, Probe, RedisProbe
+from torchrelay.common.net.rpc import RpcServer, open_channel
+
+HTTP_SERVER = """
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        body = b"unavailable"
+        self.send_response(503)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@contextmanager
+def http_server(folder: Path) -> Iterator[str]:
+    with listening(
+        lambda port: [sys.executable, "-c", HTTP_SERVER, str(port)], folder / "http.log", "127.0.0.1"
+    ) as port:
+        yield f"http://127.0.0.1:{port}/health"
+
+
+Start = Callable[[Path], AbstractContextManager[str]]
+SERVERS: dict[str, tuple[Start, Callable[[str], Probe]]] = {
+    "redis": (redis_server, RedisProbe),
+    "nats": (nats_server, NatsProbe),
+    "http": (http_server, HttpProbe),
+}
+
+
+def pid_listening_on(url: str) -> int:
+    port = url.partition("://")[2].rpartition(":")[2].partition("/")[0]
+    listed = subprocess.run(["ss", "-ltnpH", f"sport = :{port}"], capture_output=True, text=True, check=True).stdout
+    return int(listed.partition("pid=")[2].partition(",")[0])
+
+
+def redis_cli(port: str, *words: str) -> None:
+    subprocess.run(["redis-cli", "-p", port, *words], check=True, timeout=10)
+
+
+async def ask(probe: Probe, timeout_s: float = 20) -> str:
+    async with asyncio.timeout(timeout_s):
+        return await probe.ask()
+
+
+@pytest.mark.parametrize("kind", SERVERS)
+async def test_a_server_answers_until_it_is_stopped_and_again_when_it_goes_on(kind: str, tmp_path: Path) -> None:
+    start, make_probe = SERVERS[kind]
+    with start(tmp_path) as url:
+        probe = make_probe(url)
+        assert [await ask(probe) for _ in range(3)] == [""] * 3
+        pid = pid_listening_on(url)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(TimeoutError):
+                await ask(probe, timeout_s=0.3)
+            asking = asyncio.create_task(ask(probe))  # over a new connection, which the kernel accepts
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert await asking == "" == await ask(probe)
+    assert await ask(probe) == "refuses connections"
+    await probe.close()
+
+
+@pytest.mark.parametrize("probe_type", [RedisProbe, NatsProbe, HttpProbe])
+async def test_nobody_there(probe_type: type[RedisProbe | NatsProbe | HttpProbe]) -> None:
+    probe = probe_type(f"tcp://127.0.0.1:{free_port()}")
+    assert await ask(probe) == "refuses connections"
+    await probe.close()
+
+
+async def test_redis_with_a_password(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as url:
+        port = url.rpartition(":")[2].partition("/")[0]
+        redis_cli(port, "CONFIG", "SET", "requirepass", "a b@c")
+        for user in ("", "default"):
+            probe = RedisProbe(f"redis://{user}:a%20b%40c@127.0.0.1:{port}/0")
+            assert await ask(probe) == ""
+            await probe.close()
+
+
+async def test_nats_with_credentials(tmp_path: Path) -> None:
+    settings = tmp_path / "nats.conf"
+    settings.write_text('authorization { users = [ { user: "up", password: "s e c" } ] }\n')
+    command = ["nats-server", "-c", str(settings), "-a", "127.0.0.1", "-p"]
+    with listening(lambda port: [*command, str(port)], tmp_path / "nats.log", "127.0.0.1") as port:
+        probe = NatsProbe(f"nats://up:s%20e%20c@127.0.0.1:{port}")
+        assert [await ask(probe) for _ in range(3)] == [""] * 3
+        await probe.close()
+
+
+async def test_a_grpc_service_says_why_it_cannot_serve() -> None:
+    fault = ""
+
+    async def what_is_wrong() -> str:
+        return fault
+
+    server = RpcServer("127.0.0.1", fault=what_is_wrong)
+    await server.start()
+    probe = GrpcProbe(open_channel(f"127.0.0.1:{server.port}"))
+    assert await ask(probe) == ""
+    fault = "the engine has made no step for 61 s"
+    assert await ask(probe) == "cannot serve: the engine has made no step for 61 s"
+    fault = ""
+    assert await ask(probe) == ""
+    await server.stop()
+    assert await ask(probe) == "refuses connections"
+    await probe.close()

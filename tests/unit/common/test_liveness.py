@@ -1,0 +1,48 @@
+"""A peer that hangs is told from one that is slow or at rest."""
+
+from __future__ import annotations
+
+from torchrelay.common.liveness import SILENT_S, EngineProgress, Liveness
+
+
+def test_silence_is_counted_from_the_last_word() -> None:
+    peer = Liveness(10.0)
+    assert not peer.is_silent(10.0 + SILENT_S) and peer.is_silent(10.1 + SILENT_S)
+    peer.heard(12.0)
+    assert not peer.fault(12.0 + SILENT_S)
+    assert peer.fault(12.1 + SILENT_S) == "was silent for 3 s"
+
+
+def test_nothing_said_before_anybody_listened_is_missed() -> None:
+    peer = Liveness(0.0)
+    peer.observe(EngineProgress(5, True), 1.0)
+    peer.listening_since(60.0)
+    assert not peer.fault(60.0 + SILENT_S) and peer.fault(60.1 + SILENT_S)
+    peer.listening_since(0.0)  # what is past counts no more
+    assert peer.fault(60.1 + SILENT_S)
+
+
+def test_an_engine_with_work_that_stands_still_is_stalled_however_often_the_peer_speaks() -> None:
+    peer = Liveness(0.0)
+    for tenth in range(1, 32):
+        peer.observe(EngineProgress(7, True), tenth / 10)
+    assert not peer.is_stalled(3.1)
+    assert not peer.is_silent(3.2) and peer.fault(3.2) == "had work and made no step for 3.1 s"
+    peer.observe(EngineProgress(8, True), 3.3)
+    assert not peer.fault(3.3)
+
+
+def test_a_long_step_may_take_as_long_as_predicted() -> None:
+    peer = Liveness(0.0)
+    for second in range(1, 10):
+        peer.observe(EngineProgress(7, True, expected_s=5.0), second)
+    assert not peer.fault(9.0) and peer.fault(9.1)
+
+
+def test_an_engine_at_rest_is_never_stalled() -> None:
+    peer = Liveness(0.0)
+    for second in range(1, 60):
+        peer.observe(EngineProgress(7, False), second)
+    peer.observe(EngineProgress(7, True), 60.0)
+    assert not peer.fault(62.0)
+    assert peer.is_stalled(62.1)  # it had work from some time after 59 on

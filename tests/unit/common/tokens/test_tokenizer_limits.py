@@ -1,0 +1,230 @@
+"""A tokenizer beyond a limit is refused with field, limit and value: when it is published, and at every load."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support.sample_tokenizers import byte_fallback_tokenizer, large_tokenizer, tiny_tokenizer
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
+from torchrelay.common.tokens.tokenizer_document import read_tokenizer
+from torchrelay.common.tokens.tokenizer_limits import TokenizerRefused, check_added_tokens, is_linear
+
+
+def document(**changes: Any) -> bytes:
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}
+    return json.dumps({"model": model, "added_tokens": [], **changes}).encode()
+
+
+def model(vocab: Any, **options: Any) -> bytes:
+    return document(model={"type": "BPE", "vocab": vocab, "merges": [], **options})
+
+
+def replace(pattern: dict[str, Any], content: str = "") -> dict[str, Any]:
+    return {"type": "Replace", "pattern": pattern, "content": content}
+
+
+def regex(expression: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
+
+
+def sequence(members: str, *steps: Any) -> dict[str, Any]:
+    return {"type": "Sequence", members: list(steps)}
+
+
+def nested(members: str, depth: int, innermost: Any) -> Any:
+    for _ in range(depth):
+        innermost = sequence(members, innermost)
+    return innermost
+
+
+def added(count: int, content: str = "<{}>") -> list[dict[str, Any]]:
+    return [{"id": 2 + index, "content": content.format(index)} for index in range(count)]
+
+
+FUSE, DOUBLE = {"type": "Fuse"}, replace({"String": "a"}, "aa")
+WORDS = {f"w{number}": number for number in range((1 << 19) + 1)}
+LONG = {f"{number:0>900}": number for number in range(10_000)}
+REFUSED: dict[str, tuple[bytes, str]] = {
+    "long token": (model({"a": 0, "x" * 1025: 1}), "model.vocab: it has 1,025 characters in the token 'xxx"),
+    "escaped token": (model({"a": 0, "\u0120" * 1025: 1}), "model.vocab: it has 1,025 characters in the token"),
+    "scored token": (
+        document(model={"type": "Unigram", "vocab": [["x" * 1025, 0.0]], "unk_id": 0}),
+        "model.vocab: it has 1,025 characters",
+    ),
+    "many entries": (model(WORDS), "model.vocab: it has 524,289 entries; at most 524,288 are allowed"),
+    "many bytes": (model(LONG), "bytes in all its tokens; at most 8,388,608 are allowed"),
+    "vocabulary of another form": (model(["a"]), "model.vocab: it is not a tokenizer of the tokenizers library"),
+    "id that is no number": (model({"a": "b"}), "model.vocab: it is not a tokenizer of the tokenizers library"),
+    "many added tokens": (document(added_tokens=added(16_385)), "added_tokens: it has 16,385 tokens; at most 16,384"),
+    "long added token": (document(added_tokens=added(1, "x" * 1025)), "added_tokens: it has 1,025 characters in the"),
+    "much in added tokens": (
+        document(added_tokens=added(300, "{:0>1000}")),
+        "added_tokens: it has 300,000 characters in all its tokens; at most 262,144 are allowed",
+    ),
+    "long option": (model({"a": 0}, unk_token="x" * 9000), "model.unk_token: it has 9,002 bytes; at most 8,192"),
+    "merges that cut a character": (
+        model({"a": 0, "é": 1}, merges=[["a", "é"]], continuing_subword_prefix="x"),
+        "model.merges: 'é' lacks the continuing_subword_prefix",
+    ),
+    "decoder with a pattern": (
+        document(decoder=replace({"Regex": "a*a*[bd]e"})),
+        "decoder.pattern: it is a regular expression; a decoder may only replace fixed strings",
+    ),
+    "pattern in the depth": (
+        document(decoder=sequence("decoders", FUSE, sequence("decoders", replace({"Regex": "a"})))),
+        "decoder.decoders[1].decoders[0].pattern: it is a regular expression",
+    ),
+    "pattern behind a string": (
+        document(decoder={"type": "Replace", "pattern": {"String": "a", "Regex": "b"}, "content": ""}),
+        "decoder.pattern: it must be a String or a Regex",
+    ),
+    "decoder that doubles": (
+        document(decoder=sequence("decoders", *[DOUBLE] * 4)),
+        "decoder: its replacements lengthen text 16 times; at most 8 times",
+    ),
+    "decoder that adds much": (
+        document(decoder=replace({"String": "a"}, "x" * 200)),
+        "decoder: its replacements lengthen text 200 times; at most 8 times",
+    ),
+    "long token that is replaced": (
+        document(model={"vocab": {"a" * 600: 0}}, decoder=sequence("decoders", DOUBLE, FUSE)),
+        "the longest token, of 600 characters, costs 20,400; at most 8,192 is allowed",
+    ),
+    "long added token that is replaced": (
+        document(added_tokens=added(1, "a" * 600), decoder=replace({"String": "a"}, "b")),
+        "the longest token, of 600 characters, costs 9,600; at most 8,192 is allowed",
+    ),
+    "long search": (document(decoder=replace({"String": "a" * 17})), "decoder.pattern: it has 17 characters; at most"),
+    "content without end": (document(decoder=replace({"String": "a"}, "x" * 257)), "decoder.content: it has 257 char"),
+    "decoder that replaces nothing": (document(decoder=replace({"String": ""}, "x")), "decoder.pattern: it is empty"),
+    "suffix of nothing": (document(decoder={"type": "BPEDecoder", "suffix": ""}), "decoder.suffix: it must not be mis"),
+    "delimiter of nothing": (
+        document(decoder={"type": "CTC", "pad_token": "p", "word_delimiter_token": "", "cleanup": True}),
+        "decoder.word_delimiter_token: it must not be missing or empty",
+    ),
+    "many steps": (document(decoder=sequence("decoders", *[FUSE] * 9)), "decoder: it has 9 steps; at most 8"),
+    "many steps in parts": (
+        document(decoder=sequence("decoders", *[sequence("decoders", *[FUSE] * 5)] * 2)),
+        "decoder: it has 9 steps; at most 8 are allowed",
+    ),
+    "deep decoder": (document(decoder=nested("decoders", 9, FUSE)), "decoder: it has 9 Sequences in one another"),
+    "Sequences of nothing": (
+        document(decoder=sequence("decoders", *[sequence("decoders")] * 16)),
+        "decoder: it has 17 Sequences; at most 16 are allowed",
+    ),
+    "bottomless decoder": (document(decoder=nested("decoders", 300, FUSE)), "decoder: it has 9 Sequences in one anot"),
+    "large count": (
+        document(decoder={"type": "Strip", "content": " ", "start": 10**12, "stop": 0}),
+        "decoder.start: it is 1,000,000,000,000; allowed are 0 to 1,024",
+    ),
+    "unknown decoder": (document(decoder={"type": "Python"}), "decoder.type: 'Python' is unknown; known are BPEDeco"),
+    "nameless decoder": (document(decoder={"suffix": "a"}), "decoder: it must be an object with a type"),
+    "list in a step": (document(decoder={"type": "Fuse", "x": [1]}), "decoder.x: it must be a string, a whole number"),
+    "decoder of a sequence": (document(decoder={"type": "Sequence"}), "decoder.decoders: it must be a list"),
+    "long expression": (document(pre_tokenizer=regex("a" * 4097)), "pre_tokenizer.pattern: it has 4,097 characters"),
+    "deep expression": (document(pre_tokenizer=regex("(" * 33 + ")" * 33)), "it has 33 groups in one another; at most"),
+    "repeated expression": (document(pre_tokenizer=regex("(a{9}){1001,}")), "it repeats 1001 times; at most 1,000"),
+    "many expressions": (
+        document(pre_tokenizer=sequence("pretokenizers", *[regex("a")] * 33)),
+        "pre_tokenizer: it has 33 regular expressions; at most 32 are allowed",
+    ),
+    "normalizer that grows": (
+        document(normalizer=sequence("normalizers", *[replace({"Regex": "a"}, "aaa")] * 3)),
+        "normalizer: its replacements lengthen text 27 times; at most 8 times",
+    ),
+    "long prefix": (document(normalizer={"type": "Prepend", "prepend": "a" * 257}), "normalizer.prepend: it has 257 c"),
+    "table of megabytes": (
+        document(normalizer={"type": "Precompiled", "precompiled_charsmap": "A" * (2 << 20) + "A"}),
+        "normalizer.precompiled_charsmap: it has 2,097,153 characters; at most 2,097,152 are allowed",
+    ),
+    "template that repeats the prompt": (
+        document(post_processor={"type": "TemplateProcessing", "single": [{"Sequence": {"id": "A"}}] * 33}),
+        "post_processor.single: it has 33 pieces; at most 32 are allowed",
+    ),
+    "many special tokens": (
+        document(post_processor={"type": "TemplateProcessing", "special_tokens": {str(n): 0 for n in range(1100)}}),
+        "post_processor: it has 1,025 values; at most 1,024 are allowed",
+    ),
+    "nesting without end": (document()[:-1] + b', "decoder": ' + b"[" * 100_000, "nested too deeply"),
+    "component of megabytes": (document(decoder={"type": "x" * (4 << 20)}), "decoder: it has 4,194,316 bytes; at most"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_tokenizer_beyond_a_limit_is_refused_when_published_and_when_loaded(name: str) -> None:
+    encoded, detail = REFUSED[name]
+    with pytest.raises(TokenizerRefused) as refused:
+        read_tokenizer(encoded)
+    assert detail in str(refused.value)
+    for load in (load_decoder, load_tokenizer):
+        with pytest.raises(InvalidRequest) as caught:
+            load(encoded)
+        assert caught.value.field == "tokenizer.json"
+        assert detail in caught.value.message
+
+
+def test_of_two_decoders_the_one_that_is_checked_is_the_one_that_is_loaded() -> None:
+    """JSON allows a key twice; parsers differ in which they take."""
+    slow, fuse = json.dumps(replace({"Regex": "a"})), json.dumps(FUSE)
+    doubled = document()[:-1].decode() + f', "decoder": {slow}, "decoder": {fuse}}}'
+    for load in (load_decoder, load_tokenizer):
+        assert json.loads(load(doubled.encode()).to_str())["decoder"] == FUSE
+
+
+# Shaped like those of the models they are named for.
+LLAMA_3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+SERVED: dict[str, bytes] = {
+    "tiny": tiny_tokenizer(),
+    "byte fallback": byte_fallback_tokenizer(),
+    "large": large_tokenizer(20_000),
+    "Llama 3": document(
+        pre_tokenizer=sequence("pretokenizers", regex(LLAMA_3_PATTERN), BYTE_LEVEL),
+        post_processor=sequence(
+            "processors",
+            BYTE_LEVEL,
+            {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
+            },
+        ),
+        decoder=BYTE_LEVEL,
+    ),
+    "Gemma 3": document(
+        added_tokens=added(6_400, "<unused{}>"),
+        normalizer=replace({"String": " "}, "▁"),
+        pre_tokenizer={"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False},
+        decoder=sequence("decoders", replace({"String": "▁"}, " "), {"type": "ByteFallback"}, FUSE),
+    ),
+    "without types": document(model={"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_tokenizers_of_real_models_are_within_the_limits(name: str) -> None:
+    loaded = load_tokenizer(SERVED[name])
+    assert loaded.encode("ab").ids
+    assert load_decoder(SERVED[name]).get_vocab() == loaded.get_vocab()
+
+
+def test_a_vocabulary_of_just_the_limit_is_taken() -> None:
+    words = dict(list(WORDS.items())[:-1])
+    assert sum(len(part) for part in read_tokenizer(model(words)).vocabulary()) == 1 << 19
+    check_added_tokens("<x>" for _ in range(1 << 14))
+
+
+def test_only_normalizers_without_patterns_and_tables_are_linear() -> None:
+    for step in ({"type": "NFKC"}, {"type": "Prepend", "prepend": "▁"}, replace({"String": " "}, "▁")):
+        assert is_linear(step) and is_linear(sequence("normalizers", step, {"type": "Lowercase"}))
+    for step in (replace({"Regex": "a"}), {"type": "Precompiled", "precompiled_charsmap": ""}):
+        assert not is_linear(step) and not is_linear(sequence("normalizers", {"type": "NFC"}, step))
+    assert is_linear(None)

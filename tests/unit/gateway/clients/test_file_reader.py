@@ -1,0 +1,37 @@
+"""Files of a version, read from the param-store."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+from blake3 import blake3
+
+from tests.support.echo_services import EchoStore
+from torchrelay.common.errors import Unavailable
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
+from torchrelay.gateway.clients.file_reader import StoreFileReader
+
+DATA = bytes(3 << 20)
+DIGEST = blake3(DATA).hexdigest()
+
+
+@pytest.fixture
+async def store() -> AsyncIterator[EchoStore]:
+    store = EchoStore({DIGEST: DATA})
+    await store.start()
+    yield store
+    store.answers.set()
+    await store.stop()
+
+
+async def test_a_store_that_hangs_is_named_in_time(store: EchoStore) -> None:
+    async with open_channel(store.address) as channel:
+        reader = StoreFileReader(ParamStoreStub(channel), store.address, part_timeout_s=0.2)
+        assert await reader.read(DIGEST, "tokenizer.json", 4 << 20) == DATA
+        store.answers.clear()
+        with pytest.raises(Unavailable, match=r"the param-store at .* \(TORCHRELAY_STORE_ADDRESS\) does not answer"):
+            await reader.read(DIGEST, "tokenizer.json", 4 << 20)
+        store.answers.set()
+        assert await reader.read(DIGEST, "tokenizer.json", 4 << 20) == DATA

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrelay.gateway.http.connections import ConnectionLimits, ConnectionTable, divide_descriptors
+
+LIMITS = ConnectionLimits(total=6, keyless=4, keyless_per_address=3)
+
+
+def table(limits: ConnectionLimits = LIMITS) -> ConnectionTable[str]:
+    return ConnectionTable(limits)
+
+
+def test_the_oldest_of_an_address_goes_before_others() -> None:
+    connections = table()
+    for name in ("other", "a1", "a2", "a3"):
+        assert connections.add(name, name[0]) is None
+    assert connections.add("a4", "a") == "a1"
+    assert connections.add("b1", "b") == "other"
+    assert len(connections) == connections.num_keyless == 4
+
+
+def test_who_has_shown_a_key_stays_whatever_strangers_do() -> None:
+    connections = table()
+    for name in ("t1", "t2"):
+        assert connections.add(name, "x") is None
+        connections.show_key(name, "acme")
+    victims = [connections.add(f"s{number}", f"{number}") for number in range(50)]
+    assert not {"t1", "t2"} & set(victims)
+    assert connections.has_key("t1") and len(connections) == 6
+
+
+def test_a_tenant_with_many_idle_connections_makes_room() -> None:
+    connections = table(ConnectionLimits(total=4, keyless=2, keyless_per_address=2))
+    for name, tenant in (("z1", "zoo"), ("a1", "acme"), ("a2", "acme"), ("a3", "acme")):
+        connections.add(name, "x")
+        connections.show_key(name, tenant)
+    for name in ("z1", "a2", "a3"):  # a1 is busy
+        connections.end_request(name)
+    assert connections.add("new", "y") == "a2"
+    connections.show_key("new", "zoo")
+    connections.begin_request("z1")
+    assert connections.add("newer", "y") == "a3"
+    connections.show_key("newer", "zoo")
+    assert connections.add("last", "y") == "last", "all others are in use"
+
+
+def test_a_closed_connection_is_forgotten_at_once() -> None:
+    connections = table()
+    connections.add("a", "x")
+    connections.show_key("a", "acme")
+    connections.end_request("a")
+    connections.remove("a")
+    connections.remove("a")
+    connections.show_key("a", "acme")
+    connections.end_request("a")
+    assert len(connections) == 0 and not connections.has_key("a")
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "key", "begin", "end", "remove"]), st.integers(0, 9))))
+def test_no_number_exceeds_its_limit(steps: list[tuple[str, int]]) -> None:
+    numbers: ConnectionTable[int] = ConnectionTable(LIMITS)
+    is_open: set[int] = set()
+    for step, number in steps:
+        if step == "add" and number not in is_open:
+            is_open.add(number)
+            if (victim := numbers.add(number, str(number % 2))) is not None:
+                assert victim in is_open
+                is_open.remove(victim)
+        elif step == "key":
+            numbers.show_key(number, str(number % 3))
+        elif step == "begin":
+            numbers.begin_request(number)
+        elif step == "end":
+            numbers.end_request(number)
+        elif step == "remove":
+            numbers.remove(number)
+            is_open.discard(number)
+        assert len(numbers) == len(is_open) <= 6
+        assert numbers.num_keyless <= 4
+
+
+@pytest.mark.parametrize("num_descriptors", [256, 1024, 4096, 1 << 20])
+def test_the_doors_leave_descriptors_for_the_gateway_itself(num_descriptors: int) -> None:
+    rest, num_grpc = divide_descriptors(num_descriptors, ConnectionLimits(), 1024)
+    assert rest.total + num_grpc <= num_descriptors - min(256, num_descriptors // 2)
+    assert rest.keyless_per_address <= rest.keyless <= rest.total // 2
+    assert rest.total >= 64
+    if num_descriptors == 1 << 20:
+        assert (rest, num_grpc) == (ConnectionLimits(), 1024)

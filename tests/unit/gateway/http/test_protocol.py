@@ -1,0 +1,249 @@
+"""What strangers may send to a connection: how much, how many and how slowly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from tests.support.raw_http import RawConnection, head, raw_connection
+from torchrelay.gateway.http.connections import ConnectionLimits
+from torchrelay.gateway.http.protocol import MAX_PIPELINED
+from torchrelay.gateway.http.read_limits import ReadLimits
+from torchrelay.gateway.http.server import HttpLimits, http_server
+
+LIMITS = ReadLimits(head_bytes=2048, num_headers=20, url_bytes=512)
+QUICK = ReadLimits(head_s=0.5, silence_s=0.5, min_bytes_per_s=1 << 20)
+
+
+@dataclass
+class BodyApp:
+    """Answers with the number of bytes of the body, once it may read and has read it."""
+
+    may_read: asyncio.Event = field(default_factory=asyncio.Event)
+    num_begun: int = 0
+    num_bytes: int = 0
+    is_disconnected: bool = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_begun += 1
+        if scope["path"] == "/refused":
+            await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        if scope["path"] == "/known":
+            scope["state"]["show_key"]("acme")
+        await self.may_read.wait()
+        has_more = True
+        while has_more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                self.is_disconnected = True
+                return
+            self.num_bytes += len(message["body"])
+            has_more = message["more_body"]
+        told = str(self.num_bytes).encode()
+        length = (b"content-length", str(len(told)).encode())
+        await send({"type": "http.response.start", "status": 200, "headers": [length]})
+        await send({"type": "http.response.body", "body": told})
+
+
+@pytest.fixture
+def app() -> BodyApp:
+    made = BodyApp()
+    made.may_read.set()
+    return made
+
+
+Connected = Callable[..., AbstractAsyncContextManager[RawConnection]]
+
+
+@pytest.fixture
+def connected(app: BodyApp) -> Connected:
+    @asynccontextmanager
+    async def connect(read: ReadLimits = LIMITS, **limits: float) -> AsyncIterator[RawConnection]:
+        http_limits = HttpLimits(read=read, **limits)  # type: ignore[arg-type]
+        async with http_server(app, "127.0.0.1", 0, 1, http_limits) as server, raw_connection(server.port) as raw:
+            yield raw
+
+    return connect
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "said"),
+    [
+        (b"GET /" + b"a" * 600 + b" HTTP/1.1\r\n", 414, "512 bytes (setting max_url_bytes)"),
+        (b"GET /" + b"a" * 40_000, 414, "max_url_bytes"),
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * 100_000, 431, "2,048 bytes (setting max_head_bytes)"),
+        (b"GET / HTTP/1.1\r\nx: " + b"a" * 2045 + b"\r\n\r\n", 431, "max_head_bytes"),
+        (b"GET / HTTP/1.1\r\n" + b"a" * 100_000, 431, "max_head_bytes"),
+        (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 21 + b"\r\n", 431, "20 headers (setting max_headers)"),
+        (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 100_000, 431, "max_headers"),
+        (b"NONSENSE\r\n\r\n", 400, "not valid HTTP"),
+        (b"GET / HTTP/1.1\r\nhost: x\r\ncontent-length: -1\r\n\r\n", 400, "not valid HTTP"),
+        (b"GET / HTTP/1.1\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n", 400, "not valid HTTP"),
+        (b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400, "not valid HTTP"),
+        (b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400, "not valid HTTP"),
+        (b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n", 400, "not valid HTTP"),
+    ],
+    ids=lambda value: value[:30].decode("latin-1") if isinstance(value, bytes) else None,
+)
+async def test_a_head_is_bounded(connected: Connected, sent: bytes, status: int, said: str) -> None:
+    async with connected() as raw:
+        await raw.send(sent)
+        answer = await raw.answer()
+        assert (answer.status, answer.headers["connection"]) == (status, "close")
+        assert said in answer.message
+        await raw.wait_closed()
+
+
+async def test_a_head_just_within_its_limits_is_answered(connected: Connected) -> None:
+    async with connected() as raw:
+        await raw.send(b"GET /" + b"a" * 511 + b" HTTP/1.1\r\n" + b"a: b\r\n" * 20 + b"\r\n")
+        assert (await raw.answer()).status == 200
+        await raw.send(b"GET / HTTP/1.1\r\nx: " + b"a" * 2000 + b"\r\n\r\n")
+        assert (await raw.answer()).status == 200
+
+
+async def test_a_head_in_pieces_counts_as_a_whole(connected: Connected) -> None:
+    async with connected() as raw:
+        await raw.send(head("POST", content_length=3) + b"ab")
+        for piece in (b"cPOST / HT", b"TP/1.1\r\nconte", b"nt-length: 2\r\n", b"\r\n", b"d", b"e"):
+            await raw.send(piece)
+        assert [(await raw.answer()).body for _ in range(2)] == [b"3", b"5"]
+        await raw.send(b"GET / HTTP/1.1\r\n")
+        for _ in range(3):
+            await raw.send(b"x: " + b"a" * 800 + b"\r\n")
+        assert (await raw.answer()).status == 431
+
+
+async def test_requests_sent_ahead_are_bounded(connected: Connected, app: BodyApp) -> None:
+    app.may_read.clear()
+    async with connected() as raw:
+        await raw.send(head() * (MAX_PIPELINED + 1))
+        app.may_read.set()
+        assert [(await raw.answer()).status for _ in range(MAX_PIPELINED + 1)] == [200] * (MAX_PIPELINED + 1)
+        app.may_read.clear()
+        await raw.send(head() * 500)
+        await raw.wait_closed()
+        assert app.num_begun <= MAX_PIPELINED + 2
+
+
+@pytest.mark.parametrize("rest", [b"1;" + b"x" * 50_000, b"0\r\n" + b"x: y\r\n" * 5000, b"0\r\nx: " + b"y" * 50_000])
+async def test_a_chunked_body_without_content_is_bounded(connected: Connected, rest: bytes) -> None:
+    async with connected() as raw:
+        await raw.send(head("POST", transfer_encoding="chunked"))
+        await raw.send(rest)
+        assert (await raw.answer()).status in (400, 431)
+
+
+async def test_a_body_is_not_read_before_it_is_asked_for(connected: Connected, app: BodyApp) -> None:
+    app.may_read.clear()
+    size = 64 << 20
+    async with connected() as raw:
+        await raw.send(head("POST", content_length=size))
+        sending = asyncio.ensure_future(raw.send(bytes(size)))
+        done, _ = await asyncio.wait({sending}, timeout=1)
+        assert not done, "64 MiB went somewhere"
+        app.may_read.set()
+        await sending
+        assert (await raw.answer(60)).body == str(size).encode()
+
+
+async def test_an_answer_before_the_body_reaches_a_client_that_is_still_sending(connected: Connected) -> None:
+    async with connected() as raw:
+        await raw.send(head("POST", "/refused", content_length=1 << 30))
+        assert (await raw.answer()).status == 401
+        with pytest.raises(OSError):
+            for _ in range(1000):
+                await raw.send(bytes(1 << 20))
+
+
+async def test_a_silent_connection_is_closed(connected: Connected) -> None:
+    async with connected(QUICK) as raw:
+        await raw.wait_closed()
+    async with connected(QUICK) as raw:
+        await raw.send(b"\r\n")
+        await raw.wait_closed()
+
+
+@pytest.mark.parametrize("begun", [b"G", b"GET / HTTP/1.1\r\nhost", head()[:-1]])
+async def test_a_head_that_does_not_end_is_refused(connected: Connected, begun: bytes) -> None:
+    async with connected(QUICK) as raw:
+        await raw.send(begun)
+        answer = await raw.answer()
+        assert (answer.status, answer.message) == (408, "the headers did not end within 0.5 s (setting head_timeout_s)")
+        await raw.wait_closed()
+
+
+async def test_a_second_head_has_its_own_time(connected: Connected) -> None:
+    async with connected(QUICK) as raw:
+        await raw.send(head())
+        assert (await raw.answer()).status == 200
+        await raw.send(b"GET / HTT")
+        assert (await raw.answer()).status == 408
+
+
+@pytest.mark.parametrize("sent", [head("POST", content_length=9), head("POST", content_length=9) + b"abc"])
+async def test_a_silent_body_is_given_up(connected: Connected, app: BodyApp, sent: bytes) -> None:
+    async with connected(QUICK) as raw:
+        await raw.send(sent)
+        answer = await raw.answer()
+        assert (answer.status, answer.message) == (
+            408,
+            "nothing of the body arrived for 0.5 s (setting body_silence_s)",
+        )
+        await raw.wait_closed()
+    assert app.is_disconnected
+
+
+async def test_a_body_that_dribbles_is_given_up(connected: Connected) -> None:
+    async with connected(QUICK) as raw:
+        await raw.send(head("POST", content_length=1 << 20))
+
+        async def dribble() -> None:
+            while True:
+                await raw.send(b"x")
+                await asyncio.sleep(0.02)
+
+        dribbling = asyncio.ensure_future(dribble())
+        answer = await raw.answer()
+        dribbling.cancel()
+        assert answer.status == 408 and "min_body_bytes_per_s" in answer.message
+
+
+async def test_a_body_that_nobody_reads_yet_is_not_late(connected: Connected, app: BodyApp) -> None:
+    app.may_read.clear()
+    async with connected(QUICK) as raw:
+        await raw.send(head("POST", content_length=3))
+        asyncio.get_running_loop().call_later(2.5 * QUICK.silence_s, app.may_read.set)
+        asyncio.get_running_loop().call_later(2.6 * QUICK.silence_s, asyncio.ensure_future, raw.send(b"abc"))
+        assert (await raw.answer()).body == b"3"
+
+
+async def test_an_idle_connection_is_closed(connected: Connected) -> None:
+    async with connected(idle_s=1) as raw:
+        await raw.send(head())
+        assert (await raw.answer()).status == 200
+        await raw.wait_closed()
+
+
+async def test_the_oldest_without_a_key_makes_room(app: BodyApp) -> None:
+    limits = HttpLimits(ConnectionLimits(total=8, keyless=4, keyless_per_address=4))
+    async with (
+        http_server(app, "127.0.0.1", 0, 1, limits) as server,
+        raw_connection(server.port) as tenant,
+        raw_connection(server.port) as oldest,
+        raw_connection(server.port) as second,
+    ):
+        await tenant.send(head(path="/known"))
+        assert (await tenant.answer()).status == 200
+        async with raw_connection(server.port), raw_connection(server.port), raw_connection(server.port):
+            await oldest.wait_closed()
+            for used in (tenant, second):
+                await used.send(head())
+                assert (await used.answer()).status == 200

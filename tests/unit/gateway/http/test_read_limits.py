@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from torchrelay.gateway.http.read_limits import BodyProgress, ReadLimits
+
+LIMITS = ReadLimits(silence_s=30, min_bytes_per_s=1000)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "ends_at_s"),
+    [(0, 30), (1, 31), (100, 34), (900, 300), (1000, None), (1_000_000, None)],
+)
+def test_a_slow_body_ends(bytes_per_s: int, ends_at_s: int | None) -> None:
+    progress = BodyProgress()
+    for second in range(1, 2000):
+        progress = progress.after(1.0, bytes_per_s * second)
+        if fault := progress.fault(LIMITS):
+            assert second == ends_at_s
+            assert ("body_silence_s" if bytes_per_s == 0 else "min_body_bytes_per_s") in fault
+            return
+    assert ends_at_s is None
+
+
+def test_what_arrived_early_buys_time_but_no_silence() -> None:
+    progress = BodyProgress().after(1.0, 1_000_000)
+    for _ in range(29):
+        progress = progress.after(1.0, 1_000_000)
+    assert progress.fault(LIMITS) is None
+    assert "nothing of the body arrived for 30 s" in str(progress.after(1.0, 1_000_000).fault(LIMITS))

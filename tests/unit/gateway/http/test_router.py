@@ -1,0 +1,174 @@
+"""What the router looks at before a body: the key, the tenant's share, the declared length."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.raw_http import head, raw_connection
+from tests.unit.gateway.http.conftest import RestRig
+from tests.unit.gateway.token_path_rig import until
+from torchrelay.common.errors import UploadRefused
+
+ROUTES = [
+    ("POST", "/v1/keys"),
+    ("POST", "/v1/tenants"),
+    ("PATCH", "/v1/tenants/acme"),
+    ("PUT", "/v1/prices"),
+    ("POST", "/v1/uploads"),
+    ("PUT", "/v1/uploads/upl-1/files/w"),
+    ("POST", "/v1/uploads/upl-1/commit"),
+    ("PATCH", "/v1/models/m"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/usage"),
+    ("POST", "/v1/nothing"),
+]
+HUGE = 100 << 20
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize("key", ["", "Bearer tr-nobody", "Basic abc"])
+async def test_without_a_key_nothing_of_the_body_is_waited_for(rig: RestRig, method: str, path: str, key: str) -> None:
+    authorization = {"authorization": key} if key else {}
+    for framing in ({"content_length": HUGE}, {"transfer_encoding": "chunked"}):
+        async with raw_connection(rig.port) as raw:
+            await raw.send(head(method, path, **authorization, **framing))
+            answer = await raw.answer(5)
+            assert (answer.status, answer.headers["connection"]) == (401, "close")
+            assert answer.headers["www-authenticate"] == "Bearer"
+            await raw.wait_closed()
+
+
+@pytest.mark.parametrize(("method", "path"), [each for each in ROUTES if "/files/" not in each[1]])
+async def test_a_declared_length_above_the_limit_is_refused_at_once(rig: RestRig, method: str, path: str) -> None:
+    async with raw_connection(rig.port) as raw:
+        await raw.send(head(method, path, authorization=rig.acme.headers["authorization"], content_length=HUGE))
+        answer = await raw.answer(5)
+        assert (answer.status, answer.headers["connection"]) == (413, "close")
+        assert answer.message == "the body is larger than 65,536 bytes (the gateway's max_body_bytes setting)"
+
+
+async def test_a_client_that_expects_to_go_on_is_told_before_it_sends(rig: RestRig) -> None:
+    async with raw_connection(rig.port) as raw:
+        await raw.send(head("POST", "/v1/keys", content_length=20, expect="100-continue"))
+        assert (await raw.answer(5)).status == 401
+
+
+@pytest.mark.parametrize("path", ["/health", "/openapi.json"])
+async def test_what_needs_no_key_reads_no_body_and_names_no_tenant(rig: RestRig, path: str) -> None:
+    async with raw_connection(rig.port) as raw:
+        await raw.send(head("GET", path, content_length=HUGE))
+        answer = await raw.answer(5)
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert b"acme" not in answer.body
+        await raw.wait_closed()
+
+
+async def test_the_schema_says_how_to_show_a_key(rig: RestRig) -> None:
+    schema = (await rig.acme.get("/openapi.json")).json()
+    assert schema["components"]["securitySchemes"]["HTTPBearer"]["scheme"] == "bearer"
+    assert schema["paths"]["/v1/models"]["get"]["security"] == [{"HTTPBearer": []}]
+
+
+async def test_bodies_under_way_are_bounded_for_a_tenant(rig: RestRig) -> None:
+    key = rig.acme.headers["authorization"]
+    share = rig.settings.max_buffered_body_bytes_per_tenant
+    half = head("POST", "/v1/keys", authorization=key, content_length=share // 2) + bytes(share // 2 - 1)
+    async with raw_connection(rig.port) as first, raw_connection(rig.port) as second:
+        for raw in (first, second):
+            await raw.send(half)
+        await until(lambda: rig.shares.body_bytes.num_held == share - 2, 20)
+        refused = await rig.acme.post("/v1/keys", json={"name": "x"})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+        assert "max_buffered_body_bytes_per_tenant" in refused.json()["error"]["message"]
+        async with await rig.client_of("zoo") as zoo:
+            assert (await zoo.post("/v1/keys", json={"name": "x"})).status_code == 201
+        for raw in (first, second):
+            await raw.send(b" ")
+            assert (await raw.answer()).status == 400
+    assert rig.shares.body_bytes.num_held == 0
+    assert (await rig.acme.post("/v1/keys", json={"name": "x"})).status_code == 201
+
+
+async def test_bodies_under_way_are_bounded_in_all(rig: RestRig) -> None:
+    limits = rig.settings
+    rig.shares.body_bytes.take("others-1", limits.max_buffered_body_bytes_per_tenant)
+    rig.shares.body_bytes.take("others-2", limits.max_buffered_body_bytes - limits.max_buffered_body_bytes_per_tenant)
+    refused = await rig.acme.post("/v1/keys", json={"name": "x"})
+    assert refused.status_code == 503 and refused.headers["retry-after"] == "1"
+    assert (refused.json()["error"]["code"], "max_buffered_body_bytes)" in refused.text) == ("at_capacity", True)
+
+
+async def test_open_requests_of_a_tenant_are_bounded(rig: RestRig) -> None:
+    limit = rig.settings.max_open_requests_per_tenant
+    key = rig.acme.headers["authorization"]
+    async with AsyncExitStack() as stack:
+        zoo = await stack.enter_async_context(await rig.client_of("zoo"))
+        connections = [await stack.enter_async_context(raw_connection(rig.port)) for _ in range(limit)]
+        for raw in connections:
+            await raw.send(head("POST", "/v1/keys", authorization=key, content_length=9))
+        await until(lambda: rig.shares.requests.num_held == limit, 20)
+        refused = await rig.acme.get("/v1/models")
+        assert refused.status_code == 429
+        assert "max_open_requests_per_tenant" in refused.json()["error"]["message"]
+        assert (await zoo.get("/v1/models")).status_code == 200
+        connections[0].close()
+        await until(lambda: rig.shares.requests.num_held < limit, 20)
+        assert (await rig.acme.get("/v1/models")).status_code == 200
+
+
+async def test_files_under_way_of_a_tenant_are_bounded(rig: RestRig) -> None:
+    files = [{"path": f"f{number}", "size": 9, "sha256": "0" * 64} for number in range(3)]
+    upload = (await rig.acme.post("/v1/uploads", json={"model": "m", "files": files})).json()["id"]
+    key = rig.acme.headers["authorization"]
+    async with raw_connection(rig.port) as first, raw_connection(rig.port) as second:
+        for number, raw in enumerate((first, second)):
+            path = f"/v1/uploads/{upload}/files/f{number}"
+            await raw.send(head("PUT", path, authorization=key, content_length=9))
+        await until(lambda: rig.shares.uploads.num_held == 2, 20)
+        for method, path in (("PUT", "files/f2"), ("POST", "commit")):
+            refused = await rig.acme.request(method, f"/v1/uploads/{upload}/{path}", content=b"123456789")
+            assert (refused.status_code, "max_uploads_per_tenant" in refused.text) == (429, True)
+        await first.send(b"123456789")
+        assert (await first.answer()).status == 200
+    await until(lambda: rig.shares.uploads.num_held == 0, 20)
+    assert (await rig.acme.put(f"/v1/uploads/{upload}/files/f2", content=b"123456789")).status_code == 200
+
+
+async def test_an_early_refusal_of_a_file_ends_the_connection_and_is_read(rig: RestRig) -> None:
+    async def body() -> Any:
+        for _ in range(64):
+            yield bytes(1 << 16)
+
+    reply = await rig.acme.put("/v1/uploads/upl-1/files/w", content=body())
+    assert (reply.status_code, reply.headers["connection"]) == (404, "close")
+
+
+async def test_queries_of_one_tenant_wait_for_one_another_and_for_nobody_else(rig: RestRig) -> None:
+    lane = rig.services.queries
+    async with await rig.client_of("zoo") as zoo, lane.turn(rig.parts.acme.tenant_id):
+        slow = [asyncio.ensure_future(rig.acme.get("/v1/usage")) for _ in range(6)]
+        quick = await zoo.post("/v1/keys", json={"name": "y"})
+        assert quick.status_code == 201
+        assert (await rig.acme.get("/v1/models/absent")).status_code == 404, "what reads one row does not wait"
+        too_many = [asyncio.ensure_future(rig.acme.get("/v1/keys")) for _ in range(6)]
+        refused, _ = await asyncio.wait(too_many, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        reply: httpx.Response = refused.pop().result()
+        assert (reply.status_code, "max_queries_per_tenant" in reply.text) == (429, True)
+        assert not any(each.done() for each in slow)
+    replies = await asyncio.gather(*slow, *too_many)
+    assert [each.status_code for each in replies[:6]] == [200] * 6
+    assert {each.status_code for each in replies[6:]} == {200, 429}
+
+
+async def test_a_name_that_is_not_ascii_is_refused_in_its_own_letters(rig: RestRig) -> None:
+    rig.store.refusal = UploadRefused("模型.safetensors: the header is longer than the file", field="模型.safetensors")
+    files = [{"path": "模型.safetensors", "size": 0, "sha256": "0" * 64}]
+    upload = (await rig.acme.post("/v1/uploads", json={"model": "m", "files": files})).json()["id"]
+    reply = await rig.acme.post(f"/v1/uploads/{upload}/commit")
+    assert (reply.status_code, json.loads(reply.text)["error"]["param"]) == (422, "模型.safetensors")

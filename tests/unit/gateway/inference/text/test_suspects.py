@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from torchrelay.gateway.inference.text.suspects import Suspects
+
+
+def test_a_pair_is_confined_for_its_time_and_nobody_else() -> None:
+    suspects = Suspects(confined_s=60, max_models=3)
+    assert not suspects.is_suspect("acme", "loop", 0)
+    suspects.note("acme", "loop", 0)
+    assert suspects.is_suspect("acme", "loop", 59)
+    assert not suspects.is_suspect("acme", "fine", 59)
+    assert not suspects.is_suspect("beta", "loop", 59), "the same model, called by others"
+    assert not suspects.is_suspect("acme", "loop", 60)
+
+
+def test_each_kill_begins_the_time_anew() -> None:
+    suspects = Suspects(confined_s=60, max_models=3)
+    suspects.note("acme", "loop", 0)
+    suspects.note("acme", "loop", 50)
+    assert suspects.is_suspect("acme", "loop", 109) and not suspects.is_suspect("acme", "loop", 110)
+
+
+def test_a_tenant_with_several_of_them_is_confined_with_all_its_models() -> None:
+    suspects = Suspects(confined_s=60, max_models=3)
+    for number in range(100):
+        suspects.note("acme", f"loop-{number}", number / 10)
+    assert suspects.is_suspect("acme", "fine", 10) and not suspects.is_suspect("beta", "fine", 10)
+    assert not suspects.is_suspect("acme", "fine", 60), "the first of the three is over"

@@ -1,0 +1,362 @@
+"""Templates and tokenizers are strangers' code: rendered as in transformers, contained, and nobody else's delay."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, normalizers
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import Split
+
+from tests.support.sample_tokenizers import large_tokenizer
+from tests.unit.gateway.inference.text.text_rig import CONFIG, LOOP, MESSAGES, TINY, TextRig, text_rig
+from tests.unit.gateway.token_path_rig import until
+from torchrelay.common.errors import QueueFull, Unavailable
+from torchrelay.gateway.inference.text.frames import TOKENIZER_CONFIG, Prompt, Refusal
+from torchrelay.gateway.inference.text.text_lane import MAX_WAITING, FileRefused, PromptKilled
+
+CHATML = """\
+{%- if messages[0]['role'] == 'system' %}
+    {%- set rest = messages[1:] %}
+    {{- bos_token + messages[0].content | trim + '\\n' }}
+{%- else %}
+    {%- set rest = messages %}
+{%- endif %}
+{%- set ns = namespace(n=0) %}
+{%- for message in rest %}
+    {%- if message.role not in ['user', 'assistant'] %}{% continue %}{% endif %}
+    {%- set ns.n = ns.n + 1 %}
+{{ '<|' + message['role'] + '|>' }}
+{{ message | tojson }}
+    {% generation %}{{ message.content }}{% endgeneration %}
+{%- endfor %}
+{% if add_generation_prompt %}
+<|assistant|>{{ ns.n }}
+{% endif %}
+"""
+BOMB = "{% set ns = namespace(x=['y'] * 1000) %}{% for i in range(99999) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+
+
+def regex_tokenizer(pattern: str) -> bytes:
+    """One whose normalizer replaces ``pattern``."""
+    tokenizer = Tokenizer.from_str(TINY.decode())
+    tokenizer.normalizer = normalizers.Replace(Regex(pattern), "x")
+    return tokenizer.to_str().encode()
+
+
+SLOW_TOKENIZER = regex_tokenizer("a*a*a*[bd]e")
+SLOW_TEXT = ("a" * 600 + "d ") * 20  # minutes
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[TextRig]:
+    async with text_rig(tmp_path) as rig:
+        yield rig
+
+
+async def cause(answering: Any) -> tuple[str, str]:
+    answer = await answering
+    assert isinstance(answer, Refusal), answer
+    return answer.cause, answer.detail
+
+
+async def test_a_template_renders_as_in_transformers(rig: TextRig) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    rendered: Any = render_jinja_template(
+        conversations=[list(MESSAGES)], chat_template=CHATML, add_generation_prompt=True, bos_token="<s>"
+    )
+    expected = rendered[0][0]
+    assert await rig.rendered(CHATML) == expected
+    assert "<|user|>" in expected and "<brief>" in expected
+
+
+async def test_the_time_is_there(rig: TextRig) -> None:
+    assert await rig.rendered("{{ strftime_now('%Y') }}") == time.strftime("%Y")
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ nothing.at.all }}", "undefined"),
+        ("{% for %}", "Expected"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+        ("{{ messages.__init__.__globals__ }}", "unsafe"),
+        ("{{ messages[0].update(x=1) }}", "unsafe"),
+        ("{{ raise_exception.__globals__['sys'] }}", "unsafe"),
+        ("{{ namespace(__class__=1) }}", "underscore"),
+        ("{{ '{0.__class__.__mro__}'.format(1) }}", "unsafe"),
+        ("{{ 'x' * 10000000000 }}", "memory"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "deeply"),
+        ("{% include '/etc/passwd' %}", "loader"),
+        ("{{ '\\ud800' }}", "its output is not valid text"),
+    ],
+)
+async def test_what_a_template_does_wrong_is_its_fault(rig: TextRig, template: str, why: str) -> None:
+    found, detail = await cause(rig.answer(template))
+    assert found == "template" and why in detail
+    assert await rig.rendered("{{ bos_token }}") == "<s>"
+
+
+async def test_messages_are_read_only(rig: TextRig) -> None:
+    assert (await cause(rig.answer("{{ messages.append(1) }}")))[0] == "template"
+
+
+async def test_texts_and_prompts_have_a_length(rig: TextRig) -> None:
+    for template in ("{{ 'x' * 1000 }}", "{% for a in range(9999) %}xx{% endfor %}"):
+        answer = await rig.answer(template, max_chars=100)
+        assert isinstance(answer, Refusal) and answer.cause == "characters" and answer.number > 100
+    answer = await rig.answer(text="hello " * 50, max_tokens=10)
+    assert isinstance(answer, Refusal) and answer.cause == "tokens" and answer.number > 10
+    answer = await rig.answer(text="hello", vocab_size=100)
+    assert isinstance(answer, Refusal) and answer.cause == "vocabulary" and answer.number >= 100 and answer.detail
+
+
+async def test_a_version_without_a_template_says_so(rig: TextRig) -> None:
+    files = [rig.file("tokenizer.json", TINY), rig.file(TOKENIZER_CONFIG, CONFIG)]
+    prompt = Prompt(tuple(file.id for file in files), 1 << 20, 100, 100, messages=MESSAGES)
+    assert await rig.processes.run("acme", "acme/echo", prompt, files) == Refusal("no_template")
+
+
+@pytest.mark.parametrize("encoded", [b"{", b"[]", b'{"model": {"type": "BPE", "vocab": 3, "merges": []}}'])
+async def test_files_that_cannot_be_read_are_refused_and_the_process_goes_on(rig: TextRig, encoded: bytes) -> None:
+    await rig.answer(text="hello")
+    pids = rig.processes.pids
+    with pytest.raises(FileRefused) as caught:
+        await rig.answer(text="hello", tokenizer=encoded)
+    assert caught.value.name == "tokenizer.json" and caught.value.detail
+    assert rig.text(await rig.answer(text="hello")) == "hello"
+    assert rig.processes.pids == pids
+
+
+async def test_an_endless_template_is_killed_in_time_and_named(rig: TextRig) -> None:
+    assert await rig.rendered("fine") == "fine"
+    pids = rig.processes.pids
+    with pytest.raises(PromptKilled) as caught:
+        await rig.answer(LOOP)
+    assert (caught.value.status, caught.value.loading) == (-signal.SIGPROF, None)
+    assert await rig.rendered("fine") == "fine"
+    assert not set(pids) & set(rig.processes.pids)
+
+
+async def test_a_slow_pattern_of_a_tokenizer_is_killed_in_time_and_named(rig: TextRig) -> None:
+    with pytest.raises(PromptKilled) as caught:
+        await rig.answer(text=SLOW_TEXT, tokenizer=SLOW_TOKENIZER)
+    assert (caught.value.status, caught.value.loading) == (-signal.SIGVTALRM, None)
+    assert rig.text(await rig.answer(text="hello")) == "hello"
+
+
+async def test_a_tokenizer_that_takes_too_long_to_load_is_killed_in_time_and_named(tmp_path: Path) -> None:
+    async with text_rig(tmp_path, load_cpu_s=0.05) as rig:
+        with pytest.raises(PromptKilled) as caught:
+            await rig.answer(text="hello", tokenizer=large_tokenizer(100_000))
+    assert (caught.value.status, caught.value.loading) == (-signal.SIGPROF, "tokenizer.json")
+
+
+async def test_a_tokenizer_that_panics_is_refused(rig: TextRig) -> None:
+    tokenizer = Tokenizer(BPE(vocab={"a": 0}, merges=[]))
+    tokenizer.pre_tokenizer = Split(Regex("(a+)+!"), "isolated")
+    answer = await rig.answer(text="a" * 30 + "c", tokenizer=tokenizer.to_str().encode())
+    assert answer == Refusal("tokenizer")
+
+
+async def test_one_huge_power_cannot_hold_a_process(rig: TextRig) -> None:
+    with pytest.raises(PromptKilled):
+        await rig.answer("{{ 9 ** (9 ** 9) }}")
+    assert await rig.rendered("fine") == "fine"
+
+
+async def test_memory_is_bounded(tmp_path: Path) -> None:
+    async with text_rig(tmp_path, max_memory_bytes=256 << 20, prompt_cpu_s=20) as rig:
+        assert await cause(rig.answer(BOMB)) == ("template", "out of memory")
+        assert await rig.rendered("fine") == "fine"
+
+
+async def test_a_tokenizer_that_needs_too_much_memory_ends_only_its_process(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(TINY.decode())
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "a" * 100) for _ in range(5)])
+    async with text_rig(tmp_path, max_memory_bytes=256 << 20, prompt_cpu_s=20) as rig:
+        with pytest.raises(PromptKilled) as caught:
+            await rig.answer(text="a", tokenizer=tokenizer.to_str().encode())
+        assert caught.value.status == -signal.SIGABRT
+        assert await rig.rendered("fine") == "fine"
+
+
+async def test_a_template_killed_for_one_tenant_serves_the_others(rig: TextRig) -> None:
+    """It used to be condemned for everybody, for a minute."""
+    template = "{% for message in messages %}{% for a in range(99999) %}{% endfor %}{% endfor %}{{ messages | length }}"
+    with pytest.raises(PromptKilled):
+        await rig.answer(template, messages=MESSAGES * 5000)
+    assert rig.text(await rig.answer(template, tenant="beta")) == "2"
+    assert rig.text(await rig.answer(template)) == "2", "nor for the one who sent too much"
+
+
+async def test_what_was_killed_once_does_not_end_the_processes_of_others_again(rig: TextRig) -> None:
+    with pytest.raises(PromptKilled):
+        await rig.answer(LOOP, model="acme/loop")
+    assert await rig.rendered("fine", tenant="beta") == "fine"
+    kept = rig.processes.pids
+    for _ in range(2):
+        with pytest.raises(PromptKilled):
+            await rig.answer(LOOP, model="acme/loop")
+    assert await rig.rendered("fine", tenant="beta") == "fine"
+    assert set(kept) <= set(rig.processes.pids)
+
+
+async def test_slow_prompts_of_one_tenant_leave_a_process_to_the_others(tmp_path: Path) -> None:
+    """Ten prompts of seconds each: the neighbour used to wait for all of them."""
+    async with text_rig(tmp_path, prompt_cpu_s=30) as rig:
+        await rig.rendered("fine", tenant="beta")
+        slow = [asyncio.ensure_future(rig.answer(LOOP)) for _ in range(10)]
+        await until(lambda: len(rig.processes.pids) == 2, timeout_s=30)  # one of them is slow, so one more is started
+        for number in range(20):
+            async with asyncio.timeout(10):
+                assert await rig.rendered(f"fine {number}", tenant="beta") == f"fine {number}"
+        assert not any(task.done() for task in slow)
+        for task in slow:
+            task.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_a_cancelled_prompt_neither_ends_its_process_nor_leaves_an_answer_behind(tmp_path: Path) -> None:
+    template = "{% for a in range(20) %}{% for b in range(99999) %}{% endfor %}{% endfor %}slow"
+    async with text_rig(tmp_path, num_processes=1, prompt_cpu_s=30) as rig:
+        await rig.rendered("fine")
+        pids = rig.processes.pids
+        cancelled = [asyncio.ensure_future(rig.answer(template, tenant=tenant)) for tenant in ("acme", "beta")]
+        await asyncio.sleep(0)  # one runs, one waits
+        for task in cancelled:
+            task.cancel()
+        await asyncio.gather(*cancelled, return_exceptions=True)
+        assert await rig.rendered("fine") == "fine"
+        assert rig.processes.pids == pids
+
+
+async def test_a_process_that_died_idle_is_replaced(rig: TextRig) -> None:
+    await rig.rendered("fine")
+    (pid,) = rig.processes.pids
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: not rig.processes.pids)
+    assert await rig.rendered("fine") == "fine"
+
+
+async def test_a_process_that_hangs_is_replaced_and_its_tenant_is_not_to_blame(tmp_path: Path) -> None:
+    async with text_rig(tmp_path, prompt_cpu_s=0.2) as rig:
+        await rig.rendered("fine")
+        (pid,) = rig.processes.pids
+        os.kill(pid, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="did not answer"):
+            await rig.rendered("fine")
+        assert await rig.rendered("fine") == "fine"
+
+
+async def test_many_at_once_each_get_their_own_answer(rig: TextRig) -> None:
+    texts = await asyncio.gather(
+        *(rig.rendered(f"{{{{ messages | length }}}} of {i}", tenant=f"tenant-{i % 3}") for i in range(50))
+    )
+    assert texts == [f"2 of {i}" for i in range(50)]
+
+
+async def test_a_tenants_queue_is_bounded_and_nobody_elses(tmp_path: Path) -> None:
+    async with text_rig(tmp_path, prompt_cpu_s=30) as rig:
+        await rig.rendered("fine")
+        waiting = [asyncio.ensure_future(rig.answer(LOOP)) for _ in range(MAX_WAITING + 1)]
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFull, match="too many of your prompts") as caught:
+            await rig.answer(LOOP)
+        assert caught.value.retry_after_s >= 1
+        assert await rig.rendered("fine", tenant="beta") == "fine"
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_waiting_ends_with_its_cause(tmp_path: Path) -> None:
+    async with text_rig(tmp_path, num_processes=1, prompt_cpu_s=30, max_wait_s=5) as rig:
+        await rig.rendered("fine")
+        slow = asyncio.ensure_future(rig.answer(LOOP))
+        await asyncio.sleep(0)
+        own = asyncio.ensure_future(rig.answer("fine"))
+        others = asyncio.ensure_future(rig.answer("fine", tenant="beta"))
+        with pytest.raises(QueueFull, match="behind 1 others of yours"):
+            await own
+        with pytest.raises(Unavailable, match="text processes are busy"):
+            await others
+        assert not slow.done()
+        slow.cancel()
+        await asyncio.gather(slow, return_exceptions=True)
+
+
+async def test_idle_processes_end_but_one(tmp_path: Path) -> None:
+    template = "{% for a in range(100) %}{% for b in range(99999) %}{% endfor %}{% endfor %}slow"
+    async with text_rig(tmp_path, prompt_cpu_s=60, idle_s=0.5) as rig:
+        slow = asyncio.ensure_future(rig.rendered(template))
+        await until(lambda: len(rig.processes.pids) == 2, timeout_s=30)
+        assert await slow == "slow"
+        await until(lambda: len(rig.processes.pids) == 1, timeout_s=30)
+        assert await rig.rendered("fine") == "fine"
+
+
+async def test_files_that_no_longer_fit_are_forgotten_and_loaded_again(tmp_path: Path) -> None:
+    async with text_rig(tmp_path, num_processes=1, max_cached_bytes=10) as rig:
+        for _ in range(2):
+            for number in range(3):
+                assert await rig.rendered(f"fine {number}") == f"fine {number}"
+
+
+@dataclass(frozen=True)
+class ProcessRights:
+    """What the kernel says about a process."""
+
+    environment: str
+    limits: dict[str, str]  # soft limits by name
+    descriptors: set[str]
+    num_threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessRights:
+        proc = Path(f"/proc/{pid}")
+        lines = (proc / "limits").read_text().splitlines()[1:]
+        return cls(
+            (proc / "environ").read_text(),
+            {line[:26].strip(): line[26:].split()[0] for line in lines},
+            {os.readlink(path) for path in (proc / "fd").iterdir()},
+            len(list((proc / "task").iterdir())),
+        )
+
+
+async def test_a_process_has_no_secrets_and_no_rights(rig: TextRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHRELAY_ADMIN_KEY", "tra-secret")
+    await rig.rendered("fine")
+    (pid,) = rig.processes.pids
+    rights = ProcessRights.of(pid)
+    assert "tra-secret" not in rights.environment
+    for name in ("Max open files", "Max processes", "Max file size", "Max core file size"):
+        assert rights.limits[name] == "0", name
+    assert rights.limits["Max address space"] == str(1 << 30)
+    assert len(rights.descriptors) == 2 and "/dev/null" in rights.descriptors, "its socket and nothing else"
+    assert rights.num_threads == 1, "the tokenizers library would add two context switches to each prompt"
+
+
+def is_alive(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+async def test_closing_ends_the_processes_and_what_waits(tmp_path: Path) -> None:
+    async with text_rig(tmp_path, prompt_cpu_s=30) as rig:
+        await rig.rendered("fine")
+        pids = rig.processes.pids
+        waiting = [asyncio.ensure_future(rig.answer(LOOP)) for _ in range(3)]
+        await asyncio.sleep(0)
+    for error in await asyncio.gather(*waiting, return_exceptions=True):
+        assert isinstance(error, Unavailable) and "shutting down" in error.message
+    assert not any(map(is_alive, pids))
