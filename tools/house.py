@@ -43,6 +43,7 @@ FOLDERS = {
     "tests/unit": "one folder per package, one file per module",
     "tests/structure": "this page, and the import contracts of pyproject.toml",
     "tests/integration": "several real parts in one process",
+    "tests/hostile": "what strangers, tenants and machines do to a platform",
     "tests/e2e": "the whole platform as separate processes",
     "tests/lab": "hosts in network namespaces, with shaped links",
     "tests/support": "what tests of several packages share",

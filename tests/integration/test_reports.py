@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 from tests.integration.roles_testbed import running_test_worker
 from tests.unit.param_store.running_store import running_store
+from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1.generation_pb2 import AttemptStart
+from torchrelay.control.v1.param_store_pb2 import WatchCopiesRequest
+from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.control.v1.types_pb2 import ROLE_PREFILL, AttemptKey
+from torchrelay.control.v1.worker_pb2 import WatchSlotRequest
+from torchrelay.control.v1.worker_pb2_grpc import WorkerStub
 from torchrelay.engine.core import StepResult
 from torchrelay.worker.attempts.attempt import Attempt
 from torchrelay.worker.attempts.outbox import Outbox
@@ -52,3 +59,20 @@ async def test_a_worker_is_active_while_one_prompt_follows_another(tmp_path: Pat
         role.attempts.add(second)
         assert reporter.activity() != before
         role.forget(second)
+
+
+async def test_the_streams_of_worker_and_store_carry_beats_if_they_are_asked_for(tmp_path: Path, nats_url: str) -> None:
+    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
+        address = (await store.report()).grpc_address
+        async with open_channel(one.address) as worker_channel, open_channel(address) as store_channel:
+            slot: Any = WorkerStub(worker_channel).WatchSlot(WatchSlotRequest(beat_every_s=0.1))
+            copies: Any = ParamStoreStub(store_channel).WatchCopies(WatchCopiesRequest(beat_every_s=0.1))
+            for stream in (slot, copies):
+                async with asyncio.timeout(20):
+                    report = await stream.read()
+                    while not (beat := await stream.read()).is_beat:
+                        report = beat
+                assert not report.is_beat and report.grpc_address
+                assert beat.incarnation == report.incarnation and not beat.grpc_address
+                stream.cancel()
+            assert report.store_id == beat.store_id

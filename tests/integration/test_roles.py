@@ -5,20 +5,25 @@ from __future__ import annotations
 import asyncio
 import random
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
-from tests.integration.roles_testbed import RolesTestbed, running_testbed, until
+from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, running_testbed, until
 from tests.unit.engine.harness import Model, prompt_of
 from torchrelay.common.net.nats_client import Subjects
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.control.v1 import decode_pb2, param_store_pb2, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
-from torchrelay.control.v1 import param_store_pb2
+from torchrelay.control.v1.decode_pb2_grpc import DecodeStub
+from torchrelay.control.v1.prefill_pb2_grpc import PrefillStub
 from torchrelay.transfer.transport.shm import ShmConnection
 from torchrelay.worker.role import WorkerRole
 
@@ -226,6 +231,58 @@ async def test_a_prefill_worker_that_leaves_is_reported_by_the_decode_worker(sce
         await request.finished()
         assert request.error().code in (pb.RunError.CODE_PREFILL_LOST, pb.RunError.CODE_WRONG_INSTANCE)
         await scene.decode.assert_idle()
+
+
+async def test_a_prefill_worker_that_hangs_is_reported_by_the_decode_worker_within_seconds(scene_of: Make) -> None:
+    """A stopped process still takes connections, and says nothing."""
+    async with scene_of() as scene:
+        request = scene.request(PROMPT)
+        offered = scene.for_prefill(request)
+        await request.streams[1].send(scene.for_decode(request))
+        with socket.create_server(("127.0.0.1", 0)) as hung:
+            source = types_pb2.Source(
+                holder_id=offered.kv_ticket.holder_id,
+                data_address=f"127.0.0.1:{hung.getsockname()[1]}",
+                ticket=offered.kv_ticket,
+            )
+            offer = decode_pb2.KvOffer(
+                key=offered.key,
+                instance_id=scene.decode.instance_id,
+                pack_id=scene.version.pack_id,
+                sequences=[decode_pb2.KvSequence(choices=[0], num_context_tokens=len(PROMPT))],
+                source=source,
+                block_tokens=scene.prefill.worker.settings.kv_block_tokens,
+            )
+            async with open_channel(scene.decode.address) as channel:
+                await DecodeStub(channel).Receive(offer)
+            begun = time.monotonic()
+            await request.finished()
+        assert request.error().code == pb.RunError.CODE_PREFILL_LOST
+        assert time.monotonic() - begun < 5
+        await scene.decode.assert_idle()
+
+
+@pytest.mark.parametrize("role", [PREFILL, DECODE])
+async def test_a_stream_carries_beats_from_its_begin_whether_the_engine_works_or_rests(
+    scene_of: Make, role: types_pb2.Role.ValueType
+) -> None:
+    async with scene_of() as scene, open_channel(scene.prefill.address) as channel:
+        call: Any = (PrefillStub if role == PREFILL else DecodeStub)(channel).Run()
+        await call.write(pb.RunCommand(hello=pb.RunHello(gateway_id="gw-2", beat_every_s=0.1)))
+        first, second = (await call.read(), await call.read())
+        assert not first.beat.has_work and first.beat.num_advances == second.beat.num_advances > 0
+        await (await scene.send(scene.request(PROMPT))).finished()
+        async with asyncio.timeout(10):
+            while (await call.read()).beat.num_advances == first.beat.num_advances:
+                pass
+        may_end = threading.Event()
+        scene.prefill.worker.engine.post(may_end.wait)
+        async with asyncio.timeout(10):
+            while not (stuck := await call.read()).beat.has_work:
+                pass
+        assert (await call.read()).beat == stuck.beat
+        may_end.set()
+        call.cancel()
 
 
 async def test_the_deadline_ends_an_attempt_in_both_roles(scene_of: Make) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -137,3 +139,14 @@ def test_memory_left_by_a_killed_up_is_given_back(tmp_path: Path) -> None:
     home.make()
     with home.owned():
         assert home.run.is_dir()
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path) -> None:
+    def lock(_file: object, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    home = Home(tmp_path)
+    home.make()
+    with pytest.raises(CliError, match="has no file locks: No locks available") as caught, home.owned(lock):
+        pass
+    assert "local disk" in caught.value.hint

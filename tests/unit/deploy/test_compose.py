@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import runpy
 import tomllib
@@ -10,11 +11,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
+from redis.asyncio import Redis
+from redis.exceptions import AuthenticationError
 
+from tests.support.brokers import free_port, listening, nats_server
 from tests.support.dockerfiles import Stage, read_stages
+from tests.support.nats_wire import publication, refusal
+from torchrelay.common.net.nats_permissions import authorization
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.gateway.settings import GatewaySettings
 from torchrelay.param_store.settings import StoreSettings
@@ -216,9 +223,99 @@ def test_addresses_point_at_services_and_their_ports() -> None:
                 host, _, port = value.partition(":")
                 assert SERVICES[host]["environment"]["TORCHRELAY_PORT"] == port, f"{name} {variable}"
             elif variable.endswith("_URL") and not str(value).startswith("file:"):
-                assert re.split(r"[/:@]", value.partition("://")[2])[-3 if "@" in value else 0] in SERVICES or any(
-                    f"@{service}/" in value or f"//{service}:" in value for service in SERVICES
-                ), f"{name} {variable}"
+                assert urlsplit(REFERENCE.sub("secret", value)).hostname in SERVICES, f"{name} {variable}"
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_container_has_no_rights_it_does_not_need(name: str) -> None:
+    service = SERVICES[name]
+    assert service["read_only"] is True and service["cap_drop"] == ["ALL"] and "cap_add" not in service
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["restart"] == "unless-stopped"
+    assert "/tmp" in service["tmpfs"] and service.get("user", "") not in ("0", "root")
+    assert re.fullmatch(r"\d+[mg]", service["mem_limit"])
+    assert "privileged" not in service and "network_mode" not in service
+
+
+def test_the_arena_fits_the_memory_of_its_store() -> None:
+    limit = int(SERVICES["param-store"]["mem_limit"].removesuffix("g")) << 30
+    settings = StoreSettings(node_key="0" * 64, data_dir=Path("unused"))
+    arena_bytes = int(SERVICES["param-store"]["environment"]["TORCHRELAY_ARENA_BYTES"])
+    assert arena_bytes + settings.packer_memory_bytes + (512 << 20) < limit
+
+
+def test_no_secret_is_written_in_this_folder_or_shown_in_a_command(secrets: dict[str, str]) -> None:
+    """Each comes from .env, by the environment of the containers that need it."""
+    named = re.compile(r"(KEY|TOKEN|PASSWORD|AUTH)$")
+    for name, service in SERVICES.items():
+        assert not REFERENCE.search(str(service.get("command", ""))), name
+        for variable, value in service.get("environment", {}).items():
+            if named.search(variable):
+                assert REFERENCE.fullmatch(value), f"{name} {variable}"
+    told = {name: set(REFERENCE.findall(str(service))) for name, service in SERVICES.items()}
+    for secret in secrets:
+        holders = {name for name, known in told.items() if secret in known}
+        assert len(holders) <= 2, f"{secret}: {holders}"  # who shows it, and who asks for it
+    assert {name for name, known in told.items() if "CLUSTER_KEY" in known} == {"scheduler"}
+
+
+@pytest.fixture
+def passwords(secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    for broker in ("nats", "redis"):
+        for variable, value in SERVICES[broker]["environment"].items():
+            monkeypatch.setenv(variable, REFERENCE.sub(lambda match: secrets[match[1]], value))
+    return secrets
+
+
+async def test_nats_serves_its_users_and_nobody_else(passwords: dict[str, str], tmp_path: Path) -> None:
+    users = runpy.run_path(str(DEPLOY / "make_env.py"))["nats_users"]()
+    written = (DEPLOY / "nats.conf").read_text()
+    assert COMPOSE["configs"]["nats"]["file"] == "nats.conf" and written.endswith(authorization(users))
+    port = free_port()
+    lines = written.replace("127.0.0.1:8222", f"127.0.0.1:{free_port()}")
+    with nats_server(tmp_path, port, authorization=lines) as url:
+        for name in SETTINGS:
+            told = urlsplit(
+                REFERENCE.sub(lambda match: passwords[match[1]], SERVICES[name]["environment"]["TORCHRELAY_NATS_URL"])
+            )
+            assert await refusal(url, publication(f"_INBOX.{told.username}.x"), told.username, "wrong")
+            load = "store" if name == "param-store" else "worker"
+            said = await refusal(url, publication(f"relay.load.{load}.{told.username}"), told.username, told.password)
+            assert ("Permissions Violation" in said) == (name in ("gateway", "scheduler")), name
+        assert "Authorization Violation" in await refusal(url, publication("relay.hint.key"))
+
+
+async def test_redis_serves_the_gateway_and_nobody_else(passwords: dict[str, str], tmp_path: Path) -> None:
+    shell, option, script = SERVICES["redis"]["command"]
+    place = f"redis-server - --bind 127.0.0.1 --dir {tmp_path} --port"
+
+    def command(port: int) -> list[str]:
+        return [shell, option, script.replace("$$", "$").replace("redis-server -", f"{place} {port}")]
+
+    with listening(command, tmp_path / "redis.log", "127.0.0.1") as port:
+        told = SERVICES["gateway"]["environment"]["TORCHRELAY_REDIS_URL"]
+        url = REFERENCE.sub(lambda match: passwords[match[1]], told).replace("redis:6379", f"127.0.0.1:{port}")
+        async with Redis.from_url(url) as redis:
+            assert await redis.set("key", "value")
+        async with Redis.from_url(f"redis://127.0.0.1:{port}") as stranger:
+            with pytest.raises(AuthenticationError):
+                await stranger.get("key")
+        check = SERVICES["redis"]["healthcheck"]["test"]
+        asking = await asyncio.create_subprocess_shell(check[1].replace("redis-cli", f"redis-cli -p {port}"))
+        assert check[0] == "CMD-SHELL" and await asking.wait() == 0
+
+
+def test_one_more_worker_gets_what_the_others_have(
+    secrets: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_env = runpy.run_path(str(DEPLOY / "make_env.py"))
+    env = tmp_path / ".env"
+    env.write_text("".join(f"{name}={value}\n" for name, value in secrets.items()))
+    make_env["print_worker"]("prefill-1", env)
+    printed = capsys.readouterr().out
+    assert f"TORCHRELAY_NODE_KEY={secrets['PREFILL_NODE_KEY']}\n" in printed
+    assert f"nats://prefill-1:{secrets['NATS_PREFILL_PASSWORD']}@nats:4222" in printed
+    assert f"TORCHRELAY_STORE_TOKEN={secrets['WORKER_STORE_TOKEN']}\n" in printed
 
 
 def test_published_ports_are_the_gateways() -> None:

@@ -8,9 +8,10 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from torchrelay.cli.errors import CliError
 from torchrelay.common.callers import Caller, call_token
@@ -73,19 +74,29 @@ class Home:
         return path
 
     @contextmanager
-    def owned(self) -> Iterator[None]:
+    def owned(self, lock: Callable[[TextIO, int], None] = fcntl.flock) -> Iterator[None]:
         """One `up` at a time; the kernel drops the lock with the process. Raises ``CliError`` when it is held."""
-        with (self.path / "up.lock").open("a") as lock:
+        with self._lock_file() as file:
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 pid = self.running_pid()
                 who = f" (process {pid})" if pid is not None else ""
                 message = f"a platform is already running at {self.path}{who}"
                 raise CliError(message, "stop it, or choose another --home") from None
+            except OSError as error:
+                message = f"the file system of {self.path} has no file locks: {error.strerror}"
+                raise CliError(message, "choose a --home on a local disk") from error
             self.endpoints_file.unlink(missing_ok=True)  # left behind by a killed `up`
             with self._run_in_memory():
                 yield
+
+    def _lock_file(self) -> TextIO:
+        try:
+            return (self.path / "up.lock").open("a")
+        except OSError as error:
+            message = f"{self.path} cannot be used as home: {error.strerror}"
+            raise CliError(message, "fix its permissions, or choose another") from error
 
     @contextmanager
     def _run_in_memory(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from torchrelay.gateway.clients.param_store import StoreClient
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.http.dependencies import Services
-from torchrelay.gateway.http.rest_app import make_app
+from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.http.server import http_server
 from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
@@ -104,7 +104,9 @@ async def rig(parts: AccountingRig) -> AsyncIterator[RestRig]:
             health=Health({"database": parts.database.ask}, {}),
             model_changed=model_changed,
         )
-        app = AsgiRouter(_tokens, make_app(services), parts.keys, shares, settings.max_body_bytes)
+        rest = make_app(services)
+        pages = public_pages(rest, services.health)
+        app = AsgiRouter(_tokens, pages, rest, parts.keys, shares, settings.max_body_bytes)
         http = await stack.enter_async_context(http_server(app, "127.0.0.1", 0, drain_s=1))
         url = f"http://127.0.0.1:{http.port}"
         _, token = await parts.keys.create("acme", parts.acme.tenant_id, "first")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from starlette.types import Receive, Scope, Send
 
-from tests.unit.gateway.http.raw_connection import RawConnection, head, raw_connection
+from tests.support.raw_http import RawConnection, head, raw_connection
 from torchrelay.gateway.http.connections import ConnectionLimits
 from torchrelay.gateway.http.protocol import MAX_PIPELINED
 from torchrelay.gateway.http.read_limits import ReadLimits

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.support.raw_http import head, raw_connection
 from tests.unit.gateway.http.conftest import RestRig
-from tests.unit.gateway.http.raw_connection import head, raw_connection
 from tests.unit.gateway.token_path_rig import until
 from torchrelay.common.errors import UploadRefused
 

@@ -187,7 +187,7 @@ async def test_a_command_that_hangs_is_work_that_does_not_advance() -> None:
     outcome.engine.post(has_begun.set)
     outcome.engine.post(may_end.wait)
     await asyncio.to_thread(has_begun.wait)
-    while not (progress := outcome.engine.progress(None)).has_work or progress.num_advances < 1:
+    while not (progress := outcome.engine.progress(None)).has_work or progress.num_advances < 1:  # noqa: ASYNC110
         await asyncio.sleep(0)
     assert outcome.engine.progress(None) == progress
     may_end.set()

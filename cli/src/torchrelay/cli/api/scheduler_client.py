@@ -17,7 +17,7 @@ from torchrelay.cli.home import Home
 from torchrelay.common.callers import SCHEDULER_NODE, Caller
 from torchrelay.common.errors import CallerRefused, CallerUnknown
 from torchrelay.common.net.rpc import open_blocking_channel
-from torchrelay.common.process.settings import ServiceSettings, setting_errors
+from torchrelay.common.process.settings import ConfigUnusable, ServiceSettings, setting_errors
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
@@ -59,6 +59,8 @@ def environment_settings() -> ServiceSettings:
     """What the TORCHRELAY_* variables say to every service; for a remote platform too. Raises ``CliError``."""
     try:
         return ServiceSettings()
+    except ConfigUnusable as error:
+        raise CliError(str(error), "fix the file, or unset the variable") from error
     except ValidationError as error:
         raise CliError(setting_errors(error)[0], "fix or unset the TORCHRELAY_* variables in this shell") from error
 

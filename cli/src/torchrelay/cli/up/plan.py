@@ -99,7 +99,10 @@ def callers_of(options: UpOptions) -> dict[str, Caller]:
 
 
 class StackPlan:
-    """Chooses ports, keys and environments for one home. ``tls``: each child's files for TLS between the services."""
+    """Chooses ports, keys and environments for one home. ``tls``: each child's files for TLS between the services.
+
+    ``arena``: the arena's file.
+    """
 
     def __init__(self, home: Home, options: UpOptions, ports: Ports, tls: Mapping[str, TlsFiles] | None = None) -> None:
         self._home, self._options, self._ports = home, options, ports
@@ -120,7 +123,7 @@ class StackPlan:
         )
         shared_memory = Path("/dev/shm") if Path("/dev/shm").is_dir() else home.run
         # A hash: the name is there for everybody to read.
-        self._arena = shared_memory / f"torchrelay-{framed_mac(self._cluster_key, b'torchrelay arena')[:6].hex()}"
+        self.arena = shared_memory / f"torchrelay-{framed_mac(self._cluster_key, b'torchrelay arena')[:6].hex()}"
 
     def stack(self) -> Stack:
         """Raises ``CliError`` when a broker is not installed."""
@@ -137,7 +140,7 @@ class StackPlan:
             **self._tls_settings(COMMANDS),
         }
         home = self._home
-        return Stack(groups, endpoints, home.path, home.traces, self._arena, self._http_port, self._taken_http_port)
+        return Stack(groups, endpoints, home.path, home.traces, self.arena, self._http_port, self._taken_http_port)
 
     def _choose_http_port(self) -> tuple[int, int]:
         """The REST port, and the preferred one if it was taken (else 0): a home keeps its port when it can."""
@@ -239,7 +242,7 @@ class StackPlan:
             "TORCHRELAY_PORT": str(self._store_port),
             "TORCHRELAY_DATA_DIR": str(self._home.path / "store"),
             "TORCHRELAY_REMOTE_URL": remote_url(self._options.remote, self._home.path / "remote"),
-            "TORCHRELAY_ARENA_PATH": str(self._arena),
+            "TORCHRELAY_ARENA_PATH": str(self.arena),
         }
         if self._options.arena_bytes:
             env["TORCHRELAY_ARENA_BYTES"] = str(self._options.arena_bytes)

@@ -12,11 +12,13 @@ from torchrelay.cli.home import Home
 from torchrelay.cli.up.children.supervisor import Supervisor
 from torchrelay.cli.up.disk import check_disk
 from torchrelay.cli.up.external_servers import check_external_servers
+from torchrelay.cli.up.machine_check import check_machine
 from torchrelay.cli.up.plan import StackPlan, UpOptions
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress
 from torchrelay.cli.up.tls import tls_of_install
 from torchrelay.cli.views.console import out
+from torchrelay.common.machine import Machine
 from torchrelay.common.process.service import published_addresses
 
 
@@ -26,7 +28,9 @@ async def run_up(home: Home, options: UpOptions, is_quiet: bool = False) -> None
     with home.owned(), closing(Ports()) as ports:
         check_disk(home.path)
         await check_external_servers(os.environ)
-        stack = StackPlan(home, options, ports, tls_of_install(home, options)).stack()
+        plan = StackPlan(home, options, ports, tls_of_install(home, options))
+        check_machine(options, plan.arena, Machine.here())
+        stack = plan.stack()
         progress = StartupProgress(home, out(), is_quiet=is_quiet)
         if stack.taken_http_port:
             progress.port_taken(stack.taken_http_port, stack.endpoints["http"])

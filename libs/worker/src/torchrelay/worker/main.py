@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from torchrelay.common.machine import Machine, check_kv_pools, check_threads
 from torchrelay.common.net.nats_client import connect
 from torchrelay.common.net.rpc import RpcServer, open_channel
 from torchrelay.common.process.service import Addresses, run_service
@@ -39,6 +40,10 @@ def process_age_s() -> float:
 async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker, Addresses]]:
     """Runs a worker: engine warmed up, KV pool faulted in, roles registered, reports published."""
     settings = settings.model_copy(update={"device": resolve_device(settings.device, torch.cuda.device_count())})
+    machine = Machine.here()
+    check_threads(settings.threads, machine)
+    if settings.device == "cpu":
+        check_kv_pools(settings.kv_pool_bytes, machine)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     tls = settings.tls

@@ -13,6 +13,7 @@ import grpc
 from torchrelay.common.callers import Caller, MethodCallers
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest, TorchrelayError
+from torchrelay.common.liveness import SILENT_S
 from torchrelay.common.net.rpc import RpcServer
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, types_pb2
@@ -29,6 +30,7 @@ CALLERS: MethodCallers = {
     "/torchrelay.control.v1.Decode/Run": {Caller.GATEWAY},
     "/torchrelay.control.v1.Decode/Receive": {Caller.WORKER},
 }
+KV_SILENT_S = SILENT_S / 2  # a source that falls silent is tried once more
 
 
 class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[misc]  # Run writes to its context
@@ -133,8 +135,10 @@ class DecodeRole(WorkerRole, decode_pb2_grpc.DecodeServicer):  # type: ignore[mi
     async def _receive_kv(self, attempt: Attempt, kv_receiver: KvReceiver) -> None:
         """Receives the KV, then starts decoding."""
         begin_us = now_unix_us()
+        # A prefill worker that has nothing to send yet says so many times a second: one that is silent hangs.
+        stall_s = min(self.worker.settings.kv_timeout_s, KV_SILENT_S)
         receive = asyncio.get_running_loop().run_in_executor(
-            self._threads, kv_receiver.receive, self.worker.engine.write, self.worker.settings.kv_timeout_s
+            self._threads, kv_receiver.receive, self.worker.engine.write, stall_s
         )
         try:
             trailer = await receive

@@ -36,7 +36,7 @@ from torchrelay.gateway.clients.scheduler import SchedulerClient
 from torchrelay.gateway.http.connections import ConnectionLimits, divide_descriptors
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.read_limits import ReadLimits
-from torchrelay.gateway.http.rest_app import make_app
+from torchrelay.gateway.http.rest_app import make_app, public_pages
 from torchrelay.gateway.http.router import AsgiRouter
 from torchrelay.gateway.http.server import HttpLimits, http_server
 from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
@@ -104,7 +104,9 @@ async def _servers(
 ) -> AsyncIterator[Addresses]:
     """The HTTP and gRPC servers, which drain together. Requests that outlast the drain end with an error."""
     # No TLS here: tenants connect through an ingress, whose names and certificates are not the cluster's.
-    app = AsgiRouter(token_path.asgi, make_app(services), services.keys, shares, settings.max_body_bytes)
+    rest = make_app(services)
+    pages = public_pages(rest, services.health)
+    app = AsgiRouter(token_path.asgi, pages, rest, services.keys, shares, settings.max_body_bytes)
     http_limits, grpc_limits = door_limits(settings, raise_descriptor_limit())
     drain_s = settings.drain_s + ERROR_DRAIN_S
     async with http_server(app, settings.host, settings.http_port, drain_s, http_limits) as http:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
 from torchrelay.common.callers import Caller
+from torchrelay.common.errors import NotFound
 from torchrelay.common.ids import new_id
+from torchrelay.common.machine import SHARED_MEMORY, Machine, available_shared_bytes, check_arena
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.param_store.disk.disk_cache import default_limit_bytes
 from torchrelay.param_store.remote.remote_store import RemoteOptions, is_folder
 from torchrelay.transfer.arena.arena_file import capacity_left_at
 
-_SHARED_MEMORY = Path("/dev/shm")
 _DEFAULT_ARENA_LIMIT_BYTES = 4 << 30
 
 
@@ -96,23 +96,22 @@ class StoreSettings(ServiceSettings):
 
     @property
     def arena_file(self) -> Path:
-        return self.arena_path or _SHARED_MEMORY / f"torchrelay-{self.store_id}"
+        return self.arena_path or SHARED_MEMORY / f"torchrelay-{self.store_id}"
 
     def arena_capacity_bytes(self) -> int:
-        """``arena_bytes``, or the size of a crashed store's arena, or what this machine can spare now."""
+        """``arena_bytes``, or the size of a crashed store's arena, or what this machine can spare now.
+
+        Raises ``InvalidRequest`` when ``arena_bytes`` are not available.
+        """
+        if not self.arena_file.parent.is_dir():
+            raise NotFound(f"the arena's folder {self.arena_file.parent} does not exist", field="arena_path")
+        machine = Machine.here()
         if self.arena_bytes:
+            there = self.arena_file.stat().st_blocks * 512 if self.arena_file.exists() else 0
+            check_arena(self.arena_bytes, there, machine)
             return self.arena_bytes
         # That arena takes part of the memory; with another size it would be discarded.
         if left := capacity_left_at(self.arena_file):
             return left
-        shared = shutil.disk_usage(self.arena_file.parent).free
-        return min(_available_bytes() // 2, shared, _DEFAULT_ARENA_LIMIT_BYTES)
-
-
-def _available_bytes() -> int:
-    """Memory available without swapping, page cache included."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) << 10
-    return 0
+        shared = available_shared_bytes(self.arena_file.parent)
+        return min((machine.memory_bytes or 0) // 2, shared, _DEFAULT_ARENA_LIMIT_BYTES)

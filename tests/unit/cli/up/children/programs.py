@@ -45,7 +45,10 @@ STUBBORN = """
 import signal, subprocess, sys, pathlib
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 grandchild = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-pathlib.Path(sys.argv[1]).write_text('{"grandchild": %d}' % grandchild.pid)
+ready = pathlib.Path(sys.argv[1])
+draft = ready.with_suffix(".draft")
+draft.write_text('{"grandchild": %d}' % grandchild.pid)
+draft.replace(ready)
 while True:
     signal.pause()
 """

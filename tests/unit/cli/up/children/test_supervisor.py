@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.small_disk import small_disk
 from tests.unit.cli.up.children.programs import ANSWERS, NEVER_READY, STUBBORN, Programs, Recorder, is_running
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import child as child_module
@@ -250,3 +252,47 @@ async def test_a_run_keeps_the_log_of_the_last(programs: Programs) -> None:
         life.stop.set()
     assert worker.log.with_name("worker.log.1").read_text() == "of the last run\n"
     assert "of the last run" not in worker.log.read_text()
+
+
+async def test_a_child_that_says_why_it_cannot_start_is_quoted(programs: Programs) -> None:
+    program = Path(programs.spec("worker").command[0]).name
+    spec = programs.spec("worker", f"import sys; sys.exit('{program}: device: there is no GPU')")
+    with pytest.raises(CliError, match=r"^worker cannot start: device: there is no GPU$") as caught:
+        await (await Child.start(spec)).ready()
+    assert str(spec.log) in caught.value.hint
+
+
+@pytest.mark.lab
+async def test_nats_is_started_anew_when_its_disk_was_full_and_has_space_again(programs: Programs) -> None:
+    nats, gateway = programs.spec("nats"), programs.spec("gateway")
+    with small_disk(programs.folder / "home", 1 << 30) as disk:
+        life = Life(replace(programs.stack([nats], [gateway]), home=disk.folder))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(life.run())
+            await life.up.wait()
+            pids = pid_of(nats), pid_of(gateway)
+            disk.fill()
+            await until(lambda: any("it is full" in message for _, message in life.recorder.said))
+            assert (pid_of(nats), pid_of(gateway)) == pids
+            disk.free()
+            await until(lambda: ("was killed by SIGKILL", "nats") in life.recorder.said)
+            await until(lambda: life.recorder.said.count(("ready", "nats")) == 2)
+            assert pid_of(nats) != pids[0] and pid_of(gateway) == pids[1]
+            life.stop.set()
+
+
+@pytest.mark.lab
+async def test_a_child_whose_log_cannot_be_made_is_tried_again(programs: Programs) -> None:
+    with small_disk(programs.folder / "home", 1 << 20) as disk:
+        worker = replace(programs.spec("worker"), log=disk.folder / "logs" / "worker.log")
+        worker.log.parent.mkdir()
+        life = Life(programs.stack([], [worker]))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(life.run())
+            await life.up.wait()
+            shutil.rmtree(worker.log.parent)
+            os.kill(pid_of(worker), signal.SIGKILL)
+            await until(lambda: any(what == "failed" for what, _ in life.recorder.said))
+            worker.log.parent.mkdir()
+            await until(lambda: life.recorder.said.count(("ready", "worker")) == 2)
+            life.stop.set()

@@ -119,7 +119,7 @@ def test_a_stalled_worker_whose_work_was_cancelled_or_that_was_restarted_is_back
         membership.accept_worker(stuck, streamed=False)
         membership.beat_worker("w", "w first", stuck.progress, 3.1)
         assert membership.expire(3.1, stale_s=3.0).workers
-        assert membership.accept_worker(replace(stuck, seen_at=4.0, **back), streamed=False) is not None  # type: ignore[arg-type]
+        assert membership.accept_worker(replace(stuck, seen_at=4.0, **back), streamed=False) is not None
 
 
 def test_suspicion_stays_while_the_engine_does_not_advance() -> None:

@@ -124,6 +124,8 @@ class Child:
                     await asyncio.sleep(POLL_S)  # there is nothing to wait on for a file and a port
         except TimeoutError:
             raise CliError(f"{self.spec.name} was not ready within {self.spec.ready_s:g} s", self._log_hint()) from None
+        if (sentence := self._last_words()) is not None:
+            raise CliError(f"{self.spec.name} cannot start: {sentence}", f"its log: {self.spec.log}")
         raise CliError(f"{self.spec.name} {how_ended(self.returncode or 0)} while starting", self._log_hint())
 
     def _addresses(self) -> dict[str, str] | None:
@@ -156,11 +158,21 @@ class Child:
         """A service that was told to stop removes its ready file first."""
         return self.spec.ready_file is not None and not self.spec.ready_file.exists()
 
-    def _log_hint(self) -> str:
+    def _log_lines(self) -> list[str]:
+        """What it has written to its log."""
         with self.spec.log.open("rb") as log:
             size = self.spec.log.stat().st_size
             log.seek(self._log_begin if self._log_begin <= size else 0)  # it may have been truncated
-            lines = log.read().decode(errors="replace").strip().splitlines()
+            return log.read().decode(errors="replace").strip().splitlines()
+
+    def _last_words(self) -> str | None:
+        """Our services end with their name and the reason when they cannot start; None: it has not done so."""
+        lines = self._log_lines()
+        name, colon, sentence = lines[-1].partition(": ") if lines else ("", "", "")
+        return sentence if colon and name == Path(self.spec.command[0]).name else None
+
+    def _log_hint(self) -> str:
+        lines = self._log_lines()
         if not lines:
             return f"it wrote nothing to {self.spec.log}"
         tail = (f"  {line[:TAIL_COLUMNS]}" for line in lines[-TAIL_LINES:])

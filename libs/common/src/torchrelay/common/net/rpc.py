@@ -19,6 +19,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from torchrelay.common.callers import CLUSTER_NAME, CallCheck, MethodCallers
 from torchrelay.common.errors import (
+    Conflict,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
@@ -325,11 +326,18 @@ class RpcServer:
         else:
             self.server.add_generic_rpc_handlers((_public_health(self._health, limits.head_s),))
         address = f"{host}:{port}"
-        self.port = (
-            self.server.add_insecure_port(address)
-            if tls is None
-            else self.server.add_secure_port(address, tls.server_credentials())
-        )
+        try:
+            self.port = self._bind(address, tls)
+        except RuntimeError as error:  # gRPC does not say why
+            raise Conflict(
+                f"cannot listen on {address}: another process does, or it is not an address of this machine",
+                field="port",
+            ) from error
+
+    def _bind(self, address: str, tls: Tls | None) -> int:
+        if tls is None:
+            return self.server.add_insecure_port(address)
+        return self.server.add_secure_port(address, tls.server_credentials())
 
     def allow(self, methods: MethodCallers) -> None:
         """Lets these callers call these methods; without it, a node that checks serves nobody."""

@@ -6,10 +6,12 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from pathlib import Path
 
+from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.process.descriptors import raise_descriptor_limit
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.common.process.telemetry import Telemetry, get_logger
@@ -43,15 +45,42 @@ def run_service(
     """Runs ``serving()`` until SIGTERM or SIGINT.
 
     ``serving`` is an async context manager that yields the process's addresses once it serves (for the ready file) and
-    shuts down in order on exit. If it raises, the process ends with a traceback and status 1.
+    shuts down in order on exit. If it raises, the process ends with status 1: with a sentence for an expected error
+    while it starts, otherwise with a traceback.
     """
     raise_descriptor_limit()
-    telemetry = Telemetry(name, settings)
     try:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            runner.run(_until_signal(settings, serving))
-    finally:
-        telemetry.close()
+        with start_faults():
+            telemetry = Telemetry(name, settings)
+        try:
+            with asyncio.Runner(loop_factory=loop_factory) as runner:
+                runner.run(_until_signal(settings, serving))
+        finally:
+            telemetry.close()
+    except CannotStart as error:
+        sys.exit(f"torchrelay-{name}: {error}")
+
+
+class CannotStart(Exception):
+    """A process cannot start; says why, and names the setting at fault."""
+
+
+@contextmanager
+def start_faults() -> Iterator[None]:
+    """Turns errors that are expected while a process starts, also within groups, into ``CannotStart``."""
+    try:
+        yield
+    except (TorchrelayError, OSError, BaseExceptionGroup) as raised:
+        error: BaseException = raised
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
+        if isinstance(error, TorchrelayError):
+            where = f"{error.field} (TORCHRELAY_{error.field.upper()}): " if error.field else ""
+            raise CannotStart(f"{where}{error.message}") from raised
+        if isinstance(error, OSError):
+            where = f"{error.filename}: " if error.filename else ""
+            raise CannotStart(f"{where}{error.strerror or error}") from raised
+        raise
 
 
 class _Stop:
@@ -80,12 +109,15 @@ async def _until_signal(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)
     try:
-        async with serving() as addresses:
-            stop.started()
-            with published_addresses(settings.ready_file, addresses), watched_event_loop(settings.watchdog_s):
-                log.info("serving", **addresses)
-                await stop.requested.wait()
-                log.info("stopping")
+        async with AsyncExitStack() as stack:
+            with start_faults():
+                addresses = await stack.enter_async_context(serving())
+                stop.started()
+                stack.enter_context(published_addresses(settings.ready_file, addresses))
+            stack.enter_context(watched_event_loop(settings.watchdog_s))
+            log.info("serving", **addresses)
+            await stop.requested.wait()
+            log.info("stopping")
     except asyncio.CancelledError:
         if not stop.requested.is_set():
             raise

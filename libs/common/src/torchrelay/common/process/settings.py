@@ -6,8 +6,10 @@ defaults.
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -23,7 +25,37 @@ from pydantic_settings import (
 from torchrelay.common.callers import Caller
 from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 
+CONFIG_VARIABLE = "TORCHRELAY_CONFIG"
+MISSPELT_SIMILARITY = 0.85
 NODE_ID = "^[A-Za-z0-9_-]{1,63}$"  # one word of a NATS subject
+
+
+class ConfigUnusable(Exception):
+    """The file that ``TORCHRELAY_CONFIG`` names cannot be used; says why."""
+
+
+class ConfigFile(TomlConfigSettingsSource):
+    """The TOML file, which may hold the settings of several services.
+
+    Raises ``ConfigUnusable`` for a file that cannot be read, and for a key that looks like a misspelt setting.
+    """
+
+    def __init__(self, settings_cls: type[BaseSettings], path: Path) -> None:
+        try:
+            path.open("rb").close()
+            super().__init__(settings_cls, path)
+        except OSError as error:
+            raise ConfigUnusable(f"{CONFIG_VARIABLE}: {path} cannot be read: {error.strerror}") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigUnusable(f"{CONFIG_VARIABLE}: {path} is not TOML: {error}") from error
+        for key in self.toml_data:
+            if key not in settings_cls.model_fields and (near := misspelt(key, settings_cls)):
+                raise ConfigUnusable(f"{path}: {key!r} is not a setting; did you mean {near!r}?")
+
+
+def misspelt(key: str, settings_cls: type[BaseSettings]) -> str | None:
+    """The setting that ``key`` is nearly the name of; a key unlike all of them is another service's."""
+    return next(iter(difflib.get_close_matches(key, settings_cls.model_fields, 1, MISSPELT_SIMILARITY)), None)
 
 
 class ServiceSettings(BaseSettings):
@@ -111,8 +143,8 @@ class ServiceSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         sources = [init_settings, env_settings]
-        if path := os.environ.get("TORCHRELAY_CONFIG"):
-            sources.append(TomlConfigSettingsSource(settings_cls, Path(path)))
+        if path := os.environ.get(CONFIG_VARIABLE):
+            sources.append(ConfigFile(settings_cls, Path(path)))
         return tuple(sources)
 
 
@@ -129,6 +161,9 @@ def load_settings(settings_cls: type[S], program: str, args: list[str] | None = 
     )
     try:
         return settings_cls(**source())
+    except ConfigUnusable as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        raise SystemExit(2) from error
     except ValidationError as error:
         for message in setting_errors(error):
             print(f"{program}: {message}", file=sys.stderr)

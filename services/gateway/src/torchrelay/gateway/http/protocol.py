@@ -19,7 +19,7 @@ from torchrelay.gateway.http.lingering_close import LingeringSockets
 from torchrelay.gateway.http.read_limits import BodyProgress, ReadLimits
 from torchrelay.gateway.openai.errors import body
 
-MAX_PIPELINED = 16  # requests on one connection that wait for the answer to an earlier one
+MAX_PIPELINED = 4  # requests on one connection that wait for the answer to an earlier one
 _HEAD_READ_BYTES, _BODY_READ_BYTES = 16 << 10, 64 << 10
 _BUFFER = memoryview(bytearray(_BODY_READ_BYTES))  # of all connections: what is read is parsed before the next read
 # Thrown away after an answer that came before the end of a body.
@@ -112,7 +112,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _begin_body(self) -> None:
         self._head_since = None
         self._num_overhead_bytes = 0
-        self._progress = BodyProgress()
+        self._progress = BodyProgress(self._num_body_bytes)
         self._checked_at = self.loop.time()
         if self.cycle is not None and not self.cycle.response_complete:
             self.flow.pause_reading()  # until the application asks for the body

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from collections.abc import Mapping
+from functools import cache
 
+import msgspec
+from fastapi import FastAPI
+
+from torchrelay.common.health import Health
 from torchrelay.gateway.http.dependencies import Services
 from torchrelay.gateway.http.error_handlers import install_error_handlers
+from torchrelay.gateway.http.router import Page
 from torchrelay.gateway.http.routes import billing, explain, keys, models, orphans, tenants, uploads
 
 
 def make_app(services: Services) -> FastAPI:
     """All routes except the token path."""
-    app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None)
+    app = FastAPI(title="Torchrelay", version="1", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.services = services
     install_error_handlers(app)
     for part in (tenants, keys, uploads, models, orphans, billing, explain):
         app.include_router(part.router)
 
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        """Which parts of the platform do not answer; 503 when the gateway is useless without them."""
-        report = await services.health.report()
-        body = {"status": report.status, "unavailable": [*report.essential], "degraded": [*report.others]}
-        return JSONResponse(body, 503 if report.essential else 200)
-
     return app
+
+
+def public_pages(app: FastAPI, health: Health) -> Mapping[str, Page]:
+    """What is shown without a key, and says nothing about a tenant; cheap, since strangers may ask often."""
+
+    async def health_page() -> tuple[int, bytes]:
+        """Which parts of the platform do not answer; 503 when the gateway is useless without them."""
+        report = await health.report()
+        body = {"status": report.status, "unavailable": [*report.essential], "degraded": [*report.others]}
+        return 503 if report.essential else 200, msgspec.json.encode(body)
+
+    described = cache(lambda: msgspec.json.encode(app.openapi()))
+
+    async def openapi_page() -> tuple[int, bytes]:
+        return 200, described()
+
+    return {"/health": health_page, "/openapi.json": openapi_page}

@@ -1,4 +1,4 @@
-"""The gateway's ASGI application: routes the token path to its own app, everything else to FastAPI.
+"""The gateway's ASGI application: routes the token path to its own app, everything else that needs a key to FastAPI.
 
 FastAPI reads a body before it looks at the key. So the key, the tenant's share and the declared length are checked
 here, and FastAPI gets requests whose body has been read within its limit; files of uploads are streamed through.
@@ -7,7 +7,7 @@ here, and FastAPI gets requests whose body has been read within its limit; files
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,16 +20,24 @@ from torchrelay.gateway.openai.asgi_app import CLOSE, PATHS
 from torchrelay.gateway.openai.errors import error_body, error_headers
 from torchrelay.gateway.openai.http_request import HttpRequest
 
-PUBLIC_PATHS = frozenset({"/health", "/openapi.json"})  # neither says anything about a tenant
 _UPLOAD_OF_FILE = re.compile("/v1/uploads/[^/]+/files/")
 _COMMIT = re.compile("/v1/uploads/[^/]+/commit")
+
+Page = Callable[[], Awaitable[tuple[int, bytes]]]  # status and JSON
 
 
 class AsgiRouter:
     def __init__(
-        self, tokens: ASGIApp, rest: ASGIApp, keys: Authenticator, shares: DoorShares, max_body_bytes: int
+        self,
+        tokens: ASGIApp,
+        pages: Mapping[str, Page],
+        rest: ASGIApp,
+        keys: Authenticator,
+        shares: DoorShares,
+        max_body_bytes: int,
     ) -> None:
         self._tokens = tokens
+        self._pages = pages
         self._rest = rest
         self._keys = keys
         self._shares = shares
@@ -43,8 +51,8 @@ class AsgiRouter:
             return
         request = HttpRequest(scope, receive)
         closing = _closing(request, send)
-        if scope["path"] in PUBLIC_PATHS:
-            await self._rest(scope, receive, closing)
+        if scope["method"] == "GET" and (page := self._pages.get(scope["path"])) is not None:
+            await _send(closing, *await page())
             return
         try:
             caller = await request.authenticate(self._keys)
@@ -91,10 +99,10 @@ def _streamed(request: HttpRequest) -> Receive:
 
 
 def _closing(request: HttpRequest, send: Send) -> Callable[[Message], Awaitable[None]]:
-    """Announces the end of the connection in an answer that comes before the end of the body."""
+    """Announces the end of the connection in an answer that ends it."""
 
     async def closing(message: Message) -> None:
-        if message["type"] == "http.response.start" and request.has_unread_body:
+        if message["type"] == "http.response.start" and request.must_close:
             message = {**message, "headers": [*message["headers"], CLOSE]}
         await send(message)
 
@@ -102,8 +110,12 @@ def _closing(request: HttpRequest, send: Send) -> Callable[[Message], Awaitable[
 
 
 async def _refuse(error: TorchrelayError, send: Send) -> None:
-    encoded = msgspec.json.encode(error_body(error))
     headers = [(name.encode(), value.encode()) for name, value in error_headers(error).items()]
-    headers += [(b"content-type", b"application/json"), (b"content-length", str(len(encoded)).encode())]
-    await send({"type": "http.response.start", "status": error.http_status, "headers": headers})
-    await send({"type": "http.response.body", "body": encoded})
+    await _send(send, error.http_status, msgspec.json.encode(error_body(error)), headers)
+
+
+async def _send(send: Send, status: int, body: bytes, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+    length = (b"content-length", str(len(body)).encode())
+    listed = [(b"content-type", b"application/json"), length, *headers]
+    await send({"type": "http.response.start", "status": status, "headers": listed})
+    await send({"type": "http.response.body", "body": body})

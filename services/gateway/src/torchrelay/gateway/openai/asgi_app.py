@@ -31,7 +31,7 @@ PATHS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it i
 # Tokens arriving within one gap are written together, each still its own event: a write costs several times as much as
 # everything else per token. Streams of up to a hundred tokens per second never wait, nor does a stream's last token.
 WRITE_GAP_S = 0.010
-CLOSE = (b"connection", b"close")  # of an answer to a request whose body nobody reads
+CLOSE = (b"connection", b"close")  # of an answer that ends the connection
 _JSON = (b"content-type", b"application/json")
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
@@ -128,7 +128,7 @@ class HttpExchange:
     async def refuse(self, status: int, body: Any, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
         encoded = msgspec.json.encode(body)
         listed = [_JSON, (b"content-length", str(len(encoded)).encode()), *headers]
-        await self._begin(status, [*listed, CLOSE] if self.request.has_unread_body else listed)
+        await self._begin(status, [*listed, CLOSE] if self.request.must_close else listed)
         await self._send({"type": "http.response.body", "body": encoded})
 
     async def fail(self, error: TorchrelayError) -> None:

@@ -29,6 +29,7 @@ class HttpRequest:
         self.authorization: str | None = None
         self._declared_bytes = 0
         self.has_unread_body = False
+        self._has_key = True  # until it turns out that it has none
         for name, value in scope["headers"]:
             if name == b"authorization":
                 self.authorization = value.decode("latin-1")
@@ -38,9 +39,16 @@ class HttpRequest:
             elif name == b"transfer-encoding":
                 self.has_unread_body = True
 
+    @property
+    def must_close(self) -> bool:
+        """Whether an answer now ends the connection: nobody reads the rest of the body, or knows the client."""
+        return self.has_unread_body or not self._has_key
+
     async def authenticate(self, keys: Authenticator) -> Principal:
         """The caller; its connection counts as one of a tenant from now on. Raises as ``Authenticator`` does."""
+        self._has_key = False
         principal = await keys.authenticate(self.authorization)
+        self._has_key = True
         if (show_key := self._state.get("show_key")) is not None:
             show_key(principal.tenant_id)
         return principal

@@ -60,7 +60,7 @@ class UploadRpcs:
             try:
                 await self._receive(writer, request_iterator)
             except OSError as error:
-                raise write_error(error, f"{first.open.path} cannot be written", upload.folder) from error
+                raise write_error(error, f"{first.open.path}: cannot be written", upload.folder) from error
             finally:
                 await asyncio.to_thread(writer.close)
         return file_state(upload.file_progress(first.open.path))

@@ -56,8 +56,8 @@ class RawConnection:
 
 
 @asynccontextmanager
-async def raw_connection(port: int) -> AsyncIterator[RawConnection]:
-    connection = RawConnection(*await asyncio.open_connection("127.0.0.1", port))
+async def raw_connection(port: int, host: str = "127.0.0.1") -> AsyncIterator[RawConnection]:
+    connection = RawConnection(*await asyncio.open_connection(host, port))
     try:
         yield connection
     finally:

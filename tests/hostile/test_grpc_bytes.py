@@ -1,0 +1,212 @@
+"""What strangers, and a tenant, may send to the gRPC door: refused or bounded, while a neighbour's chats go on."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import grpc
+import pytest
+
+from tests.hostile.conftest import Address, Neighbour, Watch
+from tests.hostile.test_rest_bytes import await_closed, crowd, send_all
+from tests.support.http2_client import (
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    call_headers,
+    frame,
+    header_block,
+    http2_client,
+)
+from tests.support.platform import Platform
+from torchrelay.inference.v1 import inference_pb2 as pb
+from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
+
+pytestmark = pytest.mark.e2e
+
+GENERATE, LIST = "/torchrelay.inference.v1.Inference/Generate", "/torchrelay.inference.v1.Inference/ListModels"
+CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
+GREETING = PREFACE + frame(SETTINGS)
+
+
+def call(stream: int, method: str = GENERATE, *more: tuple[str, str]) -> bytes:
+    return frame(HEADERS, END_HEADERS, stream, header_block(call_headers(method, *more)))
+
+
+@pytest.fixture(scope="session")
+def door(platform: Platform) -> Address:
+    host, _, port = platform.endpoints["grpc"].rpartition(":")
+    return Address(host, int(port))
+
+
+@pytest.mark.parametrize("method", [GENERATE, LIST])
+@pytest.mark.parametrize("key", ["", "Bearer tr-nobody", "Basic abc", "Bearer \x7f\xff"])
+def test_a_key_is_looked_at_before_the_message(method: str, key: str, watch: Watch, door: Address) -> None:
+    metadata = [("authorization", key)] if key else []
+    with http2_client(f"{door.host}:{door.port}") as client:
+        client.greet()
+        client.open_call(1, method, *metadata)
+        told = client.end_of(1)
+        assert told, "the call or the connection ends"
+        if key.isprintable() and key.isascii():
+            assert b"invalid_api_key" in told
+
+
+@pytest.mark.parametrize("method", [GENERATE, LIST, CHECK])
+def test_a_message_that_does_not_come_ends_its_call(method: str, watch: Watch, door: Address, mallory: str) -> None:
+    with http2_client(f"{door.host}:{door.port}") as client:
+        client.greet()
+        client.open_call(1, method, ("authorization", f"Bearer {mallory}"))
+        assert b"the message did not arrive within" in client.end_of(1)
+
+
+@pytest.mark.parametrize("method", [WATCH, "/none/None", "/torchrelay.control.v1.Scheduler/Admit", "nonsense"])
+def test_other_methods_end_at_once(method: str, watch: Watch, door: Address) -> None:
+    with http2_client(f"{door.host}:{door.port}") as client:
+        client.greet()
+        client.open_call(1, method)
+        assert client.end_of(1)
+
+
+ENDS = {
+    "silence": b"",
+    "no HTTP/2": b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" + b"x" * 1000,
+    "the preface alone": PREFACE,
+    "half a preface": PREFACE[:10],
+    "a frame of 16 MB": GREETING + b"\xff\xff\xff" + frame(DATA, stream=1)[3:] + bytes(100_000),
+    "data on a stream that is not open": GREETING + frame(DATA, stream=1, payload=bytes(1000)),
+    "headers on stream 0": GREETING + frame(HEADERS, END_HEADERS, 0, header_block(call_headers(GENERATE))),
+    "settings of the wrong size": GREETING + frame(SETTINGS, payload=bytes(5)),
+    "a window of nothing": GREETING + frame(WINDOW_UPDATE, payload=bytes(4)),
+    "a reset of stream 0": GREETING + frame(RST_STREAM, stream=0, payload=bytes(4)),
+    "a ping of 7 bytes": GREETING + frame(PING, payload=bytes(7)),
+    "50,000 pings": GREETING + frame(PING, payload=bytes(8)) * 50_000,
+    "a continuation of nothing": GREETING + frame(CONTINUATION, END_HEADERS, 1, b"\0\0\0"),
+    "a bad header table": GREETING + frame(HEADERS, END_HEADERS, 1, b"\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f"),
+}
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_a_broken_connection_ends(case: str, watch: Watch, door: Address) -> None:
+    with crowd(door, 20) as sockets:
+        send_all(sockets, ENDS[case])
+        await_closed(sockets, len(sockets), 60)
+
+
+def test_metadata_is_bounded(watch: Watch, door: Address) -> None:
+    """One header of 10 MB in frames of 16 kB, and a thousand of them."""
+    with http2_client(f"{door.host}:{door.port}") as client:
+        client.greet()
+        block = header_block([*call_headers(GENERATE), ("x", "a" * 10_000_000)])
+        pieces = [block[begin : begin + 16_384] for begin in range(0, len(block), 16_384)]
+        try:
+            client.sock.sendall(frame(HEADERS, 0, 1, pieces[0]))
+            for piece in pieces[1:]:
+                client.sock.sendall(frame(CONTINUATION, 0, 1, piece))
+            client.sock.sendall(frame(CONTINUATION, END_HEADERS, 1))
+            assert client.end_of(1)
+        except OSError:
+            pass
+    for size in (9_000, 100_000):
+        with http2_client(f"{door.host}:{door.port}") as client:
+            client.greet()
+            client.open_call(1, GENERATE, ("authorization", "Bearer x"), *[("x", "a" * 100)] * (size // 100))
+            assert client.end_of(1)
+
+
+def test_headers_without_end(watch: Watch, door: Address) -> None:
+    with http2_client(f"{door.host}:{door.port}") as client:
+        client.greet()
+        with pytest.raises(OSError):
+            client.sock.sendall(frame(HEADERS, 0, 1, header_block(call_headers(GENERATE))))
+            for _ in range(200_000):
+                client.sock.sendall(frame(CONTINUATION, 0, 1, header_block([("x", "a" * 1000)])))
+
+
+def test_calls_that_are_reset_at_once(watch: Watch, door: Address) -> None:
+    with http2_client(f"{door.host}:{door.port}") as client:
+        client.greet()
+        try:
+            for stream in range(1, 20_001, 2):
+                client.sock.sendall(call(stream) + frame(RST_STREAM, 0, stream, bytes(4)))
+        except OSError:
+            pass
+
+
+def test_keyless_calls_with_data_on_many_connections(watch: Watch, door: Address) -> None:
+    sent = GREETING + b"".join(call(2 * n + 1) + frame(DATA, 0, 2 * n + 1, bytes(16_000)) for n in range(4))
+    with crowd(door, 300) as sockets:
+        for _ in range(5):
+            send_all(sockets, sent)
+            time.sleep(0.2)
+
+
+def test_a_call_stays_on_each_of_many_connections(watch: Watch, door: Address, mallory: str) -> None:
+    sent = GREETING + b"".join(call(2 * n + 1, GENERATE, ("authorization", f"Bearer {mallory}")) for n in range(20))
+    with crowd(door, 100) as sockets:
+        send_all(sockets, sent)
+        await_closed([], 0)
+
+
+def test_ten_thousand_idle_connections(watch: Watch, door: Address, neighbour: Neighbour) -> None:
+    """At the gRPC door, and the neighbour comes by the REST door."""
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        for _ in range(10_000):
+            sockets.append(stack.enter_context(socket.create_connection((door.host, door.port), timeout=30)))
+            sockets[-1].setblocking(False)
+        neighbour.chat()
+        await_closed(sockets, 10_000, 60)
+
+
+def test_random_frames(watch: Watch, door: Address) -> None:
+    dice = random.Random(11)
+    for _ in range(20):
+        with crowd(door, 10) as sockets:
+            for each in sockets:
+                frames = [
+                    frame(
+                        dice.randrange(12), dice.randrange(256), dice.randrange(8), dice.randbytes(dice.randrange(99))
+                    )
+                    for _ in range(20)
+                ]
+                send_all([each], GREETING + b"".join(frames))
+
+
+def test_a_message_above_the_limit_is_refused(watch: Watch, platform: Platform, mallory: str) -> None:
+    with grpc.insecure_channel(platform.endpoints["grpc"]) as channel:
+        made = pb.GenerateRequest(model="x", prompt="a" * (9 << 20))
+        with pytest.raises(grpc.RpcError) as caught:
+            list(InferenceStub(channel).Generate(made, metadata=(("authorization", f"Bearer {mallory}"),)))
+        assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_thousand_calls_of_one_tenant_keep_no_other_out(
+    watch: Watch, platform: Platform, neighbour: Neighbour, mallory: str
+) -> None:
+    """Each with a prompt of 1 MB, for a model that does not exist: what counts is what the door does."""
+    made = pb.GenerateRequest(model="neighbour/none", prompt="a" * 1_000_000)
+    metadata = (("authorization", f"Bearer {mallory}"),)
+    with grpc.insecure_channel(platform.endpoints["grpc"]) as channel, ThreadPoolExecutor(64) as threads:
+
+        def ask(_: int) -> grpc.StatusCode:
+            try:
+                list(InferenceStub(channel).Generate(made, metadata=metadata, timeout=60))
+            except grpc.RpcError as error:
+                code: grpc.StatusCode = error.code()
+                return code
+            return grpc.StatusCode.OK
+
+        codes = set(threads.map(ask, range(300)))
+    assert codes <= {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    neighbour.chat()

@@ -1,0 +1,289 @@
+"""What strangers, and a tenant, may send to the REST door: refused or bounded, while a neighbour's chats go on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+
+import httpx
+import pytest
+
+from tests.hostile.conftest import Address, Neighbour, Watch, gateway_bytes
+from tests.support.completions import headers
+from tests.support.platform import Platform
+from tests.support.raw_http import RawConnection, head, raw_connection
+from torchrelay.cli.api.client import GatewayClient
+
+pytestmark = pytest.mark.e2e
+
+TOKENS, KEYS, FILES = "/v1/chat/completions", "/v1/keys", "/v1/uploads/upl-1/files/w"
+ROUTES = [
+    ("POST", TOKENS),
+    ("POST", "/v1/completions"),
+    ("POST", KEYS),
+    ("POST", "/v1/tenants"),
+    ("PUT", "/v1/prices"),
+    ("POST", "/v1/uploads"),
+    ("PUT", FILES),
+    ("POST", "/v1/uploads/upl-1/commit"),
+    ("PATCH", "/v1/models/x"),
+    ("DELETE", "/v1/keys/x"),
+    ("POST", "/v1/none"),
+]
+HUGE = 100 << 20
+CASES = {
+    **{f"keyless {method} {path}": (head(method, path, content_length=HUGE), 401) for method, path in ROUTES},
+    **{
+        f"keyless chunks {method} {path}": (head(method, path, transfer_encoding="chunked") + b"5\r\nabcde\r\n", 401)
+        for method, path in ROUTES
+    },
+    **{
+        f"KEY {method} {path} too long": (head(method, path, authorization="KEY", content_length=HUGE), 413)
+        for method, path in ROUTES
+        if path != FILES
+    },
+    "wrong key": (head("POST", KEYS, authorization="Bearer tr-nobody", content_length=HUGE), 401),
+    "basic key": (head("POST", KEYS, authorization="Basic eDp5", content_length=HUGE), 401),
+    "key of a megabyte": (head("POST", KEYS, authorization="Bearer " + "a" * (1 << 20)), 431),
+    "length that is no number": (head("POST", KEYS, content_length="1e9"), 400),
+    "negative length": (head("POST", KEYS, content_length=-5), 400),
+    "length of 40 digits": (head("POST", KEYS, content_length="9" * 40), 400),
+    "two lengths": (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", 400),
+    "length and chunks": (head("POST", KEYS, content_length=5, transfer_encoding="chunked"), 400),
+    "unknown encoding": (head("POST", KEYS, transfer_encoding="gzip"), 400),
+    "KEY chunks without a number": (
+        head("POST", KEYS, authorization="KEY", transfer_encoding="chunked") + b"xyz\r\n",
+        400,
+    ),
+    "KEY chunk of 2**70": (
+        head("POST", KEYS, authorization="KEY", transfer_encoding="chunked") + b"f" * 18 + b"\r\n",
+        400,
+    ),
+    "KEY chunk extension without end": (
+        head("POST", KEYS, authorization="KEY", transfer_encoding="chunked") + b"5;" + b"x" * 200_000,
+        400,
+    ),
+    "KEY trailers without end": (
+        head("POST", KEYS, authorization="KEY", transfer_encoding="chunked") + b"0\r\n" + b"x: y\r\n" * 20_000,
+        431,
+    ),
+    "KEY trailer without end": (
+        head("POST", KEYS, authorization="KEY", transfer_encoding="chunked") + b"0\r\nx: " + b"y" * 200_000,
+        400,
+    ),
+    "header of 20 MB": (b"GET / HTTP/1.1\r\nx: " + b"a" * 20_000_000, 431),
+    "name of a header of 20 MB": (b"GET / HTTP/1.1\r\n" + b"a" * 20_000_000, 431),
+    "20,000 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 20_000 + b"\r\n", 431),
+    "101 headers": (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 101 + b"\r\n", 431),
+    "empty headers": (b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 200_000, 431),
+    "folded header": (b"GET / HTTP/1.1\r\nx: a\r\n" + b" b\r\n" * 100_000, 400),
+    "URL of 20 MB": (b"GET /" + b"a" * 20_000_000, 414),
+    "URL of 9 kB": (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", 414),
+    "query of 20 MB": (b"GET /?" + b"a=b&" * 5_000_000, 414),
+    "method of 20 MB": (b"A" * 20_000_000, 400),
+    "no HTTP": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(600), 400),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(50), 400),
+    "HTTP/9.9": (b"GET / HTTP/9.9\r\n\r\n", 400),
+    "raw bytes in the URL": (b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "NUL in a header": (b"GET / HTTP/1.1\r\nx: a\0b\r\n\r\n", 400),
+    "a header without a name": (b"GET / HTTP/1.1\r\n: b\r\n\r\n", 400),
+    "CONNECT": (b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n", 400),
+    "TRACE": (b"TRACE / HTTP/1.1\r\nhost: x\r\n\r\n", 401),
+    "a web socket": (head("GET", "/v1/models", connection="Upgrade", upgrade="websocket"), 401),
+    "an absolute URL": (b"GET http://other/v1/models HTTP/1.1\r\nhost: x\r\n\r\n", 401),
+    "dots in the path": (b"GET /v1/../../etc/passwd HTTP/1.1\r\nhost: x\r\n\r\n", 401),
+    "expects to go on": (head("POST", TOKENS, content_length=HUGE, expect="100-continue"), 401),
+    "headers that do not end": (b"GET / HTTP/1.1\r\nhost: x\r\n", 408),
+    "one byte": (b"G", 408),
+    "KEY body that does not come": (head("POST", KEYS, authorization="KEY", content_length=5), 408),
+    "KEY body that does not end": (head("POST", TOKENS, authorization="KEY", content_length=500) + b'{"m', 408),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_bytes_are_refused(case: str, watch: Watch, rest: Address, mallory: str) -> None:
+    sent, status = CASES[case]
+    async with raw_connection(rest.port, rest.host) as raw:
+        try:
+            await raw.send(sent.replace(b"authorization: KEY", f"authorization: Bearer {mallory}".encode()))
+        except OSError:
+            pass  # refused while it is being sent; the answer may be lost to such a client
+        else:
+            await _assert_refused(raw, status)
+        await raw.wait_closed()
+
+
+async def _assert_refused(raw: RawConnection, status: int) -> None:
+    try:
+        answer = await raw.answer()
+    except (OSError, asyncio.IncompleteReadError):
+        return
+    assert answer.status == status
+    assert answer.message
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n" * 20, b"\n"])
+async def test_silence_is_closed(sent: bytes, watch: Watch, rest: Address) -> None:
+    async with raw_connection(rest.port, rest.host) as raw:
+        await raw.send(sent)
+        await raw.wait_closed(15)
+
+
+@contextmanager
+def crowd(rest: Address, size: int) -> Iterator[list[socket.socket]]:
+    """Connections of one stranger."""
+    with ExitStack() as stack:
+        sockets: list[socket.socket] = []
+        for _ in range(size):
+            sockets.append(stack.enter_context(socket.create_connection((rest.host, rest.port), timeout=30)))
+            sockets[-1].setblocking(False)
+        yield sockets
+
+
+def send_all(sockets: list[socket.socket], data: bytes) -> int:
+    """As much as each takes at once; returns how many are still open."""
+    num_open = 0
+    for each in sockets:
+        try:
+            each.send(data)
+            num_open += 1
+        except BlockingIOError:
+            num_open += 1
+        except OSError:
+            pass
+    return num_open
+
+
+def num_closed(sockets: list[socket.socket]) -> int:
+    """How many the server has ended."""
+    found = 0
+    for each in sockets:
+        try:
+            while each.recv(1 << 16):
+                pass
+            found += 1
+        except BlockingIOError:
+            pass
+        except OSError:
+            found += 1
+    return found
+
+
+def await_closed(sockets: list[socket.socket], at_least: int, timeout_s: float = 40.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while (found := num_closed(sockets)) < at_least:
+        assert time.monotonic() < deadline, f"only {found} of {len(sockets)} are closed"
+        time.sleep(0.1)
+
+
+def test_ten_thousand_idle_connections(watch: Watch, rest: Address) -> None:
+    with crowd(rest, 10_000) as sockets:
+        await_closed(sockets, 10_000)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nx: " + b"a" * 15_000,
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 99,
+        b"GET /" + b"a" * 8000,
+        head("POST", TOKENS, content_length=HUGE) + b"x" * 200_000,
+        head("POST", KEYS, transfer_encoding="chunked") + b"ffffff\r\n" + b"x" * 200_000,
+        head("GET", "/health") * 2000,
+        head("GET", "/openapi.json") * 500,
+    ],
+    ids=["long headers", "many headers", "long URLs", "bodies", "chunks", "requests ahead", "answers unread"],
+)
+def test_a_thousand_connections_that_send_and_wait(sent: bytes, watch: Watch, rest: Address) -> None:
+    with crowd(rest, 1000) as sockets:
+        for _ in range(4):
+            send_all(sockets, sent)
+        await_closed(sockets, 500)
+
+
+def test_random_bytes(watch: Watch, rest: Address) -> None:
+    dice = random.Random(7)
+    starts = [b"", b"GET / HTTP/1.1\r\n", head("POST", KEYS, transfer_encoding="chunked")]
+    for _ in range(10):
+        with crowd(rest, 30) as sockets:
+            for each in sockets:
+                send_all([each], dice.choice(starts) + dice.randbytes(dice.randrange(1, 5000)))
+            await_closed(sockets, len(sockets))
+
+
+async def test_a_tenants_bodies_are_bounded_together(watch: Watch, rest: Address, mallory: str) -> None:
+    """Sixty bodies of 8 MiB each, all but their last byte."""
+    size = 8 << 20
+    async with AsyncExitStack() as stack:
+        connections = [await stack.enter_async_context(raw_connection(rest.port, rest.host)) for _ in range(60)]
+
+        async def send(raw: RawConnection) -> int:
+            try:
+                await raw.send(head("POST", KEYS, authorization=f"Bearer {mallory}", content_length=size))
+                await raw.send(bytes(size - 1))
+                return (await raw.answer(60)).status
+            except (OSError, asyncio.IncompleteReadError):
+                return 0
+
+        statuses = await asyncio.gather(*map(send, connections))
+        assert statuses.count(429) >= 20
+        assert set(statuses) <= {0, 408, 429}
+
+
+def test_a_tenants_open_requests_are_bounded(watch: Watch, rest: Address, mallory: str) -> None:
+    """A thousand requests whose bodies do not come."""
+    with crowd(rest, 1000) as sockets:
+        send_all(sockets, head("POST", KEYS, authorization=f"Bearer {mallory}", content_length=9))
+        await_closed(sockets, 1000)
+
+
+def test_a_tenants_idle_connections_make_room(watch: Watch, rest: Address, mallory: str) -> None:
+    with crowd(rest, 3000) as sockets:
+        send_all(sockets, head("GET", "/v1/none", authorization=f"Bearer {mallory}"))
+
+
+def test_readers_that_take_nothing(watch: Watch, rest: Address, neighbour: Neighbour, platform: Platform) -> None:
+    """Two hundred streams whose client reads none of it."""
+    body = b'{"model": "neighbour/glossary", "messages": [{"role": "user", "content": "?"}], "stream": true, "n": 2}'
+    sent = head("POST", TOKENS, authorization=f"Bearer {neighbour.key}", content_length=len(body)) + body
+    with crowd(rest, 100) as sockets:
+        assert send_all(sockets, sent) == 100
+        watch_until = time.monotonic() + 5
+        while time.monotonic() < watch_until:
+            assert gateway_bytes(watch.gateway) - watch.before_bytes < 100_000_000
+            time.sleep(0.1)
+
+
+@pytest.mark.parametrize("path", ["/v1/usage?group_by=day", "/v1/models", "/v1/keys", "/v1/bill", "/v1/prices"])
+def test_queries_of_a_tenant_are_bounded(path: str, watch: Watch, platform: Platform, mallory: str) -> None:
+    async def many() -> list[int]:
+        async with httpx.AsyncClient(base_url=platform.http, headers=headers(mallory), timeout=60) as client:
+            replies = await asyncio.gather(*(client.get(path) for _ in range(100)))
+            return [reply.status_code for reply in replies]
+
+    statuses = asyncio.run(many())
+    assert set(statuses) <= {200, 429} and statuses.count(200) >= 8
+
+
+def test_a_revoked_keys_open_stream_runs_to_its_end(platform: Platform, neighbour: Neighbour) -> None:
+    """Decided: a key is looked at when a request begins. Afterwards it begins none, on no connection."""
+    with GatewayClient(platform.http, neighbour.key) as owner, httpx.Client(base_url=platform.http) as client:
+        made = owner.call("POST", "/v1/keys", json={"name": "leaked"})
+        body = {
+            "model": neighbour.model,
+            "messages": [{"role": "user", "content": "What is a relay?"}],
+            "stream": True,
+            "max_tokens": 60,
+        }
+        with client.stream("POST", TOKENS, json=body, headers=headers(made["key"]), timeout=60) as stream:
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data: ")
+            owner.call("DELETE", f"/v1/keys/{made['id']}")
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        deadline = time.monotonic() + 10
+        while client.post(TOKENS, json=body, headers=headers(made["key"])).status_code != 401:
+            assert time.monotonic() < deadline

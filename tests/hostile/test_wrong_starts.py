@@ -1,0 +1,141 @@
+"""What starts wrong says so: one sentence that names the setting, and no traceback."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic_settings import BaseSettings
+
+from torchrelay.common.process.settings import misspelt
+from torchrelay.gateway.settings import GatewaySettings
+from torchrelay.param_store.settings import StoreSettings
+from torchrelay.scheduler.settings import SchedulerSettings
+from torchrelay.worker.settings import WorkerSettings
+
+SCRIPTS = Path(sys.executable).parent
+KEY = "ab" * 32
+SERVICES: list[type[BaseSettings]] = [GatewaySettings, SchedulerSettings, StoreSettings, WorkerSettings]
+
+
+def ended(program: str, *args: str, cwd: Path, env: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit status and standard error of a program that is expected to end by itself."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TORCHRELAY_")}
+    ran = subprocess.run(
+        (str(SCRIPTS / program), *args),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env={**clean, **(env or {})},
+    )
+    return ran.returncode, ran.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        (("--device", "cuda:7"), "cuda:7 is asked for and this machine has", "--device cpu"),
+        (("--arena-mb", "1"), "an arena of 1 MiB holds no model", "--arena-mb"),
+        (("--arena-mb", "1000000"), "an arena of 1.049 TB is asked for and ", "--arena-mb"),
+        (("--kv-pool-mb", "1000000"), "2.097 TB are asked for KV and ", "--kv-pool-mb"),
+        (("--threads", "100000"), "100000 threads are asked for and this machine has ", "--threads"),
+        (("--home", "file"), "file cannot be used as home: ", "choose another"),
+        (("--home", "/proc/home"), "/proc/home cannot be used as home: ", "choose another"),
+        (("--home", "x" * 300), "File name too long", "choose another"),
+        (("--remote", "s3:/typo"), "'s3:/typo' is not a valid pack location", "s3://"),
+    ],
+)
+def test_up_refuses_in_a_sentence_what_the_machine_cannot_do(
+    tmp_path: Path, options: tuple[str, ...], message: str, hint: str
+) -> None:
+    (tmp_path / "file").write_text("")
+    status, said = ended("torchrelay", "up", *options, cwd=tmp_path)
+    lines = said.splitlines()
+    assert status == 1, said
+    assert lines[0].startswith("torchrelay: ") and message in " ".join(said.split())
+    assert hint in lines[-1] and "Traceback" not in said
+
+
+def test_up_names_a_taken_port_and_what_asks_for_it(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for args, env, setting in (
+            (("--http-port", port), {}, "--http-port"),
+            (("--grpc-port", port), {}, "--grpc-port"),
+            ((), {"TORCHRELAY_METRICS_PORT": port}, "TORCHRELAY_METRICS_PORT"),
+        ):
+            status, said = ended("torchrelay", "up", *args, cwd=tmp_path, env=env)
+            assert status == 1 and f"port {port} on 127.0.0.1 is taken" in said and setting in said
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"TORCHRELAY_CONFIG": "absent.toml"}, "TORCHRELAY_CONFIG: absent.toml cannot be read: No such file"),
+        ({"TORCHRELAY_CONFIG": "wrong.toml"}, "TORCHRELAY_CONFIG: wrong.toml is not TOML: "),
+        ({"TORCHRELAY_TLS_CA_FILE": "ca.crt"}, "TLS needs all three files or none"),
+        (
+            {f"TORCHRELAY_TLS_{name}_FILE": "absent" for name in ("CA", "CERT", "KEY")},
+            "TORCHRELAY_TLS_CA_FILE: absent cannot be read: No such file",
+        ),
+    ],
+)
+def test_up_names_a_file_that_cannot_be_used(tmp_path: Path, env: dict[str, str], message: str) -> None:
+    (tmp_path / "wrong.toml").write_text("log_level = ")
+    status, said = ended("torchrelay", "up", cwd=tmp_path, env=env)
+    assert status == 1 and message in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("program", "args", "message"),
+    [
+        ("worker", ("--device", "cuda:7"), "device (TORCHRELAY_DEVICE): GPU 7 is configured, but torch finds"),
+        ("worker", ("--threads", "100000"), "threads (TORCHRELAY_THREADS): 100000 threads are asked for"),
+        ("worker", ("--kv-pool-bytes", str(1 << 50)), "kv_pool_bytes (TORCHRELAY_KV_POOL_BYTES): "),
+        ("param-store", ("--arena-bytes", str(1 << 50)), "arena_bytes (TORCHRELAY_ARENA_BYTES): an arena of "),
+        ("param-store", ("--arena-bytes", "4096"), "arena_bytes (TORCHRELAY_ARENA_BYTES): an arena must have more"),
+        ("param-store", ("--arena-path", "/absent/arena"), "arena_path (TORCHRELAY_ARENA_PATH): "),
+        ("param-store", ("--data-dir", "/proc/data"), "/proc/data"),
+        ("gateway", ("--trace-file", "/absent/traces"), "/absent/traces: No such file or directory"),
+    ],
+)
+def test_a_service_refuses_in_a_sentence_what_the_machine_cannot_do(
+    tmp_path: Path, program: str, args: tuple[str, ...], message: str
+) -> None:
+    keyed = () if program == "gateway" else ("--node-key", KEY)
+    status, said = ended(f"torchrelay-{program}", *keyed, *args, cwd=tmp_path)
+    lines = [line for line in said.splitlines() if not line.startswith("{")]
+    assert status == 1, said
+    assert len(lines) == 1 and lines[0].startswith(f"torchrelay-{program}: ") and message in lines[0]
+
+
+def test_a_service_names_a_taken_port(tmp_path: Path, nats_url: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        settings = ("--cluster-key", KEY, "--nats-url", nats_url, "--port", port)
+        status, said = ended("torchrelay-scheduler", *settings, cwd=tmp_path)
+        assert status == 1 and f"port (TORCHRELAY_PORT): cannot listen on 127.0.0.1:{port}: another process" in said
+        assert "Traceback" not in said
+        status, said = ended("torchrelay-gateway", "--http-port", port, "--nats-url", nats_url, cwd=tmp_path)
+        assert status == 1 and "ddress already in use" in said and "Traceback" not in said
+
+
+def test_a_misspelt_key_of_the_file_is_named_with_what_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text("arena_byte = 1\n")
+    config = {"TORCHRELAY_CONFIG": "settings.toml"}
+    status, said = ended("torchrelay-param-store", "--node-key", KEY, cwd=tmp_path, env=config)
+    assert status == 2
+    assert said == (
+        "torchrelay-param-store: settings.toml: 'arena_byte' is not a setting; did you mean 'arena_bytes'?\n"
+    )
+
+
+@pytest.mark.parametrize("settings", SERVICES, ids=lambda settings: settings.__name__)
+def test_no_service_takes_anothers_setting_for_a_misspelt_one(settings: type[BaseSettings]) -> None:
+    others = {name for each in SERVICES for name in each.model_fields} - settings.model_fields.keys()
+    assert {name: misspelt(name, settings) for name in others if misspelt(name, settings)} == {}

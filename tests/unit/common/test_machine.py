@@ -1,0 +1,47 @@
+"""What is asked of a machine is compared with what it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.machine import Machine, available_memory_bytes, check_arena, check_kv_pools, check_threads
+
+GIB = 1 << 30
+MACHINE = Machine(num_cores=2, memory_bytes=8 * GIB, shared_memory_bytes=4 * GIB)
+
+
+def test_what_fits_is_accepted() -> None:
+    check_threads(2, MACHINE)
+    check_kv_pools(8 * GIB, MACHINE)
+    check_arena(4 * GIB, 0, MACHINE)
+    check_arena(5 * GIB, 1 * GIB, MACHINE)  # a part is there from an earlier run
+    check_arena(100 * GIB, 0, Machine(2, None, None))
+
+
+def test_what_does_not_fit_names_the_setting_and_the_machine() -> None:
+    with pytest.raises(InvalidRequest, match="3 threads are asked for and this machine has 2 cores") as threads:
+        check_threads(3, MACHINE)
+    with pytest.raises(
+        InvalidRequest, match=r"9\.66 GB are asked for KV and 8\.59 GB of memory are available"
+    ) as pools:
+        check_kv_pools(9 * GIB, MACHINE)
+    with pytest.raises(InvalidRequest, match=r"an arena of 5\.37 GB .* 4\.29 GB of /dev/shm are free") as arena:
+        check_arena(5 * GIB, 0, MACHINE)
+    with pytest.raises(InvalidRequest, match=r"an arena of 9\.66 GB .* 8\.59 GB of memory are available"):
+        check_arena(9 * GIB, 0, Machine(2, 8 * GIB, 100 * GIB))
+    assert [error.value.field for error in (threads, pools, arena)] == ["threads", "kv_pool_bytes", "arena_bytes"]
+
+
+def test_the_memory_of_a_container_counts_where_it_is_less(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 16 kB\nMemAvailable: 8 kB\n")
+    assert available_memory_bytes(meminfo, tmp_path) == 8192
+    for name, text in (("max", "max"), ("current", "5000"), ("stat", "anon 4000\ninactive_file 1000")):
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert available_memory_bytes(meminfo, tmp_path) == 8192
+    (tmp_path / "memory.max").write_text("6000\n")
+    assert available_memory_bytes(meminfo, tmp_path) == 2000
+    assert available_memory_bytes(tmp_path / "absent", tmp_path / "absent") is None
