@@ -12,15 +12,16 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import pytest
 
 from tests.e2e.conftest import SMALL, Tenant
-from tests.e2e.test_faults import child_of, usage
+from tests.e2e.test_faults import usage
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, headers, stream
-from tests.support.platform import Platform, running_platform
+from tests.support.platform import Platform, child_of, running_platform
 
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(30, 60))

@@ -40,7 +40,12 @@ def http_server(folder: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}/health"
 
 
-SERVERS = {"redis": (redis_server, RedisProbe), "nats": (nats_server, NatsProbe), "http": (http_server, HttpProbe)}
+Start = Callable[[Path], AbstractContextManager[str]]
+SERVERS: dict[str, tuple[Start, Callable[[str], Probe]]] = {
+    "redis": (redis_server, RedisProbe),
+    "nats": (nats_server, NatsProbe),
+    "http": (http_server, HttpProbe),
+}
 
 
 def pid_listening_on(url: str) -> int:
