@@ -79,6 +79,14 @@ async def test_an_upload_goes_on_where_it_was_interrupted(rig: RestRig) -> None:
     assert rest.json()["complete"] is True
 
 
+async def test_a_complete_file_may_be_sent_again_and_stays(rig: RestRig) -> None:
+    upload = await begun(rig.acme)
+    for content in (WEIGHTS, WEIGHTS, b"x"):
+        reply = await rig.acme.put(f"/v1/uploads/{upload['id']}/files/w", content=content)
+        assert reply.json() == {"path": "w", "size": len(WEIGHTS), "received": len(WEIGHTS), "complete": True}
+    assert (await rig.acme.post(f"/v1/uploads/{upload['id']}/commit")).status_code == 200
+
+
 async def test_a_commits_steps_come_as_lines(rig: RestRig) -> None:
     upload = await begun(rig.acme)
     headers = {"accept": "application/x-ndjson"}
