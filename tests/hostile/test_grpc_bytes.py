@@ -199,8 +199,8 @@ def test_a_message_above_the_limit_is_refused(watch: Watch, platform: Platform, 
 def test_many_large_calls_of_one_tenant_keep_no_other_out(
     watch: Watch, platform: Platform, neighbour: Neighbour, mallory: str
 ) -> None:
-    """Each with a prompt of 1 MB, for a model that does not exist: what counts is what the door does."""
-    made = pb.GenerateRequest(model="neighbour/none", prompt="a" * 1_000_000)
+    """Each with a prompt of 250 kB, for a model that does not exist: what counts is what the door does."""
+    made = pb.GenerateRequest(model="neighbour/none", prompt="a" * 250_000)
     metadata = (("authorization", f"Bearer {mallory}"),)
     with grpc.insecure_channel(platform.endpoints["grpc"]) as channel, ThreadPoolExecutor(16) as threads:
 
