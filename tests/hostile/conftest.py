@@ -24,7 +24,7 @@ LIMITS = {"TORCHRELAY_HEAD_TIMEOUT_S": "3", "TORCHRELAY_BODY_SILENCE_S": "4", "T
 MB = 10**6
 MAX_GROWTH_BYTES = 100 * MB  # of the gateway during an attack
 MAX_LEFT_BYTES = 40 * MB  # of it, a while after
-NOISE_S = 3.0  # a machine that runs other things, too, delays a chat by this much now and then
+NOISE_S = 5.0  # a machine that runs other things, too, delays a chat by this much now and then
 REST_S = 30.0
 
 

@@ -6,12 +6,14 @@ the message is received only after the key has been looked at, and in the tenant
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 import grpc
 
 from torchrelay.common.clock import now_unix_us
+from torchrelay.common.errors import DeadlineExceeded
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc import first_message
 from torchrelay.gateway.core import Principal
@@ -103,8 +105,12 @@ class GatewayServicer:
 
     async def _receive(self, messages: AsyncIterator[M], principal: Principal) -> M:
         """The request. gRPC keeps 64 KiB of it until then; a longer one arrives in the tenant's turn."""
-        async with self._shares.messages.turn(principal.tenant_id):
-            return await first_message(messages, self._message_timeout_s)
+        try:
+            async with asyncio.timeout(self._message_timeout_s), self._shares.messages.turn(principal.tenant_id):
+                return await first_message(messages, self._message_timeout_s)
+        except TimeoutError:
+            # Also if it waited for the tenant's other messages all the time.
+            raise DeadlineExceeded(f"the message did not arrive within {self._message_timeout_s:g} s") from None
 
     async def _authenticate(self, context: Context) -> Principal:
         for name, value in context.invocation_metadata() or ():
