@@ -21,7 +21,7 @@ from tests.e2e.conftest import SMALL, Tenant
 from tests.e2e.test_faults import usage
 from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete, headers, stream
-from tests.support.platform import Platform, child_of, running_platform
+from tests.support.platform import Platform, running_platform
 
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(30, 60))
@@ -239,7 +239,7 @@ def test_while_the_broker_hangs_nobody_is_lost_and_cold_requests_are_answered(sh
     platform, cold = shaken.platform, shaken.model("gemma2")
     expected = complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"]
     workers = {name: platform.pid(name) for name in ("prefill-0", "decode-0", "param-store", "scheduler")}
-    with stopped(child_of(platform, "nats-server")):
+    with stopped(platform.pid("nats")):
         begun = time.monotonic()
         while time.monotonic() - begun < 5.0:  # longer than a worker may be silent
             assert complete(platform, shaken.key, model, PROMPT, **SAMPLED)["choices"][0]["token_ids"] == expected

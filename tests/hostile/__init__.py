@@ -1,0 +1,1 @@
+"""Attacks on a whole platform, beside a neighbour whose chats must go on."""

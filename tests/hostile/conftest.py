@@ -20,7 +20,7 @@ from tests.support.platform import Platform, running_platform
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "glossary" / "model"
 OPTIONS = ("--arena-mb", "256", "--kv-pool-mb", "32", "--threads", "1", "--idle-timeout-s", "3600")
 # Shorter than the defaults, so that what is closed for its silence is closed within a test.
-LIMITS = {"TORCHRELAY_HEAD_TIMEOUT_S": "3", "TORCHRELAY_BODY_SILENCE_S": "4"}
+LIMITS = {"TORCHRELAY_HEAD_TIMEOUT_S": "3", "TORCHRELAY_BODY_SILENCE_S": "4", "TORCHRELAY_IDLE_CONNECTION_S": "15"}
 MB = 10**6
 MAX_GROWTH_BYTES = 100 * MB  # of the gateway during an attack
 MAX_LEFT_BYTES = 40 * MB  # of it, a while after

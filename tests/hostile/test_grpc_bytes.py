@@ -114,14 +114,14 @@ def test_metadata_is_bounded(watch: Watch, door: Address) -> None:
             for piece in pieces[1:]:
                 client.sock.sendall(frame(CONTINUATION, 0, 1, piece))
             client.sock.sendall(frame(CONTINUATION, END_HEADERS, 1))
-            assert client.end_of(1)
+            client.end_of(1)
         except OSError:
             pass
     for size in (9_000, 100_000):
         with http2_client(f"{door.host}:{door.port}") as client:
             client.greet()
             client.open_call(1, GENERATE, ("authorization", "Bearer x"), *[("x", "a" * 100)] * (size // 100))
-            assert client.end_of(1)
+            client.end_of(1)  # or of the connection; a call that stays raises TimeoutError
 
 
 def test_headers_without_end(watch: Watch, door: Address) -> None:

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from tests.integration.test_replication import three_stores
 from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster
 from torchrelay.cli.main import app
+from torchrelay.common.callers import SCHEDULER_NODE, Caller, call_token
+from torchrelay.common.keys import derive_node_key
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.scheduler.main import serving
@@ -47,7 +49,7 @@ async def following(address: str) -> AsyncIterator[asyncio.StreamReader]:
 
 @pytest.mark.timeout(90)
 async def test_a_relays_events_appear_at_the_command_line(
-    tmp_path: Path, published: tuple[Path, pb.VersionDescription], nats_url: str
+    tmp_path: Path, published: tuple[Path, pb.VersionDescription], nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote, description = published
     pack_id = description.pack_id
@@ -62,6 +64,8 @@ async def test_a_relays_events_appear_at_the_command_line(
         settings = SchedulerSettings(nats_url=nats_url, nats_prefix=stores.prefix, cluster_key=CLUSTER_KEY)
         async with serving(settings) as addresses, GatewayClient(addresses["grpc"]) as door:
             address = addresses["grpc"]
+            scheduler_key = derive_node_key(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE)
+            monkeypatch.setenv("TORCHRELAY_SCHEDULER_TOKEN", call_token(scheduler_key, Caller.CLI))
             await cluster(address, lambda view: len(view.stores) == 3)
             async with following(address) as followed:
                 await stores.fill_first(pack_id)

@@ -33,7 +33,8 @@ NEIGHBOUR = Principal(tenant_id="t-2", tenant="beta", key_id="k-2")
 NEIGHBOUR_KEY = "tr-neighbour"
 NUM_ATTACKERS = 4
 NUM_CHATS = 30
-LONGEST_S = 4.0  # of a neighbour's chat, on a machine that does much else; before, more than ten
+LONGEST_S = 4.0  # of a neighbour's chat; it used to take more than ten
+SLOWDOWN = 8.0  # or this many times the slowest chat before the attack, on a machine that does much else
 SLOW = "{% for a in range(100) %}{% for b in range(99999) %}{% endfor %}{% endfor %}slow"  # a second or less
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 BOMB = "{% set ns = namespace(x=['y'] * 1000) %}{% for i in range(99999) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
@@ -133,7 +134,7 @@ async def test_a_neighbour_goes_on_chatting(make_rig: MakeRig, name: str) -> Non
     models = [f"beta/{number}" for number in range(3)]
     for number, model in enumerate(models):
         publish(rig, model, TEMPLATE, tiny_tokenizer(300 + number), 4096)
-    await chat_s(rig, models[0])
+    calm_s = max([await chat_s(rig, models[0]) for _ in range(5)])
     async with attacked(rig, attack) as answers:
         async with asyncio.timeout(90):
             while not answers:  # noqa: ASYNC110 -- until the attack has had its effect
@@ -141,7 +142,7 @@ async def test_a_neighbour_goes_on_chatting(make_rig: MakeRig, name: str) -> Non
             slowest_s = 0.0
             for number in range(NUM_CHATS):  # with tokenizers that were not loaded yet among them
                 slowest_s = max(slowest_s, await chat_s(rig, models[number % len(models)]))
-    assert slowest_s < LONGEST_S
+    assert slowest_s < max(LONGEST_S, SLOWDOWN * calm_s)
     for answer in answers:
         assert answer.status_code in attack.statuses, answer.text
         if answer.status_code == 400:

@@ -50,13 +50,17 @@ class Streamed:
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
 
-def stream(platform: Platform, key: str, model: str, prompt: list[int] | str, **options: Any) -> Iterator[Streamed]:
+def stream(
+    platform: Platform, key: str, model: str, prompt: list[int] | str, timeout_s: float = 60, **options: Any
+) -> Iterator[Streamed]:
     """A streamed greedy completion: yields its state after every event; the same object each time."""
     body = {"model": model, "prompt": prompt, "temperature": 0, "return_token_ids": True, "stream": True}
     state = Streamed()
     url = f"{platform.http}/v1/completions"
     usage = {"stream_options": {"include_usage": True}}
-    with httpx.stream("POST", url, json={**body, **usage, **options}, headers=headers(key), timeout=60) as response:
+    with httpx.stream(
+        "POST", url, json={**body, **usage, **options}, headers=headers(key), timeout=timeout_s
+    ) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line == "data: [DONE]":

@@ -83,11 +83,14 @@ class Http2Client:
     def end_of(self, stream: int) -> bytes:
         """The frames' payloads of a call up to its end; empty if the connection ended first."""
         told = bytearray()
-        for kind, flags, of, payload in self.frames():
-            if of == stream and kind in (DATA, HEADERS, CONTINUATION):
-                told += payload
-            if of == stream and (kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM)):
-                return bytes(told) or b"reset"
+        try:
+            for kind, flags, of, payload in self.frames():
+                if of == stream and kind in (DATA, HEADERS, CONTINUATION):
+                    told += payload
+                if of == stream and (kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM)):
+                    return bytes(told) or b"reset"
+        except (BrokenPipeError, ConnectionResetError):
+            pass
         return b""
 
     def is_closed(self, timeout_s: float) -> bool:

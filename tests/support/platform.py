@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 
@@ -26,6 +28,7 @@ from torchrelay.control.v1 import scheduler_pb2
 
 START_S = 90
 SCRIPTS = Path(sys.executable).parent
+BROKERS = {"redis": "redis-server", "nats": "nats-server"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +60,34 @@ class Platform:
             return model
 
     def pid(self, child: str) -> int:
-        """The process of one child, by its name in `up`: gateway, scheduler, param-store, prefill-0, decode-0, ..."""
+        """The process of one child, by its name in `up`: redis, nats, gateway, scheduler, prefill-0, ...
+
+        Raises ``FileNotFoundError`` while it does not run.
+        """
+        if child in BROKERS:
+            return self._pid_of_program(BROKERS[child])
         found: int = json.loads((self.home.run / f"{child}.json").read_text())["pid"]
         return found
+
+    def _pid_of_program(self, program: str) -> int:
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                name = (path / "comm").read_text().strip()
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if name == program and parent == self.process.pid:
+                return int(path.name)
+        raise FileNotFoundError(program)
+
+    def serves(self, child: str, other_than: int) -> bool:
+        """Whether the child runs as another process than this one, and answers."""
+        try:
+            if self.pid(child) == other_than:
+                return False
+        except (FileNotFoundError, json.JSONDecodeError):
+            return False
+        return child not in BROKERS or _accepts(self.endpoints[child])
 
     def kill(self, child: str) -> int:
         """kill -9; `up` starts the child again. Returns the pid that was killed."""
@@ -71,11 +99,8 @@ class Platform:
         """Until the child serves again in a new process."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
-            try:
-                if self.pid(child) != old_pid:
-                    return
-            except (FileNotFoundError, json.JSONDecodeError):
-                pass
+            if self.serves(child, other_than=old_pid):
+                return
             time.sleep(0.05)
         raise AssertionError(f"{child} did not come back within {START_S} s; see {self.home.logs / child}.log")
 
@@ -115,6 +140,15 @@ def child_of(platform: Platform, program: str) -> int:
         if name == program and parent == platform.process.pid:
             return int(path.name)
     return 0
+
+
+def _accepts(url: str) -> bool:
+    parts = urlsplit(url)
+    try:
+        with socket.create_connection((parts.hostname or "127.0.0.1", parts.port or 0), 1):
+            return True
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -80,7 +80,7 @@ async def test_the_health_check_comes_as_a_peer_and_knows_the_plain_door(
 
     door = RpcServer("127.0.0.1")
     await door.start()
-    with pytest.raises(SystemExit, match="does not answer"):
+    with pytest.raises(SystemExit, match="expects TLS"):
         await said_of(address)
     for name, path in cluster.node("probe").as_settings().items():
         monkeypatch.setenv(f"TORCHRELAY_{name.upper()}", path)

@@ -216,6 +216,13 @@ def test_no_image_floats() -> None:
         assert re.search(r":\d", service["image"]) and "latest" not in service["image"], name
 
 
+def test_what_dies_or_hangs_is_started_again() -> None:
+    assert {service.get("restart") for service in SERVICES.values()} == {"unless-stopped"}
+    for name, settings in SETTINGS.items():
+        assert settings.model_fields["watchdog_s"].default > 0
+        assert SERVICES[name]["environment"].get("TORCHRELAY_WATCHDOG_S") != "0"
+
+
 def test_addresses_point_at_services_and_their_ports() -> None:
     for name in SETTINGS:
         for variable, value in SERVICES[name]["environment"].items():

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import cast
 
 import pytest
 from nats.aio.transport import TcpTransport
 from structlog.testing import capture_logs
 
-from tests.support.brokers import free_port
+from tests.support.brokers import free_port, nats_server
 from tests.support.stalled_broker import stalled_client
 from torchrelay.common.net import nats_client
+from torchrelay.common.net.urls import with_credentials
 
 
 async def test_what_is_said_of_a_broker_that_is_away_has_no_password() -> None:
@@ -28,6 +30,18 @@ async def test_what_is_said_of_a_broker_that_is_away_has_no_password() -> None:
             await asyncio.wait({connecting})
     assert logged[0]["event"] == "nats_unreachable" and "127.0.0.1" in str(logged)
     assert "hunter2" not in str(logged)
+
+
+@pytest.mark.parametrize("user", ["ann", "ann b. > *", "ann@example.com"])
+async def test_users_of_another_server_get_their_answers(tmp_path: Path, user: str) -> None:
+    secret = "p:@/w"
+    users = f'authorization {{ users: [ {{ user: "{user}", password: "{secret}" }} ] }}'
+    with nats_server(tmp_path, authorization=users) as url:
+        client = await nats_client.connect(with_credentials(url, user, secret), "test")
+        try:
+            await nats_client.ensure_streams(client.jetstream(), nats_client.Subjects())
+        finally:
+            await client.close()
 
 
 async def test_closing_does_not_wait_for_a_broker_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

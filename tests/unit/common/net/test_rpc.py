@@ -1,7 +1,8 @@
-"""Errors keep their class, field and retry time over gRPC."""
+"""Errors keep their class, field and retry time over gRPC; who calls is checked."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any, cast
 
@@ -9,10 +10,21 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable, UploadRefused, error_class
-from torchrelay.common.net.rpc import RpcServer, error_from_rpc, open_channel
+from torchrelay.common.callers import Caller, call_token
+from torchrelay.common.errors import (
+    CallerRefused,
+    CallerUnknown,
+    QueueFull,
+    TorchrelayError,
+    Unavailable,
+    UploadRefused,
+    error_class,
+)
+from torchrelay.common.net.rpc import RpcServer, error_from_rpc, open_blocking_channel, open_channel
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc
+
+KEY = b"k" * 32
 
 
 class RefusingStore(param_store_pb2_grpc.ParamStoreServicer):
@@ -62,6 +74,59 @@ async def test_absent_server_is_unavailable() -> None:
 
 async def test_health_says_serving(server: RpcServer) -> None:
     async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        reply = await cast(Any, health_pb2_grpc.HealthStub(channel)).Check(health_pb2.HealthCheckRequest())
+    assert reply.status == health_pb2.HealthCheckResponse.SERVING
+
+
+@pytest.fixture
+async def guarded() -> AsyncIterator[str]:
+    """The address of a node that checks who calls."""
+    server = RpcServer("127.0.0.1", node_key=KEY)
+    param_store_pb2_grpc.add_ParamStoreServicer_to_server(cast(Any, RefusingStore)(), server.server)
+    service = "/torchrelay.control.v1.ParamStore"
+    server.allow({f"{service}/Describe": {Caller.GATEWAY}, f"{service}/ReadFile": {Caller.GATEWAY, Caller.WORKER}})
+    await server.start()
+    yield f"127.0.0.1:{server.port}"
+    await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("token", "error"),
+    [
+        ("", CallerUnknown),
+        (call_token(b"another node's key", Caller.GATEWAY), CallerUnknown),
+        (call_token(KEY, Caller.WORKER), CallerRefused),
+        (call_token(KEY, Caller.GATEWAY), UploadRefused),  # served
+    ],
+)
+async def test_who_calls_is_checked_at_each_call(guarded: str, token: str, error: type[TorchrelayError]) -> None:
+    async with open_channel(guarded, token=token) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await param_store_pb2_grpc.ParamStoreStub(channel).Describe(pb.DescribeRequest())
+    assert type(error_from_rpc(caught.value)) is error
+
+    def describe() -> None:
+        with open_blocking_channel(guarded, token=token) as channel:
+            param_store_pb2_grpc.ParamStoreStub(channel).Describe(pb.DescribeRequest(), timeout=20)
+
+    with pytest.raises(grpc.RpcError) as blocking:
+        await asyncio.to_thread(describe)
+    assert cast(grpc.Call, blocking.value).code() is caught.value.code()
+
+
+async def test_a_stream_of_one_who_may_not_read_brings_nothing(guarded: str) -> None:
+    received = []
+    for caller, error in ((Caller.CLI, CallerRefused), (Caller.WORKER, QueueFull)):
+        async with open_channel(guarded, token=call_token(KEY, caller)) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for part in param_store_pb2_grpc.ParamStoreStub(channel).ReadFile(pb.ReadFileRequest()):
+                    received.append((caller, part.data))
+        assert type(error_from_rpc(caught.value)) is error
+    assert received == [(Caller.WORKER, b"first")]
+
+
+async def test_health_is_everybodys(guarded: str) -> None:
+    async with open_channel(guarded) as channel:
         reply = await cast(Any, health_pb2_grpc.HealthStub(channel)).Check(health_pb2.HealthCheckRequest())
     assert reply.status == health_pb2.HealthCheckResponse.SERVING
 

@@ -1,4 +1,4 @@
-"""Every line of a log says which service wrote it; a full disk costs lines, never the process."""
+"""Every line of a log says which service wrote it; a full disk costs lines, never the process; who sees metrics."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
+from tests.support.brokers import free_port
 from tests.support.small_disk import small_disk
 from torchrelay.common.process.telemetry import SpanFile
 
@@ -65,3 +66,25 @@ def test_spans_that_the_disk_does_not_take_are_dropped(tmp_path: Path) -> None:
         assert len(lines) == num_before + 1
         assert json.loads(lines[0])["service"] == json.loads(lines[-1])["service"] == "test"
         tracers.shutdown()
+
+
+_METRICS = """
+import sys, urllib.error, urllib.request
+from torchrelay.common.process.settings import ServiceSettings
+from torchrelay.common.process.telemetry import Telemetry
+
+port = int(sys.argv[1])
+Telemetry("gateway", ServiceSettings(host="0.0.0.0", metrics_port=port))
+for address in ("127.0.0.1", "127.0.0.2"):
+    try:
+        print(urllib.request.urlopen(f"http://{address}:{port}/metrics", timeout=10).status)
+    except urllib.error.URLError as error:
+        print(type(error.reason).__name__)
+"""
+
+
+def test_metrics_are_served_on_loopback_whatever_the_service_listens_on() -> None:
+    """127.0.0.2 stands for any other address of the machine."""
+    program = [sys.executable, "-c", _METRICS, str(free_port())]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["200", "ConnectionRefusedError"], done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
 from torchrelay.common.errors import InvalidRequest, NotFound, Overloaded, TorchrelayError, Unauthenticated
 from torchrelay.common.net.rpc import error_from_rpc, open_channel
 from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.inference.v1 import inference_pb2 as pb
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 
@@ -163,3 +165,25 @@ async def test_a_message_counts_until_it_is_encoded(make_rig: MakeRig) -> None:
         assert "max_buffered_body_bytes_per_tenant" in error_from_rpc(caught.value).message
         for _ in range(3):
             assert [event async for event in InferenceStub(channel).Generate(request(), metadata=METADATA)]
+
+
+@pytest.mark.parametrize("door", ["grpc", "rest"])
+async def test_nothing_of_a_refused_request_is_kept(rig: TokenPathRig, door: str) -> None:
+    """Not even until the next collection of garbage, which may come only after hundreds of megabytes."""
+    gc.collect()
+    gc.disable()
+    try:
+        async with open_channel(rig.grpc_address) as channel:
+            for _ in range(3):
+                if door == "rest":
+                    body = {"model": "nobody/none", "prompt": "x" * 10_000}
+                    assert (await rig.http.post("/v1/completions", json=body)).status_code == 404
+                    continue
+                made = pb.GenerateRequest(model="nobody/none", prompt="x" * 10_000)
+                with pytest.raises(grpc.aio.AioRpcError):
+                    await anext(aiter(InferenceStub(channel).Generate(made, metadata=METADATA)))
+        await until(lambda: rig.shares.requests.num_held == 0)
+        kept = [each for each in gc.get_objects() if isinstance(each, GenerateParams)]
+        assert kept == []
+    finally:
+        gc.enable()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import pytest
 from sqlalchemy import Connection, update
 
-from torchrelay.common.errors import NotFound
+from tests.support.silent_proxy import SilentProxy
+from torchrelay.common.errors import NotFound, Unavailable
 from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.group_commit import GroupCommit, Result, linger_s
 from torchrelay.gateway.sql.tables import table_versions
@@ -53,3 +55,20 @@ async def test_a_write_that_breaks_its_transaction_fails_alone(database: Databas
             await commits.do(0)
     versions = await database.transact(lambda connection: connection.execute(table_versions.select()).all())
     assert {row.version for row in versions} == {1 + 2}  # the failed writes were rolled back
+
+
+async def test_who_waits_behind_a_silent_database_waits_for_it_once(postgres_url: str) -> None:
+    async with SilentProxy(postgres_url).serving() as proxy:
+        database = Database(proxy.url, time_limit_s=1.0)
+        async with GroupCommit[int](database, lambda _, writes: dict.fromkeys(range(len(writes)), 0)) as commits:
+            assert await commits.do(1) == 0
+            proxy.fall_silent()
+            begin_s = time.monotonic()
+            answers = await asyncio.gather(*map(commits.do, range(2560)), return_exceptions=True)  # ten batches
+            took_s = time.monotonic() - begin_s
+            assert all(isinstance(answer, Unavailable) for answer in answers) and took_s < 6
+            proxy.speak()
+            async with asyncio.timeout(20):
+                while (await asyncio.gather(commits.do(1), return_exceptions=True))[0] != 0:
+                    pass
+        await database.close()

@@ -59,7 +59,7 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         await worker.engine.call(lambda: warm_up(worker.pool))
         worker.serve_data()
         stack.callback(worker.holder.close)  # even if what follows fails
-        server = RpcServer(settings.host, settings.port, tls, bytes.fromhex(settings.node_key))
+        server = RpcServer(settings.host, settings.port, tls, bytes.fromhex(settings.node_key), fault=worker.fault)
         address = f"{settings.advertised_host}:{server.port}"
         reporter = Reporter(worker, address)
         worker_pb2_grpc.add_WorkerServicer_to_server(WorkerServicer(worker, reporter), server.server)

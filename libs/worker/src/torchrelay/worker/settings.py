@@ -54,6 +54,12 @@ class WorkerSettings(ServiceSettings):
     start_timeout_s: float = Field(
         10.0, gt=0, description="How long a KV offer waits for the gateway to start its attempt here."
     )
+    engine_stall_s: float = Field(
+        10.0,
+        gt=0,
+        description="Health checks fail when the engine, having work, advances by nothing for this long beyond what its"
+        " step should take.",
+    )
     max_incoming: int = Field(64, ge=1, description="Maximum KV buffers received at once; more wait.")
     kv_by_shared_memory: bool = Field(
         False, description="Send KV to decode workers of the same host_id by shared memory instead of loopback."

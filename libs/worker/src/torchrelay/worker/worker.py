@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from dataclasses import asdict
 from functools import partial
@@ -31,6 +32,7 @@ from torchrelay.worker.metrics.step_metrics import StepMetrics
 from torchrelay.worker.role import WorkerRole, load_roles
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.slot.engine_thread import EngineThread
+from torchrelay.worker.slot.engine_watch import EngineWatch
 from torchrelay.worker.slot.loader import Loader
 from torchrelay.worker.slot.slot import DRAINING, HostedInstance, Slot
 
@@ -71,6 +73,7 @@ class Worker:
         self.holder = HolderServer(settings.worker_id, node_key, self.buffers.get, listener)
         self.local_address = ""
         self.engine = EngineThread(self._on_step, self._on_fault)
+        self.engine_watch = EngineWatch(settings.engine_stall_s, time.monotonic())
         self.roles: list[WorkerRole] = load_roles(settings.role_names, self)
         self._store = store
         self._load: asyncio.Task[None] | None = None
@@ -195,7 +198,13 @@ class Worker:
     def progress(self) -> types_pb2.EngineProgress:
         """Where the engine is, for whoever watches this worker."""
         progress = self.engine.progress(self.step_metrics.latency(self.slot.instance_labels))
+        self.engine_watch.observe(progress, time.monotonic())
         return types_pb2.EngineProgress(**asdict(progress))
+
+    async def fault(self) -> str:
+        """For health checks: why this worker cannot serve; empty if it can."""
+        self.progress()
+        return self.engine_watch.fault(time.monotonic())
 
     def _on_step(self, result: StepResult) -> None:
         for role in self.roles:

@@ -22,10 +22,10 @@ from torchrelay.gateway.inference.interfaces import Authenticator, ModelCatalog,
 from torchrelay.gateway.inference.pipeline import RequestPipeline
 from torchrelay.gateway.inference.sampling import GenerationBounds
 from torchrelay.gateway.inference.text.decoder_cache import DecoderCache
-from torchrelay.gateway.inference.text.frames import TextLimits
 from torchrelay.gateway.inference.text.model_files import ModelFiles
+from torchrelay.gateway.inference.text.processes.frames import TextLimits
+from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses, default_num_processes
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
-from torchrelay.gateway.inference.text.text_processes import TextProcesses, default_num_processes
 from torchrelay.gateway.limits.door_shares import DoorShares
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S, CompletionsApp
 from torchrelay.gateway.settings import GatewaySettings

@@ -12,8 +12,8 @@ from blake3 import blake3
 from tests.support.sample_tokenizers import large_tokenizer, tiny_tokenizer
 from torchrelay.common.errors import InvalidRequest, QueueFull
 from torchrelay.gateway.inference.text.decoder_cache import BYTES_PER_FILE_BYTE, MAX_WAITING, DecoderCache
-from torchrelay.gateway.inference.text.frames import TOKENIZER
-from torchrelay.gateway.inference.text.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.frames import TOKENIZER
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 
 ENCODED = [tiny_tokenizer(300 + 10 * index) for index in range(4)]
 
@@ -42,10 +42,10 @@ def cache() -> Iterator[DecoderCache]:
 
 
 async def test_askers_share_one_load(cache: DecoderCache, files: list[LocalFile]) -> None:
-    assert cache.get(digest(files[0])) is None
+    assert cache.get("acme", digest(files[0])) is None
     found = await asyncio.gather(*(cache.load("acme", files[0]) for _ in range(10)))
     assert all(one is found[0] for one in found)
-    assert cache.get(digest(files[0])) is found[0]
+    assert cache.get("acme", digest(files[0])) is found[0]
     assert found[0].decode([5])
 
 
@@ -54,11 +54,11 @@ async def test_the_least_recently_used_goes_first(files: list[LocalFile]) -> Non
     cache = DecoderCache(room)
     for index in (0, 1, 2):
         await cache.load("acme", files[index])
-    assert cache.get(digest(files[0])) is not None
+    assert cache.get("acme", digest(files[0])) is not None
     await cache.load("acme", files[3])  # 3 is larger than 1: several must be evicted
     cache.check_integrity()
     assert 0 < cache.num_bytes <= room
-    assert [cache.get(digest(file)) is not None for file in files] == [True, False, False, True]
+    assert [cache.get("acme", digest(file)) is not None for file in files] == [True, False, False, True]
     cache.close()
 
 
@@ -67,7 +67,7 @@ async def test_one_larger_than_all_room_still_serves(files: list[LocalFile]) -> 
     for file in files[:2]:
         assert (await cache.load("acme", file)).decode([5])
         cache.check_integrity()
-    assert cache.get(digest(files[1])) is not None and cache.get(digest(files[0])) is None
+    assert cache.get("acme", digest(files[1])) is not None and cache.get("acme", digest(files[0])) is None
     cache.close()
 
 

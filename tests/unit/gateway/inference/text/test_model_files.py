@@ -15,8 +15,8 @@ from torchrelay.common.errors import DataCorrupted
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.file_reader import StoreFileReader
-from torchrelay.gateway.inference.text.frames import TOKENIZER, TOKENIZER_CONFIG, FileId
 from torchrelay.gateway.inference.text.model_files import ModelFiles
+from torchrelay.gateway.inference.text.processes.frames import TOKENIZER, TOKENIZER_CONFIG, FileId
 
 ENCODED = [bytes([index]) * 1000 for index in range(4)]
 DIGESTS = [blake3(data).hexdigest() for data in ENCODED]

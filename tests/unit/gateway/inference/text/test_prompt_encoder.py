@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Split
 
 from tests.support.echo_services import EchoStore
 from tests.support.gateway_ports import PRINCIPAL, published_model
-from tests.unit.gateway.inference.text.text_rig import LOOP, MESSAGES, TINY
+from tests.unit.gateway.inference.text.processes.text_rig import LOOP, MESSAGES, TINY
 from torchrelay.common.errors import ContextLengthExceeded, DataCorrupted, InvalidRequest, TorchrelayError
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
@@ -23,10 +23,10 @@ from torchrelay.gateway.clients.file_reader import StoreFileReader
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.text.decoder_cache import DecoderCache
-from torchrelay.gateway.inference.text.frames import TextLimits
 from torchrelay.gateway.inference.text.model_files import ModelFiles
+from torchrelay.gateway.inference.text.processes.frames import TextLimits
+from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses
 from torchrelay.gateway.inference.text.prompt_encoder import PromptEncoder
-from torchrelay.gateway.inference.text.text_processes import TextProcesses
 
 TEXT = GenerateParams("echo", text="hello")
 CHAT = GenerateParams("echo", messages=MESSAGES)

@@ -4,9 +4,9 @@ import signal
 
 import pytest
 
-from torchrelay.gateway.inference.text.frames import TextLimits
+from torchrelay.gateway.inference.text.processes.frames import TextLimits
+from torchrelay.gateway.inference.text.processes.text_lane import PromptKilled
 from torchrelay.gateway.inference.text.refusals import kill_error
-from torchrelay.gateway.inference.text.text_lane import PromptKilled
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ Payloads are the protobuf messages of ``torchrelay.control.v1`` (reports, regist
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import asdict, dataclass
 
@@ -23,6 +24,7 @@ log = get_logger(__name__)
 
 WARN_EVERY_S = 10.0
 CLOSE_TIMEOUT_S = 3.0
+DEFAULT_INBOX = "_INBOX"
 HISTORY_STREAM = "RELAY_HISTORY"
 USAGE_STREAM = "RELAY_USAGE"
 MIN_STREAM_BYTES = 1 << 20
@@ -82,7 +84,12 @@ class _Client(Client):
 
 def inbox_prefix(user: str) -> str:
     """Where the answers to this user's requests go: nobody else may subscribe to them."""
-    return f"_INBOX.{user}"
+    return f"{DEFAULT_INBOX}.{user}"
+
+
+def _is_subject(user: str | None) -> bool:
+    """Whether the user's name can stand in a subject; a server of somebody else's may have other users."""
+    return user is not None and re.fullmatch(r"[\w-]+", user) is not None
 
 
 async def connect(url: str, name: str) -> Client:
@@ -110,7 +117,7 @@ async def connect(url: str, name: str) -> Client:
         user=None if is_token else servers.user,
         password=servers.password,
         token=servers.user if is_token else None,
-        inbox_prefix=inbox_prefix(servers.user) if servers.user and not is_token else "_INBOX",
+        inbox_prefix=DEFAULT_INBOX if is_token or not _is_subject(servers.user) else inbox_prefix(str(servers.user)),
         max_reconnect_attempts=-1,
         reconnect_time_wait=0.2,  # type: ignore[arg-type]  # passed to asyncio.sleep: seconds, whatever the annotation
         connect_timeout=5,

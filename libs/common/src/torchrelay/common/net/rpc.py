@@ -58,6 +58,7 @@ Faults = Callable[[], Awaitable[str]]
 _BINARY_FIELD = "torchrelay-field-bin"  # of a field that is not ASCII; gRPC carries binary metadata under such names
 # Metadata above 8 KiB ends a call without its cause. Both are cut where a tenant's names make them longer.
 _MAX_FIELD_BYTES, _MAX_MESSAGE_CHARS = 1024, 1024
+_METADATA_BYTES, _LOOKAHEAD_BYTES = 8 << 10, 64 << 10
 M = TypeVar("M")
 
 
@@ -80,6 +81,11 @@ class PublicLimits:
             ("grpc.server_handshake_timeout_ms", int(self.head_s * 1000)),
             ("grpc.http2.settings_timeout", int(self.head_s * 1000)),
             ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
+            ("grpc.max_metadata_size", _METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
+            # What a client may send before its message is asked for. Probing for bandwidth would raise it to megabytes.
+            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+            ("grpc.http2.bdp_probe", 0),
         ]
 
 
@@ -242,7 +248,8 @@ def _mapped(call: Callable[..., Awaitable[Any]], check: _Check | None) -> Callab
                 check(context)
             return await call(request, context)
         except TorchrelayError as error:
-            await _abort(context, error)
+            status = _status_of(error)
+        await context.abort(*status)
 
     return mapped
 
@@ -258,13 +265,18 @@ def _mapped_stream(call: Callable[..., Any], check: _Check | None) -> Callable[.
                 return
             async for reply in replies:
                 yield reply
+            return
         except TorchrelayError as error:
-            await _abort(context, error)
+            status = _status_of(error)
+        await context.abort(*status)
 
     return mapped
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchrelayError) -> None:
+def _status_of(error: TorchrelayError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]:
+    """The arguments of ``abort``, which is called when the error is gone: gRPC keeps what abort raises, and with it the
+    error's frames and the request in them, until the next collection of garbage.
+    """
     trailing: list[tuple[str, str | bytes]] = [(_CODE, error.code)]
     if error.field:
         field = error.field.encode(errors="replace")[:_MAX_FIELD_BYTES]
@@ -272,7 +284,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchrelayE
         trailing.append((_FIELD, field.decode()) if is_plain else (_BINARY_FIELD, field))
     if isinstance(error, Overloaded):
         trailing.append((_RETRY, str(error.retry_after_s)))
-    await context.abort(grpc.StatusCode[error.grpc_status], error.message[:_MAX_MESSAGE_CHARS], tuple(trailing))
+    return grpc.StatusCode[error.grpc_status], error.message[:_MAX_MESSAGE_CHARS], tuple(trailing)
 
 
 def fault_in(trailing: Iterable[tuple[str, str | bytes]] | None) -> str:

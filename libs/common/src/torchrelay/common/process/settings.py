@@ -101,6 +101,9 @@ class ServiceSettings(BaseSettings):
     trace_file: Path | None = Field(None, description="Append finished spans to this file, one JSON object per line.")
     otlp_endpoint: str = Field("", description="OTLP gRPC endpoint for traces and metrics; empty: none.")
     metrics_port: int = Field(0, description="Port for Prometheus metrics; 0: none.")
+    metrics_host: str = Field(
+        "127.0.0.1", description="Address that metrics are served on. They name models, and need no key."
+    )
 
     @property
     def advertised_host(self) -> str:

@@ -141,7 +141,7 @@ def _serve_prometheus(settings: ServiceSettings) -> MetricReader:
     from opentelemetry.exporter.prometheus import PrometheusMetricReader
     from prometheus_client import start_http_server
 
-    start_http_server(settings.metrics_port, addr=settings.host)
+    start_http_server(settings.metrics_port, addr=settings.metrics_host)
     return PrometheusMetricReader()
 
 

@@ -254,7 +254,7 @@ class Database:
         try:
             await self.answer(ping())
         except Unavailable as error:
-            return "does not answer" if isinstance(error.__cause__, TimeoutError) else "is unavailable"
+            return "does not answer" if is_silence(error) else "is unavailable"
         return ""
 
     def insert(self, table: Table) -> sqlite.Insert | postgresql.Insert:
@@ -272,6 +272,11 @@ class Database:
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._transact_engine.dispose)
             self._thread.shutdown(wait=False)
+
+
+def is_silence(error: Unavailable) -> bool:
+    """Whether the database did not answer in time, as opposed to being unreachable."""
+    return isinstance(error.__cause__, TimeoutError)
 
 
 def _sqlite_engine(url: URL, pool_size: int) -> Engine:

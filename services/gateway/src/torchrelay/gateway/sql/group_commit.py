@@ -13,7 +13,7 @@ from typing import Generic, Self, TypeAlias, TypeVar
 from sqlalchemy import Connection
 
 from torchrelay.common.errors import TorchrelayError, Unavailable
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import Database, is_silence
 
 _MAX_QUEUED_WRITES = 10_000  # over all running requests; beyond it callers wait
 _MAX_BATCH_WRITES = 256
@@ -88,7 +88,7 @@ class GroupCommit(Generic[W]):
         try:
             results = await self._database.transact(lambda connection: self._apply(connection, writes))
         except Unavailable as error:
-            for _, done in batch:
+            for _, done in [*batch, *self._waiting_behind(error)]:
                 _resolve(done, error)
         except Exception as error:  # raised to the callers
             if len(batch) == 1:
@@ -99,6 +99,16 @@ class GroupCommit(Generic[W]):
         else:
             for index, (_, done) in enumerate(batch):
                 _resolve(done, results[index])
+
+    def _waiting_behind(self, error: Unavailable) -> list[tuple[W, asyncio.Future[int]]]:
+        """The writes that have waited for a silent database as well: each batch would wait for it anew."""
+        found: list[tuple[W, asyncio.Future[int]]] = []
+        while is_silence(error) and not self._waiting.empty():
+            if (entry := self._waiting.get_nowait()) is None:
+                self._waiting.put_nowait(None)  # the end, for ``_run``
+                break
+            found.append(entry)
+        return found
 
 
 def _resolve(done: asyncio.Future[int], result: int | Exception) -> None:

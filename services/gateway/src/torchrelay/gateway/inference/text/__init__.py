@@ -1,1 +1,1 @@
-"""Text in and out: chat templates and their process, tokenizers, prompt encoding, detokenization."""
+"""Text in and out: prompt encoding, the files and decoders of models, detokenization."""

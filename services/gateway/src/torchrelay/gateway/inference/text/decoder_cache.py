@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
 from torchrelay.common.errors import QueueFull, Unavailable
 from torchrelay.common.tokens.tokenizer import load_decoder
-from torchrelay.gateway.inference.text.fair_queue import FairQueue
-from torchrelay.gateway.inference.text.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
 
 MAX_WAITING = 64  # of one tenant
 MAX_WAIT_S = 30.0
 BYTES_PER_FILE_BYTE = 5.5  # memory of a loaded BPE per byte of its compact JSON
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    decoder: Tokenizer
-    num_bytes: int
-
-
 class DecoderCache:
-    """Evicts the least recently used, never the last one used. Loads one at a time, the tenants in turn.
+    """Loads one at a time, the tenants in turn. One larger than the cache is kept alone.
 
     Requests hold references to their decoders, so eviction does not affect them.
     """
 
-    # Not cachetools.LRUCache: that refuses an entry larger than the cache, and evicts only after loading.
-
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._decoders: dict[str, Tokenizer] = {}  # by digest
+        self._lru: TenantLru[str] = TenantLru(max_bytes)
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(1, MAX_WAITING, 0)
         self._is_loading = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="decoder")
@@ -43,33 +35,33 @@ class DecoderCache:
     @property
     def num_bytes(self) -> int:
         """The estimated memory of the cached decoders."""
-        return sum(entry.num_bytes for entry in self._entries.values())
+        return self._lru.num_bytes
 
-    def get(self, digest: str) -> Tokenizer | None:
+    def get(self, tenant: str, digest: str) -> Tokenizer | None:
         """The decoder of the tokenizer with this BLAKE3 digest, if it is loaded."""
-        entry = self._entries.get(digest)
-        if entry is None:
-            return None
-        self._entries.move_to_end(digest)
-        return entry.decoder
+        decoder = self._decoders.get(digest)
+        if decoder is not None:
+            self._lru.use(digest, tenant)
+        return decoder
 
     async def load(self, tenant: str, file: LocalFile) -> Tokenizer:
         """The decoder of ``file``. Raises ``InvalidRequest``, ``QueueFull`` or ``Unavailable``."""
         digest = file.id[1]
         await self._turn(tenant)
-        if (found := self.get(digest)) is not None:  # loaded while this waited
+        if (found := self.get(tenant, digest)) is not None:  # loaded while this waited
             self._end_turn(tenant, 0.0)
             return found
         num_bytes = int(file.num_bytes * BYTES_PER_FILE_BYTE)
-        self._evict(0, num_bytes)
+        for evicted in self._lru.make_room(num_bytes, tenant):  # before it is loaded
+            del self._decoders[evicted]
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         loading = loop.run_in_executor(self._thread, load_decoder, file.path)
 
         def loaded(ended: asyncio.Future[Tokenizer]) -> None:
             if not ended.cancelled() and ended.exception() is None:
-                self._entries[digest] = _Entry(ended.result(), num_bytes)
-                self._evict(num_kept=1)
+                self._decoders[digest] = ended.result()
+                self._lru.add(digest, tenant, num_bytes)
             self._end_turn(tenant, loop.time() - began_s)
 
         loading.add_done_callback(loaded)
@@ -101,13 +93,10 @@ class DecoderCache:
         self._waiting.ended(tenant, used_s)
         self._next_turn()
 
-    def _evict(self, num_kept: int, num_bytes_needed: int = 0) -> None:
-        while len(self._entries) > num_kept and self.num_bytes + num_bytes_needed > self._max_bytes:
-            self._entries.popitem(last=False)
-
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` if the cache exceeds its limit."""
-        assert len(self._entries) <= 1 or self.num_bytes <= self._max_bytes, "decoders exceed the byte limit"
+        assert len(self._lru) <= 1 or self.num_bytes <= self._max_bytes, "decoders exceed the byte limit"
+        assert set(self._lru) == set(self._decoders), "an entry without a decoder, or a decoder without an entry"

@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import tempfile
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,8 +16,9 @@ from weakref import WeakValueDictionary
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.gateway.clients.file_reader import StoreFileReader
-from torchrelay.gateway.inference.text.frames import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, FileId
-from torchrelay.gateway.inference.text.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.frames import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, FileId
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
 
 MAX_FILE_BYTES: Final = {TOKENIZER: 64 << 20, TOKENIZER_CONFIG: 4 << 20, CHAT_TEMPLATE: 4 << 20}
 MAX_BYTES: Final = 256 << 20
@@ -30,11 +31,10 @@ class ModelFiles:
 
     def __init__(self, reader: StoreFileReader, max_bytes: int = MAX_BYTES) -> None:
         self._reader = reader
-        self._max_bytes = max_bytes
         self._folder = Path()
-        self._files: OrderedDict[FileId, LocalFile] = OrderedDict()
+        self._files: dict[FileId, LocalFile] = {}
+        self._lru: TenantLru[FileId] = TenantLru(max_bytes)
         self._num_holders: Counter[FileId] = Counter()
-        self._num_bytes = 0
         # By tenant: nobody waits for a download that another tenant has queued behind others of its own.
         self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
         self._downloads: WeakValueDictionary[tuple[str, FileId], asyncio.Lock] = WeakValueDictionary()
@@ -59,7 +59,7 @@ class ModelFiles:
                 self._num_holders[file_id] += 1
                 holding.append(file_id)
                 found.append(self._files.get(file_id) or await self._download(tenant, file_id))
-                self._files.move_to_end(file_id)
+                self._lru.use(file_id, tenant)
             yield found
         finally:
             for file_id in holding:
@@ -72,7 +72,7 @@ class ModelFiles:
         lock = self._downloads.setdefault((tenant, file_id), asyncio.Lock())
         try:
             async with asyncio.timeout(DOWNLOAD_TIMEOUT_S), lock, place:
-                return self._files.get(file_id) or await self._save(file_id)
+                return self._files.get(file_id) or await self._save(tenant, file_id)
         except TimeoutError:
             message = f"the model's {file_id[0]} could not be read within {DOWNLOAD_TIMEOUT_S:g} s"
             raise Unavailable(message) from None
@@ -81,7 +81,7 @@ class ModelFiles:
                 raise Unavailable(f"the gateway's disk is full ({self._folder.parent})") from error
             raise Unavailable(f"the gateway cannot keep the model's {file_id[0]}: {error.strerror}") from error
 
-    async def _save(self, file_id: FileId) -> LocalFile:
+    async def _save(self, tenant: str, file_id: FileId) -> LocalFile:
         name, digest = file_id
         descriptor, path = tempfile.mkstemp(dir=self._folder)
         os.close(descriptor)
@@ -93,16 +93,8 @@ class ModelFiles:
         if (other := self._files.get(file_id)) is not None:  # another tenant was faster
             os.unlink(path)
             return other
+        for evicted in self._lru.make_room(num_bytes, tenant, self._num_holders):
+            self._files.pop(evicted).path.unlink()
+        self._lru.add(file_id, tenant, num_bytes)
         self._files[file_id] = LocalFile(file_id, Path(path), num_bytes)
-        self._num_bytes += num_bytes
-        self._evict()
         return self._files[file_id]
-
-    def _evict(self) -> None:
-        for file_id, file in list(self._files.items()):
-            if self._num_bytes <= self._max_bytes:
-                break
-            if file_id not in self._num_holders:
-                del self._files[file_id]
-                self._num_bytes -= file.num_bytes
-                file.path.unlink()

@@ -11,7 +11,8 @@ from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.gateway.core import Principal, PublishedModel
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.gateway.inference.text.decoder_cache import DecoderCache
-from torchrelay.gateway.inference.text.frames import (
+from torchrelay.gateway.inference.text.model_files import ModelFiles
+from torchrelay.gateway.inference.text.processes.frames import (
     CHAT_TEMPLATE,
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -21,15 +22,14 @@ from torchrelay.gateway.inference.text.frames import (
     TextLimits,
     TokenIds,
 )
-from torchrelay.gateway.inference.text.model_files import ModelFiles
+from torchrelay.gateway.inference.text.processes.text_lane import FileRefused, PromptKilled
+from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses
 from torchrelay.gateway.inference.text.refusals import (
     file_error,
     kill_error,
     refusal_error,
     too_many_characters,
 )
-from torchrelay.gateway.inference.text.text_lane import FileRefused, PromptKilled
-from torchrelay.gateway.inference.text.text_processes import TextProcesses
 
 # Tokenizing takes memory per character; no prompt that fits a context has more characters per token.
 MAX_CHARS_PER_CONTEXT_TOKEN: Final = 32
@@ -50,7 +50,7 @@ class PromptEncoder:
     async def decoder(self, principal: Principal, model: PublishedModel) -> Tokenizer:
         """What turns the model's token ids into text. Raises ``TorchrelayError`` if it cannot be loaded."""
         file_id = _tokenizer_file(model)
-        found = self._decoders.get(file_id[1])
+        found = self._decoders.get(principal.tenant_id, file_id[1])
         if found is None:
             # First in a process that can be killed, so that the gateway loads nothing of unknown cost.
             await self._encode(principal, model, GenerateParams(model.name, text=""))

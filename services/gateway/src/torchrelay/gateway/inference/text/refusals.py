@@ -13,8 +13,8 @@ from torchrelay.common.errors import (
 )
 from torchrelay.gateway.core import PublishedModel
 from torchrelay.gateway.inference.sampling import context_exceeded
-from torchrelay.gateway.inference.text.frames import TOKENIZER, Refusal, TextLimits
-from torchrelay.gateway.inference.text.text_lane import FileRefused, PromptKilled
+from torchrelay.gateway.inference.text.processes.frames import TOKENIZER, Refusal, TextLimits
+from torchrelay.gateway.inference.text.processes.text_lane import FileRefused, PromptKilled
 
 
 def refusal_error(refusal: Refusal, model: PublishedModel, field: str) -> TorchrelayError:

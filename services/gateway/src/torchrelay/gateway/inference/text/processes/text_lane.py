@@ -10,19 +10,26 @@ from typing import Any
 
 from torchrelay.common.errors import QueueFull, TorchrelayError, Unavailable
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.gateway.inference.text.fair_queue import FairQueue
-from torchrelay.gateway.inference.text.frames import TOKENIZER, Answer, FileId, Forget, Refusal, TextLimits, frame_of
-from torchrelay.gateway.inference.text.metrics import TextMetrics
-from torchrelay.gateway.inference.text.process_choice import PATIENCE_S, ProcessState, choose
-from torchrelay.gateway.inference.text.process_connection import LocalFile, ProcessEnded, TextProcess
+from torchrelay.gateway.inference.text.processes.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.processes.frames import (
+    TOKENIZER,
+    Answer,
+    FileId,
+    Forget,
+    Refusal,
+    TextLimits,
+    frame_of,
+)
+from torchrelay.gateway.inference.text.processes.metrics import TextMetrics
+from torchrelay.gateway.inference.text.processes.process_choice import PATIENCE_S, ProcessState, choose
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile, ProcessEnded, TextProcess
+from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
 
 log = get_logger(__name__)
 
 MAX_WAITING = 256  # prompts of one tenant
 MAX_WAITING_BYTES = 64 << 20
 MEMORY_PER_FILE_BYTE = 7.5  # of a BPE's compact JSON
-# A process that computes is killed by the kernel when its CPU time is over; one that does not, by the gateway.
-HUNG_FACTOR = 4.0
 CLOSED = "the gateway is shutting down"
 
 
@@ -37,6 +44,9 @@ class LaneSettings:
     num_kept: int = 0  # processes that stay when idle
     max_wait_s: float = 10.0
     idle_s: float = 60.0
+    # A process that computes is killed by the kernel when its CPU time is over; one that does not even do that, by the
+    # gateway after this time.
+    hung_s: float = 10.0
 
 
 class PromptKilled(Exception):
@@ -80,7 +90,7 @@ class _Run:
     process: TextProcess
     timer: asyncio.TimerHandle | None = None
     loading: str | None = None
-    is_hung: bool = False
+    error: TorchrelayError | None = None  # why the gateway itself ends the process
 
 
 @dataclass(slots=True)
@@ -167,7 +177,7 @@ class TextLane:
         run.timer = loop.call_later(PATIENCE_S, self._note_slow, run)
         if all(file.id in state.held for file in job.files):
             for file in job.files:
-                state.held.move_to_end(file.id)
+                state.held.use(file.id, job.tenant)
             run.process.ask(job.frame).add_done_callback(partial(self._answered, run))
         else:
             self._own(self._load_and_ask(run))
@@ -192,28 +202,26 @@ class TextLane:
             self._died(run, ended.status)
         except OSError as error:
             log.warning("model_file_unreadable", error=str(error))
-            self._fail(run.job, Unavailable(f"the gateway cannot read a file of the model: {error.strerror}"))
+            run.error = Unavailable(f"the gateway cannot read a file of the model: {error.strerror}")
             await self._bury(run)  # it waits for the rest of the file
         except Exception:  # the prompt and its place must end
             log.exception("prompt_crashed")
-            self._fail(run.job, TorchrelayError("internal error in the gateway's text processes"))
+            run.error = TorchrelayError("internal error in the gateway's text processes")
             await self._bury(run)
 
     async def _load_missing(self, run: _Run) -> None:
         """Raises ``FileRefused``, ``ProcessEnded`` or ``OSError``."""
-        state, files = run.state, run.job.files
-        missing = {file.id: file for file in files if file.id not in state.held}
-        num_needed = sum(_memory_bytes(file) for file in missing.values())
-        if forgotten := state.to_forget(num_needed, {file.id for file in files}, self._settings.max_cached_bytes):
-            run.process.tell(frame_of(Forget(forgotten)))
-            for file_id in forgotten:
-                del state.held[file_id]
-        for file_id, file in missing.items():
+        held, job = run.state.held, run.job
+        missing = [file for file in job.files if file.id not in held]
+        num_needed = sum(map(_memory_bytes, missing))
+        if forgotten := held.make_room(num_needed, job.tenant, {file.id for file in job.files}):
+            run.process.tell(frame_of(Forget(tuple(forgotten))))
+        for file in missing:
             run.loading = file.id[0]
             outcome = await run.process.load(file)
             if isinstance(outcome, Refusal):
                 raise FileRefused(file.id[0], outcome.detail)
-            state.held[file_id] = _memory_bytes(file)
+            held.add(file.id, job.tenant, _memory_bytes(file))
         run.loading = None
 
     # The end of a prompt:
@@ -243,13 +251,12 @@ class TextLane:
         state.is_busy, state.is_slow, state.since_s = False, False, now_s
 
     def _expire(self, job: _Job) -> None:
-        num_ahead = self._queue.num_ahead(job.tenant) - 1
         if not self._queue.remove(job.tenant, job):
             return  # it runs
         waited = f"the prompt waited {self._settings.max_wait_s:g} s to be tokenized"
-        if num_ahead:
-            why = f"{waited}, behind {num_ahead} others of yours"
-            self._fail(job, QueueFull(why, retry_after_s=self._settings.max_wait_s), "expired")
+        if self._queue.num_running(job.tenant):
+            error = QueueFull(f"{waited}, behind other prompts of yours", retry_after_s=self._settings.max_wait_s)
+            self._fail(job, error, "expired")
         else:
             self._fail(job, Unavailable(f"{waited}: the gateway's text processes are busy"), "expired")
 
@@ -263,8 +270,8 @@ class TextLane:
         self._charge(run)
         log.warning("text_process_killed", status=status, tenant=run.job.tenant, model=run.job.model)
         self._metrics.killed(status)
-        if run.is_hung:
-            self._fail(run.job, Unavailable("a text process of the gateway did not answer"), "hung")
+        if run.error is not None:
+            self._fail(run.job, run.error)
         else:
             self._killed(run.job.tenant, run.job.model)
             self._fail(run.job, PromptKilled(status, run.loading), "killed")
@@ -273,14 +280,18 @@ class TextLane:
 
     def _note_slow(self, run: _Run) -> None:
         run.state.is_slow = True
-        allowed_s = 2 * self._limits.prompt_cpu_s + (self._limits.load_cpu_s if run.loading else 0.0)
-        run.timer = asyncio.get_running_loop().call_later(HUNG_FACTOR * allowed_s, self._end_hung, run)
+        self._watch(run)
         self._dispatch()
         self._grow_if_slow()
 
-    def _end_hung(self, run: _Run) -> None:
-        run.is_hung = True
-        run.process.kill()
+    def _watch(self, run: _Run, last_ns: int = -1) -> None:
+        """Ends the process once it does nothing for ``hung_s``."""
+        ran_ns = run.process.ran_ns()
+        if ran_ns == last_ns:
+            run.error = Unavailable("a text process of the gateway did not answer")
+            run.process.kill()
+        else:
+            run.timer = asyncio.get_running_loop().call_later(self._settings.hung_s, self._watch, run, ran_ns)
 
     # The start of processes:
 
@@ -309,7 +320,7 @@ class TextLane:
             return
         finally:
             self._processes.num_starting -= 1
-        state = ProcessState(loop.time())
+        state = ProcessState(TenantLru(self._settings.max_cached_bytes), loop.time())
         self._processes.ready[state] = process
         process.lost.add_done_callback(lambda _: self._note_lost(state))
         loop.call_later(self._settings.idle_s, self._end_if_idle, state)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, cast
 
 import msgspec
 
-from torchrelay.gateway.inference.text.frames import (
+from torchrelay.gateway.inference.text.processes.frames import (
     LENGTH_BYTES,
     MAX_ANSWER_BYTES,
     Answer,
@@ -24,6 +26,7 @@ from torchrelay.gateway.inference.text.frames import (
 PROCESS_SCRIPT: Final = Path(__file__).with_name("text_process.py")
 ENVIRONMENT: Final = {"LANG": "C.UTF-8", "PYTHONUTF8": "1", "TOKENIZERS_PARALLELISM": "false"}
 START_TIMEOUT_S = 30.0
+END_TIMEOUT_S = 5.0
 PIECE_BYTES = 256 << 10  # of a file in memory at once
 _DECODER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
@@ -121,14 +124,25 @@ class TextProcess(asyncio.Protocol):
 
     async def end(self) -> int:
         """Kills the process, if it has not ended by itself; returns its status."""
+        is_ending = self.lost.done()
         if self._transport is not None:
             self._transport.abort()
         if self._process is None:
             return 0
-        if self._process.returncode is None:
-            # Ended by itself, it is not yet reaped: the kill comes too late to change its status.
-            self.kill()
+        if is_ending:
+            # Not killed as well: asyncio would then reap it itself and lose its status.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    return await self._process.wait()
+        self.kill()
         return await self._process.wait()
+
+    def ran_ns(self) -> int:
+        """How long it has been on a core, where the system says so."""
+        try:
+            return int(Path(f"/proc/{self.pid}/schedstat").read_text().split()[0])
+        except (OSError, ValueError):
+            return time.monotonic_ns()
 
     def kill(self) -> None:
         assert self._process is not None

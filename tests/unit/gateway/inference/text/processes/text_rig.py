@@ -14,7 +14,7 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 from tests.support.sample_tokenizers import tiny_tokenizer
-from torchrelay.gateway.inference.text.frames import (
+from torchrelay.gateway.inference.text.processes.frames import (
     CHAT_TEMPLATE,
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -23,8 +23,8 @@ from torchrelay.gateway.inference.text.frames import (
     TextLimits,
     TokenIds,
 )
-from torchrelay.gateway.inference.text.process_connection import LocalFile
-from torchrelay.gateway.inference.text.text_processes import TextProcesses
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.text_processes import TextProcesses
 
 TINY = tiny_tokenizer()
 CONFIG = json.dumps({"bos_token": "<s>"}).encode()
@@ -98,6 +98,7 @@ async def text_rig(
     max_cached_bytes: int = 96 << 20,
     max_wait_s: float = 60.0,
     idle_s: float = 60.0,
+    hung_s: float = 30.0,
 ) -> AsyncIterator[TextRig]:
     processes = TextProcesses(
         TextLimits(prompt_cpu_s, load_cpu_s, max_memory_bytes),
@@ -105,6 +106,7 @@ async def text_rig(
         max_cached_bytes=max_cached_bytes,
         max_wait_s=max_wait_s,
         idle_s=idle_s,
+        hung_s=hung_s,
     )
     async with processes:
         yield TextRig(processes, folder)

@@ -44,10 +44,9 @@ class FairQueue(Generic[T]):
     def num_waiting(self) -> int:
         return sum(len(share.waiting) for share in self._shares.values())
 
-    def num_ahead(self, tenant: str) -> int:
-        """The tenant's items, waiting and running."""
+    def num_running(self, tenant: str) -> int:
         share = self._shares.get(tenant)
-        return 0 if share is None else len(share.waiting) + share.num_running
+        return 0 if share is None else share.num_running
 
     def add(self, tenant: str, item: T, num_bytes: int) -> bool:
         """False if the tenant's places or bytes are used up; a first item of any size always fits."""

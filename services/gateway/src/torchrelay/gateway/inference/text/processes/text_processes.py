@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final, Self
 
 from opentelemetry.metrics import Meter
 
-from torchrelay.gateway.inference.text.frames import Answer, Prompt, TextLimits, frame_of
-from torchrelay.gateway.inference.text.metrics import TextMetrics
-from torchrelay.gateway.inference.text.process_connection import LocalFile
-from torchrelay.gateway.inference.text.suspects import Suspects
-from torchrelay.gateway.inference.text.text_lane import LaneSettings, TextLane
+from torchrelay.gateway.inference.text.processes.frames import Answer, Prompt, TextLimits, frame_of
+from torchrelay.gateway.inference.text.processes.metrics import TextMetrics
+from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
+from torchrelay.gateway.inference.text.processes.suspects import Suspects
+from torchrelay.gateway.inference.text.processes.text_lane import LaneSettings, TextLane
 
 MAX_DEFAULT_PROCESSES: Final = 8
 SUSPECTS_NICENESS: Final = 19
@@ -39,29 +40,23 @@ class TextProcesses:
         max_cached_bytes: int,
         max_wait_s: float = 10.0,
         idle_s: float = 60.0,
+        hung_s: float = 10.0,
         meter: Meter | None = None,
     ) -> None:
         metrics = TextMetrics(lambda: len(self.pids), meter)
         self._suspects = Suspects()
-        self._lane = TextLane(
-            LaneSettings(
-                num_processes,
-                max_cached_bytes,
-                max_running=max(1, num_processes - 1),
-                num_kept=1,
-                max_wait_s=max_wait_s,
-                idle_s=idle_s,
-            ),
-            limits,
-            metrics,
-            self._suspect,
+        shared = LaneSettings(
+            num_processes,
+            max_cached_bytes,
+            max_running=max(1, num_processes - 1),
+            num_kept=1,
+            max_wait_s=max_wait_s,
+            idle_s=idle_s,
+            hung_s=hung_s,
         )
-        self._suspects_lane = TextLane(
-            LaneSettings(1, max_cached_bytes, niceness=SUSPECTS_NICENESS, max_wait_s=max_wait_s, idle_s=idle_s),
-            limits,
-            metrics,
-            self._suspect,
-        )
+        confined = replace(shared, max_processes=1, max_running=1, num_kept=0, niceness=SUSPECTS_NICENESS)
+        self._lane = TextLane(shared, limits, metrics, self._suspect)
+        self._suspects_lane = TextLane(confined, limits, metrics, self._suspect)
 
     async def __aenter__(self) -> Self:
         return self

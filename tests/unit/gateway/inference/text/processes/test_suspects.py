@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchrelay.gateway.inference.text.suspects import Suspects
+from torchrelay.gateway.inference.text.processes.suspects import Suspects
 
 
 def test_a_pair_is_confined_for_its_time_and_nobody_else() -> None:

@@ -22,10 +22,10 @@ import msgspec
 from tokenizers import Tokenizer
 
 from torchrelay.common.tokens.tokenizer import load_tokenizer
-from torchrelay.gateway.inference.text import chat_format
-from torchrelay.gateway.inference.text.chat_format import ChatFormat
-from torchrelay.gateway.inference.text.chat_template import ChatTemplate, OutputTooLong
-from torchrelay.gateway.inference.text.frames import (
+from torchrelay.gateway.inference.text.processes import chat_format
+from torchrelay.gateway.inference.text.processes.chat_format import ChatFormat
+from torchrelay.gateway.inference.text.processes.chat_template import ChatTemplate, OutputTooLong
+from torchrelay.gateway.inference.text.processes.frames import (
     CHAT_TEMPLATE,
     LENGTH_BYTES,
     TOKENIZER,

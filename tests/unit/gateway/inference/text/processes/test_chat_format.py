@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from torchrelay.gateway.inference.text.chat_format import MAX_TEMPLATE_CHARS, template_file, tokenizer_config
+from torchrelay.gateway.inference.text.processes.chat_format import MAX_TEMPLATE_CHARS, template_file, tokenizer_config
 
 
 def encoded(**fields: object) -> bytes:

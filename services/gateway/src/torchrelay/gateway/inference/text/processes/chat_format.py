@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import msgspec
 
-from torchrelay.gateway.inference.text.chat_template import ChatTemplate
+from torchrelay.gateway.inference.text.processes.chat_template import ChatTemplate
 
 MAX_TEMPLATE_CHARS: Final = 1 << 20
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.gateway.inference.text.fair_queue import FairQueue
+from torchrelay.gateway.inference.text.processes.fair_queue import FairQueue
 
 
 def queue(max_running: int = 1, max_waiting: int = 1000, max_bytes: int = 1 << 30) -> FairQueue[str]:
@@ -104,8 +104,9 @@ def test_places_and_bytes_are_bounded_for_each_tenant() -> None:
     assert waiting.remove("acme", "a") and not waiting.remove("acme", "a")
     assert not waiting.remove("nobody", "a")
     assert waiting.add("acme", "b", 1)
-    assert (waiting.num_ahead("acme"), waiting.num_ahead("beta"), waiting.num_ahead("nobody")) == (1, 2, 0)
     assert waiting.num_waiting == 3
+    assert (take(waiting), take(waiting)) == ("c", "b")
+    assert (waiting.num_running("acme"), waiting.num_running("beta"), waiting.num_running("nobody")) == (1, 1, 0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.001, 3.0)), min_size=1, max_size=60))

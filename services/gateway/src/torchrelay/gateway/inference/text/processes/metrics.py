@@ -23,7 +23,7 @@ class TextMetrics:
         self._wait = seconds_histogram(
             meter, "torchrelay_gateway_prompt_wait", "How long prompts waited for a text process."
         )
-        outcomes = "Prompts by outcome: ok, refused, killed, hung, expired, queue_full, failed."
+        outcomes = "Prompts by outcome: ok, refused, killed, expired, queue_full, failed."
         observe_counts(meter, "prompts", outcomes, "outcome", self._num_prompts)
         kills = "Text processes that ended over a prompt, by signal: SIGPROF and SIGVTALRM are their CPU limits."
         observe_counts(meter, "text_process_kills", kills, "signal", self._num_kills)

@@ -1,0 +1,57 @@
+"""A hung process is as dead as one that ended: `up` replaces it, and the platform serves again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import SMALL, Tenant
+from tests.support.completions import complete
+from tests.support.platform import running_platform
+
+pytestmark = pytest.mark.e2e
+PROMPT = list(range(30, 60))
+CHILDREN = ["redis", "nats", "gateway", "scheduler", "param-store", "prefill-0", "decode-0"]
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tenant]:
+    """A tenant of a platform whose processes these tests stop."""
+    options = (*SMALL, "--idle-timeout-s", "120")
+    with running_platform(tmp_path_factory.mktemp("watched"), options) as platform:
+        yield Tenant(platform, "acme", platform.tenant("acme"), tmp_path_factory.mktemp("checkpoints"))
+
+
+def served_again(tenant: Tenant, model: str, timeout_s: float = 90) -> list[int]:
+    """The tokens of the first request that succeeds; the platform may refuse some before it has noticed everything."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            answer = complete(tenant.platform, tenant.key, model, PROMPT, max_tokens=8, ignore_eos=True)
+        except (AssertionError, httpx.TransportError):
+            assert time.monotonic() < deadline, "the platform does not serve again"
+            time.sleep(0.2)
+        else:
+            tokens: list[int] = answer["choices"][0]["token_ids"]
+            return tokens
+
+
+@pytest.mark.parametrize("child", CHILDREN)
+def test_a_child_that_hangs_is_replaced_and_the_platform_serves_again(watched: Tenant, child: str) -> None:
+    platform, model = watched.platform, watched.model()
+    expected = served_again(watched, model)
+    others = {name: platform.pid(name) for name in CHILDREN if name != child}
+    stopped = platform.pid(child)
+    os.kill(stopped, signal.SIGSTOP)
+    platform.await_restart(child, stopped)
+    assert not Path(f"/proc/{stopped}").exists()
+    assert served_again(watched, model) == expected
+    assert {name: platform.pid(name) for name in others} == others, "more was replaced than what hung"
+    said = (platform.home.path / "up.log").read_text()
+    assert f"  {child:<12}  did not answer for 5 s; killed; restarting in" in said

@@ -1,0 +1,40 @@
+"""A worker's health check fails while its engine hangs, and not while it rests."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+
+from tests.integration.roles_testbed import running_test_worker
+from tests.unit.param_store.running_store import running_store
+from torchrelay.common.net.probes import GrpcProbe
+from torchrelay.common.net.rpc import open_channel
+from torchrelay.worker.slot.engine_watch import EngineWatch
+
+
+async def test_a_worker_whose_engine_hangs_says_so_until_it_goes_on(tmp_path: Path, nats_url: str) -> None:
+    async with (
+        running_store(tmp_path) as store,
+        running_test_worker(nats_url, store) as one,
+        open_channel(one.address) as channel,
+    ):
+        probe, engine = GrpcProbe(channel), one.worker.engine
+        assert await probe.ask() == ""
+        has_begun, may_end = threading.Event(), threading.Event()
+        engine.post(has_begun.set)
+        engine.post(may_end.wait)
+        try:
+            assert await asyncio.to_thread(has_begun.wait, 20)
+            assert await probe.ask() == ""
+            # As if it had been so, and somebody had looked, an hour ago.
+            an_hour_ago = time.monotonic() - 3600
+            one.worker.engine_watch = EngineWatch(10.0, an_hour_ago)
+            one.worker.engine_watch.observe(engine.progress(None), an_hour_ago)
+            fault = await probe.ask()
+            assert fault.startswith("cannot serve: the engine has work and has made no step for 36"), fault
+        finally:
+            may_end.set()
+        await engine.call(lambda: None)
+        assert await probe.ask() == ""
