@@ -287,7 +287,7 @@ async def test_who_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -> None:
 
 
 async def test_a_deadline_that_ends_a_long_prompt_bills_what_was_computed(make_rig: MakeRig) -> None:
-    rig = await make_rig(request_timeout_s=0.5)
+    rig = await make_rig(request_timeout_s=4.0)
     rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
     assert response.status_code == 504
