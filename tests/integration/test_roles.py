@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import socket
 import time
@@ -126,6 +127,34 @@ async def test_three_choices_with_stop_strings_each_end_for_themselves(scene_of:
             ends = [tokens.index(token) + 1 for token in (begins, end) if token in tokens]
             assert stopped.tokens(choice) == tokens[: min(ends, default=len(tokens))]
             assert stopped.finish(choice) == (pb.FINISH_REASON_STOP if ends else pb.FINISH_REASON_LENGTH)
+        await scene.assert_idle()
+
+
+@pytest.mark.parametrize("apart", [True, False], ids=["two workers", "one worker"])
+async def test_a_token_that_the_tokenizer_panics_at_ends_its_request_with_the_cause(
+    scene_of: Make, model: Model, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    """Only requests with stop strings need the tokenizer; tokens before the fault are delivered, nothing is left."""
+    expected, letters = model.expected(PROMPT), _printable(model)
+    place = next(i for i, token in enumerate(expected) if i >= 2 and token in letters and token not in expected[:i])
+    # Stripped from both ends, a token of this one character is less than empty, at which the library panics.
+    fields = json.loads((model.folder / "tokenizer.json").read_bytes())
+    strip = {"type": "Strip", "content": letters[expected[place]], "start": 1, "stop": 1}
+    fields["decoder"] = {"type": "Sequence", "decoders": [strip, fields["decoder"]]}
+
+    async def read(digest: str) -> bytes:
+        return json.dumps(fields).encode()
+
+    async with scene_of(apart=apart) as scene:
+        for one in (scene.prefill, scene.decode):
+            monkeypatch.setattr(one.worker.tokenizers, "read", read)
+        neighbour = await scene.send(scene.request(PROMPT))
+        request = await scene.send(scene.request(PROMPT, stop_strings=["never to be seen"]))
+        await request.finished()
+        assert request.tokens() == expected[:place]
+        assert "the model's tokenizer failed to decode its tokens" in request.error().message
+        await neighbour.finished()
+        assert neighbour.tokens() == expected
         await scene.assert_idle()
 
 

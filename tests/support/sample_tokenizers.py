@@ -83,3 +83,15 @@ def byte_fallback_tokenizer() -> bytes:
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.add_tokens(["<tool>"])
     return tokenizer.to_str().encode()
+
+
+PANIC = "Ġ"  # the token that ``panicking_tokenizer`` cannot decode
+
+
+def panicking_tokenizer() -> bytes:
+    """``tiny_tokenizer`` with a decoder in which the library panics at one token, ``PANIC``."""
+    fields = json.loads(tiny_tokenizer())
+    # The token is stripped from both ends and has but one character.
+    strip = {"type": "Strip", "content": PANIC, "start": 1, "stop": 1}
+    fields["decoder"] = {"type": "Sequence", "decoders": [strip, fields["decoder"]]}
+    return json.dumps(fields).encode()

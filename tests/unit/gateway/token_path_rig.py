@@ -102,9 +102,12 @@ async def make_rig(tokenizer_json: bytes) -> AsyncIterator[MakeRig]:
     async with AsyncExitStack() as stack:
 
         async def make(
-            write_gap_s: float = WRITE_GAP_S, meter: Meter | None = None, **settings: object
+            write_gap_s: float = WRITE_GAP_S,
+            meter: Meter | None = None,
+            tokenizer: bytes = tokenizer_json,
+            **settings: object,
         ) -> TokenPathRig:
-            return await _make(stack, tokenizer_json, write_gap_s, meter, settings)
+            return await _make(stack, tokenizer, write_gap_s, meter, settings)
 
         yield make
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.modelspec.test_tensor_order import LLAMA
+from torchrelay.modelspec.architectures import ARCHITECTURES
 from torchrelay.modelspec.config import RopeConfig, RopeScaling, UnsupportedModel, read_config
 
 QWEN3_MOE: dict[str, Any] = {
@@ -156,3 +159,43 @@ def test_what_cannot_run_is_refused_by_field(change: dict[str, Any], field: str)
     with pytest.raises(UnsupportedModel) as refused:
         read_config(LLAMA | change)
     assert refused.value.field == field
+
+
+KEYS = (
+    *LLAMA,
+    *[
+        "architectures",
+        "head_dim",
+        "hidden_act",
+        "hidden_activation",
+        "rope_parameters",
+        "rope_scaling",
+        "rope_theta",
+        "layer_types",
+    ],
+    *["rope_local_base_freq", "sliding_window", "sliding_window_pattern", "use_sliding_window", "max_window_layers"],
+    *["query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "partial_rotary_factor"],
+    *["num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "mlp_only_layers"],
+)
+ROPE_KEYS = ("rope_type", "factor", "rope_theta", "full_attention", "sliding_attention", "low_freq_factor")
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from([0, -1, 2**31, 2**63, 10**4000, "linear", "llama3", "default", "full_attention"])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda members: st.lists(members, max_size=4) | st.dictionaries(st.sampled_from(ROPE_KEYS), members, max_size=4),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(sorted(ARCHITECTURES)), st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
+def test_whatever_a_stranger_writes_is_read_or_refused_by_field(name: str, changes: dict[str, Any]) -> None:
+    config = {**LLAMA, "architectures": [name], **changes}
+    try:
+        assert len(read_config(config).windows) == read_config(config).num_layers
+    except UnsupportedModel as refused:
+        assert refused.field

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.support.sample_tokenizers import EOS, byte_fallback_tokenizer, tiny_tokenizer
+from tests.support.sample_tokenizers import (
+    EOS,
+    PANIC,
+    byte_fallback_tokenizer,
+    panicking_tokenizer,
+    tiny_tokenizer,
+)
+from torchrelay.common.errors import TorchrelayError
+from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.common.tokens.text_stream import MAX_HELD_TOKENS, TextStream
-from torchrelay.common.tokens.tokenizer import load_tokenizer
+from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
 
 TOKENIZER = Tokenizer.from_str(tiny_tokenizer().decode())
 
@@ -58,3 +69,38 @@ def test_invalid_bytes_without_end_are_shown_and_forgotten() -> None:
     text = "".join([stream.step(invalid) for _ in range(MAX_HELD_TOKENS * 10)])
     assert text == "\ufffd" * MAX_HELD_TOKENS * 10
     assert "".join([stream.step(token) for token in TOKENIZER.encode(" hello").ids]) == " hello"
+
+
+def test_tokens_that_the_decoder_panics_at_are_an_error_with_a_cause() -> None:
+    """A panic of the library is no ``Exception``: uncaught it would end neither the request nor anything else."""
+    tokenizer = load_decoder(panicking_tokenizer())
+    fine, panic = tokenizer.token_to_id("h"), tokenizer.token_to_id(PANIC)
+    assert fine is not None and panic is not None
+    for checked in (TextStream(tokenizer), StopChecker(tokenizer, ["STOP"])):
+        checked.step(fine)
+        with pytest.raises(TorchrelayError, match="the model's tokenizer failed to decode its tokens") as failed:
+            checked.step(panic)
+        assert failed.value.field == "model"
+
+
+def test_held_tokens_that_the_decoder_panics_at_are_an_error_too() -> None:
+    """A character that never ends is decoded anew at the end of the stream."""
+    fields = json.loads(panicking_tokenizer())
+    fields["decoder"]["decoders"].reverse()  # strips the text of all tokens, which is now empty
+    fields["decoder"]["decoders"][1]["content"] = "\ufffd"
+    tokenizer = load_decoder(json.dumps(fields).encode())
+    invalid = tokenizer.token_to_id("ÿ")  # the byte 0xff
+    assert invalid is not None
+    stream = TextStream(tokenizer)
+    with pytest.raises(TorchrelayError, match="failed to decode"):
+        stream.step(invalid)
+        stream.flush()
+
+
+def test_long_tokens_without_text_are_not_held() -> None:
+    """Each step decodes all that is held: sixteen tokens of a thousand characters would make steps slow."""
+    fields = json.loads(tiny_tokenizer())
+    fields["model"] = {"type": "WordLevel", "vocab": {"ÿ" * 200: 0, "h": 1}, "unk_token": "h"}
+    fields["added_tokens"] = []
+    stream = TextStream(load_decoder(json.dumps(fields).encode()))
+    assert [stream.step(0), stream.step(0), stream.step(1)] == ["", "\ufffd" * 400, "h"]

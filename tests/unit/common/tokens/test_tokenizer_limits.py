@@ -90,6 +90,15 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         document(decoder=replace({"String": "a"}, "x" * 200)),
         "decoder: its replacements lengthen text 200 times; at most 8 times",
     ),
+    "long token that is replaced": (
+        document(model={"vocab": {"a" * 600: 0}}, decoder=sequence("decoders", DOUBLE, FUSE)),
+        "the longest token, of 600 characters, costs 20,400; at most 8,192 is allowed",
+    ),
+    "long added token that is replaced": (
+        document(added_tokens=added(1, "a" * 600), decoder=replace({"String": "a"}, "b")),
+        "the longest token, of 600 characters, costs 9,600; at most 8,192 is allowed",
+    ),
+    "long search": (document(decoder=replace({"String": "a" * 17})), "decoder.pattern: it has 17 characters; at most"),
     "content without end": (document(decoder=replace({"String": "a"}, "x" * 257)), "decoder.content: it has 257 char"),
     "decoder that replaces nothing": (document(decoder=replace({"String": ""}, "x")), "decoder.pattern: it is empty"),
     "suffix of nothing": (document(decoder={"type": "BPEDecoder", "suffix": ""}), "decoder.suffix: it must not be mis"),
@@ -97,12 +106,16 @@ REFUSED: dict[str, tuple[bytes, str]] = {
         document(decoder={"type": "CTC", "pad_token": "p", "word_delimiter_token": "", "cleanup": True}),
         "decoder.word_delimiter_token: it must not be missing or empty",
     ),
-    "many steps": (document(decoder=sequence("decoders", *[FUSE] * 17)), "decoder.decoders: it has 17 steps; at most"),
+    "many steps": (document(decoder=sequence("decoders", *[FUSE] * 9)), "decoder: it has 9 steps; at most 8"),
     "many steps in parts": (
-        document(decoder=sequence("decoders", *[sequence("decoders", *[FUSE] * 9)] * 2)),
-        "decoder: it has 17 steps; at most 16 are allowed",
+        document(decoder=sequence("decoders", *[sequence("decoders", *[FUSE] * 5)] * 2)),
+        "decoder: it has 9 steps; at most 8 are allowed",
     ),
     "deep decoder": (document(decoder=nested("decoders", 9, FUSE)), "decoder: it has 9 Sequences in one another"),
+    "Sequences of nothing": (
+        document(decoder=sequence("decoders", *[sequence("decoders")] * 16)),
+        "decoder: it has 17 Sequences; at most 16 are allowed",
+    ),
     "bottomless decoder": (document(decoder=nested("decoders", 300, FUSE)), "decoder: it has 9 Sequences in one anot"),
     "large count": (
         document(decoder={"type": "Strip", "content": " ", "start": 10**12, "stop": 0}),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
 import openai
 import pytest
 
+from tests.support.sample_tokenizers import PANIC, panicking_tokenizer
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig, until
 from torchrelay.common.errors import Unavailable
 from torchrelay.gateway.core import FinishCause
@@ -78,6 +80,32 @@ async def test_a_client_that_leaves_frees_workers_and_is_billed_for_what_was_acc
     assert (usage.num_output_tokens, usage.cause) == (5, FinishCause.CANCELLED)
     await until(lambda: len(rig.scheduler.releases) == 1)
     assert rig.token_path.admissions.num_open == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_token_that_the_tokenizer_panics_at_ends_the_request_with_the_cause(
+    make_rig: MakeRig, stream: bool
+) -> None:
+    """The panic is no ``Exception``. What was accepted is billed, the workers are freed, the next request runs."""
+    rig = await make_rig(tokenizer=panicking_tokenizer())
+    panic = rig.tokenizer.token_to_id(PANIC)
+    assert panic is not None
+    for worker in rig.workers:
+        worker.pause_at = 5
+    body = {"model": "echo", "prompt": [*PROMPT[:4], panic, *PROMPT], "max_tokens": 100, "stream": stream}
+    response = await rig.http.post("/v1/completions", json=body)
+    cause = "the model's tokenizer failed to decode its tokens; the answer cannot go on"
+    if stream:
+        assert json.loads(response.text.split("data: ")[-1])["error"]["message"] == cause
+    else:
+        assert (response.status_code, response.json()["error"]["message"]) == (500, cause)
+    await until(lambda: len(rig.ports.settled) == 1 and not rig.ports.reserved)
+    usage = next(iter(rig.ports.settled.values()))[0]
+    assert (usage.num_output_tokens, usage.cause) == (5, FinishCause.ERROR)
+    await until(lambda: not any(worker.num_running for worker in rig.workers))
+    await until(lambda: len(rig.scheduler.releases) == 1)
+    reply = await rig.client.completions.create(model="echo", prompt=PROMPT, max_tokens=3)
+    assert reply.choices[0].text == rig.text(PROMPT[:3])
 
 
 async def test_a_client_that_leaves_while_waiting_is_withdrawn(rig: TokenPathRig) -> None:

@@ -60,7 +60,7 @@ async def test_a_refusal_is_short_however_long_what_it_names(tmp_path: Path) -> 
 
 async def test_documents_that_take_too_much_memory_are_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
-    (folder / "config.json").write_text("{" + ",".join(f'"{i}":[{"[]," * 8}0]' for i in range(100_000)) + "}")
+    (folder / "tokenizer_config.json").write_text("{" + ",".join(f'"{i}":[{"[]," * 8}0]' for i in range(100_000)) + "}")
     with pytest.raises(UploadRefused, match="more memory than the packer may use"):
         async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, 64 << 20)):
             pass

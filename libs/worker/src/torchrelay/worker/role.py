@@ -243,6 +243,9 @@ class WorkerRole(ABC):
                 continue
             try:
                 output = self._advance(attempt, token)
+            except TorchrelayError as error:
+                self.fail(attempt, pb.RunError(code=_code_of(error), message=error.message))
+                continue
             except Exception as error:  # the other tokens of this step must not be lost
                 self.fail_unexpected(attempt, error)
                 continue

@@ -135,6 +135,8 @@ def read_tokenizer(encoded: bytes) -> TokenizerDocument:
     size = limits.VocabularySize()
     for part in document.vocabulary():
         size.add(token for token, _ in part)
+    longest_added = max((len(token.content) for token in added_tokens), default=0)
+    limits.check_decode_cost(document.decoder, max(size.longest_chars, longest_added))
     return document
 
 

@@ -18,10 +18,16 @@ MAX_TOKEN_CHARS: Final = 1024
 MAX_ADDED_TOKENS: Final = 1 << 14
 MAX_ADDED_TOKENS_CHARS: Final = 1 << 18  # of all added tokens
 MAX_DEPTH: Final = 8  # of Sequences in one another
-MAX_STEPS: Final = {"normalizer": 64, "pre_tokenizer": 64, "post_processor": 16, "decoder": 16}
+MAX_STEPS: Final = {"normalizer": 64, "pre_tokenizer": 64, "post_processor": 16, "decoder": 8}
+MAX_SEQUENCES: Final = 16  # in a component; even empty ones take time
 MAX_STRING_CHARS: Final = 256  # in a step, where nothing else is said
 MAX_NUMBER: Final = 1024
 MAX_GROWTH: Final = 8  # times the text may grow by the replacements of a component
+# Of decoding the longest token: characters times steps, a Replace counting as 16 since each match takes 160 ns, where
+# other steps take 10 ns a character. A token of a stream, decoded with those around it, then takes at most 0.5 ms.
+MAX_DECODE_COST: Final = 8192
+_REPLACEMENT_COST: Final = 16
+MAX_REPLACED_CHARS: Final = 16  # that a decoder searches for
 MAX_PATTERNS: Final = 32  # in a component
 MAX_PATTERN_CHARS: Final = 4096
 MAX_PATTERN_DEPTH: Final = 32  # of groups in one another
@@ -70,16 +76,18 @@ class VocabularySize:
     """Counts a vocabulary part by part. Raises ``TokenizerRefused`` as soon as it is too large."""
 
     def __init__(self) -> None:
-        self.num_entries = 0
+        self.longest_chars = 0
+        self._num_entries = 0
         self._num_bytes = 0
 
     def add(self, tokens: Iterable[str]) -> None:
         for token in tokens:
-            if len(token) > MAX_TOKEN_CHARS:
+            if len(token) > self.longest_chars:
                 check_token(token, "model.vocab")
-            self.num_entries += 1
+                self.longest_chars = len(token)
+            self._num_entries += 1
             self._num_bytes += len(token.encode(errors="surrogatepass"))
-        require_at_most(MAX_VOCABULARY_ENTRIES, self.num_entries, "model.vocab", "entries")
+        require_at_most(MAX_VOCABULARY_ENTRIES, self._num_entries, "model.vocab", "entries")
         require_at_most(MAX_VOCABULARY_BYTES, self._num_bytes, "model.vocab", "bytes in all its tokens")
 
 
@@ -96,7 +104,7 @@ def check_added_tokens(contents: Iterable[str]) -> None:
 def check_component(component: Any, name: str) -> None:
     """Checks the normalizer, pre-tokenizer, post-processor or decoder, by ``name``. Raises ``TokenizerRefused``."""
     kinds = COMPONENTS[name][1].split()
-    num_patterns, growth = 0, 1.0
+    num_patterns = 0
     for num_steps, (field, step) in enumerate(steps(component, name), 1):
         require_at_most(MAX_STEPS[name], num_steps, name, "steps")
         kind = step["type"]
@@ -107,30 +115,43 @@ def check_component(component: Any, name: str) -> None:
             pattern = _pattern(step["pattern"], f"{field}.pattern", name)
             num_patterns += pattern is None
             require_at_most(MAX_PATTERNS, num_patterns, name, "regular expressions")
-            # NOTE: a pattern that matches nothing adds its content at every character. Nothing tells beforehand; the
-            # process that encodes is bounded.
-            growth *= max(1.0, len(step.get("content") or "") / len(pattern or " "))
         elif name == "decoder":
             _check_decoder_step(step, field)
+    growth = _growth(component, name)
     if growth > MAX_GROWTH:
         raise TokenizerRefused(name, f"its replacements lengthen text {growth:,.0f} times; at most {MAX_GROWTH} times")
 
 
+def check_decode_cost(decoder: Any, longest_chars: int) -> None:
+    """Checks a decoder against the longest token. Raises ``TokenizerRefused``."""
+    costs = [_REPLACEMENT_COST if step["type"] == "Replace" else 1 for _, step in steps(decoder, "decoder")]
+    cost = int(sum(costs) * _growth(decoder, "decoder") * longest_chars)
+    if cost > MAX_DECODE_COST:
+        raise TokenizerRefused(
+            "decoder",
+            f"with its {len(costs)} steps the longest token, of {longest_chars:,} characters, costs {cost:,}; at most"
+            f" {MAX_DECODE_COST:,} is allowed: characters times steps times growth, a Replace counting as"
+            f" {_REPLACEMENT_COST}",
+        )
+
+
 def steps(component: Any, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The steps of a component with their fields, out of its Sequences. Raises ``TokenizerRefused``."""
-    members = COMPONENTS[name][0]
+    members, num_sequences = COMPONENTS[name][0], 0
 
     def walk(part: Any, field: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+        nonlocal num_sequences
         require_at_most(MAX_DEPTH, depth, name, "Sequences in one another")
         if not isinstance(part, dict) or not isinstance(part.get("type"), str):
             raise TokenizerRefused(field, "it must be an object with a type")
         if part["type"] != "Sequence":
             yield field, part
             return
+        num_sequences += 1
+        require_at_most(MAX_SEQUENCES, num_sequences, name, "Sequences")
         parts = part.get(members)
         if not isinstance(parts, list):
             raise TokenizerRefused(f"{field}.{members}", "it must be a list")
-        require_at_most(MAX_STEPS[name], len(parts), f"{field}.{members}", "steps")
         for index, each in enumerate(parts):
             yield from walk(each, f"{field}.{members}[{index}]", depth + 1)
 
@@ -144,6 +165,17 @@ def is_linear(normalizer: Any) -> bool:
         step["type"] in _LINEAR_NORMALIZERS or (step["type"] == "Replace" and "String" in step["pattern"])
         for _, step in steps(normalizer, "normalizer")
     )
+
+
+def _growth(component: Any, name: str) -> float:
+    """How many times a checked component's replacements may lengthen text."""
+    # NOTE: an expression that matches nothing adds its content at every character. Nothing tells beforehand; the
+    # process that encodes is bounded.
+    growth = 1.0
+    for _, step in steps(component, name):
+        if "pattern" in step:
+            growth *= max(1.0, len(step.get("content") or "") / len(step["pattern"].get("String") or " "))
+    return growth
 
 
 def _check_values(step: dict[str, Any], field: str, name: str) -> None:
@@ -191,7 +223,8 @@ def _pattern(pattern: Any, field: str, name: str) -> str | None:
     """The fixed string that is searched for; None for a regular expression, within its limits."""
     match pattern:
         case {"String": str(text), **others} if not others:
-            require_at_most(MAX_STRING_CHARS, len(text), field, "characters")
+            limit = MAX_REPLACED_CHARS if name == "decoder" else MAX_STRING_CHARS
+            require_at_most(limit, len(text), field, "characters")
             if not text:
                 raise TokenizerRefused(field, "it is empty, and would be found between any two characters")
             return text

@@ -10,24 +10,29 @@ import grpc
 from blake3 import blake3
 from tokenizers import Tokenizer
 
-from torchrelay.common.errors import DataCorrupted
+from torchrelay.common.errors import DataCorrupted, InvalidRequest, Unavailable
 from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.common.tokens.stop_strings import StopChecker
-from torchrelay.common.tokens.tokenizer import load_tokenizer
+from torchrelay.common.tokens.tokenizer import load_decoder
 from torchrelay.control.v1 import param_store_pb2 as pb
 
 if TYPE_CHECKING:
     from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreAsyncStub  # exists in the stubs only
 
 
-class HostedTokenizer:
-    """The tokenizer of the hosted model, read on first use."""
+LOAD_TIMEOUT_S = 30.0
+TOKENS_PER_TURN = 128  # of forced output, a millisecond's work; then the event loop serves others
 
-    def __init__(self, read: Callable[[str], Awaitable[bytes]]) -> None:
+
+class HostedTokenizer:
+    """The tokenizer of the hosted model, read on first use; of one that cannot be loaded, the reason is kept."""
+
+    def __init__(self, read: Callable[[str], Awaitable[bytes]], load_timeout_s: float = LOAD_TIMEOUT_S) -> None:
         """``read`` gives the verified ``tokenizer.json`` of a digest."""
         self.read = read
+        self._load_timeout_s = load_timeout_s
         self._digest = ""
-        self._tokenizer: Tokenizer | None = None
+        self._loaded: Tokenizer | InvalidRequest | None = None
         self._lock = asyncio.Lock()
 
     async def checkers(
@@ -38,19 +43,32 @@ class HostedTokenizer:
             return {}
         tokenizer = await self._get(digest)
         checkers = {choice: StopChecker(tokenizer, stop_strings) for choice in forced}
-        for choice, tokens in forced.items():
-            for token_id in tokens:
-                checkers[choice].step(token_id)
+        steps = [(checkers[choice], token_id) for choice, tokens in forced.items() for token_id in tokens]
+        for begin in range(0, len(steps), TOKENS_PER_TURN):
+            for checker, token_id in steps[begin : begin + TOKENS_PER_TURN]:
+                checker.step(token_id)
+            await asyncio.sleep(0)
         return checkers
 
     async def _get(self, digest: str) -> Tokenizer:
-        async with self._lock:
-            tokenizer = self._tokenizer
-            if tokenizer is None or self._digest != digest:
-                encoded = await self.read(digest)
-                tokenizer = self._tokenizer = await asyncio.to_thread(load_tokenizer, encoded)
-                self._digest = digest
-            return tokenizer
+        try:
+            async with asyncio.timeout(self._load_timeout_s), self._lock:
+                if self._loaded is None or self._digest != digest:
+                    self._loaded, self._digest = await self._load(digest), digest
+                loaded = self._loaded
+        except TimeoutError:
+            message = f"the model's tokenizer could not be loaded within {self._load_timeout_s:g} s"
+            raise Unavailable(message, field="tokenizer.json") from None
+        if isinstance(loaded, InvalidRequest):
+            raise InvalidRequest(loaded.message, field=loaded.field)
+        return loaded
+
+    async def _load(self, digest: str) -> Tokenizer | InvalidRequest:
+        encoded = await self.read(digest)
+        try:
+            return await asyncio.to_thread(load_decoder, encoded)
+        except InvalidRequest as refused:
+            return refused
 
 
 async def read_file(store: ParamStoreAsyncStub, digest: str) -> bytes:

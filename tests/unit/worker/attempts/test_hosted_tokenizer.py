@@ -1,0 +1,96 @@
+"""The tokenizer that a worker reads to match stop strings."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tests.support.sample_tokenizers import PANIC, panicking_tokenizer, tiny_tokenizer
+from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable
+from torchrelay.common.tokens.stop_strings import StopChecker
+from torchrelay.common.tokens.tokenizer import load_decoder
+from torchrelay.worker.attempts.hosted_tokenizer import TOKENS_PER_TURN, HostedTokenizer
+
+TINY = tiny_tokenizer()
+SLOW = json.dumps(
+    json.loads(TINY) | {"decoder": {"type": "Replace", "pattern": {"Regex": "a*a*[bd]e"}, "content": ""}}
+).encode()
+
+
+class Files:
+    """Files by digest, and how often each was read."""
+
+    def __init__(self, **files: bytes) -> None:
+        self.files = files
+        self.reads: list[str] = []
+
+    async def read(self, digest: str) -> bytes:
+        self.reads.append(digest)
+        return self.files[digest]
+
+
+async def test_it_is_read_once_and_only_for_stop_strings() -> None:
+    files = Files(one=TINY, two=panicking_tokenizer())
+    hosted = HostedTokenizer(files.read)
+    assert await hosted.checkers("one", [], {0: []}) == {}
+    assert files.reads == []
+    for digest in ("one", "one", "two", "two"):
+        assert set(await hosted.checkers(digest, ["STOP"], {0: [], 2: []})) == {0, 2}
+    assert files.reads == ["one", "two"]
+
+
+async def test_a_checker_has_seen_the_forced_output() -> None:
+    decoder = load_decoder(TINY)
+    ids = [decoder.token_to_id(letter) for letter in "STOP"]
+    forced = [token_id for token_id in ids[:3] if token_id is not None] * TOKENS_PER_TURN
+    checkers = await HostedTokenizer(Files(one=TINY).read).checkers("one", ["OSTOP"], {0: forced, 1: []})
+    last = ids[3]
+    assert last is not None
+    expected = StopChecker(decoder, ["OSTOP"])
+    for token_id in forced:
+        expected.step(token_id)
+    assert expected.step(last) and checkers[0].step(last)
+    assert not checkers[1].step(last)
+
+
+async def test_much_forced_output_does_not_hold_up_the_event_loop() -> None:
+    hosted, turns = HostedTokenizer(Files(one=TINY).read), 0
+    await hosted.checkers("one", ["STOP"], {0: []})  # loads it
+    checking = asyncio.ensure_future(hosted.checkers("one", ["STOP"], {0: [5] * TOKENS_PER_TURN * 20}))
+    while not checking.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 20
+
+
+async def test_a_tokenizer_beyond_the_limits_fails_those_with_stop_strings_and_is_not_read_again() -> None:
+    files = Files(slow=SLOW)
+    hosted = HostedTokenizer(files.read)
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="a decoder may only replace fixed strings"):
+            await hosted.checkers("slow", ["STOP"], {0: []})
+    assert await hosted.checkers("slow", [], {0: []}) == {}
+    assert files.reads == ["slow"]
+
+
+async def test_a_tokenizer_that_does_not_come_is_not_waited_for() -> None:
+    never = asyncio.Event()
+
+    async def read(digest: str) -> bytes:
+        if digest == "late":
+            await never.wait()
+        return TINY
+
+    hosted = HostedTokenizer(read, load_timeout_s=0.05)
+    with pytest.raises(Unavailable, match="could not be loaded within"):
+        await hosted.checkers("late", ["STOP"], {0: []})
+
+
+async def test_forced_output_that_cannot_be_decoded_is_an_error_of_the_request() -> None:
+    encoded = panicking_tokenizer()
+    panic = load_decoder(encoded).token_to_id(PANIC)
+    assert panic is not None
+    with pytest.raises(TorchrelayError, match="failed to decode its tokens"):
+        await HostedTokenizer(Files(one=encoded).read).checkers("one", ["STOP"], {0: [5, panic]})
