@@ -184,6 +184,7 @@ async def test_every_request_gets_its_tokens_whatever_dies_and_comes_back(make_r
     rig.model.answer = lambda prompt, seed, choice, position: (seed * 31 + choice * 7 + position * position) % 300 + 5
     seeds = range(12)
     asking = asyncio.gather(*(ask(rig, 200, n=2, seed=seed) for seed in seeds))
+    await until(lambda: len(rig.num_accepted()) == len(seeds), timeout_s=20)
     victims: list[EchoWorker | EchoScheduler] = [*rig.workers, rig.scheduler]
     for victim in victims * 2:
         await asyncio.sleep(0.1)
