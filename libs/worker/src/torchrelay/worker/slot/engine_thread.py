@@ -23,9 +23,10 @@ log = get_logger(__name__)
 T = TypeVar("T")
 _STOP_POLL_S = 0.1
 _MAX_IDLE_WAIT_S = 3600.0  # Queue.get takes no timeout as long as a deadline may be away
-# What nothing predicts: a command, such as one that maps a large model, and the first step with a pack.
+# What nothing predicts: a command, such as one that maps a large model, and the first step with a pack, which may
+# compile kernels.
 _COMMAND_S = 60.0
-_FIRST_STEP_S = 10.0
+_FIRST_STEP_S = 30.0
 
 
 class EngineThread:
