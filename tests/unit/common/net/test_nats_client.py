@@ -7,9 +7,27 @@ from typing import cast
 
 import pytest
 from nats.aio.transport import TcpTransport
+from structlog.testing import capture_logs
 
+from tests.support.brokers import free_port
 from tests.support.stalled_broker import stalled_client
 from torchrelay.common.net import nats_client
+
+
+async def test_what_is_said_of_a_broker_that_is_away_has_no_password() -> None:
+    with capture_logs() as logged:
+        connecting = asyncio.create_task(
+            nats_client.connect(f"nats://ann:hunter2@127.0.0.1:{free_port()},nats://127.0.0.1:{free_port()}", "test")
+        )
+        try:
+            async with asyncio.timeout(20):
+                while not logged:  # noqa: ASYNC110  (nothing else tells of it)
+                    await asyncio.sleep(0.01)
+        finally:
+            connecting.cancel()
+            await asyncio.wait({connecting})
+    assert logged[0]["event"] == "nats_unreachable" and "127.0.0.1" in str(logged)
+    assert "hunter2" not in str(logged)
 
 
 async def test_closing_does_not_wait_for_a_broker_that_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

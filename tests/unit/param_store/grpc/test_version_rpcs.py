@@ -104,7 +104,7 @@ async def test_a_publication_that_fails_on_a_full_disk_leaves_nothing_and_can_be
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await commit(store, "u1")
         refusal = error_from_rpc(caught.value)
-            assert (refusal.code, str(tmp_path) in refusal.message) == ("disk_full", True)
+        assert (refusal.code, str(tmp_path) in refusal.message) == ("disk_full", True)
         assert stored(tmp_path / "remote") == before
         assert await describe(store, kept.version_id) == kept
         monkeypatch.undo()

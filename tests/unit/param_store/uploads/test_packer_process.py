@@ -16,8 +16,16 @@ from torchrelay.param_store.uploads.packer_process import PackerQueue, PackJob, 
 MEMORY_BYTES = 256 << 20
 
 
+def children() -> list[str]:
+    return [pid for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+
+
+def environment_of(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
+
+
 def num_children() -> int:
-    return sum(len(task.read_text().split()) for task in Path("/proc/self/task").glob("*/children"))
+    return len(children())
 
 
 async def test_the_packer_writes_pack_and_manifest(tmp_path: Path) -> None:
@@ -35,6 +43,19 @@ async def test_leaving_early_kills_the_packer(tmp_path: Path) -> None:
         await anext(lines)
         assert num_children() == before + 1
     assert num_children() == before
+
+
+async def test_the_packer_has_none_of_the_stores_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads what strangers upload."""
+    for name in ("TORCHRELAY_NODE_KEY", "TORCHRELAY_NATS_URL", "AWS_SECRET_ACCESS_KEY", "SOME_TOKEN"):
+        monkeypatch.setenv(name, "hunter2")
+    before = set(children())
+    job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
+    async with aclosing(run_packer(job)) as lines:
+        await anext(lines)
+        (packer,) = set(children()) - before
+        environment = environment_of(packer)
+    assert b"OPENBLAS_NUM_THREADS=1" in environment and b"hunter2" not in environment
 
 
 async def test_refusals_and_failures_are_told_apart(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 from pydantic import Field, field_validator
 
 from torchrelay.common.callers import Caller
@@ -93,4 +95,8 @@ def check_database_url(url: str) -> str:
     if not separator or scheme.partition("+")[0] not in ("sqlite", "postgresql"):
         shown = without_password(url)
         raise ValueError(f"must be sqlite:///path or postgresql://user:password@host/name, not {shown!r}")
+    try:
+        urlsplit(url).port  # noqa: B018  (SQLAlchemy would quote what it takes for the port)
+    except ValueError:
+        raise ValueError("has no valid port: in the password, write / as %2F, @ as %40, : as %3A") from None
     return url
