@@ -103,7 +103,8 @@ async def test_a_publication_that_fails_on_a_full_disk_leaves_nothing_and_can_be
         monkeypatch.setattr(FolderStore, "put_bytes", full)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await commit(store, "u1")
-        assert "cannot be published: the disk of" in error_from_rpc(caught.value).message
+        refusal = error_from_rpc(caught.value)
+        assert (refusal.code, str(tmp_path) in refusal.message) == ("disk_full", True)
         assert stored(tmp_path / "remote") == before
         assert await describe(store, kept.version_id) == kept
         monkeypatch.undo()
