@@ -1,0 +1,269 @@
+"""What can be wrong with an upload: changes of a sound folder, with the file and the words of the refusal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.unit.param_store.model_folders import (
+    VOCAB_SIZE,
+    config_of,
+    read_index,
+    shard_name,
+    tensors_of,
+    write_index,
+)
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+Change = Callable[[Path], object]
+Fault = tuple[str, Change, str, str]  # name, change, file, a part of the refusal
+
+
+def edit_config(**changes: Any) -> Change:
+    return lambda folder: (folder / "config.json").write_text(json.dumps(config_of(**changes)))
+
+
+def edit_header(change: Callable[[dict[str, Any]], None]) -> Change:
+    def apply(folder: Path) -> None:
+        tensors = tensors_of(config_of())
+        header = tensors.header()
+        change(header)
+        tensors.write(folder / WEIGHTS, header)
+
+    return apply
+
+
+def raw_header(encoded: bytes, claimed: int | None = None) -> Change:
+    length = len(encoded) if claimed is None else claimed
+    return lambda folder: (folder / WEIGHTS).write_bytes(length.to_bytes(8, "little") + encoded)
+
+
+def write(name: str, content: str | bytes) -> Change:
+    data = content.encode() if isinstance(content, str) else content
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+def remove(name: str) -> Change:
+    return lambda folder: (folder / name).unlink()
+
+
+def first_entry(header: dict[str, Any]) -> dict[str, Any]:
+    entry: dict[str, Any] = next(iter(header.values()))
+    return entry
+
+
+def wrong_eos(folder: Path) -> None:
+    edit_config(eos_token_id="</s>")(folder)
+    remove("generation_config.json")(folder)
+
+
+def drop_tensor(folder: Path) -> None:
+    tensors = tensors_of(config_of())
+    del tensors.by_name["model.layers.1.mlp.up_proj.weight"]
+    tensors.write(folder / WEIGHTS)
+
+
+def surplus_tensor(folder: Path) -> None:
+    tensors = tensors_of(config_of())
+    tensors.by_name["model.layers.7.mlp.up_proj.weight"] = ("F32", (2,), bytes(8))
+    tensors.write(folder / WEIGHTS)
+
+
+def mixed_dtypes(folder: Path) -> None:
+    tensors = tensors_of(config_of())
+    tensors.by_name["model.norm.weight"] = ("BF16", (64,), bytes(128))
+    tensors.write(folder / WEIGHTS)
+
+
+def unserved_dtype(folder: Path) -> None:
+    tensors = tensors_of(config_of())
+    tensors.by_name["model.embed_tokens.weight"] = ("I8", (VOCAB_SIZE, 64), bytes(VOCAB_SIZE * 64))
+    tensors.write(folder / WEIGHTS)
+
+
+def duplicate_name(folder: Path) -> None:
+    entry = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+    raw_header(b'{"a":' + entry + b',"a":' + entry + b"}")(folder)
+
+
+def hole(header: dict[str, Any]) -> None:
+    last = list(header.values())[-1]
+    last["data_offsets"] = [offset + 4 for offset in last["data_offsets"]]
+
+
+def overlap(header: dict[str, Any]) -> None:
+    last = list(header.values())[-1]
+    last["data_offsets"] = [offset - 4 for offset in last["data_offsets"]]
+
+
+def trailing_bytes(folder: Path) -> None:
+    tensors_of(config_of()).write(folder / WEIGHTS, tail=b"more")
+
+
+TOKENIZER = '{"model": {"type": "BPE", "vocab": {"a": 0, "b": %d}}, "added_tokens": [%%s]}'
+SLOW_DECODER = {
+    "type": "Sequence",
+    "decoders": [{"type": "Fuse"}, {"type": "Replace", "pattern": {"Regex": "a*a*[bd]e"}, "content": ""}],
+}
+
+
+def nested(depth: int) -> str:
+    return '{"a":' * depth + "1" + "}" * depth
+
+
+FAULTS: list[Fault] = [
+    ("no config", remove("config.json"), "config.json", "missing from the upload"),
+    ("config not JSON", write("config.json", "{'a': 1}"), "config.json", "not valid JSON"),
+    ("config not an object", write("config.json", "[1]"), "config.json", "not an object"),
+    ("config not UTF-8", write("config.json", b'{"a": "\xff"}'), "config.json", "not UTF-8"),
+    ("config deep", write("config.json", '{"a":' * 50_000), "config.json", "nested too deeply"),
+    # As deep as Python's parser allows: what reads the manifest later has less of the stack left.
+    (
+        "config deep for others",
+        write("config.json", nested(900)),
+        "config.json",
+        "deeply; at most 32 levels are allowed",
+    ),
+    ("config one too deep", write("config.json", nested(33)), "config.json", "deeply; at most 32 levels are allowed"),
+    ("huge integer", write("config.json", '{"hidden_size": 1%s}' % ("0" * 5000)), "config.json", "not valid JSON"),
+    ("config with infinity", write("config.json", '{"rope_theta": 1e999}'), "config.json", "'1e999' is not finite"),
+    ("config with NaN", write("config.json", '{"rope_theta": NaN}'), "config.json", "'NaN' is not finite"),
+    ("config key twice", write("config.json", '{"a": 1, "a": 2}'), "config.json", "'a' appears twice"),
+    ("config too large", write("config.json", b" " * (1 << 20) + b"{}"), "config.json", "at most 1,048,576 are read"),
+    ("architecture", edit_config(architecture="MambaForCausalLM"), "config.json", "architectures: architecture 'Mamba"),
+    ("architecture no name", edit_config(architecture=[]), "config.json", "architectures: architecture [] is not"),
+    ("number too large", edit_config(rms_norm_eps=10**400), "config.json", "rms_norm_eps must be a positive number"),
+    ("layers", edit_config(num_hidden_layers=-1), "config.json", "num_hidden_layers must be a positive whole number"),
+    ("context", edit_config(max_position_embeddings=2**40), "config.json", "max_position_embeddings: 1099511627776 is"),
+    ("lone surrogate", edit_config(note="\ud800"), "config.json", "a value cannot be encoded"),
+    ("eos", write("generation_config.json", '{"eos_token_id": 96}'), "generation_config.json", "96 is not a token id"),
+    (
+        "eos by the million",
+        write("generation_config.json", json.dumps({"eos_token_id": [1] * 100_000})),
+        "generation_config.json",
+        "eos_token_id: it lists 100,000 tokens; at most 64 are used",
+    ),
+    ("eos of config", wrong_eos, "config.json", "eos_token_id: '</s>' is not a token id"),
+    ("no tokenizer", remove("tokenizer.json"), "tokenizer.json", "missing from the upload"),
+    ("tokenizer not JSON", write("tokenizer.json", "{"), "tokenizer.json", "not a tokenizer"),
+    ("tokenizer empty", write("tokenizer.json", ""), "tokenizer.json", "not a tokenizer"),
+    ("tokenizer without model", write("tokenizer.json", "{}"), "tokenizer.json", "missing required field `model`"),
+    (
+        "vocabulary",
+        write("tokenizer.json", TOKENIZER % 96 % ""),
+        "tokenizer.json",
+        "token id 96 is outside the vocab_size",
+    ),
+    (
+        "added token",
+        write("tokenizer.json", TOKENIZER % 5 % '{"id": 200, "content": "<x>", "special": false}'),
+        "tokenizer.json",
+        "token id 200 is outside the vocab_size 96 of config.json: the tokenizer has tokens that the model has no",
+    ),
+    ("negative id", write("tokenizer.json", TOKENIZER % -1 % ""), "tokenizer.json", "token id -1 is outside"),
+    ("other document", write("tokenizer_config.json", "no"), "tokenizer_config.json", "not valid JSON"),
+    ("template", write("chat_template.jinja", b"x" * (257 << 10)), "chat_template.jinja", "at most 262,144 are read"),
+    ("template not text", write("chat_template.jinja", b"\xff"), "chat_template.jinja", "not UTF-8"),
+    (
+        "template in the configuration",
+        write("tokenizer_config.json", json.dumps({"chat_template": "x" * (257 << 10)})),
+        "tokenizer_config.json",
+        "chat_template: it has 263,168 characters; at most 262,144 are allowed",
+    ),
+    (
+        "named template",
+        write("tokenizer_config.json", json.dumps({"chat_template": [{"name": "a", "template": "x" * (257 << 10)}]})),
+        "tokenizer_config.json",
+        "chat_template: it has 263,168 characters",
+    ),
+    (
+        "special token",
+        write("special_tokens_map.json", json.dumps({"bos_token": {"content": "x" * 1025}})),
+        "special_tokens_map.json",
+        "bos_token: it has 1,025 characters; at most 1,024 are allowed",
+    ),
+    (
+        "other document deep",
+        write("tokenizer_config.json", nested(33)),
+        "tokenizer_config.json",
+        "deeply; at most 32 levels are allowed",
+    ),
+    (
+        "decoder with a pattern",
+        write("tokenizer.json", json.dumps(json.loads(TOKENIZER % 5 % "") | {"decoder": SLOW_DECODER})),
+        "tokenizer.json",
+        "decoder.decoders[1].pattern: it is a regular expression; a decoder may only replace fixed strings",
+    ),
+    (
+        "token of a million characters",
+        write(
+            "tokenizer.json", json.dumps({"model": {"type": "BPE", "vocab": {"a": 0, "x" * 10**6: 1}, "merges": []}})
+        ),
+        "tokenizer.json",
+        "model.vocab: it has 1,000,000 characters in the token 'xxxxxxxxxxxxxxxxxxxxxxxx'; at most 1,024 are allowed",
+    ),
+    ("no weights", remove(WEIGHTS), WEIGHTS, "missing from the upload, and there are no shards"),
+    ("empty weights", write(WEIGHTS, b""), WEIGHTS, "0 bytes and cannot hold"),
+    ("huge header", raw_header(b"{}", 101 << 20), WEIGHTS, "claims 105,906,176 bytes; at most"),
+    ("header beyond file", raw_header(b"{}", 3), WEIGHTS, "claims 3 bytes and the file has 2"),
+    ("header no object", raw_header(b"[]"), WEIGHTS, "does not begin with '{'"),
+    ("header deep", raw_header(b'{"a":' * 50_000), WEIGHTS, "nested too deeply"),
+    ("duplicate name", duplicate_name, WEIGHTS, "'a' appears twice"),
+    ("metadata", edit_header(lambda h: h.update(__metadata__=1)), WEIGHTS, "__metadata__ is not an object of strings"),
+    ("entry keys", edit_header(lambda h: first_entry(h).pop("dtype")), WEIGHTS, "must have exactly dtype, shape"),
+    ("dtype unknown", edit_header(lambda h: first_entry(h).update(dtype="F33")), WEIGHTS, "dtype 'F33' is unknown"),
+    ("shape no list", edit_header(lambda h: first_entry(h).update(shape=64)), WEIGHTS, "shape 64 is not a list"),
+    ("shape negative", edit_header(lambda h: first_entry(h).update(shape=[-1])), WEIGHTS, "shape [-1] is not a list"),
+    ("shape and size", edit_header(lambda h: first_entry(h).update(shape=[3])), WEIGHTS, "[3] of F32 needs 12 bytes"),
+    ("offsets", edit_header(lambda h: first_entry(h).update(data_offsets=[4, 0])), WEIGHTS, "[4, 0] are not a range"),
+    ("hole", edit_header(hole), WEIGHTS, "leaves a hole before it"),
+    ("overlap", edit_header(overlap), WEIGHTS, "overlaps the tensor before it"),
+    ("trailing bytes", trailing_bytes, WEIGHTS, "and the file has"),
+    ("missing tensor", drop_tensor, WEIGHTS, "'model.layers.1.mlp.up_proj.weight' is missing; config.json requires"),
+    ("surplus tensor", surplus_tensor, WEIGHTS, "'model.layers.7.mlp.up_proj.weight' is not part of LlamaForCausalLM"),
+    ("mixed dtypes", mixed_dtypes, WEIGHTS, "dtype BF16 differs from F32 of model.embed_tokens.weight"),
+    ("unserved dtype", unserved_dtype, WEIGHTS, "dtype I8 is not supported; supported are F32, BF16, F16"),
+    ("shape and config", edit_config(intermediate_size=97), WEIGHTS, "(96, 64) differs from (97, 64), which config.js"),
+]
+
+
+def edit_index(change: Callable[[dict[str, Any]], None]) -> Change:
+    def apply(folder: Path) -> None:
+        index = read_index(folder)
+        change(index)
+        write_index(folder, index)
+
+    return apply
+
+
+def rename(old: str, new: str) -> Change:
+    return lambda folder: (folder / old).rename(folder / new)
+
+
+def copy(old: str, new: str) -> Change:
+    return lambda folder: (folder / new).write_bytes((folder / old).read_bytes())
+
+
+SHARD_FAULTS: list[Fault] = [
+    ("no index", remove(INDEX), INDEX, "missing, and the weights are in shards"),
+    ("missing shard", remove(shard_name(2, 3)), shard_name(2, 3), "this shard is missing"),
+    (
+        "counts differ",
+        rename(shard_name(3, 3), shard_name(3, 4)),
+        shard_name(3, 4),
+        "other shards say that there are 3",
+    ),
+    ("beyond the count", copy(shard_name(3, 3), shard_name(4, 3)), shard_name(1, 3), "numbered outside 1 to 3"),
+    ("both kinds", copy(shard_name(3, 3), WEIGHTS), shard_name(1, 3), "it must be one or the other"),
+    ("tensor in two", copy(shard_name(1, 3), shard_name(2, 3)), shard_name(2, 3), f"is also in {shard_name(1, 3)}"),
+    ("no weight_map", edit_index(lambda i: i.pop("weight_map")), INDEX, "weight_map is not an object"),
+    ("unnamed", edit_index(lambda i: i["weight_map"].pop("model.norm.weight")), INDEX, "does not name 'model.norm.wei"),
+    ("unknown", edit_index(lambda i: i["weight_map"].update(x=shard_name(1, 3))), INDEX, "which does not hold it"),
+    ("stray file", edit_index(lambda i: i["weight_map"].update(x="../x")), INDEX, "'../x', which is not in the upload"),
+    ("total", edit_index(lambda i: i["metadata"].update(total_size=1)), INDEX, "total_size is 1 and the tensors take"),
+]
