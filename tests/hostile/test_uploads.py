@@ -1,0 +1,213 @@
+"""What a tenant may upload: refused by file and cause, while a neighbour's chats go on."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.hostile.conftest import Watch
+from tests.support.completions import headers
+from tests.support.platform import Platform
+from tests.unit.param_store.faulty_folders import FAULTS, SHARD_FAULTS
+from tests.unit.param_store.model_folders import write_folder, write_shards
+
+pytestmark = pytest.mark.e2e
+
+JSON = {"content-type": "application/json"}
+CONFIG = b"{}"
+FOLDERS = {name: (write_folder, change, file, detail) for name, change, file, detail in FAULTS}
+SHARDS = {f"shards: {name}": (write_shards, change, file, detail) for name, change, file, detail in SHARD_FAULTS}
+
+
+def declared(path: str, data: bytes = b"", **changes: Any) -> dict[str, Any]:
+    return {"path": path, "size": len(data), "sha256": hashlib.sha256(data).hexdigest(), **changes}
+
+
+SOUND = [declared("config.json", CONFIG), declared("tokenizer.json", CONFIG), declared("model.safetensors", CONFIG)]
+
+
+def declare(platform: Platform, key: str, files: list[dict[str, Any]], model: Any = "hostile") -> httpx.Response:
+    body = json.dumps({"model": model, "files": files})
+    return httpx.post(f"{platform.http}/v1/uploads", content=body, headers={**headers(key), **JSON}, timeout=60)
+
+
+class Upload:
+    """An open upload."""
+
+    def __init__(self, platform: Platform, key: str, upload_id: str, data: bytes = b"") -> None:
+        self.url, self.key, self.data = f"{platform.http}/v1/uploads/{upload_id}", key, data
+
+    @classmethod
+    def begin(cls, platform: Platform, key: str) -> Upload:
+        """Of three files of eight bytes, which the store has never seen."""
+        data = secrets.token_bytes(8)
+        begun = declare(platform, key, [declared(file["path"], data) for file in SOUND])
+        assert begun.status_code == 201, begun.text
+        return cls(platform, key, begun.json()["id"], data)
+
+    def put(self, data: bytes, path: str = "config.json", key: str = "", **more: str) -> httpx.Response:
+        sent = {**headers(key or self.key), **{name.replace("_", "-"): value for name, value in more.items()}}
+        return httpx.put(f"{self.url}/files/{path}", content=data, headers=sent, timeout=60)
+
+    def commit(self, key: str = "") -> httpx.Response:
+        return httpx.post(f"{self.url}/commit", headers=headers(key or self.key), timeout=60)
+
+    def abort(self, key: str = "") -> httpx.Response:
+        return httpx.delete(self.url, headers=headers(key or self.key), timeout=60)
+
+
+def send(platform: Platform, key: str, folder: Path) -> httpx.Response:
+    """Uploads all files of a folder, as a client of one's own would; returns the first refusal, or the model."""
+    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    begun = declare(platform, key, [declared(name, data) for name, data in files.items()])
+    if begun.status_code != 201:
+        return begun
+    upload = Upload(platform, key, begun.json()["id"])
+    states = {state["path"]: state["complete"] for state in begun.json()["files"]}
+    for name, data in files.items():
+        if not states[name] and (answer := upload.put(data, name)).status_code != 200:
+            upload.abort()
+            return answer
+    return upload.commit()
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *SHARDS])
+def test_a_faulty_folder_is_refused_by_file_and_cause(
+    watch: Watch, platform: Platform, mallory: str, tmp_path: Path, name: str
+) -> None:
+    make, change, file, detail = FOLDERS.get(name) or SHARDS[name]
+    folder = make(tmp_path / "model")
+    change(folder)
+    refused = send(platform, mallory, folder)
+    assert refused.status_code == 422, refused.text
+    error = refused.json()["error"]
+    assert (error["code"], error["param"]) == ("upload_refused", file)
+    assert detail in error["message"] or "are taken" in error["message"]  # the size is refused as it is declared
+
+
+def test_a_link_in_the_folder_is_sent_as_what_it_points_to(
+    watch: Watch, platform: Platform, mallory: str, tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "model")
+    (tmp_path / "elsewhere").write_text("no JSON")
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to(tmp_path / "elsewhere")
+    refused = send(platform, mallory, folder)
+    assert refused.status_code == 422 and "not valid JSON" in refused.text
+    stored = [*(platform.home.path / "store").rglob("*"), *(platform.home.path / "remote").rglob("*")]
+    assert stored and not [path for path in stored if path.is_symlink()]
+
+
+NAMES = {
+    "above the folder": "../model.safetensors",
+    "above it, from within": "a/../../model.safetensors",
+    "absolute": "/etc/passwd",
+    "dot": ".",
+    "dots": "..",
+    "empty part": "a//config.json",
+    "zero byte": "config.json\0",
+    "line break": "config\n.json",
+    "backslash": "..\\config.json",
+    "not ASCII": "конфиг.json",
+    "lone surrogate": "config\udc80.json",
+    "right to left": "\u202egnp.json",
+    "500 characters": "a" * 500,
+    "501 characters": "a" * 501,
+    "code": "modeling.py",
+    "pickle": "pytorch_model.bin",
+    "pickle in capitals": "MODEL.PT",
+    "shard 0 of 0": "model-00000-of-00000.safetensors",
+}
+DECLARATIONS: dict[str, list[dict[str, Any]]] = {
+    **{f"file name: {name}": [*SOUND, declared(path)] for name, path in NAMES.items()},
+    "no files": [],
+    "no config": SOUND[1:],
+    "no weights": SOUND[:2],
+    "twice": [*SOUND, SOUND[0]],
+    "513 files": [*SOUND, *(declared(f"model-{i:05}-of-00600.safetensors") for i in range(1, 511))],
+    "100,000 files": [declared(f"f{i}") for i in range(100_000)],
+    "size below zero": [*SOUND[:2], declared("model.safetensors", size=-1)],
+    "size of 2**50": [*SOUND[:2], declared("model.safetensors", size=2**50)],
+    "size of 2**80": [*SOUND[:2], declared("model.safetensors", size=2**80)],
+    "size in words": [*SOUND[:2], declared("model.safetensors", size="much")],
+    "size with a fraction": [*SOUND[:2], declared("model.safetensors", size=1.5)],
+    "config of a gigabyte": [declared("config.json", size=1 << 30), *SOUND[1:]],
+    "tokenizer of a gigabyte": [SOUND[0], declared("tokenizer.json", size=1 << 30), SOUND[2]],
+    "more than the disk has": [*SOUND[:2], declared("model.safetensors", size=2**49)],
+    "digest of 63 digits": [declared("config.json", sha256="a" * 63), *SOUND[1:]],
+    "digest of other letters": [declared("config.json", sha256="g" * 64), *SOUND[1:]],
+    "digest of a megabyte": [declared("config.json", sha256="a" * (1 << 20)), *SOUND[1:]],
+    "unknown field": [{**SOUND[0], "mode": "0777"}, *SOUND[1:]],
+}
+
+
+@pytest.mark.parametrize("name", DECLARATIONS)
+def test_a_faulty_declaration_is_refused_before_a_byte_is_sent(
+    watch: Watch, platform: Platform, mallory: str, name: str
+) -> None:
+    refused = declare(platform, mallory, DECLARATIONS[name])
+    assert refused.status_code in (400, 413, 422, 507), refused.text
+    assert refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("model", ["", "../x", "a/b/c", "neighbour/glossary", "x" * 300, "Ünïcode", None, 5])
+def test_a_model_is_named_plainly_and_by_its_own_tenant(
+    watch: Watch, platform: Platform, mallory: str, model: Any
+) -> None:
+    refused = declare(platform, mallory, SOUND, model)
+    assert refused.status_code in (400, 403, 404, 422), refused.text
+
+
+PUTS: dict[str, tuple[Callable[[Upload], httpx.Response], tuple[int, ...]]] = {
+    "longer than declared": (lambda upload: upload.put(upload.data * 2), (413, 422)),
+    # 503: grpcio can lose the store's refusal while the gateway still writes to it.
+    "a megabyte instead": (lambda upload: upload.put(b"x" * (1 << 20)), (413, 422, 503)),
+    "other bytes": (lambda upload: upload.put(bytes(8)), (422,)),
+    "compressed": (lambda upload: upload.put(gzip.compress(b"{}" * 10**6), content_encoding="gzip"), (413, 415, 422)),
+    "offset beyond": (lambda upload: upload.put(upload.data[1:], upload_offset="1"), (409,)),
+    "offset below zero": (lambda upload: upload.put(upload.data, upload_offset="-1"), (400, 409)),
+    "offset of 2**70": (lambda upload: upload.put(upload.data, upload_offset=str(2**70)), (400, 409)),
+    "offset in words": (lambda upload: upload.put(upload.data, upload_offset="one"), (400,)),
+    "undeclared file": (lambda upload: upload.put(b"{}", "generation_config.json"), (404, 422)),
+    "file above the folder": (lambda upload: upload.put(b"{}", "..%2F..%2Fetc%2Fpasswd"), (404, 422)),
+    "commit without files": (lambda upload: upload.commit(), (409, 422)),
+}
+
+
+@pytest.mark.parametrize("name", PUTS)
+def test_what_was_not_declared_is_not_taken(watch: Watch, platform: Platform, mallory: str, name: str) -> None:
+    call, statuses = PUTS[name]
+    upload = Upload.begin(platform, mallory)
+    try:
+        refused = call(upload)
+        assert refused.status_code in statuses, refused.text
+        assert refused.json()["error"]["message"]
+    finally:
+        upload.abort()
+
+
+@pytest.mark.parametrize("call", [Upload.commit, Upload.abort, lambda upload, key: upload.put(upload.data, key=key)])
+def test_an_upload_of_another_tenant_is_absent(
+    watch: Watch, platform: Platform, mallory: str, call: Callable[[Upload, str], httpx.Response]
+) -> None:
+    upload = Upload.begin(platform, platform.tenant(f"victim-{id(call)}"))
+    assert call(upload, mallory).status_code == 404
+    assert upload.abort().status_code == 204
+
+
+def test_uploads_are_bounded_in_number(watch: Watch, platform: Platform) -> None:
+    key = platform.tenant("hoarder")
+    begun = [declare(platform, key, SOUND) for _ in range(20)]
+    assert {answer.status_code for answer in begun} == {201, 429}
+    for answer in begun:
+        if answer.status_code == 201:
+            upload = httpx.delete(f"{platform.http}/v1/uploads/{answer.json()['id']}", headers=headers(key), timeout=60)
+            assert upload.status_code == 204
