@@ -46,7 +46,7 @@ TOKENIZERS: dict[str, dict[str, Any]] = {
     "look-ahead": {"normalizer": {"type": "Replace", "pattern": {"Regex": "(?=a*a*[bd]e)a"}, "content": "x"}},
     "back-reference": {"normalizer": {"type": "Replace", "pattern": {"Regex": "(a*)(a*)\\1\\2[bd]e"}, "content": "x"}},
     "text that grows": {
-        "normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 256},
+        "normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 8},
     },
 }
 TEMPLATES = {

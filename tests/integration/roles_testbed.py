@@ -68,23 +68,23 @@ class RunningWorker:
     _streams: list[GatewayStream] = field(default_factory=list)
 
     @property
-    def _token(self) -> str:
+    def token(self) -> str:
         return every_token(CLUSTER_KEY, self.worker.settings.worker_id)
 
     async def stream(self, role: types_pb2.Role.ValueType, gateway_id: str = "gw-1") -> GatewayStream:
-        channel = open_channel(self.address, token=self._token)
+        channel = open_channel(self.address, token=self.token)
         stream = GatewayStream((PrefillStub if role == PREFILL else DecodeStub)(channel), gateway_id)
         await stream.open()
         self._streams.append(stream)
         return stream
 
     async def load(self, version: types_pb2.ModelVersion, roles: Sequence[types_pb2.Role.ValueType]) -> None:
-        async with open_channel(self.address, token=self._token) as channel:
+        async with open_channel(self.address, token=self.token) as channel:
             request = worker_pb2.LoadRequest(epoch=1, instance_id=self.instance_id, version=version, roles=roles)
             await WorkerStub(channel).Load(request)
 
     async def unload(self, drain_s: float = 0.0) -> None:
-        async with open_channel(self.address, token=self._token) as channel:
+        async with open_channel(self.address, token=self.token) as channel:
             request = worker_pb2.UnloadRequest(epoch=1, instance_id=self.instance_id, drain_s=drain_s)
             await WorkerStub(channel).Unload(request)
 

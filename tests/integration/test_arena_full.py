@@ -16,8 +16,9 @@ from tests.support.platform import Platform, running_platform
 
 pytestmark = pytest.mark.e2e
 OPTIONS = ("--prefill-workers", "0", "--decode-workers", "0", "--both-workers", "2", "--threads", "1")
-SIZES = ("--arena-mb", "2", "--kv-pool-mb", "32", "--idle-timeout-s", "2")
+SIZES = ("--arena-mb", "16", "--kv-pool-mb", "32", "--idle-timeout-s", "2")
 PROMPT = list(range(30, 60))
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +33,13 @@ def key(platform: Platform) -> str:
 
 
 def uploaded(platform: Platform, key: str, folder: Path, name: str, num_layers: int, seed: int) -> str:
-    """A model of about 130 KiB per layer."""
-    checkpoint = make_checkpoint(folder / name, "llama", seed=seed, num_hidden_layers=num_layers)
+    """A model of about 2.3 MB per layer."""
+    checkpoint = make_checkpoint(folder / name, "llama", seed=seed, num_hidden_layers=num_layers, **WIDE)
     return platform.upload(key, checkpoint, name)
 
 
 def test_a_request_waits_while_everything_in_the_arena_is_pinned(platform: Platform, key: str, tmp_path: Path) -> None:
-    first, second = (uploaded(platform, key, tmp_path, name, 9, seed) for seed, name in enumerate(("one", "two")))
+    first, second = (uploaded(platform, key, tmp_path, name, 4, seed) for seed, name in enumerate(("one", "two")))
     options: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
     alone = complete(platform, key, second, PROMPT, **options)["choices"][0]["token_ids"]
     waiting: Future[dict[str, Any]] | None = None
@@ -53,7 +54,7 @@ def test_a_request_waits_while_everything_in_the_arena_is_pinned(platform: Platf
 
 
 def test_a_model_that_no_arena_can_hold_is_told(platform: Platform, key: str, tmp_path: Path) -> None:
-    checkpoint = make_checkpoint(tmp_path / "large", "llama", num_hidden_layers=24)
+    checkpoint = make_checkpoint(tmp_path / "large", "llama", num_hidden_layers=8, **WIDE)
     with pytest.raises(Exception, match="largest slot"):
         platform.upload(key, checkpoint, "large")
     answer = httpx.get(f"{platform.http}/v1/models", headers=headers(key)).json()

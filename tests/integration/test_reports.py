@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.integration.roles_testbed import running_test_worker
-from tests.unit.param_store.running_store import running_store
+from tests.support.callers import every_token
+from tests.unit.param_store.running_store import CLUSTER_KEY, running_store
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1.generation_pb2 import AttemptStart
 from torchrelay.control.v1.param_store_pb2 import WatchCopiesRequest
@@ -64,7 +65,11 @@ async def test_a_worker_is_active_while_one_prompt_follows_another(tmp_path: Pat
 async def test_the_streams_of_worker_and_store_carry_beats_if_they_are_asked_for(tmp_path: Path, nats_url: str) -> None:
     async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
         address = (await store.report()).grpc_address
-        async with open_channel(one.address) as worker_channel, open_channel(address) as store_channel:
+        store_token = every_token(CLUSTER_KEY, store.store_id)
+        async with (
+            open_channel(one.address, token=one.token) as worker_channel,
+            open_channel(address, token=store_token) as store_channel,
+        ):
             slot: Any = WorkerStub(worker_channel).WatchSlot(WatchSlotRequest(beat_every_s=0.1))
             copies: Any = ParamStoreStub(store_channel).WatchCopies(WatchCopiesRequest(beat_every_s=0.1))
             for stream in (slot, copies):

@@ -148,7 +148,7 @@ async def _make(
     token_path.servicer.add_to(grpc_server.server)
     await grpc_server.start()
     stack.push_async_callback(grpc_server.stop, 0)
-    http_limits = HttpLimits(stall_s=gateway_settings.stall_timeout_s)
+    http_limits = HttpLimits(stall_s=gateway_settings.answer_silence_s)
     serving = http_server(token_path.asgi, "127.0.0.1", 0, gateway_settings.drain_s, http_limits)
     url = f"http://127.0.0.1:{(await stack.enter_async_context(serving)).port}"
     headers = {"authorization": f"Bearer {KEY}"}

@@ -136,7 +136,7 @@ def door_limits(settings: GatewaySettings, num_descriptors: int) -> tuple[HttpLi
         min_bytes_per_s=settings.min_body_bytes_per_s,
     )
     return (
-        HttpLimits(connections, read, settings.idle_connection_s, settings.stall_timeout_s),
+        HttpLimits(connections, read, settings.idle_connection_s, settings.answer_silence_s),
         PublicLimits(
             connections=num_grpc,
             streams=settings.max_grpc_streams,
@@ -204,7 +204,7 @@ async def _make_components(
             database,
             catalog,
             store,
-            UploadLimits(settings.max_open_uploads, settings.max_open_upload_bytes, settings.upload_lease_s),
+            UploadLimits(settings.max_open_uploads, settings.open_upload_bytes_per_tenant, settings.upload_lease_s),
         ),
         store=store,
         scheduler=SchedulerClient(scheduler_channel, settings.scheduler_address),

@@ -102,7 +102,7 @@ class GatewaySettings(ServiceSettings):
     idle_connection_s: int = Field(
         75, ge=1, description="A REST or gRPC connection without a request is closed after this time."
     )
-    stall_timeout_s: float = Field(
+    answer_silence_s: float = Field(
         60.0, gt=0, description="A client that takes nothing of its answer for this long is disconnected."
     )
 
@@ -116,7 +116,7 @@ class GatewaySettings(ServiceSettings):
     reservation_lease_s: float = Field(900.0, gt=0, description="Lifetime of a budget reservation never released.")
     upload_lease_s: float = Field(86400.0, gt=0, description="Lifetime of an upload never committed.")
     max_open_uploads: int = Field(16, ge=1, description="Uploads that one tenant may have open at once.")
-    max_open_upload_bytes: int = Field(
+    open_upload_bytes_per_tenant: int = Field(
         1 << 40, ge=1, description="Declared bytes of one tenant's open uploads together; a single one may have more."
     )
     retired_version_s: float = Field(
