@@ -60,6 +60,24 @@ def test_a_folder_with_other_things_in_it_stays_open(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "logs").stat().st_mode) == 0o700
 
 
+def test_a_restart_closes_nothing_of_others(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    (tmp_path / "tls").mkdir()
+    theirs = [tmp_path / name for name in ("nginx.conf", "server.key", "tls/server.key")]
+    for path in theirs:
+        path.write_text("theirs")
+        path.chmod(0o644)
+    for _ in range(2):
+        home = Home(tmp_path)
+        home.make()
+        home.cluster_key()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+    assert [stat.S_IMODE(path.stat().st_mode) for path in theirs] == [0o644] * len(theirs)
+    (tmp_path / "cluster.key").chmod(0o644)
+    home.make()
+    assert stat.S_IMODE((tmp_path / "cluster.key").stat().st_mode) == 0o600
+
+
 def test_a_private_file_is_private_however_open_the_old_one_was(tmp_path: Path) -> None:
     (tmp_path / "nats.conf").write_text("old")
     (tmp_path / "nats.conf").chmod(0o666)

@@ -312,17 +312,86 @@ async def test_redis_serves_the_gateway_and_nobody_else(passwords: dict[str, str
         assert check[0] == "CMD-SHELL" and await asking.wait() == 0
 
 
-def test_one_more_worker_gets_what_the_others_have(
-    secrets: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.fixture
+def env(secrets: dict[str, str], tmp_path: Path) -> Path:
+    path = tmp_path / ".env"
+    path.write_text("".join(f"{name}={value}\n" for name, value in secrets.items()))
+    return path
+
+
+def make_env(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["make_env.py", *arguments])
+    runpy.run_path(str(DEPLOY / "make_env.py"), run_name="__main__")
+
+
+def assignments(text: str) -> dict[str, str]:
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+
+def test_an_old_env_gets_what_it_lacks_and_keeps_the_rest(
+    env: Path, secrets: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make_env = runpy.run_path(str(DEPLOY / "make_env.py"))
-    env = tmp_path / ".env"
-    env.write_text("".join(f"{name}={value}\n" for name, value in secrets.items()))
-    make_env["print_worker"]("prefill-1", env)
-    printed = capsys.readouterr().out
-    assert f"TORCHRELAY_NODE_KEY={secrets['PREFILL_NODE_KEY']}\n" in printed
-    assert f"nats://prefill-1:{secrets['NATS_PREFILL_PASSWORD']}@nats:4222" in printed
-    assert f"TORCHRELAY_STORE_TOKEN={secrets['WORKER_STORE_TOKEN']}\n" in printed
+    lost = ("NATS_DECODE_PASSWORD", "WORKER_STORE_TOKEN", "ADMIN_KEY")
+    old = "# ours\n" + "".join(f"{name}={secrets[name]}\n" for name in secrets if name not in lost) + "ADMIN_KEY="
+    env.write_text(old)
+    env.chmod(0o644)
+    make_env(monkeypatch, str(env))
+    text = env.read_text()
+    made = assignments(text)
+    assert text.startswith(f"{old}\n") and env.stat().st_mode & 0o777 == 0o600
+    admin_key = made["ADMIN_KEY"]
+    assert made == secrets | {"ADMIN_KEY": admin_key} and admin_key.startswith("tra-")
+    said = capsys.readouterr().out
+    assert f"added: {', '.join(lost)}\n" in said and "\nADMIN_KEY: new, at random" in said
+    assert not any(made[name] in said for name in lost)
+    make_env(monkeypatch, str(env))
+    assert env.read_text() == text and "added: nothing" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("key", "fault"), [("", "has no CLUSTER_KEY"), ("CLUSTER_KEY=xyz\n", "is not in hex")])
+def test_an_env_without_its_cluster_key_stays_as_it_is(
+    env: Path, key: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env.write_text(f"{key}POSTGRES_PASSWORD=x\n")
+    with pytest.raises(SystemExit, match=fault):
+        make_env(monkeypatch, str(env))
+    assert env.read_text() == f"{key}POSTGRES_PASSWORD=x\n"
+
+
+async def test_one_more_worker_is_let_in_and_no_secret_is_for_a_committed_file(
+    env: Path,
+    passwords: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_worker = runpy.run_path(str(DEPLOY / "make_env.py"))["print_worker"]
+    print_worker("prefill-2", env)
+    for_env, for_nats, for_worker, entry = capsys.readouterr().out.split("\n\n")
+    added = assignments(for_env)
+    assert set(added) == {"NATS_PREFILL_2_PASSWORD", "PREFILL_2_NODE_KEY"}
+    assert not any(value in text for value in added.values() for text in (for_nats, for_worker, entry))
+    (asked,) = yaml.safe_load(for_nats).items()
+    assert asked == ("NATS_PREFILL_2_PASSWORD", "${NATS_PREFILL_2_PASSWORD:?run make_env.py --worker prefill-2}")
+    environment = yaml.safe_load(for_worker)
+    copied = SERVICES["prefill"]["environment"]
+    assert {name for name in copied if "prefill-1" in copied[name] or "PREFILL" in copied[name]} <= set(environment)
+    url = REFERENCE.sub(lambda match: added[match[1]], environment["TORCHRELAY_NATS_URL"])
+    monkeypatch.setenv("NATS_PREFILL_2_PASSWORD", added["NATS_PREFILL_2_PASSWORD"])
+    written = (DEPLOY / "nats.conf").read_text().replace("127.0.0.1:8222", f"127.0.0.1:{free_port()}")
+    with nats_server(
+        tmp_path, free_port(), authorization=written.replace("  users: [\n", f"  users: [\n{entry}")
+    ) as at:
+        user, password = urlsplit(url).username, urlsplit(url).password
+        assert user == "prefill-2"
+        assert not await refusal(at, publication("relay.load.worker.prefill-2"), user, password)
+        assert "Permissions Violation" in await refusal(at, publication("relay.load.worker.x"), user, password)
+
+
+@pytest.mark.parametrize("worker_id", ["prefill-1", "gateway", "prefill", "Store"])
+def test_a_workers_id_is_not_anothers(env: Path, worker_id: str) -> None:
+    with pytest.raises(SystemExit, match="choose another id"):
+        runpy.run_path(str(DEPLOY / "make_env.py"))["print_worker"](worker_id, env)
 
 
 def test_published_ports_are_the_gateways() -> None:

@@ -18,6 +18,16 @@ from torchrelay.common.callers import Caller, call_token
 from torchrelay.common.keys import derive_node_key
 
 DEFAULT_HOME = Path(".torchrelay")
+_SECRETS = ("admin.key", "cluster.key", "cli.key", "redis.conf", "nats.conf")
+_ENTRIES = frozenset(
+    (
+        *_SECRETS,
+        *(f"{name}.draft" for name in _SECRETS),
+        *("run", "logs", "store", "remote", "tls", "redis", "nats"),
+        *("up.lock", "http.port", "traces.jsonl"),
+        *("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.db-journal"),
+    )
+)
 
 
 class Home:
@@ -57,12 +67,14 @@ class Home:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the ledger and traces are private
             if self.run.is_symlink() and not self.run.exists():  # the memory is gone with a restart of the machine
                 self.run.unlink()
-            # A folder that holds something else, such as /tmp, is not ours to close.
-            if (self.path / "cluster.key").exists() or not any(self.path.iterdir()):
+            private = [self.path / name for name in _SECRETS]
+            # A folder that holds something else, such as /tmp, is not ours to close, nor are the keys in its tls/.
+            if all(entry.name in _ENTRIES for entry in self.path.iterdir()):
                 _make_private(self.path)
+                private += self.path.glob("tls/*.key")
             for folder in (self.run, self.logs, self.path / "store", self.path / "remote"):
                 folder.mkdir(mode=0o700, exist_ok=True)
-            for secret in (*self.path.glob("*.key"), *self.path.glob("*.conf"), *self.path.glob("tls/*.key")):
+            for secret in filter(Path.exists, private):
                 _make_private(secret)
         except OSError as error:
             raise CliError(f"{self.path} cannot be used as home: {error.strerror}", "choose another") from error

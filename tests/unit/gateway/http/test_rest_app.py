@@ -70,6 +70,19 @@ async def test_a_body_that_is_no_json_is_400(rig: RestRig) -> None:
     assert (reply.status_code, fault(reply)["message"]) == (400, "the body is not valid JSON")
 
 
+@pytest.mark.parametrize(
+    ("headers", "given"),
+    [({}, "which is missing"), ({"content-type": "text/plain"}, "not 'text/plain'")],
+)
+async def test_a_body_that_is_not_declared_as_json_is_told_the_header(
+    rig: RestRig, headers: dict[str, str], given: str
+) -> None:
+    reply = await rig.acme.post("/v1/uploads", content=b'{"model": "m", "files": []}', headers=headers)
+    error = fault(reply)
+    assert (reply.status_code, error["param"]) == (400, None)
+    assert error["message"] == f"send the body with the header `content-type: application/json`, {given}"
+
+
 async def test_a_missing_or_wrong_key_is_401(rig: RestRig) -> None:
     async with httpx.AsyncClient(base_url=rig.url, trust_env=False) as nobody:
         for headers in ({}, {"authorization": "Bearer tr-abc"}):

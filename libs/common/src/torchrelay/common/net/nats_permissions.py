@@ -68,15 +68,18 @@ def _reads(stream: str) -> tuple[str, ...]:
 
 
 def authorization(users: Iterable[tuple[NatsUser, str]]) -> str:
-    """The configuration's block for users and their passwords; a password may be a ``$VARIABLE`` of the server."""
-    lines = ["authorization {", "  users: ["]
-    for user, password in users:
-        secret = password if password.startswith("$") else json.dumps(password)
-        subscribe = json.dumps([*user.subscribe, f"{inbox_prefix(user.name)}.>"])
-        lines += [
-            f"    {{ user: {json.dumps(user.name)}, password: {secret}, permissions: {{",
-            f"      publish: {json.dumps(list(user.publish))}",
-            f"      subscribe: {subscribe}",
-            "    } }",
-        ]
-    return "\n".join([*lines, "  ]", "}", ""])
+    """The configuration's block for users and their passwords, as ``user_entry`` takes them."""
+    return "\n".join(["authorization {", "  users: [", *(user_entry(*each) for each in users), "  ]", "}", ""])
+
+
+def user_entry(user: NatsUser, password: str) -> str:
+    """One entry of ``users``; the password may be a ``$VARIABLE`` of the server."""
+    secret = password if password.startswith("$") else json.dumps(password)
+    subscribe = json.dumps([*user.subscribe, f"{inbox_prefix(user.name)}.>"])
+    lines = [
+        f"    {{ user: {json.dumps(user.name)}, password: {secret}, permissions: {{",
+        f"      publish: {json.dumps(list(user.publish))}",
+        f"      subscribe: {subscribe}",
+        "    } }",
+    ]
+    return "\n".join(lines)
