@@ -44,5 +44,17 @@ def test_an_engine_at_rest_is_never_stalled() -> None:
     for second in range(1, 60):
         peer.observe(EngineProgress(7, False), second)
     peer.observe(EngineProgress(7, True), 60.0)
-    assert not peer.fault(62.0)
-    assert peer.is_stalled(62.1)  # it had work from some time after 59 on
+    assert not peer.fault(60.0 + SILENT_S)
+    assert peer.is_stalled(60.1 + SILENT_S)
+
+
+def test_rest_that_was_seen_long_ago_is_no_stall_once_there_is_work() -> None:
+    """The peer was at rest and silent, or nobody looked: its first step has only begun."""
+    peer = Liveness(0.0)
+    peer.observe(EngineProgress(7, False), 1.0)
+    peer.observe(EngineProgress(7, True), 100.0)
+    assert not peer.fault(100.0)
+    peer.observe(EngineProgress(7, True), 100.0 + SILENT_S)
+    assert not peer.fault(100.0 + SILENT_S)
+    peer.observe(EngineProgress(7, True), 100.1 + SILENT_S)
+    assert peer.is_stalled(100.1 + SILENT_S)

@@ -238,14 +238,14 @@ def test_a_load_goes_on_as_long_as_bytes_arrive_however_long_that_takes() -> Non
     scene.admit(model, "r1")
     for num_verified in range(8):
         scene.hold("store-1", model, num_chunks_verified=num_verified)
-        scene.pass_time(14.0, step_s=0.5)
+        scene.pass_time(PolicyConfig().load_stall_s - 1.0, step_s=0.5)
     assert not [command for command in scene.commands if isinstance(command, UnloadCommand)]
     scene.finish_loads()
     assert "ready" in scene.kinds()
 
 
 def test_a_load_of_which_nothing_arrives_is_given_up_although_its_store_is_alive() -> None:
-    scene = two_workers_one_host(load_tries=1)
+    scene = two_workers_one_host(load_tries=1, load_stall_s=15.0)
     model = a_model()
     scene.admit(model, "r1")
     scene.hold("store-1", model, num_chunks_verified=3)

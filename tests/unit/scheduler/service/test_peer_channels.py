@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
-from torchrelay.scheduler.service.peer_channels import is_refused
+import grpc
+from pytest import MonkeyPatch
+
+from torchrelay.common.callers import Caller, call_token
+from torchrelay.common.keys import derive_node_key
+from torchrelay.common.tls import Tls
+from torchrelay.scheduler.service import peer_channels
+from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
+
+CLUSTER_KEY = bytes(32)
+ADDRESS = "127.0.0.1:1"
 
 
 async def test_a_port_nobody_listens_on_is_refused() -> None:
@@ -14,3 +24,25 @@ async def test_a_port_nobody_listens_on_is_refused() -> None:
     server.close()
     await server.wait_closed()
     assert await is_refused(f"127.0.0.1:{port}")
+
+
+async def test_each_node_at_an_address_gets_its_own_token(monkeypatch: MonkeyPatch) -> None:
+    """A port may pass from one process to another before anybody noticed that the first is gone."""
+    tokens: list[str] = []
+
+    def note_token(address: str, tls: Tls | None, token: str) -> grpc.aio.Channel:
+        tokens.append(token)
+        return grpc.aio.insecure_channel(address)
+
+    monkeypatch.setattr(peer_channels, "open_channel", note_token)
+    channels = PeerChannels(CLUSTER_KEY)
+    first, second = channels.channel(ADDRESS, "worker-1"), channels.channel(ADDRESS, "worker-2")
+    assert first is not second and channels.channel(ADDRESS, "worker-1") is first
+    assert tokens == [
+        call_token(derive_node_key(CLUSTER_KEY, each), Caller.SCHEDULER) for each in ("worker-1", "worker-2")
+    ]
+    other = channels.channel("127.0.0.1:2", "worker-1")
+    await channels.forget(ADDRESS)
+    assert channels.channel("127.0.0.1:2", "worker-1") is other
+    assert channels.channel(ADDRESS, "worker-1") is not first and channels.channel(ADDRESS, "worker-2") is not second
+    await channels.close()

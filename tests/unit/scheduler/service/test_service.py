@@ -247,13 +247,17 @@ async def test_explain_tells_a_cold_start_from_queue_to_first_token(nats_url: st
 
 async def test_a_newer_scheduler_ends_this_one(nats_url: str) -> None:
     async with house(nats_url) as it:
-        _, first, _ = await it.host(1)
+        store, first, _ = await it.host(1)
         with pytest.raises(BaseExceptionGroup) as caught:
-            async with it.scheduler(2), asyncio.timeout(20):
+            async with it.scheduler(2) as address, asyncio.timeout(20):
                 await asyncio.sleep(1.1)  # its start-up, in which it would go above what it sees
-                first.epoch = int(time.time() * 1000) + 30_000
+                ahead = first.epoch = int(time.time() * 1000) + 30_000
+                await cluster(address, lambda view: ahead in {each.epoch for each in view.workers})
+                await asyncio.sleep(0.3)  # one peer's word, again and again
+                await cluster(address, lambda view: len(view.workers) == 2)
+                store.epoch = ahead
                 await asyncio.Event().wait()
-        assert caught.group_contains(StaleEpoch)
+        assert caught.group_contains(StaleEpoch) and store.epoch == ahead
 
 
 async def test_at_its_start_a_scheduler_goes_above_every_epoch_it_sees(nats_url: str) -> None:

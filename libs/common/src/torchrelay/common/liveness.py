@@ -30,7 +30,7 @@ class Liveness:
     """What a watcher has heard of one peer."""
 
     heard_at: float
-    advanced_at: float = 0.0  # the engine had advanced, or had no work
+    advanced_at: float = 0.0  # the engine had advanced, or had no work until then
     progress: EngineProgress = NO_ENGINE
 
     def __post_init__(self) -> None:
@@ -47,7 +47,8 @@ class Liveness:
     def observe(self, progress: EngineProgress, now: float) -> None:
         """The peer said where its engine is."""
         self.heard_at = now
-        if not progress.has_work or progress.num_advances != self.progress.num_advances:
+        was_at_work = self.progress.has_work and progress.has_work  # at rest nothing was expected of it, however long
+        if not was_at_work or progress.num_advances != self.progress.num_advances:
             self.advanced_at = now
         self.progress = progress
 

@@ -36,7 +36,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         self._kv_senders: dict[str, KvSender] = {}
         self._budget = ByteBudget(worker.settings.kv_pool_bytes)
         self._measured: set[str] = set()  # attempts whose first token has been delivered
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and token of a decode worker
 
     @property
     def num_kv_transfers(self) -> int:
@@ -102,7 +102,7 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
             message = f"the decode worker {target.worker_id} refused the KV: {error_from_rpc(error).message}"
             lost_worker = ""
             if error.code() == grpc.StatusCode.UNAVAILABLE:
-                self._drop_channel(target.grpc_address)
+                self._drop_channel(target)
                 lost_worker = target.worker_id
             code = pb.RunError.CODE_DECODE_LOST
             self.fail(attempt, pb.RunError(code=code, message=message, lost_worker=lost_worker))
@@ -116,18 +116,18 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         if self.forget(attempt):
             self.worker.usage.hand_off(attempt)
 
-    def _drop_channel(self, address: str) -> None:
+    def _drop_channel(self, target: types_pb2.WorkerRef) -> None:
         """Closes the channel to a lost worker, which seldom returns at the same address."""
-        channel = self._channels.pop(address, None)
+        channel = self._channels.pop((target.grpc_address, target.worker_token), None)
         if channel is not None:  # other offers may still wait for a reply, up to their timeout
             grace_s = self.worker.settings.kv_timeout_s
-            self.worker.spawn(channel.close(grace_s), f"channel to {address}")
+            self.worker.spawn(channel.close(grace_s), f"channel to {target.grpc_address}")
 
     def _decode(self, target: types_pb2.WorkerRef) -> decode_pb2_grpc.DecodeAsyncStub:
-        channel = self._channels.get(target.grpc_address)
+        key = target.grpc_address, target.worker_token
+        channel = self._channels.get(key)
         if channel is None:
-            channel = open_channel(target.grpc_address, self.worker.tls, target.worker_token)
-            self._channels[target.grpc_address] = channel
+            channel = self._channels[key] = open_channel(target.grpc_address, self.worker.tls, target.worker_token)
         return decode_pb2_grpc.DecodeStub(channel)
 
     def delivers(self, attempt: Attempt, token: NewToken) -> bool:

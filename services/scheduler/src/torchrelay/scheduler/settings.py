@@ -50,6 +50,12 @@ class SchedulerSettings(ServiceSettings):
     )
     drain_s: float = Field(30.0, ge=0, description="Time for the running requests of a drained instance to finish.")
     load_tries: int = Field(3, ge=1, description="Failed loads of a model before its waiting requests are refused.")
+    load_stall_s: float = Field(
+        45.0,
+        gt=0,
+        description="A load of which nothing arrives for this long has failed. More than the stores' remote_give_up_s: "
+        "a store waits that long for its object store, and names the cause.",
+    )
     gateway_grace_s: float = Field(10.0, ge=0, description="Time for a disconnected gateway to reconnect.")
 
     replicate: bool = Field(

@@ -16,8 +16,6 @@ class EngineWatch:
         self._liveness = Liveness(now)
 
     def observe(self, progress: EngineProgress, now: float) -> None:
-        if not self._liveness.progress.has_work:
-            self._liveness.listening_since(now)  # nothing was expected of it until now
         self._liveness.observe(progress, now)
 
     def fault(self, now: float) -> str:

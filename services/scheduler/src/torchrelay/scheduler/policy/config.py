@@ -31,7 +31,7 @@ class PolicyConfig:
     load_backoff_s: float = 0.1  # after the first failure; doubled by each further one
     load_backoff_max_s: float = 5.0
     stale_s: float = SILENT_S  # silence, or time without an advance, after which a worker or store counts as lost
-    load_stall_s: float = 15.0  # a load of which nothing arrives for this long has failed
+    load_stall_s: float = 45.0  # a load of which nothing arrives for this long has failed; see the setting
     load_orphan_s: float = 5.0  # the same where the host's store is lost
     unserved_s: float = 10.0  # after this long in which no model could be loaded, requests that need one are refused
     unserved_resumed_s: float = 60.0  # the same for requests that have given tokens already

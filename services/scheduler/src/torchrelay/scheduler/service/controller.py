@@ -127,9 +127,9 @@ class Controller:
         self.apply(Release(key, release.ttft_s > 0, outcome))
 
     def worker_reported(self, report: reports_pb2.WorkerReport, streamed: bool) -> None:
-        """Raises ``StaleEpoch`` when the worker obeys a newer scheduler."""
+        """Raises ``StaleEpoch`` when most peers, and the worker among them, obey a newer scheduler."""
         now = self.clock.now()
-        self.epoch.check(report.epoch, now)
+        self._check_epoch(report.epoch, report.worker_id, now)
         if report.is_beat:
             progress = converters.progress_from_proto(report.engine)
             self._apply(WorkerBeat(report.worker_id, report.incarnation, progress), now)
@@ -141,9 +141,9 @@ class Controller:
         self._notify_watchers()
 
     def store_reported(self, report: reports_pb2.StoreReport) -> None:
-        """Raises ``StaleEpoch`` when the store obeys a newer scheduler."""
+        """Raises ``StaleEpoch`` when most peers, and the store among them, obey a newer scheduler."""
         now = self.clock.now()
-        self.epoch.check(report.epoch, now)
+        self._check_epoch(report.epoch, report.store_id, now)
         if report.is_beat:
             self._apply(StoreBeat(report.store_id, report.incarnation), now)
             return
@@ -154,6 +154,11 @@ class Controller:
             if instance.host_id == report.host_id:
                 self._explain_load(instance.worker_id)
         self._notify_watchers()
+
+    def _check_epoch(self, epoch: int, node_id: str, now: float) -> None:
+        workers, stores = self.policy.state.membership.workers, self.policy.state.membership.stores
+        is_new = node_id not in workers and node_id not in stores
+        self.epoch.check(epoch, node_id, len(workers) + len(stores) + is_new, now)
 
     def _explain_load(self, worker_id: str) -> None:
         """Passes on what the reports say about the load of the worker's instance."""
@@ -172,6 +177,7 @@ class Controller:
             del self.worker_reports[worker_id]
         for store_id in self.store_reports.keys() - membership.stores.keys():
             del self.store_reports[store_id]
+        self.epoch.keep(membership.workers.keys() | membership.stores.keys())
 
     def version(self, version_id: str) -> types_pb2.ModelVersion:
         """A version as its last admission named it."""

@@ -1,11 +1,15 @@
 """The epoch: workers and stores obey the scheduler with the highest one, so that a replaced scheduler does no harm.
 
 It begins as the start time in milliseconds, normally above that of any earlier scheduler. During start-up it is raised
-above any epoch in the reports; a higher one seen later belongs to a newer scheduler, and this one steps down. An epoch
-that no scheduler can have, further in the future than clocks differ, counts for nothing.
+above any epoch in the reports. A higher one seen later belongs to a newer scheduler, and this one steps down once more
+than half of the peers obey it: the word of one, which anybody may have taken over, ends no scheduler. Until then those
+that obey the newer one refuse this one's commands. An epoch that no scheduler can have, further in the future than
+clocks differ, counts for nothing.
 """
 
 from __future__ import annotations
+
+from collections.abc import Set
 
 from torchrelay.common.epoch_fence import MAX_EPOCH_LEAD_MS
 from torchrelay.common.errors import StaleEpoch
@@ -19,17 +23,34 @@ class Epoch:
     def __init__(self, started_at: float) -> None:
         self.value = int(started_at * 1000)
         self._startup_until = started_at + STARTUP_S
+        self._ahead: set[str] = set()  # the workers and stores that have seen a higher epoch since the start-up
         self._ignored = 0
 
-    def check(self, epoch: int, now: float) -> None:
-        """A worker or store has seen ``epoch``. Raises ``StaleEpoch`` if a newer scheduler is active."""
+    def check(self, epoch: int, node_id: str, num_peers: int, now: float) -> None:
+        """A worker or store, one of ``num_peers`` present, has seen ``epoch``.
+
+        Raises ``StaleEpoch`` if a newer scheduler is active.
+        """
         if epoch <= self.value:
+            self._ahead.discard(node_id)
             return
         if epoch > now * 1000 + MAX_EPOCH_LEAD_MS:
             if epoch != self._ignored:  # ten reports a second say the same
                 self._ignored = epoch
                 log.warning("epoch_ignored", epoch=epoch, lead_s=round(epoch / 1000 - now), own_epoch=self.value)
             return
-        if now > self._startup_until:
-            raise StaleEpoch(f"A scheduler with epoch {epoch} has taken over; this one has {self.value}.")
-        self.value = epoch + 1
+        if now <= self._startup_until:
+            self.value = epoch + 1
+            return
+        if node_id not in self._ahead:
+            self._ahead.add(node_id)
+            log.warning("epoch_ahead", epoch=epoch, peer=node_id, num_ahead=len(self._ahead), num_peers=num_peers)
+        if 2 * len(self._ahead) > num_peers:
+            raise StaleEpoch(
+                f"A scheduler with epoch {epoch} has taken over {len(self._ahead)} of {num_peers} workers and stores; "
+                f"this one has {self.value}."
+            )
+
+    def keep(self, node_ids: Set[str]) -> None:
+        """Forgets all other peers: they are gone."""
+        self._ahead &= node_ids

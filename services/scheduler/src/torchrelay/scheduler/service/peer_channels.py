@@ -1,4 +1,4 @@
-"""Channels to workers and stores, one per address: streams and commands share it, so the wire keeps their order."""
+"""Channels to workers and stores, one per peer: streams and commands share it, so the wire keeps their order."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ class PeerChannels:
 
     def __init__(self, cluster_key: bytes, tls: Tls | None = None) -> None:
         self._cluster_key, self._tls = cluster_key, tls
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and node: a token is one node's
 
     def channel(self, address: str, node_id: str) -> grpc.aio.Channel:
-        if address not in self._channels:
+        key = address, node_id
+        if key not in self._channels:
             token = call_token(derive_node_key(self._cluster_key, node_id), Caller.SCHEDULER)
-            self._channels[address] = open_channel(address, self._tls, token)
-        return self._channels[address]
+            self._channels[key] = open_channel(address, self._tls, token)
+        return self._channels[key]
 
     async def forget(self, address: str) -> None:
-        """Closes the channel of a peer that is gone; running calls fail."""
-        if channel := self._channels.pop(address, None):
+        """Closes the channels to an address whose process is gone; running calls fail."""
+        for channel in [self._channels.pop(key) for key in [*self._channels] if key[0] == address]:
             await channel.close()
 
     async def close(self) -> None:
