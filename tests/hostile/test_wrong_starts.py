@@ -19,6 +19,7 @@ from torchrelay.worker.settings import WorkerSettings
 
 SCRIPTS = Path(sys.executable).parent
 KEY = "ab" * 32
+KEYED = ("--node-key", KEY)
 SERVICES: list[type[BaseSettings]] = [GatewaySettings, SchedulerSettings, StoreSettings, WorkerSettings]
 
 
@@ -107,7 +108,7 @@ def test_up_names_a_file_that_cannot_be_used(tmp_path: Path, env: dict[str, str]
 def test_a_service_refuses_in_a_sentence_what_the_machine_cannot_do(
     tmp_path: Path, program: str, args: tuple[str, ...], message: str
 ) -> None:
-    keyed = () if program == "gateway" else ("--node-key", KEY)
+    keyed = {"worker": ("--worker-id", "w", *KEYED), "param-store": ("--store-id", "s", *KEYED)}.get(program, ())
     status, said = ended(f"torchrelay-{program}", *keyed, *args, cwd=tmp_path)
     lines = [line for line in said.splitlines() if not line.startswith("{")]
     assert status == 1, said
@@ -128,7 +129,7 @@ def test_a_service_names_a_taken_port(tmp_path: Path, nats_url: str) -> None:
 def test_a_misspelt_key_of_the_file_is_named_with_what_is_meant(tmp_path: Path) -> None:
     (tmp_path / "settings.toml").write_text("arena_byte = 1\n")
     config = {"TORCHRELAY_CONFIG": "settings.toml"}
-    status, said = ended("torchrelay-param-store", "--node-key", KEY, cwd=tmp_path, env=config)
+    status, said = ended("torchrelay-param-store", "--store-id", "s", *KEYED, cwd=tmp_path, env=config)
     assert status == 2
     assert said == (
         "torchrelay-param-store: settings.toml: 'arena_byte' is not a setting; did you mean 'arena_bytes'?\n"

@@ -246,7 +246,7 @@ def test_a_container_has_no_rights_it_does_not_need(name: str) -> None:
 
 def test_the_arena_fits_the_memory_of_its_store() -> None:
     limit = int(SERVICES["param-store"]["mem_limit"].removesuffix("g")) << 30
-    settings = StoreSettings(node_key="0" * 64, data_dir=Path("unused"))
+    settings = StoreSettings(store_id="store-1", node_key="0" * 64, data_dir=Path("unused"))
     arena_bytes = int(SERVICES["param-store"]["environment"]["TORCHRELAY_ARENA_BYTES"])
     assert arena_bytes + settings.packer_memory_bytes + (512 << 20) < limit
 

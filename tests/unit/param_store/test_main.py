@@ -53,22 +53,23 @@ async def test_a_store_starts_and_works_while_nats_is_away(tmp_path: Path) -> No
         assert (await store.report()).store_id == store.store_id
 
 
-def test_settings_need_a_node_key(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_need_a_name_and_the_key_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         load_settings(StoreSettings, "torchrelay-param-store", ["--node-key", "abc"])
-    assert "node_key (TORCHRELAY_NODE_KEY)" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "node_key (TORCHRELAY_NODE_KEY)" in said and "store_id (TORCHRELAY_STORE_ID)" in said
 
 
 def test_the_arena_takes_what_the_machine_can_spare(tmp_path: Path) -> None:
     key = "0" * 64
     spare = StoreSettings(node_key=key, store_id="sto-1").arena_capacity_bytes()
     assert 0 < spare <= 4 << 30
-    assert StoreSettings(node_key=key, arena_bytes=5 << 20).arena_capacity_bytes() == 5 << 20
+    assert StoreSettings(node_key=key, store_id="sto-1", arena_bytes=5 << 20).arena_capacity_bytes() == 5 << 20
     assert StoreSettings(node_key=key, store_id="sto-1").arena_file == Path("/dev/shm/torchrelay-sto-1")
 
 
 def test_an_arena_left_by_a_crash_keeps_its_size(tmp_path: Path) -> None:
-    settings = StoreSettings(node_key="0" * 64, arena_path=tmp_path / "arena")
+    settings = StoreSettings(node_key="0" * 64, store_id="sto-1", arena_path=tmp_path / "arena")
     Arena.create(settings.arena_file, 5 << 20).close()
     assert settings.arena_capacity_bytes() == 5 << 20
     settings.arena_file.write_bytes(b"something else")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from tests.unit.param_store.running_store import running_store
 from torchrelay.common.health import Health
 from torchrelay.common.net.probes import GrpcProbe
 from torchrelay.common.net.rpc import open_channel
-from torchrelay.param_store.storage_checks import on_own_thread, touch
+from torchrelay.param_store.storage_checks import OwnThread, touch
 
 
 async def test_a_store_in_good_health(tmp_path: Path) -> None:
@@ -25,7 +28,7 @@ async def test_a_disk_that_does_not_answer_is_named_until_it_does(tmp_path: Path
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     # To open a pipe takes until somebody opens its other end, as a file takes on a disk that is gone.
-    health = Health({"disk": on_own_thread("disk", lambda: pipe.read_bytes())}, {}, silent_s=0.2, ask_every_s=0)
+    health = Health({"disk": OwnThread("disk", lambda: pipe.read_bytes())}, {}, silent_s=0.2, ask_every_s=0)
     assert await health.fault() == "the disk does not answer"
     pipe.write_bytes(b"")
     async with asyncio.timeout(20):
@@ -41,7 +44,7 @@ async def test_a_thread_that_holds_the_arenas_lock_for_ever_is_seen() -> None:
         with lock:
             pass
 
-    health = Health({"arena": on_own_thread("arena", ask_under_lock)}, {}, silent_s=0.2, ask_every_s=0)
+    health = Health({"arena": OwnThread("arena", ask_under_lock)}, {}, silent_s=0.2, ask_every_s=0)
     assert await health.fault() == ""
     with lock:
         assert await health.fault() == "the arena does not answer"
@@ -51,8 +54,50 @@ async def test_a_thread_that_holds_the_arenas_lock_for_ever_is_seen() -> None:
     await health.close()
 
 
-@pytest.mark.parametrize("folder", ["present", "absent"])
-def test_touching_leaves_nothing(tmp_path: Path, folder: str) -> None:
-    (tmp_path / "present").mkdir()
-    touch(tmp_path / folder)
-    assert [path.name for path in tmp_path.rglob("*")] == ["present"]
+def test_a_process_ends_while_its_disk_hangs(tmp_path: Path) -> None:
+    script = """
+import asyncio, os, sys
+from torchrelay.common.health import Health
+from torchrelay.param_store.storage_checks import OwnThread
+
+os.mkfifo(sys.argv[1])
+
+async def main():
+    health = Health({"disk": OwnThread("disk", lambda: open(sys.argv[1]).read())}, {}, silent_s=0.1, ask_every_s=0)
+    print(await health.fault())
+    await health.close()
+
+asyncio.run(main())
+"""
+    ran = subprocess.run([sys.executable, "-c", script, tmp_path / "pipe"], capture_output=True, text=True, timeout=20)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "the disk does not answer\n", "")
+
+
+async def test_no_second_thread_is_spent_on_a_disk_that_hangs() -> None:
+    going_on, calls = threading.Event(), []
+    ask = OwnThread("disk", lambda: calls.append(going_on.wait(20)))
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await ask()
+    going_on.set()
+    assert await ask() == "" and calls == [True]
+    assert await ask() == "" and calls == [True, True]
+
+
+def test_touching_leaves_nothing(tmp_path: Path) -> None:
+    touch(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+async def test_a_full_disk_answers_and_a_failing_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "touch", fail)
+    fault = await Health({"disk": OwnThread("disk", lambda: touch(tmp_path))}, {}).fault()
+    full = number in (errno.ENOSPC, errno.EDQUOT)
+    assert fault == ("" if full else f"the disk fails: {os.strerror(number)}")

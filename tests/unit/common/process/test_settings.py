@@ -55,9 +55,13 @@ def test_an_expired_certificate_ends_the_start(authority: Authority, capsys: pyt
 
 
 def test_a_certificate_that_names_another_part_ends_the_start(authority: Authority) -> None:
-    worker: dict[str, Any] = {"node_key": "ab" * 32}
+    worker: dict[str, Any] = {"node_key": "ab" * 32, "worker_id": "w-1"}
     files = authority.node("w-1", Caller.WORKER).as_settings()
     assert WorkerSettings(**worker | files).tls is not None
     files = authority.node("w-1", Caller.STORE).as_settings()
     with pytest.raises(ValidationError, match="a worker needs one with the DNS name worker"):
         WorkerSettings(**worker | files)
+
+
+def test_only_nodes_have_a_node_key() -> None:
+    assert "node_key" not in ServiceSettings.model_fields and "node_key" in WorkerSettings.model_fields

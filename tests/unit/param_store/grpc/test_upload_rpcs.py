@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -20,8 +22,10 @@ from torchrelay.common.errors import (
     TorchrelayError,
     UploadRefused,
 )
+from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
+from torchrelay.param_store.remote.versions import Version, Versions
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 from torchrelay.param_store.uploads.file_writer import FileWriter
 from torchrelay.param_store.uploads.staged_upload import StagedUpload, UploadRecord
@@ -342,6 +346,47 @@ async def test_a_commit_that_is_cancelled_can_be_run_again(tmp_path: Path, folde
                     break
                 except grpc.aio.AioRpcError as error:
                     assert "being committed" in error_from_rpc(error).message
+
+
+async def test_a_remote_store_that_takes_nothing_leaves_other_calls_their_threads(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published, both_began = threading.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    began: list[Versions] = []
+    publish = Versions.publish
+
+    def slow(versions: Versions, *args: Any) -> Version:
+        began.append(versions)
+        if len(began) == 2:
+            loop.call_soon_threadsafe(both_began.set)
+        assert published.wait(30)
+        return publish(versions, *args)
+
+    monkeypatch.setattr(Versions, "publish", slow)
+    # As many threads as a machine of few cores has for everything.
+    loop.set_default_executor(ThreadPoolExecutor(2))
+    async with running_store(tmp_path, num_packers=2) as store:
+        commits = []
+        for tenant in ("ten-1", "ten-1", "ten-2"):
+            upload_id = new_id("upl")
+            state = await begin(store, folder, upload_id, tenant_id=tenant)
+            for file in state.files:
+                if not file.complete:
+                    await put(store, upload_id, file.path, (folder / file.path).read_bytes())
+            commits.append(asyncio.ensure_future(commit(store, upload_id)))
+            await asyncio.sleep(0.1)
+        try:
+            async with asyncio.timeout(20):
+                await both_began.wait()
+                await begin(store, folder, "u1", tenant_id="ten-3")
+                for name, data in contents(folder).items():
+                    assert (await put(store, "u1", name, data)).complete
+            assert len(began) == 2  # one of each tenant
+        finally:
+            published.set()
+        assert all([(await ended)[-1].version.version_id for ended in commits])
+        assert len(began) == 3
 
 
 async def test_a_file_is_free_again_when_its_call_ends_while_it_is_opened(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from tests.unit.param_store.model_folders import config_of, tensors_of, write_folder, write_shards
 from torchrelay.modelspec.config import read_config
 from torchrelay.modelspec.tensor_order import tensors_by_segment
+from torchrelay.param_store.packer import pack_writer
 from torchrelay.param_store.packer.__main__ import pack
 from torchrelay.param_store.packer.core import PackRefused
 from torchrelay.param_store.packer.safetensors_header import read_tensors
@@ -105,3 +107,14 @@ def test_no_header_makes_the_parser_fail_otherwise_than_by_refusal(data: st.Data
             assert refused.file == WEIGHTS and refused.detail
         else:
             assert sum(tensor.num_bytes for tensor in tensors) <= len(header) + len(body)
+
+
+def test_a_pack_reaches_the_disk_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All at its end, that takes minutes without progress."""
+    folder = write_folder(tmp_path / "model", config_of())
+    monkeypatch.setattr(pack_writer, "_SYNC_EVERY_BYTES", 100_000)
+    monkeypatch.setattr(pack_writer, "chunk_bytes_for", lambda num_bytes: PAGE_BYTES)
+    sizes: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", lambda descriptor: sizes.append(os.fstat(descriptor).st_size))
+    pack(folder, tmp_path / "a.pack", 0)
+    assert len(sizes) >= 2 and all(after - before < 200_000 for before, after in pairwise([0, *sizes]))

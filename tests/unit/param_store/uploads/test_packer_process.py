@@ -13,10 +13,11 @@ import pytest
 
 from tests.unit.param_store.model_folders import config_of, write_folder
 from torchrelay.common.errors import Overloaded, Unavailable, UploadRefused
-from torchrelay.param_store.uploads.packer_process import PackerQueue, PackJob, run_packer
+from torchrelay.param_store.uploads.packer_process import CommitQueue, PackJob, Turn, run_packer
 from torchrelay.param_store.uploads.repeated_progress import repeated
 
 MEMORY_BYTES = 256 << 20
+STALL_S = 600.0
 
 
 def children() -> list[str]:
@@ -33,7 +34,7 @@ def num_children() -> int:
 
 async def test_the_packer_writes_pack_and_manifest(tmp_path: Path) -> None:
     job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
-    progress = [line async for line in run_packer(job)]
+    progress = [line async for line in run_packer(job, STALL_S)]
     assert [line.stage for line in progress] == ["validate", "pack"]
     assert (tmp_path / "a.pack").stat().st_size == progress[-1].num_bytes_total
     assert (tmp_path / "a.manifest").exists()
@@ -42,7 +43,7 @@ async def test_the_packer_writes_pack_and_manifest(tmp_path: Path) -> None:
 async def test_leaving_early_kills_the_packer(tmp_path: Path) -> None:
     before = num_children()
     job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
-    async with aclosing(run_packer(job)) as lines:
+    async with aclosing(run_packer(job, STALL_S)) as lines:
         await anext(lines)
         assert num_children() == before + 1
     assert num_children() == before
@@ -54,7 +55,7 @@ async def test_the_packer_has_none_of_the_stores_secrets(tmp_path: Path, monkeyp
         monkeypatch.setenv(name, "hunter2")
     before = set(children())
     job = PackJob(write_folder(tmp_path / "model"), tmp_path / "a.pack", 0, MEMORY_BYTES)
-    async with aclosing(run_packer(job)) as lines:
+    async with aclosing(run_packer(job, STALL_S)) as lines:
         await anext(lines)
         (packer,) = set(children()) - before
         environment = environment_of(packer)
@@ -64,11 +65,11 @@ async def test_the_packer_has_none_of_the_stores_secrets(tmp_path: Path, monkeyp
 async def test_refusals_and_failures_are_told_apart(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     with pytest.raises(Unavailable, match=r"could not be packed: .*No such file"):
-        async for _ in run_packer(PackJob(folder, tmp_path / "none/a.pack", 0, MEMORY_BYTES)):
+        async for _ in run_packer(PackJob(folder, tmp_path / "none/a.pack", 0, MEMORY_BYTES), STALL_S):
             pass
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UploadRefused, match=r"tokenizer.json: it is missing") as refused:
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES)):
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), STALL_S):
             pass
     assert refused.value.field == "tokenizer.json"
 
@@ -77,7 +78,7 @@ async def test_a_refusal_is_short_however_long_what_it_names(tmp_path: Path) -> 
     folder = write_folder(tmp_path / "model", config_of())
     (folder / "config.json").write_text(json.dumps(config_of(hidden_act="x" * 1_000_000)))
     with pytest.raises(UploadRefused, match="hidden_act") as refused:
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES)):
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), STALL_S):
             pass
     assert len(refused.value.message) < 1000
 
@@ -86,14 +87,14 @@ async def test_documents_that_take_too_much_memory_are_refused(tmp_path: Path) -
     folder = write_folder(tmp_path / "model")
     (folder / "tokenizer_config.json").write_text("{" + ",".join(f'"{i}":[{"[]," * 8}0]' for i in range(100_000)) + "}")
     with pytest.raises(UploadRefused, match="more memory than the packer may use"):
-        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, 64 << 20)):
+        async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, 64 << 20), STALL_S):
             pass
 
 
 class Commits:
     """Commits that hold their turns until they are told to end."""
 
-    def __init__(self, queue: PackerQueue) -> None:
+    def __init__(self, queue: CommitQueue) -> None:
         self.queue = queue
         self.running: list[str] = []
         self.ending: dict[str, asyncio.Event] = {}
@@ -118,7 +119,7 @@ class Commits:
 
 
 async def test_no_tenants_commit_waits_behind_all_of_another_s() -> None:
-    commits = Commits(PackerQueue(num_packers=2, max_waiting=16))
+    commits = Commits(CommitQueue(max_running=2, max_waiting=16))
     for name in ("large1", "large2", "large3", "small1", "other1"):
         await commits.begin(name)
     assert commits.running == ["large1", "small1"]
@@ -136,7 +137,7 @@ async def test_no_tenants_commit_waits_behind_all_of_another_s() -> None:
 
 
 async def test_few_commits_may_wait_and_fewer_of_one_tenant() -> None:
-    commits = Commits(PackerQueue(num_packers=1, max_waiting=4))
+    commits = Commits(CommitQueue(max_running=1, max_waiting=4))
     for name in ("one1", "one2", "two1", "three1", "four1"):
         await commits.begin(name)
     assert commits.running == ["one1"]
@@ -151,6 +152,19 @@ async def test_few_commits_may_wait_and_fewer_of_one_tenant() -> None:
     for name in ("one2", "two1", "three1", "four1"):
         commits.ending[name].set()
     await asyncio.gather(*commits.tasks.values())
+
+
+async def test_a_turn_may_be_released_whether_it_came_or_not() -> None:
+    queue = CommitQueue(max_running=1, max_waiting=0)
+    held, waiting = Turn("one"), Turn("two")
+    await queue.acquire(held)
+    asked = asyncio.ensure_future(queue.acquire(waiting))
+    await asyncio.sleep(0)
+    asked.cancel()
+    for turn in (waiting, held, Turn("never asked for")):
+        queue.release(turn)
+    async with asyncio.timeout(20):
+        await queue.acquire(Turn("three"))
 
 
 async def test_a_packer_that_makes_no_progress_is_ended(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_disk import small_disk
-from tests.unit.param_store.model_folders import write_folder
+from tests.unit.param_store.model_folders import sha256_of, write_folder
 from tests.unit.param_store.running_store import declared
 from torchrelay.common.errors import DiskFull, NotFound
+from torchrelay.param_store.uploads import staging_area
 from torchrelay.param_store.uploads.declared_files import DeclaredFile
+from torchrelay.param_store.uploads.staged_upload import StagedUpload
 from torchrelay.param_store.uploads.staging_area import StagingArea
 
 
@@ -91,6 +93,41 @@ def test_of_a_tenants_refused_uploads_the_last_is_kept_for_an_hour(tmp_path: Pat
     refused_at = uploads.get("u2").last_touched_unix_s()
     assert uploads.expire(refused_at + 3000) == []
     assert "u2" in uploads.expire(refused_at + 3700)
+
+
+def a_disk(root: Path, capacity_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links of a file take its bytes once."""
+
+    def left(path: Path) -> int:
+        sizes = {status.st_ino: status.st_size for file in root.rglob("files/*") if (status := file.stat())}
+        return capacity_bytes + staging_area._RESERVED_DISK_BYTES - sum(sizes.values())
+
+    monkeypatch.setattr(staging_area, "free_bytes", left)
+
+
+def sent(uploads: StagingArea, name: str, files: dict[str, bytes]) -> StagedUpload:
+    declared = [DeclaredFile(path, len(data), sha256_of(data)) for path, data in files.items()]
+    upload = uploads.begin(name, "ten-1", declared, 0)
+    for path, data in files.items():
+        if (writer := upload.open_file(path, upload.file_progress(path).num_bytes_received)) is not None:
+            writer.write(data)
+            writer.finish()
+            writer.close()
+    return upload
+
+
+def test_files_kept_after_a_refusal_need_no_room_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uploads = StagingArea(tmp_path / "uploads", 1 << 30, expiry_s=100)
+    documents = {"config.json": b"{}", "tokenizer.json": b"{}"}
+    a_disk(tmp_path, 260_000, monkeypatch)  # twice the weights, and some more
+    uploads.refuse(sent(uploads, "u1", {**documents, "model.safetensors": bytes(100_000)}))
+    resent = sent(uploads, "u2", {**documents, "config.json": b"{ }", "model.safetensors": bytes(100_000)})
+    assert resent.file_progress("model.safetensors").complete
+    uploads.refuse(resent)
+    other = sent(uploads, "u3", {**documents, "model.safetensors": b"1" * 100_000})  # nothing to take over
+    assert other.file_progress("model.safetensors").complete and not resent.folder.exists()
+    with pytest.raises(DiskFull, match="needs 600,00"):
+        sent(uploads, "u4", {**documents, "model.safetensors": bytes(300_000)})
 
 
 def test_folders_that_are_no_uploads_are_removed_at_the_start(tmp_path: Path) -> None:

@@ -13,6 +13,10 @@ from torchrelay.common.quantities import format_bytes
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
+def is_no_space(error: OSError) -> bool:
+    return error.errno in _NO_SPACE
+
+
 def free_bytes(path: Path) -> int:
     """What the disk of ``path``, which need not exist yet, has free for this user. Raises ``OSError``."""
     existing = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
@@ -26,7 +30,7 @@ def disk_full(folder: Path) -> DiskFull:
 
 def write_error(error: OSError, what: str, folder: Path) -> Unavailable:
     """``what`` could not be written below ``folder``: because its disk is full, or for another reason."""
-    if error.errno in _NO_SPACE:
+    if is_no_space(error):
         return DiskFull(f"{what}: {disk_full(folder).message}")
     reason = os.strerror(error.errno) if error.errno else str(error)
     return Unavailable(f"{what}: the disk of {folder} fails: {reason}")

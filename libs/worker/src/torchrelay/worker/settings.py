@@ -7,7 +7,6 @@ from pathlib import Path
 from pydantic import Field, field_validator
 
 from torchrelay.common.callers import Caller
-from torchrelay.common.ids import new_id
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.control.v1 import types_pb2
 
@@ -18,9 +17,7 @@ class WorkerSettings(ServiceSettings):
     """One slot on one device. Every field is a flag and an environment variable too."""
 
     caller = Caller.WORKER
-    worker_id: str = Field(
-        default_factory=lambda: new_id("wrk"), pattern=NODE_ID, description="Stable name of this worker."
-    )
+    worker_id: str = Field(pattern=NODE_ID, description="Stable name of this worker; node_key is derived from it.")
     node_key: str = Field(
         pattern="^[0-9a-fA-F]{64}$", description="Hex key of 32 bytes: derive_node_key(cluster key, worker_id)."
     )

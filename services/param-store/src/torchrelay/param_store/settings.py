@@ -9,7 +9,6 @@ from pydantic import Field
 
 from torchrelay.common.callers import Caller
 from torchrelay.common.errors import NotFound
-from torchrelay.common.ids import new_id
 from torchrelay.common.machine import SHARED_MEMORY, Machine, available_shared_bytes, check_arena
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.param_store.disk.disk_cache import default_limit_bytes
@@ -23,9 +22,7 @@ class StoreSettings(ServiceSettings):
     """One store per host. Every field is a flag and an environment variable too."""
 
     caller = Caller.STORE
-    store_id: str = Field(
-        default_factory=lambda: new_id("sto"), pattern=NODE_ID, description="Stable name of this store."
-    )
+    store_id: str = Field(pattern=NODE_ID, description="Stable name of this store; node_key is derived from it.")
     host_id: str = Field("local", description="Name of this host, the same as its workers'.")
     failure_domain: str = Field(
         "", description="What may fail together with this host: a rack, a zone; by default the host itself."
@@ -68,7 +65,9 @@ class StoreSettings(ServiceSettings):
     max_upload_bytes: int = Field(1 << 40, ge=1, description="Maximum bytes of one upload.")
     upload_expiry_s: float = Field(86400.0, gt=0, description="An upload left untouched for this long is removed.")
     max_open_uploads: int = Field(256, ge=1, description="Maximum open uploads of all tenants; more are refused.")
-    num_packers: int = Field(2, ge=1, le=16, description="Commits that run at once, at most one of each tenant.")
+    num_packers: int = Field(
+        2, ge=1, le=16, description="Commits that pack, and as many that publish, at once; at most one of each tenant."
+    )
     max_waiting_commits: int = Field(
         16, ge=1, description="Maximum commits waiting for a packer, a quarter of them one tenant's; more are refused."
     )

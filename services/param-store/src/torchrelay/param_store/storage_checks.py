@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future
 from pathlib import Path
 
+from torchrelay.common.disk import is_no_space
 from torchrelay.common.health import Ask
 from torchrelay.param_store.store import Store
 
@@ -20,24 +22,43 @@ def storage_checks(store: Store) -> dict[str, Ask]:
     """By the name of the part."""
     folder = store.settings.data_dir
     return {
-        f"disk of {folder}": on_own_thread("disk-check", lambda: touch(folder)),
-        "arena": on_own_thread("arena-check", lambda: store.arena.free_bytes),
+        f"disk of {folder}": OwnThread("disk-check", lambda: touch(folder)),
+        "arena": OwnThread("arena-check", lambda: store.arena.free_bytes),
     }
 
 
-def on_own_thread(name: str, call: Callable[[], object]) -> Ask:
-    """Asks by a call that may never return."""
-    thread = ThreadPoolExecutor(1, name)
+class OwnThread:
+    """Asks by a call that may never return: then no second one begins, and the process can exit without it."""
 
-    async def ask() -> str:
-        await asyncio.get_running_loop().run_in_executor(thread, call)
-        return ""
+    def __init__(self, name: str, call: Callable[[], object]) -> None:
+        self._name = name
+        self._call = call
+        self._answer: Future[str] | None = None
 
-    return ask
+    async def __call__(self) -> str:
+        if self._answer is None or self._answer.done():
+            self._answer = Future()
+            self._answer.set_running_or_notify_cancel()  # from now on, who stops waiting does not cancel it
+            # NOTE: not an executor: the interpreter waits for an executor's threads when it exits.
+            threading.Thread(target=self._run, args=(self._answer,), name=self._name, daemon=True).start()
+        return await asyncio.wrap_future(self._answer)
+
+    def _run(self, answer: Future[str]) -> None:
+        try:
+            self._call()
+        except OSError as error:
+            answer.set_result(f"fails: {os.strerror(error.errno) if error.errno else error}")
+        except BaseException as error:
+            answer.set_exception(error)
+        else:
+            answer.set_result("")
 
 
 def touch(folder: Path) -> None:
-    """Makes and removes a file. A full disk answers, too."""
-    with suppress(OSError):
+    """Makes and removes a file. A full disk answers, too. Raises ``OSError`` if the disk fails or is read-only."""
+    try:
         (folder / _FILE).touch()
-        (folder / _FILE).unlink()
+        (folder / _FILE).unlink(missing_ok=True)
+    except OSError as error:
+        if not is_no_space(error):
+            raise

@@ -16,7 +16,7 @@ from torchrelay.param_store.disk.disk_tier import DiskTier
 from torchrelay.param_store.remote.remote_store import open_remote
 from torchrelay.param_store.remote.versions import Versions
 from torchrelay.param_store.settings import StoreSettings
-from torchrelay.param_store.uploads.packer_process import PackerQueue
+from torchrelay.param_store.uploads.packer_process import CommitQueue
 from torchrelay.param_store.uploads.staging_area import StagingArea
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.errors import ArenaFull
@@ -48,7 +48,10 @@ class Store:
             settings.max_open_uploads,
         )
         self.versions = Versions(remote, self.uploads.claims)
-        self.packer_queue = PackerQueue(settings.num_packers, settings.max_waiting_commits)
+        self.packer_queue = CommitQueue(settings.num_packers, settings.max_waiting_commits)
+        # Publishing takes as long as the remote store does, and must not take the threads that other calls need either.
+        self.publish_queue = CommitQueue(settings.num_packers, settings.max_open_uploads)
+        self.publish_threads = ThreadPoolExecutor(settings.num_packers, thread_name_prefix="publish")
         # One thread: digesting again after a restart must not take the threads that other calls need.
         self.digest_thread = ThreadPoolExecutor(1, thread_name_prefix="upload-digest")
         node_key = bytes.fromhex(settings.node_key)
@@ -105,6 +108,7 @@ class Store:
         """Ends downloads and streams, then closes the arena. Blocks until all threads have ended."""
         self._closing.set()
         self.digest_thread.shutdown(wait=False, cancel_futures=True)
+        self.publish_threads.shutdown(wait=False)  # a version that is being published is finished and recorded
         self.arena.stop_growing()  # a download may wait for gigabytes of it
         self.arena_copies.close()
         self.holder.close()

@@ -82,9 +82,6 @@ class ServiceSettings(BaseSettings):
     nats_prefix: str = Field(
         "", description="Prefix of NATS subjects and streams, so that installs can share a server."
     )
-    node_key: str = Field(
-        "", description="Hex key (32 bytes) of this store or worker: derive_node_key(cluster key, id)."
-    )
     ready_file: Path | None = Field(None, description="File with this process's addresses as JSON, while it serves.")
     watchdog_s: float = Field(
         20.0, ge=0, description="A process whose event loop stands still this long ends, to be started again; 0: never."

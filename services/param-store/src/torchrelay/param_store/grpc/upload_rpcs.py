@@ -20,7 +20,7 @@ from torchrelay.param_store.remote.versions import Version
 from torchrelay.param_store.store import Store
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, is_weights
 from torchrelay.param_store.uploads.file_writer import FileWriter
-from torchrelay.param_store.uploads.packer_process import PackJob, PackProgress, run_packer
+from torchrelay.param_store.uploads.packer_process import PackJob, PackProgress, Turn, run_packer
 from torchrelay.param_store.uploads.repeated_progress import repeated
 from torchrelay.param_store.uploads.staged_upload import StagedUpload
 
@@ -73,10 +73,10 @@ class UploadRpcs:
             return
         begin_unix_ns = time.time_ns()
         await acquire_on_thread(upload.begin_commit, lambda _: upload.end_commit())
-        packed = False
+        turn, packed = Turn(upload.record.tenant_id), False
         try:
             waiting = PackProgress("wait", 0, upload.num_bytes)
-            async with aclosing(repeated(self._pack(upload, request), waiting, _REPEAT_S)) as lines:
+            async with aclosing(repeated(self._pack(upload, request, turn), waiting, _REPEAT_S)) as lines:
                 async for line in lines:
                     yield _progress(line)
             packed = True
@@ -87,11 +87,14 @@ class UploadRpcs:
             raise
         finally:
             if not packed:
+                self.store.publish_queue.release(turn)
                 await asyncio.to_thread(upload.end_commit)
-        # Once publishing has begun it must end and be recorded, even if the client has gone: it runs on a thread of its
-        # own, and cancelling this call cancels the waiting alone.
-        publishing = asyncio.get_running_loop().run_in_executor(None, self._publish, upload, begin_unix_ns)
+        # Once publishing has begun it must end and be recorded, even if the client has gone: cancelling
+        # this call cancels the waiting alone.
+        threads = self.store.publish_threads
+        publishing = asyncio.get_running_loop().run_in_executor(threads, self._publish, upload, begin_unix_ns)
         publishing.add_done_callback(lambda ended: ended.exception())  # retrieved, should this call end before
+        publishing.add_done_callback(lambda _: self.store.publish_queue.release(turn))
         num_bytes = upload.num_bytes
         limit_s = self.store.settings.commit_stall_s + num_bytes / _LEAST_PUBLISH_BYTES_PER_S
         begin_s = time.monotonic()
@@ -107,12 +110,13 @@ class UploadRpcs:
             stage="publish", num_bytes_done=num_bytes, num_bytes_total=num_bytes, version=version_description(version)
         )
 
-    async def _pack(self, upload: StagedUpload, request: pb.CommitRequest) -> AsyncGenerator[PackProgress]:
-        """Waits for its turn, validates and packs."""
+    async def _pack(self, upload: StagedUpload, request: pb.CommitRequest, turn: Turn) -> AsyncGenerator[PackProgress]:
+        """Waits until it may pack, validates and packs, then waits for its ``turn`` to publish."""
         packer = run_packer(self._job(upload, request), self.store.settings.commit_stall_s)
         async with self.store.packer_queue.acquired(upload.record.tenant_id), aclosing(packer) as lines:
             async for line in lines:
                 yield line
+        await self.store.publish_queue.acquire(turn)
 
     async def AbortUpload(self, request: pb.AbortUploadRequest, context: Context) -> pb.AbortUploadReply:
         await asyncio.to_thread(self.store.uploads.abort, request.upload_id)

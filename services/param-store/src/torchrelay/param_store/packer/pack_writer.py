@@ -16,6 +16,8 @@ from torchrelay.param_store.packer.core import PackPlan, PackRefused, StoredTens
 from torchrelay.param_store.packer.finite_values import first_not_finite
 from torchrelay.transfer.manifest import chunk_bytes_for
 
+_SYNC_EVERY_BYTES = 1 << 30
+
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
@@ -37,6 +39,7 @@ def write_pack(
     chunk_bytes = chunk_bytes_for(plan.num_bytes)
     buffer = memoryview(bytearray(chunk_bytes))
     digests: list[bytes] = []
+    num_synced = 0
     with ExitStack() as stack:
         files = {
             name: stack.enter_context((folder / name).open("rb", buffering=0)).fileno()
@@ -49,6 +52,10 @@ def write_pack(
             _check_numbers(chunk, pieces)
             digests.append(blake3(chunk).digest())
             write_all(out.fileno(), chunk)
+            # All at the end, it would take minutes without progress and pass for a disk that hangs.
+            if end - num_synced >= _SYNC_EVERY_BYTES:
+                os.fdatasync(out.fileno())
+                num_synced = end
             on_progress(end)
         os.fsync(out.fileno())
     return chunk_bytes, tuple(digests)

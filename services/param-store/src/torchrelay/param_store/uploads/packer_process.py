@@ -40,35 +40,47 @@ class PackJob:
 
 
 @dataclass(slots=True, eq=False)
-class _Turn:
+class Turn:
+    """Of a tenant's commit, to pack or to publish."""
+
     tenant_id: str
     granted: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class PackerQueue:
-    """Runs a few packers at a time, to bound memory, and one of each tenant: no tenant's commits wait for more than one
-    of another's, except while as many tenants commit as there are packers. A limited number of commits may wait.
+class CommitQueue:
+    """Runs a few commits at a time, to bound memory and threads, and one of each tenant: no tenant's commits wait for
+    more than one of another's, except while as many tenants commit as may run. A limited number of commits may wait.
     """
 
-    def __init__(self, num_packers: int, max_waiting: int) -> None:
-        self._num_packers = num_packers
+    def __init__(self, max_running: int, max_waiting: int) -> None:
+        self._max_running = max_running
         self._max_waiting = max_waiting
-        self._running: list[_Turn] = []
-        self._waiting: list[_Turn] = []  # in order of arrival
+        self._running: list[Turn] = []
+        self._waiting: list[Turn] = []  # in order of arrival
 
     @asynccontextmanager
     async def acquired(self, tenant_id: str) -> AsyncIterator[None]:
         """Waits for its turn and holds it in the block. Raises ``Overloaded`` if too many wait."""
         self._check(tenant_id)
-        turn = _Turn(tenant_id)
-        self._waiting.append(turn)
+        turn = Turn(tenant_id)
         try:
-            self._grant()
-            await turn.granted.wait()
+            await self.acquire(turn)
             yield
         finally:
-            (self._running if turn in self._running else self._waiting).remove(turn)
-            self._grant()
+            self.release(turn)
+
+    async def acquire(self, turn: Turn) -> None:
+        """Waits for the turn, however many wait. Whether it came or not, it must be released."""
+        self._waiting.append(turn)
+        self._grant()
+        await turn.granted.wait()
+
+    def release(self, turn: Turn) -> None:
+        """Without effect for a turn that was never asked for."""
+        for turns in (self._running, self._waiting):
+            if turn in turns:
+                turns.remove(turn)
+        self._grant()
 
     def _check(self, tenant_id: str) -> None:
         num_own, most_own = sum(turn.tenant_id == tenant_id for turn in self._waiting), max(self._max_waiting // 4, 1)
@@ -78,14 +90,14 @@ class PackerQueue:
 
     def _grant(self) -> None:
         for turn in tuple(self._waiting):
-            is_free = len(self._running) < self._num_packers
+            is_free = len(self._running) < self._max_running
             if is_free and all(other.tenant_id != turn.tenant_id for other in self._running):
                 self._waiting.remove(turn)
                 self._running.append(turn)
                 turn.granted.set()
 
 
-async def run_packer(job: PackJob, stall_s: float = 600.0) -> AsyncGenerator[PackProgress, None]:
+async def run_packer(job: PackJob, stall_s: float) -> AsyncGenerator[PackProgress, None]:
     """Validates and packs; the pack is complete when the iteration ends. Closing the iterator kills the packer.
 
     Raises ``UploadRefused`` for what is wrong with the upload, ``Unavailable`` for what is wrong with this machine, or

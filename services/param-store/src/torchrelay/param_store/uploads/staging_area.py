@@ -77,7 +77,7 @@ class StagingArea:
             if existing is None:
                 if self.num_open >= self._max_open:
                     raise Overloaded(f"the store has {self.num_open} open uploads; try again later", retry_after_s=60.0)
-                self._make_room(sum(file.num_bytes for file in files), tenant_id)
+                self._make_room(files, tenant_id)
                 try:
                     known = self._known_files(tenant_id)
                     self._uploads[upload_id] = StagedUpload.begin(self._root / upload_id, record, known)
@@ -108,15 +108,22 @@ class StagingArea:
             upload.remove()
             del self._uploads[upload.record.upload_id]
 
-    def _make_room(self, num_bytes: int, tenant_id: str) -> None:
-        needed = 2 * num_bytes  # the upload, and its pack
-        if needed > self._free_bytes():  # refused uploads of others go first
+    def _make_room(self, files: Sequence[DeclaredFile], tenant_id: str) -> None:
+        if self._needed_bytes(files, tenant_id) > self._free_bytes():  # refused uploads of others go first
             self._remove([upload for upload in self._refused() if upload.record.tenant_id != tenant_id])
+        if self._needed_bytes(files, tenant_id) > self._free_bytes():  # then its own, though it may have to send again
+            self._remove(self._refused(tenant_id))
+        needed = self._needed_bytes(files, tenant_id)
         if needed > (free := max(self._free_bytes(), 0)):
             raise DiskFull(
                 f"the disk of {self._root} has room for {free:,} bytes and the upload needs {needed:,}, for its files "
                 "and the pack made of them"
             )
+
+    def _needed_bytes(self, files: Sequence[DeclaredFile], tenant_id: str) -> int:
+        """For the upload and its pack. Files that it takes over are linked, which needs no room."""
+        known = self._known_files(tenant_id)
+        return sum(file.num_bytes * (1 if (file.sha256, file.num_bytes) in known else 2) for file in files)
 
     def _free_bytes(self) -> int:
         """What the disk has left for a new upload: not what open ones have declared and not sent yet."""
