@@ -7,12 +7,11 @@ who may call it; health checks are open to all.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,8 +19,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from torchrelay.common.callers import CLUSTER_NAME, CallCheck, MethodCallers
 from torchrelay.common.errors import (
     Conflict,
-    DeadlineExceeded,
-    InvalidRequest,
     Overloaded,
     TorchrelayError,
     Unavailable,
@@ -59,7 +56,6 @@ _BINARY_FIELD = "torchrelay-field-bin"  # of a field that is not ASCII; gRPC car
 # Metadata above 8 KiB ends a call without its cause. Both are cut where a tenant's names make them longer.
 _MAX_FIELD_BYTES, _MAX_MESSAGE_CHARS = 1024, 1024
 _METADATA_BYTES, _LOOKAHEAD_BYTES = 8 << 10, 64 << 10
-M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +186,6 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
     if issubclass(kind, Overloaded):
         return kind(message, field=_text(field), retry_after_s=float(str(trailing.get(_RETRY, "1"))))
     return kind(message, field=_text(field))
-
-
-async def first_message(messages: AsyncIterator[M], timeout_s: float) -> M:
-    """The message of a call whose client sends one. Raises ``DeadlineExceeded``, or ``InvalidRequest`` without one."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await anext(aiter(messages))
-    except TimeoutError:
-        raise DeadlineExceeded(f"the message did not arrive within {timeout_s:g} s") from None
-    except StopAsyncIteration:
-        raise InvalidRequest("the call has no message") from None
 
 
 def _text(value: str | bytes | None) -> str | None:
@@ -373,7 +358,7 @@ def _public_health(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandle
     async def check(_messages: AsyncIterator[bytes], context: Any) -> Any:
         return await servicer.Check(health_pb2.HealthCheckRequest(), context)
 
-    handler = grpc.stream_unary_rpc_method_handler(
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_unary_rpc_method_handler(
         check, response_serializer=health_pb2.HealthCheckResponse.SerializeToString
     )
     return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": handler})
