@@ -62,12 +62,19 @@ def test_a_key_is_looked_at_before_the_message(method: str, key: str, watch: Wat
             assert b"invalid_api_key" in told
 
 
-@pytest.mark.parametrize("method", [GENERATE, LIST, CHECK])
+@pytest.mark.parametrize("method", [GENERATE, LIST])
 def test_a_message_that_does_not_come_ends_its_call(method: str, watch: Watch, door: Address, mallory: str) -> None:
     with http2_client(f"{door.host}:{door.port}") as client:
         client.greet()
         client.open_call(1, method, ("authorization", f"Bearer {mallory}"))
         assert b"the message did not arrive within" in client.end_of(1)
+
+
+def test_a_health_check_does_not_wait_for_its_message(watch: Watch, door: Address) -> None:
+    with http2_client(f"{door.host}:{door.port}") as client:
+        client.greet()
+        client.open_call(1, CHECK)
+        assert b"\x08\x01" in client.end_of(1)  # SERVING
 
 
 @pytest.mark.parametrize("method", [WATCH, "/none/None", "/torchrelay.control.v1.Scheduler/Admit", "nonsense"])

@@ -61,3 +61,22 @@ async def test_a_part_may_take_its_time_before_it_counts_as_silent() -> None:
     assert (await health.report()).status == "ok" == (await health.report()).status
     assert disk.num_asked == 1
     await health.close()
+
+
+async def test_a_question_that_raises_is_a_fault_of_its_part_and_asked_anew() -> None:
+    num_asked = 0
+
+    async def ask() -> str:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            raise KeyError("of the driver")
+        return ""
+
+    other = Part()
+    other.fault = "is not connected"
+    health = Health({"database": ask}, {"nats": other.ask}, ask_every_s=0)
+    report = await health.report()
+    assert (report.fault, dict(report.others)) == ("the database fails: KeyError", {"nats": "is not connected"})
+    assert (await health.report()).fault == ""
+    await health.close()

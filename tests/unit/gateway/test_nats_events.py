@@ -3,12 +3,13 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import nats
+import pytest
 
-from tests.support.brokers import free_port, nats_server
+from tests.support.brokers import broker_program, free_port, listening, nats_server
 from tests.support.silent_proxy import SilentProxy
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.gateway.background import background
@@ -71,3 +72,37 @@ async def test_a_hung_broker_makes_no_request_wait(nats_url: str) -> None:
                     await signals.key_revoked()
                     await signals.model_changed("deleted", "acme/glossary", None)
             proxy.speak()
+
+
+@pytest.fixture
+def plain_nats_url(tmp_path: Path) -> Iterator[str]:
+    """A server without JetStream: streams cannot be made."""
+    command = [broker_program("nats-server"), "-a", "127.0.0.1"]
+    with listening(lambda port: [*command, "-p", str(port)], tmp_path / "nats.log", "127.0.0.1") as port:
+        yield f"nats://127.0.0.1:{port}"
+
+
+async def test_a_hint_needs_no_streams(plain_nats_url: str) -> None:
+    heard = asyncio.Event()
+    here = NatsEvents(plain_nats_url, "", "gw-1", lambda: None)
+    there = NatsEvents(plain_nats_url, "", "gw-2", heard.set)
+    async with background(here.run(retry_s=0.1), there.run(retry_s=0.1)):
+        async with asyncio.timeout(10):
+            while await here.ask() or await there.ask():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await here.key_revoked()
+        await asyncio.wait_for(heard.wait(), 5)
+        assert here.registers() is None
+
+
+async def test_what_is_dropped_is_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with nats_server(tmp_path) as url:
+        signals = NatsEvents(url, f"t{secrets.token_hex(4)}", "gw-1", lambda: None)
+        running = asyncio.create_task(signals.run())
+        await until(signals.registers)
+    while not await signals.ask():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await signals.model_changed("deleted", "acme/glossary", None)
+    await until(lambda: "event_not_published" in capsys.readouterr().out)
+    running.cancel()
+    await asyncio.wait({running})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,8 +12,9 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from tests.support.raw_http import RawConnection, head, raw_connection
-from torchrelay.gateway.http.connections import ConnectionLimits
-from torchrelay.gateway.http.protocol import MAX_PIPELINED
+from torchrelay.gateway.http import server
+from torchrelay.gateway.http.connections import ConnectionLimits, ConnectionTable
+from torchrelay.gateway.http.protocol import MAX_PIPELINED, BoundedProtocol
 from torchrelay.gateway.http.read_limits import ReadLimits
 from torchrelay.gateway.http.server import HttpLimits, http_server
 
@@ -67,7 +69,7 @@ def connected(app: BodyApp) -> Connected:
     @asynccontextmanager
     async def connect(read: ReadLimits = LIMITS, **limits: float) -> AsyncIterator[RawConnection]:
         http_limits = HttpLimits(read=read, **limits)  # type: ignore[arg-type]
-        async with http_server(app, "127.0.0.1", 0, 1, http_limits) as server, raw_connection(server.port) as raw:
+        async with http_server(app, "127.0.0.1", 0, 1, http_limits) as served, raw_connection(served.port) as raw:
             yield raw
 
     return connect
@@ -247,3 +249,27 @@ async def test_the_oldest_without_a_key_makes_room(app: BodyApp) -> None:
             for used in (tenant, second):
                 await used.send(head())
                 assert (await used.answer()).status == 200
+
+
+async def test_a_connection_that_cannot_linger_leaves_the_table(
+    connected: Connected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables: list[ConnectionTable[BoundedProtocol]] = []
+
+    def make_table(limits: ConnectionLimits) -> ConnectionTable[BoundedProtocol]:
+        tables.append(ConnectionTable(limits))
+        return tables[-1]
+
+    def no_descriptor(_descriptor: int) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    complaints: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, about: complaints.append(about["message"]))
+    monkeypatch.setattr(server, "ConnectionTable", make_table)
+    async with connected() as raw:
+        monkeypatch.setattr("torchrelay.gateway.http.lingering_close.os.dup", no_descriptor)
+        await raw.send(head("POST", "/refused", content_length=1 << 30))
+        assert (await raw.answer()).status == 401
+        await raw.wait_closed()
+        assert len(tables) == 1
+        assert len(tables[0]) == 0 and not complaints

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, func, select, text, update
+from sqlalchemy.engine import make_url
 from sqlalchemy.exc import IntegrityError, ProgrammingError
 
 from tests.support.silent_proxy import SilentProxy
@@ -226,6 +227,22 @@ async def test_a_database_that_is_away_is_unavailable_and_a_fault_of_ours_is_not
     with pytest.raises((ProgrammingError, Unavailable)):
         async with database.read() as connection:
             await connection.execute(text("SELECT nothing FROM nowhere"))
+
+
+async def test_a_server_without_a_connection_left_is_unavailable(postgres_url: str) -> None:
+    owner = Database(postgres_url)
+    async with owner.write() as connection:
+        await connection.execute(text("CREATE ROLE crowd LOGIN PASSWORD 'x' CONNECTION LIMIT 0"))
+    url = make_url(postgres_url).set(username="crowd", password="x")
+    database = Database(url.render_as_string(hide_password=False))
+    with pytest.raises(Unavailable, match="the database is unavailable"):  # SQLSTATE 53300
+        async with database.read() as away:
+            await away.execute(select(1))
+    assert await database.ask() == "is unavailable"
+    await database.close()
+    async with owner.write() as connection:
+        await connection.execute(text("DROP ROLE crowd"))
+    await owner.close()
 
 
 async def test_sqlite_keeps_what_it_committed(tmp_path: Path) -> None:

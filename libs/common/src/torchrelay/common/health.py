@@ -10,6 +10,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
+from torchrelay.common.process.telemetry import get_logger
+
+log = get_logger(__name__)
 WAIT_S = 1.0
 SILENT = "does not answer"
 Ask = Callable[[], Awaitable[str]]
@@ -35,7 +38,8 @@ class HealthReport:
 class Health:
     """Asks all parts at once, and at most every ``ask_every_s``, however often it is asked itself.
 
-    Each part says what is wrong with it, empty if nothing. One that has said nothing for ``silent_s`` does not answer.
+    Each part says what is wrong with it, empty if nothing. One that has said nothing for ``silent_s`` does not answer;
+    one whose question raises fails, and is asked anew the next time.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class Health:
     async def _ask_all(self) -> HealthReport:
         for name, ask in {**self._essential, **self._others}.items():
             if name not in self._asking:  # who has not answered is asked no second time: its answer may still come
-                self._asking[name] = _Asking(asyncio.create_task(self._answer(ask)), time.monotonic())
+                self._asking[name] = _Asking(asyncio.create_task(self._answer(name, ask)), time.monotonic())
         await asyncio.wait([asking.task for asking in self._asking.values()], timeout=min(WAIT_S, self._silent_s))
         now_s = time.monotonic()
         faults = {name: asking.fault(now_s, self._silent_s) for name, asking in self._asking.items()}
@@ -74,12 +78,15 @@ class Health:
             {name: faults[name] for name in self._others if faults[name]},
         )
 
-    async def _answer(self, ask: Ask) -> str:
+    async def _answer(self, name: str, ask: Ask) -> str:
         try:
             async with asyncio.timeout(5 * self._silent_s):  # then it is asked anew: its connection may be dead
                 return await ask()
         except TimeoutError:
             return SILENT
+        except Exception as error:  # of a probe that cannot know all errors of its driver; the other parts are reported
+            log.warning("health_probe_failed", part=name, error=repr(error)[:200])
+            return f"fails: {type(error).__name__}"
 
     async def fault(self) -> str:
         """For health checks by gRPC."""

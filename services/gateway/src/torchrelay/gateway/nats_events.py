@@ -47,7 +47,8 @@ class NatsEvents:
         self._on_key_hint = on_key_hint
         self._client: Client | None = None
         self._streams_made = False
-        self._queued: asyncio.Queue[_Message] = asyncio.Queue(MAX_QUEUED)
+        self._hints: asyncio.Queue[_Message] = asyncio.Queue(MAX_QUEUED)
+        self._events: asyncio.Queue[_Message] = asyncio.Queue(MAX_QUEUED)
 
     def registers(self) -> UsageRegisterReader | None:
         """The reader of usage registers; ``None`` until the streams are known to exist."""
@@ -56,26 +57,34 @@ class NatsEvents:
         return UsageRegisterReader(self._client, self._subjects, self._num_replicas)
 
     async def run(self, retry_s: float = 1.0) -> None:
-        """Connects, subscribes and ensures the streams exist; then publishes until it is cancelled, and closes."""
+        """Connects and subscribes, then publishes until it is cancelled, and closes; events once they have streams."""
         retries = stamina.AsyncRetryingCaller(
             attempts=None, timeout=None, wait_initial=retry_s, wait_max=retry_s, wait_jitter=0
         )
         try:
-            await retries((NatsError, OSError), self._set_up)
-            while True:
-                await self._publish(await self._queued.get())
-                raise_if_cancelled()
+            await retries((NatsError, OSError), self._connect)
+            async with asyncio.TaskGroup() as publishing:
+                publishing.create_task(self._publish_all(self._hints))  # which need no streams
+                await retries((NatsError, OSError), self._make_streams)
+                await self._publish_all(self._events)
         finally:
             if self._client is not None:
                 await self._client.close()
 
-    async def _set_up(self) -> None:
+    async def _connect(self) -> None:
         if self._client is None:
-            client = await connect(self._url, self._gateway_id)
-            self._client = client
-            await client.subscribe(self._subjects.key_hint, cb=self._key_hint)
+            self._client = await connect(self._url, self._gateway_id)
+        await self._client.subscribe(self._subjects.key_hint, cb=self._key_hint)
+
+    async def _make_streams(self) -> None:
+        assert self._client is not None
         await ensure_streams(self._client.jetstream(), self._subjects, self._num_replicas)
         self._streams_made = True
+
+    async def _publish_all(self, queued: asyncio.Queue[_Message]) -> None:
+        while True:
+            await self._publish(await queued.get())
+            raise_if_cancelled()
 
     async def ask(self) -> str:
         """What is wrong with NATS; empty: it answers."""
@@ -103,14 +112,16 @@ class NatsEvents:
         self._queue(_Message(self._subjects.event(f"model.{kind}"), json.dumps(event).encode(), is_durable=True))
 
     def _queue(self, message: _Message) -> None:
-        if self._client is None or self._queued.full():
+        queue = self._events if message.is_durable else self._hints
+        if self._client is None or queue.full():
             log.warning("event_not_published", subject=message.subject, error="NATS is away")
             return
-        self._queued.put_nowait(message)
+        queue.put_nowait(message)
 
     async def _publish(self, message: _Message) -> None:
         client = self._client
         if client is None or not client.is_connected:
+            log.warning("event_not_published", subject=message.subject, error="NATS is away")
             return
         try:
             if message.is_durable:

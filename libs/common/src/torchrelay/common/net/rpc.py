@@ -7,12 +7,11 @@ who may call it; health checks are open to all.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -20,8 +19,6 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from torchrelay.common.callers import CLUSTER_NAME, CallCheck, MethodCallers
 from torchrelay.common.errors import (
     Conflict,
-    DeadlineExceeded,
-    InvalidRequest,
     Overloaded,
     TorchrelayError,
     Unavailable,
@@ -59,7 +56,6 @@ _BINARY_FIELD = "torchrelay-field-bin"  # of a field that is not ASCII; gRPC car
 # Metadata above 8 KiB ends a call without its cause. Both are cut where a tenant's names make them longer.
 _MAX_FIELD_BYTES, _MAX_MESSAGE_CHARS = 1024, 1024
 _METADATA_BYTES, _LOOKAHEAD_BYTES = 8 << 10, 64 << 10
-M = TypeVar("M")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,7 @@ class PublicLimits:
     connections: int
     streams: int  # calls at once on one connection; a client lets further ones wait
     message_bytes: int
-    head_s: float  # for a connection's first frames, and for the message of a health check
+    head_s: float  # for a connection's first frames
     idle_s: float  # a connection without a call is closed
 
     @property
@@ -190,17 +186,6 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
     if issubclass(kind, Overloaded):
         return kind(message, field=_text(field), retry_after_s=float(str(trailing.get(_RETRY, "1"))))
     return kind(message, field=_text(field))
-
-
-async def first_message(messages: AsyncIterator[M], timeout_s: float) -> M:
-    """The message of a call whose client sends one. Raises ``DeadlineExceeded``, or ``InvalidRequest`` without one."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await anext(aiter(messages))
-    except TimeoutError:
-        raise DeadlineExceeded(f"the message did not arrive within {timeout_s:g} s") from None
-    except StopAsyncIteration:
-        raise InvalidRequest("the call has no message") from None
 
 
 def _text(value: str | bytes | None) -> str | None:
@@ -336,7 +321,7 @@ class RpcServer:
         if limits is None:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         else:
-            self.server.add_generic_rpc_handlers((_public_health(self._health, limits.head_s),))
+            self.server.add_generic_rpc_handlers((_public_health(self._health),))
         address = f"{host}:{port}"
         try:
             self.port = self._bind(address, tls)
@@ -367,15 +352,13 @@ class RpcServer:
         await self.server.stop(grace_s)
 
 
-def _public_health(servicer: health.aio.HealthServicer, timeout_s: float) -> grpc.GenericRpcHandler:
-    """Health checks whose message arrives in time."""
+def _public_health(servicer: health.aio.HealthServicer) -> grpc.GenericRpcHandler:
+    """Health checks of the one service here, whatever the message names: nobody waits for a stranger's message."""
 
-    async def check(messages: AsyncIterator[health_pb2.HealthCheckRequest], context: Any) -> Any:
-        return await servicer.Check(await first_message(messages, timeout_s), context)
+    async def check(_messages: AsyncIterator[bytes], context: Any) -> Any:
+        return await servicer.Check(health_pb2.HealthCheckRequest(), context)
 
-    handler = grpc.stream_unary_rpc_method_handler(
-        check,
-        request_deserializer=health_pb2.HealthCheckRequest.FromString,
-        response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+    handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_unary_rpc_method_handler(
+        check, response_serializer=health_pb2.HealthCheckResponse.SerializeToString
     )
     return grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": handler})

@@ -7,6 +7,9 @@ from typing import NamedTuple
 from urllib.parse import quote, unquote, urlsplit
 
 _SECRET = re.compile(r"((?:password|token|secret|key)=)[^&#]*", re.IGNORECASE)  # in a query
+_SCHEME = re.compile(r"[a-z][\w+.-]*://", re.IGNORECASE)
+_NEXT_URL = re.compile(r"(?<=[,\s])(?=[a-z][\w+.-]*://)", re.IGNORECASE)  # not at each comma: a password may have one
+_TOKEN_SCHEMES = ("", "nats://", "tls://", "ws://", "wss://")  # of NATS, where a user without a password is a token
 
 
 class NatsServers(NamedTuple):
@@ -18,12 +21,21 @@ class NatsServers(NamedTuple):
 
 
 def without_password(url: str) -> str:
-    """The URL for display. It may be malformed, so anything before an @ counts as user and password."""
-    scheme, slashes, rest = url.rpartition("://")
-    user, at, host = rest.rpartition("@")
+    """The URL, or the comma-separated list of them, for display.
+
+    It may be malformed, so anything before an @ counts as user and password.
+    """
+    return _SECRET.sub(r"\1***", "".join(_without_password(part) for part in _NEXT_URL.split(url)))
+
+
+def _without_password(url: str) -> str:
+    scheme = _SCHEME.match(url)
+    begin = scheme[0] if scheme else ""
+    user, at, host = url[len(begin) :].rpartition("@")
     name, colon, _ = user.partition(":")
-    masked = f"{name}{colon}{'***' if colon else ''}{at}{host}"
-    return _SECRET.sub(r"\1***", f"{scheme}{slashes}{masked}")
+    if user and not colon and begin.lower() in _TOKEN_SCHEMES:
+        name = "***"
+    return f"{begin}{name}{colon}{'***' if colon else ''}{at}{host}"
 
 
 def with_credentials(url: str, user: str, password: str) -> str:

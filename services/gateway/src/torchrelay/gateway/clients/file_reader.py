@@ -37,7 +37,7 @@ class StoreFileReader:
                 num_bytes += file.write(part)
         return num_bytes
 
-    async def _prompt(self, call: Any) -> AsyncIterator[pb.FileBytes]:
+    async def _in_time(self, call: Any) -> AsyncIterator[pb.FileBytes]:
         """The messages of a call. Raises ``Unavailable`` when the store hangs."""
         parts = aiter(call)
         try:
@@ -56,7 +56,7 @@ class StoreFileReader:
         hasher, num_bytes = blake3(), 0
         with self._endpoint.mapped_errors():
             call: Any = self._store.ReadFile(pb.ReadFileRequest(digest=digest))
-            async for part in self._prompt(call):
+            async for part in self._in_time(call):
                 hasher.update(part.data)
                 num_bytes += len(part.data)
                 if num_bytes > max_bytes:

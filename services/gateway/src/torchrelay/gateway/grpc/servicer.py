@@ -13,9 +13,8 @@ from typing import Any, TypeVar
 import grpc
 
 from torchrelay.common.clock import now_unix_us
-from torchrelay.common.errors import DeadlineExceeded
+from torchrelay.common.errors import DeadlineExceeded, InvalidRequest
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.rpc import first_message
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
@@ -107,10 +106,12 @@ class GatewayServicer:
         """The request. gRPC keeps 64 KiB of it until then; a longer one arrives in the tenant's turn."""
         try:
             async with asyncio.timeout(self._message_timeout_s), self._shares.messages.turn(principal.tenant_id):
-                return await first_message(messages, self._message_timeout_s)
+                return await anext(aiter(messages))
         except TimeoutError:
             # Also if it waited for the tenant's other messages all the time.
             raise DeadlineExceeded(f"the message did not arrive within {self._message_timeout_s:g} s") from None
+        except StopAsyncIteration:
+            raise InvalidRequest("the call has no message") from None
 
     async def _authenticate(self, context: Context) -> Principal:
         for name, value in context.invocation_metadata() or ():

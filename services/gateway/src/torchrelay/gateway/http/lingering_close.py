@@ -25,7 +25,10 @@ class LingeringSockets:
         """Called while ``transport`` closes and its socket is still open, with everything written to it sent."""
         if len(self._left) >= MAX_LINGERING:
             return
-        lingering = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        try:
+            lingering = socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno()))
+        except OSError:  # the process has no descriptor left: this connection is reset too
+            return
         try:
             lingering.shutdown(socket.SHUT_WR)
         except OSError:  # the client has left

@@ -70,10 +70,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        if self._is_lingering and exc is None:
-            has_key = self._table.has_key(self)
-            self._lingering.begin(self.transport, _KNOWN_LINGER_BYTES if has_key else _KEYLESS_LINGER_BYTES)
+        has_key = self._table.has_key(self)
         self._table.remove(self)
+        if self._is_lingering and exc is None:
+            self._lingering.begin(self.transport, _KNOWN_LINGER_BYTES if has_key else _KEYLESS_LINGER_BYTES)
         self.scope = self.cycle = None  # type: ignore[assignment]  # they refer back to this protocol
 
     def data_received(self, data: bytes | memoryview) -> None:

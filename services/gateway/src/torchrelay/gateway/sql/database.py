@@ -41,6 +41,8 @@ T = TypeVar("T")
 _DRIVERS = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+asyncpg"}
 _FULL = "the database's disk is full; it works again once space is freed there"
 _POSTGRES_DISK_FULL = "53100"
+# Classes of SQLSTATE: no connection, no resources (such as connections), and an operator's doing (such as a start).
+_POSTGRES_AWAY = ("08", "53", "57")
 _SMALLEST_WRITE_BYTES = 64 << 10  # SQLite's shared memory file and a page
 _PRAGMAS = ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=5000")
 TIME_LIMIT_S = 5.0
@@ -240,9 +242,12 @@ class Database:
         except DBAPIError as error:
             if is_disk_full(error, self._folder):
                 raise DiskFull(_FULL) from error
-            if not error.connection_invalidated:
+            if error.connection_invalidated:
+                raise Unavailable("the database connection was lost; try again") from error
+            if not _sqlstate(error).startswith(_POSTGRES_AWAY):
                 raise
-            raise Unavailable("the database connection was lost; try again") from error
+            log.warning("database_away", error=f"{type(error).__name__}: {error}"[:300])
+            raise Unavailable("the database is unavailable; try again") from error
 
     async def ask(self) -> str:
         """What is wrong with the database; empty: it answers."""
@@ -317,13 +322,18 @@ def _in_transaction(engine: Engine, work: Callable[[Connection], T]) -> T:
 
 def is_disk_full(error: BaseException, folder: Path | None) -> bool:
     """Whether the database's disk is full. ``folder``: SQLite's."""
-    cause = getattr(error, "orig", None) or error
     if folder is None:
-        return getattr(cause, "sqlstate", "") == _POSTGRES_DISK_FULL
+        return _sqlstate(error) == _POSTGRES_DISK_FULL
+    cause = getattr(error, "orig", None) or error
     code = getattr(cause, "sqlite_errorcode", 0) & 0xFF
     if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):  # also what a full disk makes of its auxiliary files
         return free_bytes(folder) < _SMALLEST_WRITE_BYTES
     return code == sqlite3.SQLITE_FULL
+
+
+def _sqlstate(error: BaseException) -> str:
+    """PostgreSQL's code of the error; empty if it has none."""
+    return getattr(getattr(error, "orig", None) or error, "sqlstate", None) or ""
 
 
 def _set_pragmas(connection: Any, _record: object) -> None:
