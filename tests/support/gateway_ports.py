@@ -105,6 +105,7 @@ class InMemoryPorts:
         self.reserved.add(reservation.reservation_id)
         return reservation
 
-    async def release(self, reservation: Reservation, cost_nano: int) -> None:
+    async def release(self, reservation: Reservation, cost_nano: int) -> bool:
         self.reserved.discard(reservation.reservation_id)
         self.released[reservation.reservation_id] = cost_nano
+        return True

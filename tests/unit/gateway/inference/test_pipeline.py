@@ -12,6 +12,7 @@ from tests.support.gateway_ports import KEY
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig, until
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.gateway.core import FinishCause
+from torchrelay.gateway.inference.pipeline import earlier_deadline
 from torchrelay.inference.v1 import inference_pb2 as pb
 from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 
@@ -69,3 +70,19 @@ async def test_of_two_deadlines_the_earlier_one_counts(make_rig: MakeRig) -> Non
     assert "exceeded its deadline" in (caught.value.details() or "")
     (deadline_ms,) = deadlines(rig)
     assert deadline_ms / 1000 < time.time() + 1
+
+
+@pytest.mark.parametrize(
+    ("callers_s", "operators_s", "expected"),
+    [
+        (None, 0.0, (0, False)),
+        (None, 5.0, (5_000_100, False)),
+        (3.0, 0.0, (3_000_100, True)),
+        (3.0, 5.0, (3_000_100, True)),
+        (7.0, 5.0, (5_000_100, False)),
+        (5.0, 5.0, (5_000_100, False)),
+        (0.0, 5.0, (100, True)),
+    ],
+)
+def test_whose_deadline_it_is_is_known(callers_s: float | None, operators_s: float, expected: tuple[int, bool]) -> None:
+    assert earlier_deadline(100, callers_s, operators_s) == expected

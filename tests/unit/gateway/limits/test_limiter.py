@@ -114,6 +114,34 @@ async def test_releasing_twice_gives_back_once(parts: AccountingRig, limits: Lim
         await limits.admit(budgeted, MODEL, 1, 0)
 
 
+async def test_releasing_twice_counts_its_cost_once(
+    parts: AccountingRig, limits: Limiter, principal: Principal
+) -> None:
+    budgeted = replace(principal, budget_nano=1500)
+    first = await limits.admit(budgeted, MODEL, 10, 100)
+    for _ in range(3):  # as if answers had been lost
+        assert await limits.release(first, 200)
+    await limits.admit(budgeted, MODEL, 10, 100)
+
+
+async def test_a_release_that_redis_does_not_answer_is_told_and_can_be_repeated(
+    parts: AccountingRig, principal: Principal, redis_url: str
+) -> None:
+    budgeted = replace(principal, budget_nano=1010)
+    async with SilentProxy(redis_url).serving() as proxy:
+        limits = Limiter(proxy.url, parts.database, lease_s=60)
+        first = await limits.admit(budgeted, MODEL, 10, 100)
+        proxy.fall_silent()
+        assert not await limits.release(first, 0)
+        assert not await limits.release(first, 0), "the circuit is open"
+        proxy.speak()
+        async with asyncio.timeout(20):
+            while not await limits.release(first, 0):  # noqa: ASYNC110  (Redis sends no event when it is back)
+                await asyncio.sleep(0.05)
+        await limits.admit(budgeted, MODEL, 10, 100)
+        await limits.close()
+
+
 async def test_a_reservation_nobody_released_ends_with_its_lease(
     parts: AccountingRig, limits: Limiter, clock: Clock, principal: Principal
 ) -> None:

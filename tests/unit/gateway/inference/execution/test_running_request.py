@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
+import grpc
 import pytest
 from starlette.types import Message
 
@@ -13,10 +15,13 @@ from tests.support.echo_worker import EchoWorker
 from tests.support.gateway_ports import KEY
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
 from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
+from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.execution.running_request import refusal_error, retry_delay_s, run_error
+from torchrelay.inference.v1 import inference_pb2
+from torchrelay.inference.v1.inference_pb2_grpc import InferenceStub
 
 BEARER = f"Bearer {KEY}".encode()
 PROMPT = [40, 41, 42, 43, 44, 45, 46]
@@ -287,13 +292,29 @@ async def test_who_leaves_a_cold_model_pays_nothing(rig: TokenPathRig) -> None:
     assert settled_of(rig) == [(0, 0, 0, FinishCause.CANCELLED)]
 
 
-async def test_a_deadline_that_ends_a_long_prompt_bills_what_was_computed(make_rig: MakeRig) -> None:
+async def test_the_operators_deadline_that_ends_a_long_prompt_bills_nothing(make_rig: MakeRig) -> None:
     rig = await make_rig(request_timeout_s=4.0)
     rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
     response = await rig.http.post("/v1/completions", json={"model": "echo", "prompt": PROMPT})
     assert response.status_code == 504
     await until(lambda: bool(rig.ports.settled))
-    assert settled_of(rig) == [(6, 2, 0, FinishCause.ERROR)]
+    assert settled_of(rig) == [(0, 2, 0, FinishCause.ERROR)]
+
+
+@pytest.mark.parametrize(("callers_s", "num_billed"), [(4.0, 6), (60.0, 0)])
+async def test_the_callers_deadline_that_ends_a_long_prompt_bills_what_was_computed(
+    make_rig: MakeRig, callers_s: float, num_billed: int
+) -> None:
+    rig = await make_rig(request_timeout_s=5.0)
+    rig.workers[0].prompt_progress, rig.workers[0].num_cached = (4, 6), 2
+    made = inference_pb2.GenerateRequest(model="echo", prompt_token_ids=inference_pb2.TokenIds(ids=PROMPT))
+    async with open_channel(rig.grpc_address) as channel:
+        generate: Any = InferenceStub(channel).Generate
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(generate(made, metadata=(("authorization", f"Bearer {KEY}"),), timeout=callers_s)))
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await until(lambda: bool(rig.ports.settled))
+    assert [one[:3] for one in settled_of(rig)] == [(num_billed, 2, 0)]
 
 
 async def test_a_fault_of_the_platform_during_a_long_prompt_costs_nothing(make_rig: MakeRig) -> None:

@@ -11,7 +11,7 @@ import pytest
 from blake3 import blake3
 
 from tests.support.echo_services import EchoStore
-from torchrelay.common.errors import DataCorrupted
+from torchrelay.common.errors import DataCorrupted, Overloaded
 from torchrelay.common.net.rpc import open_channel
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.file_reader import StoreFileReader
@@ -72,6 +72,15 @@ async def test_the_least_recently_used_goes_unless_it_is_held(store: EchoStore, 
         assert store.reads == []
         await contents(files, [IDS[1]])
         assert store.reads == [DIGESTS[1]]
+
+
+async def test_what_is_held_leaves_no_room_for_more(reader: StoreFileReader) -> None:
+    async with ModelFiles(reader, max_bytes=2000) as files:
+        async with files.held("acme", IDS[:2]) as held:
+            with pytest.raises(Overloaded, match="too many models' files are in use"):
+                await contents(files, IDS[2:3], "beta")
+            assert len(list(held[0].path.parent.iterdir())) == 2
+        assert await contents(files, IDS[2:3], "beta") == ENCODED[2:3]
 
 
 async def test_equal_bytes_under_two_names_are_two_files(reader: StoreFileReader) -> None:

@@ -56,6 +56,7 @@ class ResolvedRequest:
     num_choices: int
     arrived_unix_us: int  # when the server began handling it
     deadline_unix_us: int = 0  # 0: none
+    is_callers_deadline: bool = False  # not the operator's, for which nobody is billed before the first token
 
 
 @dataclass(frozen=True, slots=True)

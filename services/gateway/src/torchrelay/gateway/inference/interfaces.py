@@ -42,5 +42,8 @@ class RequestLimiter(Protocol):
         ``max_output_tokens`` is the sum over all choices. Raises ``RateLimited`` or ``QuotaExceeded``.
         """
 
-    async def release(self, reservation: Reservation, cost_nano: int) -> None:
-        """Ends the reservation; ``cost_nano`` is the billed cost. Does not raise when Redis is unreachable."""
+    async def release(self, reservation: Reservation, cost_nano: int) -> bool:
+        """Ends the reservation; ``cost_nano`` is the billed cost. Idempotent.
+
+        False if Redis did not answer: to be called again, or the reservation stays until its lease ends.
+        """

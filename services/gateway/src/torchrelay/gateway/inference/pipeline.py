@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -35,6 +36,15 @@ class RequestSession:
     @property
     def resolved(self) -> ResolvedRequest:
         return self.request.resolved
+
+
+def earlier_deadline(arrived_unix_us: int, callers_s: float | None, operators_s: float) -> tuple[int, bool]:
+    """The earlier deadline in Unix microseconds, and whether it is the caller's; 0: neither sets one.
+
+    Both count from the arrival. ``callers_s``: None for none; ``operators_s``: 0 for none.
+    """
+    timeout_s, is_callers = min((math.inf if callers_s is None else callers_s, True), (operators_s or math.inf, False))
+    return (0, False) if timeout_s == math.inf else (arrived_unix_us + int(timeout_s * 1e6), is_callers)
 
 
 class RequestPipeline:
@@ -88,8 +98,7 @@ class RequestPipeline:
         outcome = TorchrelayError.code
         try:
             with span_of("gateway.request", request_id=request_id, model=params.model[:200]):
-                deadline_unix_us = self._deadline_unix_us(arrived_unix_us, timeout_s)
-                session = await self._start(principal, params, request_id, arrived_unix_us, deadline_unix_us)
+                session = await self._start(principal, params, request_id, arrived_unix_us, timeout_s)
                 del params  # megabytes of text, perhaps; the prompt is encoded
                 try:
                     yield session
@@ -113,14 +122,15 @@ class RequestPipeline:
             if not self._num_inside:
                 self._idle.set()
 
-    def _deadline_unix_us(self, arrived_unix_us: int, timeout_s: float | None) -> int:
-        """The earlier of the caller's and the operator's deadline; 0: neither is set."""
-        timeouts_s = [each for each in (timeout_s, self._request_timeout_s or None) if each is not None]
-        return arrived_unix_us + int(min(timeouts_s) * 1e6) if timeouts_s else 0
-
     async def _start(
-        self, principal: Principal, params: GenerateParams, request_id: str, arrived_unix_us: int, deadline_unix_us: int
+        self,
+        principal: Principal,
+        params: GenerateParams,
+        request_id: str,
+        arrived_unix_us: int,
+        timeout_s: float | None,
     ) -> RequestSession:
+        deadline_unix_us, is_callers_deadline = earlier_deadline(arrived_unix_us, timeout_s, self._request_timeout_s)
         if principal.is_admin:  # it has no tenant to resolve short model names in, or to bill
             raise PermissionDenied("the admin key cannot call models; create a tenant key (torchrelay key create)")
         model = await self._catalog.resolve(principal, params.model)
@@ -131,7 +141,15 @@ class RequestPipeline:
         reservation = await self._limits.admit(principal, model, len(prompt), num_output_tokens)
         request = RunningRequest(
             ResolvedRequest(
-                request_id, principal, model, prompt, sampling, params.num_choices, arrived_unix_us, deadline_unix_us
+                request_id,
+                principal,
+                model,
+                prompt,
+                sampling,
+                params.num_choices,
+                arrived_unix_us,
+                deadline_unix_us,
+                is_callers_deadline,
             ),
             self._upstreams,
             self._ledger_writer,

@@ -8,8 +8,7 @@ from torchrelay.gateway.limits.shares import ShareLimits, Shares
 from torchrelay.gateway.limits.tenant_lanes import TenantLanes
 from torchrelay.gateway.settings import GatewaySettings
 
-_MESSAGES_AT_ONCE = 4  # gRPC messages of one tenant that arrive at once, each of up to max_body_bytes
-_LINES = 32  # tenants that can have a full line of queries or messages at once
+_LINES = 32  # tenants that can have a full line of queries at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +18,11 @@ class DoorShares:
     uploads: Shares  # files that are being sent, and commits
     queries: TenantLanes  # lists and sums over tables
     messages: TenantLanes  # of gRPC, while they arrive
+
+
+def messages_at_once(max_bytes: int, max_body_bytes: int) -> int:
+    """How many gRPC messages may arrive at once: gRPC tells the length of none before it has all of it."""
+    return max(1, max_bytes // max_body_bytes)
 
 
 def door_shares(settings: GatewaySettings, queries_at_once: int = 1) -> DoorShares:
@@ -47,7 +51,7 @@ def door_shares(settings: GatewaySettings, queries_at_once: int = 1) -> DoorShar
     queries = ShareLimits(
         "queries under way",
         settings.max_queries_per_tenant * _LINES,
-        "max_queries_per_tenant",
+        f"max_queries_per_tenant, times {_LINES}",
         settings.max_queries_per_tenant,
         "max_queries_per_tenant",
     )
@@ -63,5 +67,9 @@ def door_shares(settings: GatewaySettings, queries_at_once: int = 1) -> DoorShar
         Shares(body_bytes),
         Shares(uploads),
         TenantLanes(Shares(queries), at_once=1, total_at_once=queries_at_once),
-        TenantLanes(Shares(messages), at_once=_MESSAGES_AT_ONCE, total_at_once=_MESSAGES_AT_ONCE * _LINES),
+        TenantLanes(
+            Shares(messages),
+            at_once=messages_at_once(settings.max_buffered_body_bytes_per_tenant, settings.max_body_bytes),
+            total_at_once=messages_at_once(settings.max_buffered_body_bytes, settings.max_body_bytes),
+        ),
     )

@@ -75,11 +75,15 @@ class Limiter:
             raise _over_budget(principal, reservation, *map(int, answer[1:]))
         return reservation
 
-    async def release(self, reservation: Reservation, cost_nano: int) -> None:
-        """Ends the reservation; ``cost_nano`` is the billed cost. Does not raise when Redis is unreachable."""
-        if reservation.reserved_nano > 0:
-            keys = _budget_keys(reservation.tenant_id)
-            await self._run(RELEASE, keys, [reservation.reservation_id, cost_nano])
+    async def release(self, reservation: Reservation, cost_nano: int) -> bool:
+        """Ends the reservation; ``cost_nano`` is the billed cost. Idempotent.
+
+        False if Redis did not answer: to be called again, or the reservation stays until its lease ends.
+        """
+        if reservation.reserved_nano <= 0:
+            return True
+        keys = _budget_keys(reservation.tenant_id)
+        return await self._run(RELEASE, keys, [reservation.reservation_id, cost_nano]) is not None
 
     async def _try_admit(self, principal: Principal, reservation: Reservation, spent_nano: int) -> list[bytes]:
         keys = [f"relay:{{{principal.tenant_id}}}:rate:{principal.key_id}", *_budget_keys(principal.tenant_id)]
@@ -93,10 +97,10 @@ class Limiter:
             spent_nano,
             _SPENT_TTL_S,
         ]
-        return await self._run(ADMIT, keys, args)
+        return await self._run(ADMIT, keys, args) or [b"ok"]
 
-    async def _run(self, script: str, keys: list[str], args: list[str | int | float]) -> list[bytes]:
-        """The script's answer; ``ok`` without a Redis."""
+    async def _run(self, script: str, keys: list[str], args: list[str | int | float]) -> list[bytes] | None:
+        """The script's answer; ``ok`` without a Redis, None if it does not answer."""
         if not self._redis_url:
             return [b"ok"]
         if self._scripts is None:

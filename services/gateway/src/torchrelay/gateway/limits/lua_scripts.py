@@ -46,6 +46,8 @@ end
 return {'ok'}
 """
 
+# Idempotent, since it is repeated when its answer was lost. The cost of a reservation that Redis does not know, because
+# its lease is over or it was never stored, comes with the next copy of the spending.
 RELEASE = """
 local spent_key, reserved_key, amounts, leases = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local id, cost = ARGV[1], ARGV[2]
@@ -54,7 +56,7 @@ if amount then
   redis.call('DECRBY', reserved_key, amount)
   redis.call('HDEL', amounts, id)
   redis.call('ZREM', leases, id)
+  if redis.call('EXISTS', spent_key) == 1 then redis.call('INCRBY', spent_key, cost) end
 end
-if redis.call('EXISTS', spent_key) == 1 then redis.call('INCRBY', spent_key, cost) end
 return {'ok'}
 """

@@ -25,10 +25,10 @@ class RedisScriptRunner:
         self._answer_limit_s = answer_limit_s
         self._circuit = Circuit(skip_s)
 
-    async def run(self, script: str, keys: Sequence[str], args: Sequence[str | int | float]) -> list[bytes]:
-        """The script's answer; ``[ok]`` while Redis does not answer, which is logged once."""
+    async def run(self, script: str, keys: Sequence[str], args: Sequence[str | int | float]) -> list[bytes] | None:
+        """The script's answer; None while Redis does not answer, which is logged once. It may have run all the same."""
         if not self._circuit.may_ask(time.monotonic()):
-            return [b"ok"]
+            return None
         try:
             async with asyncio.timeout(self._answer_limit_s):
                 answer: list[bytes] = await self._redis.register_script(script)(keys=keys, args=args)
@@ -36,7 +36,7 @@ class RedisScriptRunner:
             if self._circuit.is_closed:
                 log.warning("redis_away_requests_not_limited", error=repr(error)[:200])
             self._circuit.silent(time.monotonic())
-            return [b"ok"]
+            return None
         if not self._circuit.is_closed:
             log.info("redis_back")
         self._circuit.answered()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, Self, TypeAlias, TypeVar
 
 from torchrelay.common.errors import NotFound, TorchrelayError
@@ -15,26 +16,38 @@ log = get_logger(__name__)
 T = TypeVar("T")
 Opening: TypeAlias = asyncio.Task[TorchrelayError | None]  # the error that prevented the opened row's commit, or None
 RETRY_S = (0.05, 0.2, 0.5, 1.0, 1.0, 1.0, 5.0)
+RELEASE_RETRY_S = (1.1, 2.0, 4.0, 8.0, 15.0, 30.0)  # then the reservation is left to its lease
+MAX_RELEASES = 4096  # that wait to be tried again; the others are left to their leases, too
 
 
 class LedgerWriter:
-    """Owns the writes; on exit it waits ``drain_s`` for them. The orphan sweep settles what is left."""
+    """Owns the writes; on exit it waits ``drain_s`` for them. The orphan sweep settles what is left.
+
+    A reservation that could not be ended is tried again in a task of its own: no reply waits for a Redis that is away.
+    On exit each of these is tried once more.
+    """
 
     def __init__(self, ledger: RequestLedger, limits: RequestLimiter, drain_s: float) -> None:
         self._ledger = ledger
         self._limits = limits
         self._drain_s = drain_s
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._releases: set[asyncio.Task[Any]] = set()
+        self._closes = asyncio.Event()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=self._drain_s)
-        for task in self._tasks:
+        self._closes.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._drain_s):
+                while left := self._tasks | self._releases:  # a settlement may leave a release
+                    await asyncio.wait(left)
+        left = self._tasks | self._releases
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
 
     @property
     def num_waiting(self) -> int:
@@ -43,22 +56,22 @@ class LedgerWriter:
 
     def open(self, opened: OpenedRequest) -> Opening:
         """Writes the opened row."""
-        return self._own(self._open(opened))
+        return self._own(self._open(opened), self._tasks)
 
     def settle(
         self, opening: Opening, reservation: Reservation, request_id: str, usages: Sequence[ChoiceUsage]
     ) -> asyncio.Task[None]:
         """Bills the accepted usage once the opened row is committed, and ends the reservation."""
-        return self._own(self._settle(opening, reservation, request_id, usages))
+        return self._own(self._settle(opening, reservation, request_id, usages), self._tasks)
 
-    def _own(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _own(self, work: Coroutine[Any, Any, T], tasks: set[asyncio.Task[Any]]) -> asyncio.Task[T]:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("ledger_write_failed", exc_info=error)
 
@@ -93,4 +106,14 @@ class LedgerWriter:
                 log.exception("settlement_crashed", request_id=request_id)
             await asyncio.sleep(RETRY_S[min(num_failures, len(RETRY_S) - 1)])
             num_failures += 1
-        await self._limits.release(reservation, cost_nano)
+        if not await self._limits.release(reservation, cost_nano) and len(self._releases) < MAX_RELEASES:
+            self._own(self._release(reservation, cost_nano), self._releases)
+
+    async def _release(self, reservation: Reservation, cost_nano: int) -> None:
+        for delay_s in RELEASE_RETRY_S:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._closes.wait()
+            if await self._limits.release(reservation, cost_nano) or self._closes.is_set():
+                return
+        log.warning("reservation_left_to_its_lease", reservation_id=reservation.reservation_id)

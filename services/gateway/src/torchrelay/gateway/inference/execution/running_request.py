@@ -183,7 +183,8 @@ class RunningRequest:
             return
         self._notifier.close()
         self._free()
-        by_caller = unfinished is FinishCause.CANCELLED or isinstance(self._failure, DeadlineExceeded)
+        is_late = isinstance(self._failure, DeadlineExceeded) and self.resolved.is_callers_deadline
+        by_caller = unfinished is FinishCause.CANCELLED or is_late
         usages = self._generation.settlement(
             self.resolved.request_id, len(self.resolved.prompt), unfinished, by_caller=by_caller
         )

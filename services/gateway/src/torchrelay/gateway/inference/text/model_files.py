@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final, Self
 from weakref import WeakValueDictionary
 
-from torchrelay.common.errors import Unavailable
+from torchrelay.common.errors import Overloaded, Unavailable
 from torchrelay.gateway.clients.file_reader import StoreFileReader
 from torchrelay.gateway.inference.text.processes.frames import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG, FileId
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
@@ -33,6 +33,7 @@ class ModelFiles:
         self._reader = reader
         self._folder = Path()
         self._files: dict[FileId, LocalFile] = {}
+        self._max_bytes = max_bytes
         self._lru: TenantLru[FileId] = TenantLru(max_bytes)
         self._num_holders: Counter[FileId] = Counter()
         # By tenant: nobody waits for a download that another tenant has queued behind others of its own.
@@ -50,7 +51,7 @@ class ModelFiles:
     async def held(self, tenant: str, wanted: Iterable[FileId]) -> AsyncIterator[list[LocalFile]]:
         """The files, which stay on disk inside the block.
 
-        Raises ``DataCorrupted``, ``NotFound`` or ``Unavailable``.
+        Raises ``DataCorrupted``, ``NotFound``, ``Overloaded`` (others hold too many) or ``Unavailable``.
         """
         holding: list[FileId] = []
         try:
@@ -95,6 +96,9 @@ class ModelFiles:
             return other
         for evicted in self._lru.make_room(num_bytes, tenant, self._num_holders):
             self._files.pop(evicted).path.unlink()
+        if self._lru.num_bytes + num_bytes > self._max_bytes:
+            os.unlink(path)
+            raise Overloaded("too many models' files are in use at this gateway; try again")
         self._lru.add(file_id, tenant, num_bytes)
         self._files[file_id] = LocalFile(file_id, Path(path), num_bytes)
         return self._files[file_id]
