@@ -282,7 +282,7 @@ async def test_a_prefill_worker_that_hangs_is_reported_by_the_decode_worker_with
                 source=source,
                 block_tokens=scene.prefill.worker.settings.kv_block_tokens,
             )
-            async with open_channel(scene.decode.address) as channel:
+            async with open_channel(scene.decode.address, token=scene.decode.token) as channel:
                 await DecodeStub(channel).Receive(offer)
             begun = time.monotonic()
             await request.finished()
@@ -295,7 +295,7 @@ async def test_a_prefill_worker_that_hangs_is_reported_by_the_decode_worker_with
 async def test_a_stream_carries_beats_from_its_begin_whether_the_engine_works_or_rests(
     scene_of: Make, role: types_pb2.Role.ValueType
 ) -> None:
-    async with scene_of() as scene, open_channel(scene.prefill.address) as channel:
+    async with scene_of() as scene, open_channel(scene.prefill.address, token=scene.prefill.token) as channel:
         call: Any = (PrefillStub if role == PREFILL else DecodeStub)(channel).Run()
         await call.write(pb.RunCommand(hello=pb.RunHello(gateway_id="gw-2", beat_every_s=0.1)))
         first, second = (await call.read(), await call.read())

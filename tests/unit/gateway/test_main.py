@@ -113,6 +113,6 @@ def test_idle_strangers_do_not_keep_a_tenant_out(home: Path, nats_url: str, redi
             host, _, port = doors[number % 2].partition(":")
             stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
         for _ in range(40):  # each over a connection of its own
-            reply = httpx.get(f"{addresses['http']}/v1/tenants", headers={"authorization": "Bearer tra-test"})
+            reply = httpx.get(f"{addresses['http']}/v1/tenants", headers={"authorization": f"Bearer {ADMIN_KEY}"})
             assert reply.status_code == 200
         assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < 500

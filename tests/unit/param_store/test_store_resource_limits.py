@@ -89,7 +89,9 @@ async def test_an_upload_onto_a_full_disk_is_told_and_goes_on_once_there_is_room
     async with running_store(tmp_path) as store:
         await begin(store, folder, "u1")
         with files_end_at(3 << 20):
-            assert "model.safetensors cannot be written" in await refused_with(store, "u1", "model.safetensors", data)
+            assert "model.safetensors: cannot be written: the disk of" in await refused_with(
+                store, "u1", "model.safetensors", data
+            )
         state = await store.stub.DescribeUpload(pb.DescribeUploadRequest(upload_id="u1"))
         received = {file.path: file.num_bytes_received for file in state.files}["model.safetensors"]
         assert 0 < received <= 3 << 20

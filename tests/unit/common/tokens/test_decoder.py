@@ -116,4 +116,4 @@ def test_it_takes_less_memory_than_the_whole(tmp_path: Path) -> None:
     path.write_bytes(large_tokenizer())
     decoder_kb, whole_kb = (peak_kb(load, path) for load in ("load_decoder", "load_tokenizer"))
     assert decoder_kb < 0.97 * whole_kb
-    assert decoder_kb < 45 * 1024
+    assert decoder_kb < 50 * 1024

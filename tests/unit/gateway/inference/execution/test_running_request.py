@@ -225,7 +225,8 @@ async def test_a_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
     """A client that does not read delays neither another's stream nor its own worker."""
     body = {"model": "echo", "prompt": PROMPT, "max_tokens": 500, "n": 4, "stream": True}
     reads, sent = asyncio.Event(), bytearray()
-    incoming: list[Message] = [{"type": "http.request", "body": json.dumps(body).encode()}]
+    encoded = json.dumps(body).encode()
+    incoming: list[Message] = [{"type": "http.request", "body": encoded}]
 
     async def receive() -> Message:
         if incoming:
@@ -237,7 +238,8 @@ async def test_a_slow_reader_slows_only_itself(rig: TokenPathRig) -> None:
         sent.extend(message.get("body", b""))
         await reads.wait()  # as uvicorn does while the socket's buffer is full
 
-    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [(b"authorization", BEARER)]}
+    headers = [(b"authorization", BEARER), (b"content-length", str(len(encoded)).encode())]
+    scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": headers}
     slow = asyncio.ensure_future(rig.token_path.asgi(scope, receive, send))
     for _ in range(3):
         assert await ask(rig, 50) == [rig.echoed(PROMPT, 50)]
