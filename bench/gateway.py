@@ -45,7 +45,7 @@ STEP_S = 0.02
 PATH = "/v1/completions"
 MODEL = "bench/echo"
 ENDS = 2  # events of an answer that are not tokens: finish and usage
-ADMIN_KEY = "tra-bench"
+ADMIN_KEY = f"tra-{'0' * 32}"
 NUM_PROMPTS = 512
 LOAD_S = 120.0  # no load takes so long
 
