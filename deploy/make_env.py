@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from torchrelay.common.callers import SCHEDULER_NODE, Caller, call_token
-from torchrelay.common.keys import broker_password, derive_node_key
+from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
+from torchrelay.common.identity.keys import broker_password, derive_node_key
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.nats_permissions import (
     GATEWAY_USER,

@@ -17,8 +17,8 @@ import pytest
 from tests.e2e.conftest import SMALL, Tenant
 from tests.support.completions import headers
 from tests.support.platform import SCRIPTS, Platform, running_platform
-from torchrelay.common.net.rpc import open_blocking_channel
-from torchrelay.common.tls import Tls, TlsFiles
+from torchrelay.common.identity.tls import Tls, TlsFiles
+from torchrelay.common.net.rpc.channels import open_blocking_channel
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 pytestmark = pytest.mark.e2e

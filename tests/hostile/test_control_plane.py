@@ -21,13 +21,14 @@ from tests.support.completions import complete
 from tests.support.nats_wire import publication, refusal, subscription
 from tests.support.platform import Platform, running_platform
 from torchrelay.cli.up.plan import STORE_ID
-from torchrelay.common.callers import SCHEDULER_NODE, Caller, MethodCallers, call_token
-from torchrelay.common.keys import broker_password, derive_node_key
+from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, MethodCallers, call_token
+from torchrelay.common.identity.keys import broker_password, derive_node_key
+from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.common.net.nats_client import connect
-from torchrelay.common.net.rpc import RpcServer, open_channel, with_token
+from torchrelay.common.net.rpc.channels import open_channel, with_token
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.net.urls import with_credentials
-from torchrelay.common.tls import Tls, TlsFiles
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.decode.role import CALLERS as DECODE

@@ -14,7 +14,7 @@ from typing import Any
 from tests.support.callers import every_token
 from tests.unit.param_store.running_store import CLUSTER_KEY, OFFICE, REMOTE, RunningStore, running_store
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2, types_pb2, worker_pb2
 from torchrelay.control.v1.decode_pb2_grpc import DecodeStub

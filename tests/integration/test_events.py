@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from tests.integration.test_replication import three_stores
 from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster
 from torchrelay.cli.main import app
-from torchrelay.common.callers import SCHEDULER_NODE, Caller, call_token
-from torchrelay.common.keys import derive_node_key
+from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
+from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.scheduler.main import serving

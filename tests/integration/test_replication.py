@@ -19,7 +19,7 @@ import pytest
 from tests.support.callers import every_token
 from tests.unit.scheduler.service.scripted_cluster import CLUSTER_KEY, GatewayClient, cluster, eventually
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub

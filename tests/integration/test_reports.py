@@ -9,7 +9,7 @@ from typing import Any
 from tests.integration.roles_testbed import running_test_worker
 from tests.support.callers import every_token
 from tests.unit.param_store.running_store import CLUSTER_KEY, running_store
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1.generation_pb2 import AttemptStart
 from torchrelay.control.v1.param_store_pb2 import WatchCopiesRequest
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub

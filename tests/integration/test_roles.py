@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from tests.integration.roles_testbed import DECODE, PREFILL, RolesTestbed, running_testbed, until
 from tests.unit.engine.harness import Model, prompt_of
 from torchrelay.common.net.nats_client import Subjects
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import decode_pb2, param_store_pb2, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1.decode_pb2_grpc import DecodeStub

@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.integration.roles_testbed import running_test_worker
 from tests.unit.param_store.running_store import running_store
 from torchrelay.common.net.probes import GrpcProbe
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.worker.slot.engine_watch import EngineWatch
 
 

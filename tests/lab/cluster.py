@@ -18,7 +18,7 @@ from typing import Self
 from tests.lab.child import Child
 from tests.lab.host import Host
 from tests.lab.network import Lab
-from torchrelay.common.callers import SCHEDULER_NODE, Caller, call_token
+from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, call_token
 from torchrelay.transfer.protocol.tickets import derive_node_key
 
 TARGETS = ("h1", "h2", "h3")

@@ -17,8 +17,8 @@ from tests.lab.cluster import TARGETS, Cluster
 from tests.support.callers import every_token
 from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.upload import ModelUpload
-from torchrelay.common.callers import SCHEDULER_NODE
-from torchrelay.common.net.rpc import with_token
+from torchrelay.common.identity.callers import SCHEDULER_NODE
+from torchrelay.common.net.rpc.channels import with_token
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.control.v1.reports_pb2 import PackCopy, SlotState

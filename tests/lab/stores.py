@@ -26,7 +26,7 @@ from tests.lab.host import Host
 from tests.lab.network import Lab
 from tests.lab.raw_pack import RawPack
 from tests.support.callers import every_token
-from torchrelay.common.net.rpc import with_token
+from torchrelay.common.net.rpc.channels import with_token
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc, types_pb2
 from torchrelay.control.v1.reports_pb2 import PackCopy, StoreReport

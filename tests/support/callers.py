@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchrelay.common.callers import Caller, call_token
-from torchrelay.common.keys import derive_node_key
+from torchrelay.common.identity.callers import Caller, call_token
+from torchrelay.common.identity.keys import derive_node_key
 
 
 def every_token(cluster_key: bytes, node_id: str) -> str:

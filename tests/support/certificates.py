@@ -8,8 +8,8 @@ from pathlib import Path
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from torchrelay.cli.up.certificates import issue, make_ca, node_names
-from torchrelay.common.callers import Caller
-from torchrelay.common.tls import TlsFiles
+from torchrelay.common.identity.callers import Caller
+from torchrelay.common.identity.tls import TlsFiles
 
 DAY = timedelta(days=1)
 

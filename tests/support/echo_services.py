@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 from tests.support.echo_worker import EchoWorker
 from tests.support.partial_service import serve
-from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import param_store_pb2 as store_pb
 from torchrelay.control.v1 import scheduler_pb2 as admit_pb
 

@@ -17,7 +17,7 @@ from typing import TypeAlias
 from tokenizers import Tokenizer
 
 from tests.support.partial_service import serve
-from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.net.rpc.server import RpcServer
 
 
 def serve(

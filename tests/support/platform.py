@@ -22,8 +22,8 @@ from torchrelay.cli.api.client import GatewayClient
 from torchrelay.cli.api.scheduler_client import scheduler_access, watch
 from torchrelay.cli.api.upload import ModelUpload
 from torchrelay.cli.home import Home
-from torchrelay.common.callers import Caller
-from torchrelay.common.net.rpc import open_blocking_channel
+from torchrelay.common.identity.callers import Caller
+from torchrelay.common.net.rpc.channels import open_blocking_channel
 from torchrelay.control.v1 import scheduler_pb2
 
 START_S = 90

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.unit.engine.harness import Model, group_of, hand_over, prompt_of, run
-from torchrelay.common.latency_model import StepWork, attended_positions
+from torchrelay.common.latency.latency_model import StepWork, attended_positions
 from torchrelay.engine import profile
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, LoadFailed, SamplingParams, StepProfile
 from torchrelay.engine.execution import stepper

@@ -10,7 +10,8 @@ from typing import Any
 import grpc
 
 from torchrelay.common.errors import Conflict, NotFound, TorchrelayError
-from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import param_store_pb2, scheduler_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreServicer, add_ParamStoreServicer_to_server
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerServicer, add_SchedulerServicer_to_server

@@ -10,7 +10,8 @@ import asyncio
 import torchrelay.gateway.main
 import uvloop
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.server import RpcServer
 
 async def main():
     server = RpcServer("127.0.0.1", 0)

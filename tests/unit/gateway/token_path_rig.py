@@ -19,7 +19,8 @@ from tests.support.echo_services import EchoScheduler, EchoStore
 from tests.support.echo_worker import EchoModel, EchoWorker
 from tests.support.gateway_ports import KEY, InMemoryPorts, published_model
 from tests.support.sample_tokenizers import EOS, tiny_tokenizer
-from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.gateway.http.server import HttpLimits, http_server
 from torchrelay.gateway.limits.door_shares import DoorShares, door_shares
 from torchrelay.gateway.openai.asgi_app import WRITE_GAP_S

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tests.support.callers import every_token
 from tests.unit.param_store.model_folders import sha256_of
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2, types_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub

@@ -19,7 +19,7 @@ from tests.unit.param_store.holders import bytes_in
 from tests.unit.param_store.running_store import CLUSTER_KEY, REMOTE, is_complete, running_store
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2

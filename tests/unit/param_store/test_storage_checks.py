@@ -15,7 +15,7 @@ import pytest
 from tests.unit.param_store.running_store import running_store
 from torchrelay.common.health import Health
 from torchrelay.common.net.probes import GrpcProbe
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.param_store.storage_checks import OwnThread, touch
 
 

@@ -13,7 +13,7 @@ from tests.unit.param_store.holders import bytes_in, held
 from tests.unit.param_store.model_folders import write_folder
 from tests.unit.param_store.running_store import REMOTE, RunningStore, commit, running_store, send
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.remote.remote_store import RemoteOptions, open_remote
 

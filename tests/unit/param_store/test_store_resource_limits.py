@@ -14,7 +14,7 @@ from tests.unit.param_store.holders import bytes_in, held
 from tests.unit.param_store.model_folders import LARGER, write_folder
 from tests.unit.param_store.running_store import REMOTE, RunningStore, begin, commit, publish, put, running_store, send
 from torchrelay.common.errors import Overloaded, Unavailable
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 
 

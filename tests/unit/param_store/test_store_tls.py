@@ -11,9 +11,9 @@ import pytest
 from tests.support.certificates import Authority
 from tests.unit.param_store.holders import bytes_in
 from tests.unit.param_store.running_store import REMOTE, running_store
-from torchrelay.common.callers import Caller
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.identity.callers import Caller
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TextIO
 
 from torchrelay.cli.errors import CliError
-from torchrelay.common.callers import Caller, call_token
-from torchrelay.common.keys import derive_node_key
+from torchrelay.common.identity.callers import Caller, call_token
+from torchrelay.common.identity.keys import derive_node_key
 
 DEFAULT_HOME = Path(".torchrelay")
 _SECRETS = ("admin.key", "cluster.key", "cli.key", "redis.conf", "nats.conf")

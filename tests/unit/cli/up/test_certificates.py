@@ -17,8 +17,8 @@ from torchrelay.cli.up.certificates import CA_LIFE, CERT_LIFE, RENEW_BEFORE, ens
 from torchrelay.cli.up.plan import COMMANDS, StackPlan, UpOptions, callers_of
 from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.tls import tls_of_install
-from torchrelay.common.callers import Caller
-from torchrelay.common.tls import Tls, TlsFiles
+from torchrelay.common.identity.callers import Caller
+from torchrelay.common.identity.tls import Tls, TlsFiles
 
 DAY = timedelta(days=1)
 

@@ -13,7 +13,7 @@ import pytest
 from tests.support.brokers import broker_program, nats_server, running
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.ports import Ports
-from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.net.rpc.server import RpcServer
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="ports are reserved on Linux only")
 

@@ -12,9 +12,9 @@ import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from tests.support.certificates import Authority
+from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net import health_check
-from torchrelay.common.net.rpc import RpcServer
-from torchrelay.common.tls import Tls
+from torchrelay.common.net.rpc.server import RpcServer
 
 Serving = health_pb2.HealthCheckResponse
 

@@ -15,7 +15,8 @@ import pytest
 
 from tests.support.brokers import free_port, listening, nats_server, redis_server
 from torchrelay.common.net.probes import GrpcProbe, HttpProbe, NatsProbe, Probe, RedisProbe
-from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.server import RpcServer
 
 HTTP_SERVER = """
 import sys

@@ -11,7 +11,9 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.http2_client import Http2Client, http2_client
-from torchrelay.common.net.rpc import PublicLimits, RpcServer, open_channel
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.options import PublicLimits
+from torchrelay.common.net.rpc.server import RpcServer
 
 CHECK, WATCH = "/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"
 LIMITS = PublicLimits(connections=3, streams=5, message_bytes=1000, head_s=1.0, idle_s=2.0)

@@ -10,7 +10,6 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from torchrelay.common.callers import Caller, call_token
 from torchrelay.common.errors import (
     CallerRefused,
     CallerUnknown,
@@ -20,7 +19,10 @@ from torchrelay.common.errors import (
     UploadRefused,
     error_class,
 )
-from torchrelay.common.net.rpc import RpcServer, error_from_rpc, open_blocking_channel, open_channel
+from torchrelay.common.identity.callers import Caller, call_token
+from torchrelay.common.net.rpc.channels import open_blocking_channel, open_channel
+from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import param_store_pb2_grpc
 

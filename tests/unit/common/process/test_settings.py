@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from tests.support.certificates import Authority
-from torchrelay.common.callers import Caller
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.process.settings import ServiceSettings, load_settings
 from torchrelay.worker.settings import WorkerSettings
 

@@ -22,7 +22,7 @@ from tests.unit.engine.harness import (
     prompt_of,
     run,
 )
-from torchrelay.common.latency_model import NO_WORK
+from torchrelay.common.latency.latency_model import NO_WORK
 from torchrelay.engine.core import GroupSpec, LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
 from torchrelay.engine.weights.segment_gate import SegmentGate

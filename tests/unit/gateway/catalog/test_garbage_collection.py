@@ -11,7 +11,7 @@ from tests.unit.gateway.catalog.test_catalog import publish, version
 from tests.unit.gateway.conftest import AccountingRig
 from tests.unit.gateway.scripted_services import ScriptedStore, serving_store
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import param_store_pb2
 from torchrelay.gateway.background import background
 from torchrelay.gateway.catalog.catalog import ScalingSettings

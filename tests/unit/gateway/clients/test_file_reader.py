@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from tests.support.echo_services import EchoStore
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.file_reader import StoreFileReader
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.gateway.scripted_services import serving_scheduler
 from torchrelay.common.errors import NotFound, Unavailable
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.gateway.clients.scheduler import SchedulerClient
 
 

@@ -14,7 +14,8 @@ from tests.support.gateway_ports import KEY
 from tests.support.http2_client import http2_client
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
 from torchrelay.common.errors import InvalidRequest, NotFound, Overloaded, TorchrelayError, Unauthenticated
-from torchrelay.common.net.rpc import error_from_rpc, open_channel
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.core import GenerateParams
 from torchrelay.inference.v1 import inference_pb2 as pb

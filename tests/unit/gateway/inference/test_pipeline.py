@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.gateway_ports import KEY
 from tests.unit.gateway.token_path_rig import PROMPT, MakeRig, TokenPathRig, until
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.gateway.core import FinishCause
 from torchrelay.gateway.inference.pipeline import earlier_deadline
 from torchrelay.inference.v1 import inference_pb2 as pb

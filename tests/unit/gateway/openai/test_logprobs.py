@@ -11,7 +11,7 @@ from tests.support.echo_worker import token_logprobs
 from tests.support.gateway_ports import KEY
 from tests.unit.gateway.openai.test_asgi_app import events_of
 from tests.unit.gateway.token_path_rig import PROMPT, TokenPathRig
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.tokens.text_stream import TextStream
 from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 from torchrelay.inference.v1 import inference_pb2 as pb

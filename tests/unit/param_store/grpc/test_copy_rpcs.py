@@ -13,7 +13,7 @@ from tests.unit.param_store.model_folders import LARGER, write_folder
 from tests.unit.param_store.running_store import REMOTE, peer, publish, running_store
 from torchrelay.common.errors import NotFound, StaleEpoch, Unavailable
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.errors import ArenaFull

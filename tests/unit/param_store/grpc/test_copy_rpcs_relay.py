@@ -12,7 +12,7 @@ import pytest
 from tests.unit.param_store.holders import bytes_in, damage, drop, held, slow_holder
 from tests.unit.param_store.running_store import REMOTE, peer, running_store
 from torchrelay.common.errors import InvalidRequest, NotFound
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.copies.pack_download import PackDownload
 from torchrelay.transfer.manifest import decode_manifest

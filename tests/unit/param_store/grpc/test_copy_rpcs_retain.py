@@ -11,7 +11,7 @@ from tests.unit.param_store.holders import drop, held
 from tests.unit.param_store.model_folders import LARGER, write_folder
 from tests.unit.param_store.running_store import REMOTE, RunningStore, publish, running_store
 from torchrelay.common.errors import InvalidRequest, Overloaded, StaleEpoch, TorchrelayError
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 
 

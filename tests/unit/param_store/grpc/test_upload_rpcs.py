@@ -23,7 +23,7 @@ from torchrelay.common.errors import (
     UploadRefused,
 )
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.remote.versions import Version, Versions
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared

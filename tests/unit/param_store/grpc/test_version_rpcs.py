@@ -12,7 +12,7 @@ from blake3 import blake3
 from tests.unit.param_store.model_folders import config_of, tensors_of, write_folder
 from tests.unit.param_store.running_store import RunningStore, commit, contents, publish, running_store, send
 from torchrelay.common.errors import DataCorrupted, InvalidRequest, NotFound
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.remote.folder_store import FolderStore
 from torchrelay.transfer.manifest import decode_manifest, pack_id_of

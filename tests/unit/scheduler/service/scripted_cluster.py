@@ -18,10 +18,10 @@ from tests.unit.scheduler.service.scripted_peers import (
     ScriptedStore,
     ScriptedWorker,
 )
-from torchrelay.common.callers import SCHEDULER_NODE
+from torchrelay.common.identity.callers import SCHEDULER_NODE
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc, types_pb2
 from torchrelay.scheduler.main import TICK_S, serving
 from torchrelay.scheduler.settings import SchedulerSettings

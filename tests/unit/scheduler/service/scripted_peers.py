@@ -15,7 +15,7 @@ from torchrelay.common.errors import Conflict, StaleEpoch, TorchrelayError
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.common.net.nats_client import Subjects
-from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.control.v1 import (
     param_store_pb2,
     param_store_pb2_grpc,

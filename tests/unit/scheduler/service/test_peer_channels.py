@@ -7,9 +7,9 @@ import asyncio
 import grpc
 from pytest import MonkeyPatch
 
-from torchrelay.common.callers import Caller, call_token
-from torchrelay.common.keys import derive_node_key
-from torchrelay.common.tls import Tls
+from torchrelay.common.identity.callers import Caller, call_token
+from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.common.identity.tls import Tls
 from torchrelay.scheduler.service import peer_channels
 from torchrelay.scheduler.service.peer_channels import PeerChannels, is_refused
 

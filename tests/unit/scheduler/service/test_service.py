@@ -20,7 +20,7 @@ from tests.unit.scheduler.service.scripted_cluster import (
     house,
 )
 from torchrelay.common.errors import Conflict, InvalidRequest, StaleEpoch
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.transfer.protocol.tickets import derive_node_key, verify_ticket

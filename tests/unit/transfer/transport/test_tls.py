@@ -22,7 +22,7 @@ from tests.unit.transfer.loopback_holders import (
     silent_listener,
     source_at,
 )
-from torchrelay.common.tls import Tls, TlsFiles
+from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.transfer.buffers import Buffer
 from torchrelay.transfer.errors import SourcesExhausted
 from torchrelay.transfer.fetch.follow import FollowOptions, fetch_head, follow

@@ -10,7 +10,7 @@ from opentelemetry import metrics
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, NumberDataPoint
 
-from torchrelay.common.latency_model import StepWork
+from torchrelay.common.latency.latency_model import StepWork
 from torchrelay.engine.core import StepProfile, StepResult
 from torchrelay.worker.metrics.step_metrics import InstanceLabels, StepMetrics
 from torchrelay.worker.metrics.time_shares import NO_SHARES

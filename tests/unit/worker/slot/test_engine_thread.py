@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from torchrelay.common.errors import Conflict, Unavailable
-from torchrelay.common.latency_model import LatencyModel, StepCost, StepWork
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost, StepWork
 from torchrelay.engine.core import EMPTY_STEP, LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
 from torchrelay.worker.slot.engine_thread import EngineThread

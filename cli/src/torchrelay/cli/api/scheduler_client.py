@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from torchrelay.cli.api.restarts import RESTART_TIMEOUT_S, restart_attempts
 from torchrelay.cli.errors import CliError, Unreachable
 from torchrelay.cli.home import Home
-from torchrelay.common.callers import SCHEDULER_NODE, Caller
 from torchrelay.common.errors import CallerRefused, CallerUnknown
-from torchrelay.common.net.rpc import open_blocking_channel
+from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
+from torchrelay.common.identity.tls import Tls, TlsFiles, TlsUnusable
+from torchrelay.common.net.rpc.channels import open_blocking_channel
 from torchrelay.common.process.settings import ConfigUnusable, ServiceSettings, setting_errors
-from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 
 T = TypeVar("T")

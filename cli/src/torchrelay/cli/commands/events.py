@@ -14,7 +14,7 @@ from torchrelay.cli.api.access import HomeOption, SchedulerOption
 from torchrelay.cli.views import console
 
 if TYPE_CHECKING:
-    from torchrelay.common.tls import Tls
+    from torchrelay.common.identity.tls import Tls
     from torchrelay.control.v1.scheduler_pb2 import Event
 
 EXAMPLE = "Example:  torchrelay events --kind relay --follow\n\nOr:       torchrelay events --since 2h --json"

@@ -13,7 +13,7 @@ import typer
 from torchrelay.cli.api.access import HomeOption, SchedulerOption
 
 if TYPE_CHECKING:
-    from torchrelay.common.tls import Tls
+    from torchrelay.common.identity.tls import Tls
 
 EXAMPLE = "Example:  torchrelay top\n\nOnce:     torchrelay top --once\n\nScripts:  torchrelay top --json"
 REFRESH_PER_S = 4

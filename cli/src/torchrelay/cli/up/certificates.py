@@ -13,8 +13,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from torchrelay.common.callers import CLUSTER_NAME, Caller, certificate_name
-from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
+from torchrelay.common.identity.callers import CLUSTER_NAME, Caller, certificate_name
+from torchrelay.common.identity.tls import Tls, TlsFiles, TlsUnusable
 
 CA_LIFE = timedelta(days=3650)
 CERT_LIFE = timedelta(days=730)

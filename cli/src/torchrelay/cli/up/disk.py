@@ -6,7 +6,7 @@ from enum import Enum
 from pathlib import Path
 
 from torchrelay.cli.errors import CliError
-from torchrelay.common.disk import free_bytes
+from torchrelay.common.host.disk import free_bytes
 from torchrelay.common.net.nats_client import MIN_STREAM_BYTES, StreamSizes
 from torchrelay.common.quantities import format_bytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.plan import UpOptions
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.common.machine import Machine, check_arena, check_kv_pools, check_threads
+from torchrelay.common.host.machine import Machine, check_arena, check_kv_pools, check_threads
 
 MIN_ARENA_BYTES = 16 << 20
 _NVIDIA = Path("/proc/driver/nvidia/gpus")

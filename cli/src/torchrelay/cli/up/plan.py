@@ -18,9 +18,10 @@ from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import folder_bytes, stream_sizes
 from torchrelay.cli.up.ports import PREFERRED_HTTP_PORT, Ports
 from torchrelay.cli.up.remote_store import remote_url
-from torchrelay.common.callers import SCHEDULER_NODE, Caller
-from torchrelay.common.disk import free_bytes
-from torchrelay.common.keys import broker_password, derive_node_key, framed_mac
+from torchrelay.common.host.disk import free_bytes
+from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller
+from torchrelay.common.identity.keys import broker_password, derive_node_key, framed_mac
+from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.net.nats_permissions import (
     GATEWAY_USER,
@@ -35,7 +36,6 @@ from torchrelay.common.net.nats_permissions import (
 from torchrelay.common.net.redis_users import redis_users
 from torchrelay.common.net.urls import with_credentials, without_password
 from torchrelay.common.process.environment import service_environment
-from torchrelay.common.tls import Tls, TlsFiles
 
 HOST_ID = "local"
 STORE_ID = "store-local"

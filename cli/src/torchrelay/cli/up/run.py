@@ -18,7 +18,7 @@ from torchrelay.cli.up.ports import Ports
 from torchrelay.cli.up.progress import StartupProgress
 from torchrelay.cli.up.tls import tls_of_install
 from torchrelay.cli.views.console import out
-from torchrelay.common.machine import Machine
+from torchrelay.common.host.machine import Machine
 from torchrelay.common.process.service import published_addresses
 
 

@@ -6,7 +6,7 @@ from torchrelay.cli.api.scheduler_client import environment_settings
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up.plan import UpOptions, callers_of
-from torchrelay.common.tls import TlsFiles
+from torchrelay.common.identity.tls import TlsFiles
 
 
 def tls_of_install(home: Home, options: UpOptions) -> dict[str, TlsFiles]:

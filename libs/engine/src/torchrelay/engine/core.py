@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Final
 
 from torchrelay.common.errors import Overloaded, Unavailable
-from torchrelay.common.latency_model import NO_WORK, StepWork
+from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 
 
 class KvPoolFull(Overloaded):

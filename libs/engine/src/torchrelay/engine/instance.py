@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from torchrelay.common.errors import Conflict
-from torchrelay.common.latency_model import StepWork
+from torchrelay.common.latency.latency_model import StepWork
 from torchrelay.common.tokens.prefix_hashes import PAGE_TOKENS
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from torchrelay.common.machine import Machine, check_kv_pools, check_threads
+from torchrelay.common.host.machine import Machine, check_kv_pools, check_threads
 from torchrelay.common.net.nats_client import connect
-from torchrelay.common.net.rpc import RpcServer, open_channel
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import worker_pb2_grpc

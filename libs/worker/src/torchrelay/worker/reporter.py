@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from nats.aio.client import Client
 
-from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.net.load_reports import publish_reports
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.control.v1 import reports_pb2, types_pb2

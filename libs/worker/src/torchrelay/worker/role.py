@@ -12,10 +12,10 @@ from typing import Any, ClassVar, Protocol
 import grpc
 
 from torchrelay.common.errors import Conflict, InvalidRequest, Overloaded, TorchrelayError, Unavailable
-from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.identity.tls import Tls
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.common.quantities import format_count
-from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import Finish, NewToken, PromptProgress

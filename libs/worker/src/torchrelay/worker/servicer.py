@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from torchrelay.common.callers import Caller, MethodCallers
+from torchrelay.common.identity.callers import Caller, MethodCallers
 from torchrelay.control.v1 import reports_pb2, worker_pb2, worker_pb2_grpc
 from torchrelay.worker.reporter import Reporter
 from torchrelay.worker.role import MIN_BEAT_S

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field, field_validator
 
-from torchrelay.common.callers import Caller
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.control.v1 import types_pb2
 

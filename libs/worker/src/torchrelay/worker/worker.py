@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from nats.aio.client import Client
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.identity.tls import Tls
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2, types_pb2
 from torchrelay.engine.core import LoadFailed, StepResult
 from torchrelay.engine.kernels.cpu.active_processes import ActiveProcesses

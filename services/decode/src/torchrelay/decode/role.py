@@ -10,11 +10,11 @@ from typing import Any
 
 import grpc
 
-from torchrelay.common.callers import Caller, MethodCallers
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict, InvalidRequest, TorchrelayError
+from torchrelay.common.identity.callers import Caller, MethodCallers
 from torchrelay.common.liveness import SILENT_S
-from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2, decode_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb

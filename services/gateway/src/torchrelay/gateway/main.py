@@ -15,7 +15,9 @@ from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.common.health import Ask, Health
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.probes import GrpcProbe, RedisProbe
-from torchrelay.common.net.rpc import PublicLimits, RpcServer, open_channel
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.options import PublicLimits
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.descriptors import raise_descriptor_limit
 from torchrelay.common.process.heap import keep_heap_small
 from torchrelay.common.process.service import Addresses, run_service

@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
-from torchrelay.common.callers import Caller
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.urls import without_password
 from torchrelay.common.process.settings import ServiceSettings
 

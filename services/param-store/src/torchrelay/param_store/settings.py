@@ -7,9 +7,9 @@ from urllib.parse import unquote, urlsplit
 
 from pydantic import Field
 
-from torchrelay.common.callers import Caller
 from torchrelay.common.errors import NotFound
-from torchrelay.common.machine import SHARED_MEMORY, Machine, available_shared_bytes, check_arena
+from torchrelay.common.host.machine import SHARED_MEMORY, Machine, available_shared_bytes, check_arena
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.process.settings import NODE_ID, ServiceSettings
 from torchrelay.param_store.disk.disk_cache import default_limit_bytes
 from torchrelay.param_store.remote.remote_store import RemoteOptions, is_folder

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from torchrelay.common.disk import is_no_space
 from torchrelay.common.health import Ask
+from torchrelay.common.host.disk import is_no_space
 from torchrelay.param_store.store import Store
 
 ASK_EVERY_S = 5.0

@@ -9,10 +9,12 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from torchrelay.common.callers import Caller, MethodCallers
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Conflict
-from torchrelay.common.net.rpc import RpcServer, error_from_rpc, open_channel
+from torchrelay.common.identity.callers import Caller, MethodCallers
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.errors import error_from_rpc
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import decode_pb2_grpc, prefill_pb2_grpc, types_pb2
 from torchrelay.control.v1 import generation_pb2 as pb

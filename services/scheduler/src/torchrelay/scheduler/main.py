@@ -11,11 +11,11 @@ from functools import partial
 import msgspec
 from nats.aio.client import Client
 
-from torchrelay.common.callers import SCHEDULER_NODE
+from torchrelay.common.identity.callers import SCHEDULER_NODE
+from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.ids import new_id
-from torchrelay.common.keys import derive_node_key
 from torchrelay.common.net.nats_client import Subjects, connect, keep_streams, try_streams
-from torchrelay.common.net.rpc import RpcServer
+from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.control.v1 import scheduler_pb2_grpc

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import Field, FilePath, ValidationInfo, field_validator
 
-from torchrelay.common.callers import Caller
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.nats_client import MIN_STREAM_BYTES, StreamSizes
 from torchrelay.common.process.settings import ServiceSettings
 from torchrelay.scheduler.policy.config import PolicyConfig

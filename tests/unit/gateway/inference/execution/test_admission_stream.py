@@ -10,7 +10,7 @@ from tests.support.brokers import free_port
 from tests.support.echo_services import EchoScheduler
 from tests.support.echo_worker import EchoModel, EchoWorker
 from tests.unit.gateway.token_path_rig import until
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.scheduler_pb2_grpc import SchedulerStub

@@ -15,7 +15,7 @@ from tests.support.echo_worker import EchoWorker
 from tests.support.gateway_ports import KEY
 from tests.unit.gateway.token_path_rig import MakeRig, TokenPathRig, until
 from torchrelay.common.errors import DeadlineExceeded, QueueFull, TorchrelayError, Unavailable
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import scheduler_pb2, types_pb2
 from torchrelay.gateway.core import FinishCause

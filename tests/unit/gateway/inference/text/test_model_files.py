@@ -12,7 +12,7 @@ from blake3 import blake3
 
 from tests.support.echo_services import EchoStore
 from torchrelay.common.errors import DataCorrupted, Overloaded
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.file_reader import StoreFileReader
 from torchrelay.gateway.inference.text.model_files import ModelFiles

@@ -17,7 +17,7 @@ from tests.support.echo_services import EchoStore
 from tests.support.gateway_ports import PRINCIPAL, published_model
 from tests.unit.gateway.inference.text.processes.text_rig import LOOP, MESSAGES, TINY
 from torchrelay.common.errors import ContextLengthExceeded, DataCorrupted, InvalidRequest, TorchrelayError
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.gateway.clients.file_reader import StoreFileReader
 from torchrelay.gateway.core import PublishedModel

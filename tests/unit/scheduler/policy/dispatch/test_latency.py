@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.scheduler.policy.paper_cluster import a_model, a_worker
-from torchrelay.common.latency_model import LatencyModel, StepCost
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import InstancePhase, SlotStatus, WorkerStatus
 from torchrelay.scheduler.policy.dispatch.latency import LatencyModels

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.scheduler.policy.paper_cluster import MB, a_model, a_worker, an_admission
-from torchrelay.common.latency_model import LatencyModel, StepCost
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import BOTH, Instance, InstancePhase, Placement, Role, Roles
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes

@@ -17,9 +17,9 @@ from pathlib import Path
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.children import parent_death
 from torchrelay.cli.up.children.liveness import await_fault, probe_of
+from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.probes import Probe
 from torchrelay.common.process.environment import plain_environment
-from torchrelay.common.tls import Tls
 
 POLL_S = 0.02
 PROBE_TIMEOUT_S = 2.0

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 
+from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.probes import GrpcProbe, HttpProbe, NatsProbe, Probe, RedisProbe
-from torchrelay.common.net.rpc import open_channel
-from torchrelay.common.tls import Tls
+from torchrelay.common.net.rpc.channels import open_channel
 
 LOOK_EVERY_S = 0.5
 MAX_MISSED = 10  # looks: a child that needs five seconds for an answer on a busy machine still lives

@@ -13,7 +13,7 @@ from torchrelay.cli.up.children import logs
 from torchrelay.cli.up.children.child import Child, ChildSpec
 from torchrelay.cli.up.children.stack import Stack
 from torchrelay.cli.up.disk import DiskState, disk_message, disk_state, log_limit_bytes
-from torchrelay.common.disk import free_bytes
+from torchrelay.common.host.disk import free_bytes
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0

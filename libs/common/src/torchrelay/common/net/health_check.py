@@ -13,9 +13,10 @@ from typing import Any, cast
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from torchrelay.common.net.rpc import fault_in, open_blocking_channel
+from torchrelay.common.identity.tls import Tls
+from torchrelay.common.net.rpc.channels import open_blocking_channel
+from torchrelay.common.net.rpc.health import fault_in
 from torchrelay.common.process.settings import ServiceSettings, load_settings
-from torchrelay.common.tls import Tls
 
 TIMEOUT_S = 2.0
 USAGE = "usage: torchrelay-health HOST:PORT"

@@ -16,7 +16,7 @@ from google.protobuf.message import Message
 from nats.aio.client import Client
 
 from torchrelay.common.cancellation import raise_if_cancelled
-from torchrelay.common.keys import framed_mac
+from torchrelay.common.identity.keys import framed_mac
 from torchrelay.common.process.telemetry import get_logger
 
 log = get_logger(__name__)

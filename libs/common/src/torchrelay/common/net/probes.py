@@ -16,7 +16,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from torchrelay.common.net.rpc import fault_in
+from torchrelay.common.net.rpc.health import fault_in
 
 
 class Probe(Protocol):

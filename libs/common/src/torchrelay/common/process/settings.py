@@ -22,8 +22,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from torchrelay.common.callers import Caller
-from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
+from torchrelay.common.identity.callers import Caller
+from torchrelay.common.identity.tls import Tls, TlsFiles, TlsUnusable
 
 CONFIG_VARIABLE = "TORCHRELAY_CONFIG"
 MISSPELT_SIMILARITY = 0.85

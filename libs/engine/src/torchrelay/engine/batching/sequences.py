@@ -19,7 +19,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from torchrelay.common.latency_model import StepWork, attended_positions
+from torchrelay.common.latency.latency_model import StepWork, attended_positions
 from torchrelay.engine.core import ChoiceSpec, GroupSpec, KvBlock
 
 Slots = npt.NDArray[np.int64]

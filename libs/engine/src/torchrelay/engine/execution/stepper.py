@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torchrelay.common.latency_model import NO_WORK, StepWork
+from torchrelay.common.latency.latency_model import NO_WORK, StepWork
 from torchrelay.engine import profile
 from torchrelay.engine.batching.batch_scheduler import BatchScheduler
 from torchrelay.engine.batching.interruptions import Interruptions

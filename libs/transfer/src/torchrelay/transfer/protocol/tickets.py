@@ -17,8 +17,8 @@ import hmac
 import secrets
 import struct
 
-from torchrelay.common.keys import derive_node_key as derive_node_key
-from torchrelay.common.keys import framed_mac
+from torchrelay.common.identity.keys import derive_node_key as derive_node_key
+from torchrelay.common.identity.keys import framed_mac
 from torchrelay.control.v1.types_pb2 import Ticket as Ticket
 from torchrelay.transfer.errors import TicketExpired, TicketRefused, WrongHolder
 

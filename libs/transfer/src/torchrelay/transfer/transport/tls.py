@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import cast
 
-from torchrelay.common.callers import CLUSTER_NAME
-from torchrelay.common.tls import Tls
+from torchrelay.common.identity.callers import CLUSTER_NAME
+from torchrelay.common.identity.tls import Tls
 from torchrelay.transfer.transport.interface import TICK_S, Connection, Listener, Transport
 from torchrelay.transfer.transport.tcp import TcpTransport
 

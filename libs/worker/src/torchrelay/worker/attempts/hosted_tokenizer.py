@@ -11,7 +11,7 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 
 from torchrelay.common.errors import DataCorrupted, InvalidRequest, Unavailable
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.common.tokens.tokenizer import load_decoder
 from torchrelay.control.v1 import param_store_pb2 as pb

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cachetools import FIFOCache
 
-from torchrelay.common.latency_model import LatencyFit, LatencyModel
+from torchrelay.common.latency.latency_model import LatencyFit, LatencyModel
 from torchrelay.engine.core import StepResult
 
 _MAX_PACKS = 64

@@ -10,7 +10,7 @@ from statistics import median
 from opentelemetry import metrics
 from opentelemetry.metrics import CallbackOptions, Observation
 
-from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.process.telemetry import seconds_histogram
 from torchrelay.engine.core import StepResult
 from torchrelay.worker.metrics.latency_fits import LatencyFits

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from typing import Literal, TypeVar
 
 from torchrelay.common.errors import Conflict, Unavailable
-from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.engine.core import LoadFailed, StepResult

@@ -11,7 +11,7 @@ import stamina
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import Unavailable
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.process.telemetry import span_of
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.engine.core import LoadFailed

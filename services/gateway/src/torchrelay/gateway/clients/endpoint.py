@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import grpc
 
 from torchrelay.common.errors import TorchrelayError, Unavailable
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 
 _SERVICE_ERROR_KEY = "torchrelay-code"  # trailing metadata of an error raised by the peer itself
 _UNREACHABLE_CODES = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)

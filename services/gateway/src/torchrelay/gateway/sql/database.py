@@ -26,8 +26,8 @@ from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 from sqlalchemy.util import greenlet_spawn
 
-from torchrelay.common.disk import disk_full, free_bytes
 from torchrelay.common.errors import DiskFull, Unavailable
+from torchrelay.common.host.disk import disk_full, free_bytes
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.gateway.thread_pool import batch_executor
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchrelay.common.callers import Caller, MethodCallers
+from torchrelay.common.identity.callers import Caller, MethodCallers
 from torchrelay.control.v1 import param_store_pb2_grpc
 from torchrelay.param_store.grpc.copy_rpcs import CopyRpcs
 from torchrelay.param_store.grpc.upload_rpcs import UploadRpcs

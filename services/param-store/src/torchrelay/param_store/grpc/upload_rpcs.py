@@ -10,8 +10,8 @@ from typing import Any
 
 import grpc
 
-from torchrelay.common.disk import write_error
 from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable, UploadRefused
+from torchrelay.common.host.disk import write_error
 from torchrelay.common.process.telemetry import get_logger, record_span
 from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.param_store.grpc.cancellable_acquire import acquire_on_thread

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchrelay.common.disk import write_error
 from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, UploadRefused
+from torchrelay.common.host.disk import write_error
 from torchrelay.common.process.environment import plain_environment
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from torchrelay.common.disk import free_bytes, write_error
 from torchrelay.common.errors import Conflict, DiskFull, InvalidRequest, NotFound, Overloaded
+from torchrelay.common.host.disk import free_bytes, write_error
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.param_store.uploads.declared_files import DeclaredFile, check_declared
 from torchrelay.param_store.uploads.staged_upload import Content, StagedUpload, UploadRecord

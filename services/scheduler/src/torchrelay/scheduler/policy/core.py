@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.common.liveness import NO_ENGINE, EngineProgress
 from torchrelay.scheduler.planning.nodes import REMOTE as REMOTE
 from torchrelay.scheduler.policy.prediction import UNPREDICTED, Prediction

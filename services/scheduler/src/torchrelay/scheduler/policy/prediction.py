@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.timed_phase import TimedPhase
 
 

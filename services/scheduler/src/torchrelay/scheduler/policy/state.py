@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cachetools import FIFOCache
 
-from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy.admission.gateway_sessions import GatewaySessions
 from torchrelay.scheduler.policy.admission.queues import AdmissionQueues
 from torchrelay.scheduler.policy.autoscaling.load_failures import LoadFailures

@@ -12,7 +12,7 @@ from google.protobuf.message import Message
 
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2 import RELAY_URGENCY_IDLE, RELAY_URGENCY_URGENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.common.latency_model import LatencyModel, StepCost
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.common.liveness import EngineProgress
 from torchrelay.control.v1 import reports_pb2, scheduler_pb2, types_pb2
 from torchrelay.scheduler.policy import core

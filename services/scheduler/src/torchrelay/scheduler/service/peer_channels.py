@@ -6,10 +6,10 @@ import asyncio
 
 import grpc
 
-from torchrelay.common.callers import Caller, call_token
-from torchrelay.common.keys import derive_node_key
-from torchrelay.common.net.rpc import open_channel
-from torchrelay.common.tls import Tls
+from torchrelay.common.identity.callers import Caller, call_token
+from torchrelay.common.identity.keys import derive_node_key
+from torchrelay.common.identity.tls import Tls
+from torchrelay.common.net.rpc.channels import open_channel
 
 
 class PeerChannels:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cachetools import FIFOCache
 from nats.aio.msg import Msg
 
-from torchrelay.common.keys import derive_node_key
+from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.net.load_reports import MAC_HEADER, is_report_mac
 from torchrelay.common.process.telemetry import get_logger
 

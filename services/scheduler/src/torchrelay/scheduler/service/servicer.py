@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
-from torchrelay.common.callers import Caller, MethodCallers
 from torchrelay.common.errors import InvalidRequest, NotFound, TorchrelayError
+from torchrelay.common.identity.callers import Caller, MethodCallers
 from torchrelay.control.v1 import scheduler_pb2, scheduler_pb2_grpc
 from torchrelay.scheduler.policy.inputs import GatewayConnected, GatewayDisconnected, Withdraw
 from torchrelay.scheduler.service import converters

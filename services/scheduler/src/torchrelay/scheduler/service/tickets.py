@@ -11,8 +11,8 @@ import time
 
 from cachetools import FIFOCache
 
-from torchrelay.common.callers import Caller, call_token
-from torchrelay.common.keys import derive_node_key
+from torchrelay.common.identity.callers import Caller, call_token
+from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.control.v1 import scheduler_pb2
 from torchrelay.control.v1.types_pb2 import Source, Ticket
 from torchrelay.scheduler.policy.core import REMOTE, Placement, StoreStatus

@@ -18,7 +18,7 @@ import grpc
 
 from torchrelay.common.errors import Unavailable
 from torchrelay.common.liveness import BEAT_S, SILENT_S
-from torchrelay.common.net.rpc import error_from_rpc
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import scheduler_pb2 as pb
 from torchrelay.control.v1 import types_pb2

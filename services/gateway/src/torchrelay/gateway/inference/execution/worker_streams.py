@@ -15,10 +15,10 @@ from typing import Any, Literal, Self, TypeAlias
 
 import grpc
 
+from torchrelay.common.identity.tls import Tls
 from torchrelay.common.liveness import BEAT_S, SILENT_S
-from torchrelay.common.net.rpc import open_channel
+from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.process.telemetry import get_logger
-from torchrelay.common.tls import Tls
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.control.v1.decode_pb2_grpc import DecodeStub

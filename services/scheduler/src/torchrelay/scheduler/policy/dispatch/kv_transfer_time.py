@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from cachetools import FIFOCache
 
-from torchrelay.common.online_fit import OnlineFit
+from torchrelay.common.latency.online_fit import OnlineFit
 
 _FIXED_S = 0.002  # offer, reservation and the last layer's KV
 _REMAINING_SHARE = 0.05  # of the KV, still to be sent when prefill ends

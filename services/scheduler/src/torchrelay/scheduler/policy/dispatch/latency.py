@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cachetools import FIFOCache
 
-from torchrelay.common.latency_model import LatencyModel, StepCost
+from torchrelay.common.latency.latency_model import LatencyModel, StepCost
 from torchrelay.scheduler.policy.cluster.storage_tiers import Tier
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.core import Instance, InstancePhase, WorkerStatus

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torchrelay.common.latency_model import LatencyModel
+from torchrelay.common.latency.latency_model import LatencyModel
 from torchrelay.scheduler.policy import core
 from torchrelay.scheduler.policy.config import PolicyConfig
 from torchrelay.scheduler.policy.dispatch.kv_transfer_time import KvTransferTimes

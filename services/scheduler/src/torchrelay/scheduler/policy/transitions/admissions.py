@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torchrelay.common.latency_model import attended_positions
+from torchrelay.common.latency.latency_model import attended_positions
 from torchrelay.scheduler.policy import effects
 from torchrelay.scheduler.policy.cluster.storage_tiers import tier_of
 from torchrelay.scheduler.policy.cluster.version_aliases import tenant_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from torchrelay.common.callers import CLUSTER_NAME, Caller, certificate_name
+from torchrelay.common.identity.callers import CLUSTER_NAME, Caller, certificate_name
 
 
 class TlsUnusable(ValueError):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchrelay.common.online_fit import OnlineFit, least_squares
+from torchrelay.common.latency.online_fit import OnlineFit, least_squares
 
 SHAPE = (1.0, 1 / 8, 1 / 8192)
 Amounts = tuple[float, float, float]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrelay.common.latency_model import LatencyFit, LatencyModel, StepCost, StepWork, attended_positions
+from torchrelay.common.latency.latency_model import LatencyFit, LatencyModel, StepCost, StepWork, attended_positions
 
 PREFILL = StepCost(0.01, 1e-4, 2e-8, num_steps=1)
 DECODE = StepCost(0.008, 5e-4, 1e-6, num_steps=1)

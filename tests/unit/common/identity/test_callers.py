@@ -9,8 +9,15 @@ import pytest
 from google.protobuf.descriptor import FileDescriptor
 
 import torchrelay.control.v1
-from torchrelay.common.callers import CLUSTER_NAME, CallCheck, Caller, MethodCallers, call_token, certificate_name
 from torchrelay.common.errors import CallerRefused, CallerUnknown
+from torchrelay.common.identity.callers import (
+    CLUSTER_NAME,
+    CallCheck,
+    Caller,
+    MethodCallers,
+    call_token,
+    certificate_name,
+)
 from torchrelay.control.v1 import decode_pb2, param_store_pb2, prefill_pb2, scheduler_pb2, worker_pb2
 from torchrelay.decode.role import CALLERS as DECODE
 from torchrelay.param_store.grpc.servicer import CALLERS as STORE

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from torchrelay.common.online_fit import OnlineFit
+from torchrelay.common.latency.online_fit import OnlineFit
 
 # Initial proportions: a prefilled position costs a 16th of the base and twice that at a context of 4,096; eight choices
 # decode in twice the base time, and attending to 8,192 positions adds the base time again.

@@ -12,9 +12,10 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.certificates import DAY, Authority
+from torchrelay.common.identity.tls import Tls, TlsFiles, TlsUnusable
 from torchrelay.common.net import health_check
-from torchrelay.common.net.rpc import RpcServer, open_channel
-from torchrelay.common.tls import Tls, TlsFiles, TlsUnusable
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.server import RpcServer
 
 
 @pytest.fixture(scope="module")

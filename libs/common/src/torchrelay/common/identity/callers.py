@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import TypeAlias
 
 from torchrelay.common.errors import CallerRefused, CallerUnknown
-from torchrelay.common.keys import framed_mac
+from torchrelay.common.identity.keys import framed_mac
 
 CLUSTER_NAME = "torchrelay.internal"
 SCHEDULER_NODE = "@scheduler"  # its id as a node that is called; no worker or store can have it

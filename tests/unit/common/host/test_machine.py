@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchrelay.common.errors import InvalidRequest
-from torchrelay.common.machine import Machine, available_memory_bytes, check_arena, check_kv_pools, check_threads
+from torchrelay.common.host.machine import Machine, available_memory_bytes, check_arena, check_kv_pools, check_threads
 
 GIB = 1 << 30
 MACHINE = Machine(num_cores=2, memory_bytes=8 * GIB, shared_memory_bytes=4 * GIB)

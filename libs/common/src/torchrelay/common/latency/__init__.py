@@ -1,0 +1,1 @@
+"""Predicted durations: a linear model and its fit to what was measured."""

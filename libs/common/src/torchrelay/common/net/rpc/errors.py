@@ -1,0 +1,49 @@
+"""Errors on the wire: a ``TorchrelayError`` becomes its gRPC status, with its code, field and retry time in the
+trailing metadata, and is restored from them on the client.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import grpc
+
+from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, error_class
+
+_CODE, _FIELD, _RETRY = "torchrelay-code", "torchrelay-field", "torchrelay-retry-after-s"
+_BINARY_FIELD = "torchrelay-field-bin"  # of a field that is not ASCII; gRPC carries binary metadata under such names
+# Metadata above 8 KiB ends a call without its cause. Both are cut where a tenant's names make them longer.
+_MAX_FIELD_BYTES, _MAX_MESSAGE_CHARS = 1024, 1024
+
+Status: TypeAlias = tuple[grpc.StatusCode, str, tuple[tuple[str, str | bytes], ...]]
+
+
+def error_from_rpc(error: grpc.aio.AioRpcError) -> TorchrelayError:
+    """The error raised by the server, or ``Unavailable`` when it could not be reached."""
+    trailing = {str(key): value for key, value in (error.trailing_metadata() or ())}
+    message = error.details() or "the call failed without a message"
+    code, field = trailing.get(_CODE), trailing.get(_FIELD) or trailing.get(_BINARY_FIELD)
+    if code is None:
+        return Unavailable(message) if error.code() == grpc.StatusCode.UNAVAILABLE else TorchrelayError(message)
+    kind = error_class(str(code))
+    if issubclass(kind, Overloaded):
+        return kind(message, field=text_of(field), retry_after_s=float(str(trailing.get(_RETRY, "1"))))
+    return kind(message, field=text_of(field))
+
+
+def text_of(value: str | bytes | None) -> str | None:
+    return value.decode(errors="ignore") if isinstance(value, bytes) else value
+
+
+def status_of(error: TorchrelayError) -> Status:
+    """The arguments of ``abort``, which is called when the error is gone: gRPC keeps what abort raises, and with it the
+    error's frames and the request in them, until the next collection of garbage.
+    """
+    trailing: list[tuple[str, str | bytes]] = [(_CODE, error.code)]
+    if error.field:
+        field = error.field.encode(errors="replace")[:_MAX_FIELD_BYTES]
+        is_plain = error.field.isascii() and error.field.isprintable()
+        trailing.append((_FIELD, field.decode()) if is_plain else (_BINARY_FIELD, field))
+    if isinstance(error, Overloaded):
+        trailing.append((_RETRY, str(error.retry_after_s)))
+    return grpc.StatusCode[error.grpc_status], error.message[:_MAX_MESSAGE_CHARS], tuple(trailing)

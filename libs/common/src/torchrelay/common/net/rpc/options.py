@@ -1,0 +1,46 @@
+"""gRPC options of channels and servers, and the limits of a server that strangers reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MAX_MESSAGE_BYTES = 8 << 20
+OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.so_reuseport", 0),
+]
+
+_METADATA_BYTES, _LOOKAHEAD_BYTES = 8 << 10, 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class PublicLimits:
+    """Of a server that strangers reach. ``connections`` counts established ones and those that are being made."""
+
+    connections: int
+    streams: int  # calls at once on one connection; a client lets further ones wait
+    message_bytes: int
+    head_s: float  # for a connection's first frames
+    idle_s: float  # a connection without a call is closed
+
+    @property
+    def options(self) -> list[tuple[str, int]]:
+        return [
+            ("grpc.max_allowed_incoming_connections", self.connections),
+            ("grpc.max_concurrent_streams", self.streams),
+            ("grpc.max_receive_message_length", self.message_bytes),
+            ("grpc.server_handshake_timeout_ms", int(self.head_s * 1000)),
+            ("grpc.http2.settings_timeout", int(self.head_s * 1000)),
+            ("grpc.max_connection_idle_ms", int(self.idle_s * 1000)),
+            ("grpc.max_metadata_size", _METADATA_BYTES),
+            ("grpc.absolute_max_metadata_size", 2 * _METADATA_BYTES),
+            # What a client may send before its message is asked for. Probing for bandwidth would raise it to megabytes.
+            ("grpc.http2.lookahead_bytes", _LOOKAHEAD_BYTES),
+            ("grpc.http2.bdp_probe", 0),
+        ]

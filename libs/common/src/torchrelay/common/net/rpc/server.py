@@ -1,0 +1,143 @@
+"""gRPC servers with health checks, error mapping and TLS by setting.
+
+A server with a ``CallCheck`` serves each method to those alone who may call it; health checks are open to all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any, TypeAlias
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from torchrelay.common.errors import Conflict, TorchrelayError
+from torchrelay.common.identity.callers import CallCheck, MethodCallers
+from torchrelay.common.identity.tls import Tls
+from torchrelay.common.net.rpc.channels import TOKEN
+from torchrelay.common.net.rpc.errors import status_of, text_of
+from torchrelay.common.net.rpc.health import HEALTH_PREFIX, Faults, HealthServicer, no_fault, public_health
+from torchrelay.common.net.rpc.options import OPTIONS, PublicLimits
+
+
+class _CallWrapper(grpc.aio.ServerInterceptor):
+    """Checks the caller, and turns a ``TorchrelayError`` raised by any servicer into its status and metadata."""
+
+    def __init__(self, call_check: CallCheck | None) -> None:
+        self._call_check = call_check
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        if handler is None:
+            return handler
+        kinds = ("unary_unary", "stream_unary", "unary_stream", "stream_stream")
+        kind = next(kind for kind in kinds if getattr(handler, kind))
+        method = handler_call_details.method
+        check = None
+        if self._call_check is not None and not method.startswith(HEALTH_PREFIX):
+            check = partial(_check_caller, self._call_check, method)
+        mapped = (_mapped_stream if handler.response_streaming else _mapped)(getattr(handler, kind), check)
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(mapped, handler.request_deserializer, handler.response_serializer)
+
+
+def _check_caller(call_check: CallCheck, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+    token = next((value for key, value in context.invocation_metadata() or () if key == TOKEN), "")
+    names = context.auth_context().get("x509_subject_alternative_name", ())
+    call_check.check(method, text_of(token) or "", [name.decode(errors="replace") for name in names])
+
+
+_Check: TypeAlias = Callable[[grpc.aio.ServicerContext[Any, Any]], None]
+
+
+def _mapped(call: Callable[..., Awaitable[Any]], check: _Check | None) -> Callable[..., Awaitable[Any]]:
+    async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            if check is not None:
+                check(context)
+            return await call(request, context)
+        except TorchrelayError as error:
+            status = status_of(error)
+        await context.abort(*status)
+
+    return mapped
+
+
+def _mapped_stream(call: Callable[..., Any], check: _Check | None) -> Callable[..., AsyncIterator[Any]]:
+    async def mapped(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            if check is not None:
+                check(context)
+            replies = call(request, context)
+            if inspect.isawaitable(replies):  # a servicer that writes to the context
+                await replies
+                return
+            async for reply in replies:
+                yield reply
+            return
+        except TorchrelayError as error:
+            status = status_of(error)
+        await context.abort(*status)
+
+    return mapped
+
+
+class RpcServer:
+    """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster.
+
+    ``node_key``: of a node that checks who calls; None: it serves everybody, as the tenants' API does. ``limits``:
+    strangers reach it; then a health check must be asked each time, as watching needs no key and never ends.
+    ``fault`` is asked at each health check: why the service cannot serve, empty if it can.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int = 0,
+        tls: Tls | None = None,
+        node_key: bytes | None = None,
+        limits: PublicLimits | None = None,
+        fault: Faults = no_fault,
+    ) -> None:
+        self._call_check = None if node_key is None else CallCheck(node_key, is_tls=tls is not None)
+        options = OPTIONS if limits is None else [*OPTIONS, *limits.options]
+        self.server = grpc.aio.server(interceptors=(_CallWrapper(self._call_check),), options=options)
+        self._health = HealthServicer(fault)
+        if limits is None:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        else:
+            self.server.add_generic_rpc_handlers((public_health(self._health),))
+        address = f"{host}:{port}"
+        try:
+            self.port = self._bind(address, tls)
+        except RuntimeError as error:  # gRPC does not say why
+            raise Conflict(
+                f"cannot listen on {address}: another process does, or it is not an address of this machine",
+                field="port",
+            ) from error
+
+    def _bind(self, address: str, tls: Tls | None) -> int:
+        if tls is None:
+            return self.server.add_insecure_port(address)
+        return self.server.add_secure_port(address, tls.server_credentials())
+
+    def allow(self, methods: MethodCallers) -> None:
+        """Lets these callers call these methods; without it, a node that checks serves nobody."""
+        if self._call_check is not None:
+            self._call_check.allow(methods)
+
+    async def start(self) -> None:
+        """Starts serving and reports it to health checks."""
+        await self.server.start()
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Reports not serving, lets running calls finish within ``grace_s``, then closes."""
+        await self._health.enter_graceful_shutdown()
+        await self.server.stop(grace_s)
