@@ -66,10 +66,10 @@ def test_they_are_made_once_and_their_keys_are_private(home: Home) -> None:
     assert contents(ensure(folder)) == made
 
 
-def test_each_names_its_part_and_its_node(home: Home) -> None:
+def test_each_names_its_part(home: Home) -> None:
     cert = x509.load_pem_x509_certificate(ensure(home.path / "tls").cert.read_bytes())
     names = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value.get_values_for_type(x509.DNSName)
-    assert names == ["torchrelay.internal", "worker.torchrelay.internal", "prefill-0.worker.torchrelay.internal"]
+    assert names == ["torchrelay.internal", "worker.torchrelay.internal"]
 
 
 def test_a_certificate_of_another_part_is_made_anew(home: Home) -> None:

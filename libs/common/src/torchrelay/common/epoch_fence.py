@@ -14,7 +14,7 @@ MAX_EPOCH_LEAD_MS = 60_000
 
 
 class EpochFence:
-    """Remembers the highest epoch of a command or a watch and refuses lower ones. ``clock``: microseconds since 1970."""
+    """Remembers the highest epoch of a command or watch and refuses lower ones. ``clock``: microseconds since 1970."""
 
     def __init__(self, clock: Callable[[], int] = now_unix_us) -> None:
         self._clock = clock

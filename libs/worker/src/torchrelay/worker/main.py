@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from torchrelay.common.host.machine import Machine, check_kv_pools, check_threads
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.net.nats_client import connect
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.server import RpcServer
@@ -54,7 +55,8 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         # Registers have a connection of their own: when JetStream cannot store them, NATS reads nothing more from it.
         usage_nats = await connect(settings.nats_url, f"{settings.worker_id}-usage")
         stack.push_async_callback(usage_nats.close)
-        channel = await stack.enter_async_context(open_channel(settings.store_address, tls, settings.store_token))
+        store_channel = open_channel(settings.store_address, tls, settings.store_token, Caller.STORE)
+        channel = await stack.enter_async_context(store_channel)
         worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls)
         worker.engine.start()
         await worker.engine.call(lambda: warm_up(worker.pool))

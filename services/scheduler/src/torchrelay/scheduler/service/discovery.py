@@ -22,6 +22,7 @@ from grpc.aio import UnaryStreamCall
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.liveness import BEAT_S
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
@@ -118,7 +119,7 @@ class Discovery:
         patience = _Patience(self._controller.clock)
         while patience.lasts(worker_id in membership.workers):
             request = worker_pb2.WatchSlotRequest(beat_every_s=BEAT_S, epoch=self._controller.epoch.value)
-            stub = worker_pb2_grpc.WorkerStub(self._channels.channel(address, worker_id))
+            stub = worker_pb2_grpc.WorkerStub(self._channels.channel(address, worker_id, Caller.WORKER))
             stream = _ReportStream(partial(stub.WatchSlot, request), worker_id)
             async with aclosing(stream.reports()) as reports:
                 async for report in reports:
@@ -139,7 +140,7 @@ class Discovery:
         patience = _Patience(self._controller.clock)
         while patience.lasts(store_id in membership.stores):
             request = param_store_pb2.WatchCopiesRequest(beat_every_s=BEAT_S, epoch=self._controller.epoch.value)
-            stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(address, store_id))
+            stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(address, store_id, Caller.STORE))
             async with aclosing(_ReportStream(partial(stub.WatchCopies, request), store_id).reports()) as reports:
                 async for report in reports:
                     if report.store_id != store_id or report.incarnation != first.incarnation:
