@@ -81,6 +81,7 @@ def test_a_worker_whose_engine_hangs_ends_and_says_where(tmp_path: Path, nats_ur
 def test_with_its_watchdog_off_it_is_only_unhealthy(tmp_path: Path, nats_url: str) -> None:
     with running(tmp_path, nats_url, hang_s=9, **{"watchdog-s": "0"}) as process:
         await_file(tmp_path / "begun.ended", process)
+        assert process.poll() is None
 
 
 def test_a_worker_that_was_paused_as_a_whole_goes_on(tmp_path: Path, nats_url: str) -> None:

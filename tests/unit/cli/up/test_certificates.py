@@ -81,11 +81,14 @@ def test_a_certificate_of_another_part_is_made_anew(home: Home) -> None:
 
 def test_a_new_ca_signs_for_every_node(home: Home) -> None:
     folder = home.path / "tls"
-    ensure(folder)
+    before = ensure(folder).ca.read_bytes()
     (folder / "ca.key").unlink()
     (folder / "prefill-0.crt").unlink()  # the last one: the others are valid until then
-    for name, files in ensure_certificates(folder, NODES).items():
+    made = ensure_certificates(folder, NODES)
+    for name, files in made.items():
         Tls(files).check(NODES[name])
+        assert files.ca.read_bytes() != before
+    assert made.keys() == NODES.keys()
 
 
 def test_they_are_renewed_before_their_end_and_never_outlive_their_ca(home: Home) -> None:
