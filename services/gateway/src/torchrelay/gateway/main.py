@@ -13,6 +13,7 @@ import uvloop
 
 from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.common.health import Ask, Health
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.probes import GrpcProbe, RedisProbe
 from torchrelay.common.net.rpc.channels import open_channel
@@ -179,10 +180,12 @@ async def _make_components(
     prices = Prices(database, table_versions)
     catalog = Catalog(database, table_versions, prices, settings.cached_models)
     tls = settings.tls
-    store_channel = await stack.enter_async_context(open_channel(settings.store_address, tls, settings.store_token))
+    store_channel = await stack.enter_async_context(
+        open_channel(settings.store_address, tls, settings.store_token, Caller.STORE)
+    )
     store = StoreClient(store_channel, settings.store_address)
     scheduler_channel = await stack.enter_async_context(
-        open_channel(settings.scheduler_address, tls, settings.scheduler_token)
+        open_channel(settings.scheduler_address, tls, settings.scheduler_token, Caller.SCHEDULER)
     )
     others: dict[str, Ask] = {
         "scheduler": GrpcProbe(scheduler_channel).ask,
