@@ -20,6 +20,7 @@ from torchrelay.common.errors import (
     Overloaded,
     QuotaExceeded,
     TorchrelayError,
+    Unavailable,
     UploadRefused,
 )
 from torchrelay.common.ids import new_id
@@ -339,13 +340,7 @@ async def test_a_commit_that_is_cancelled_can_be_run_again(tmp_path: Path, folde
         call = store.stub.Commit(pb.CommitRequest(upload_id="u1"))
         await anext(aiter(call))
         call.cancel()
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    assert (await commit(store, "u1"))[-1].version.version_id
-                    break
-                except grpc.aio.AioRpcError as error:
-                    assert "being committed" in error_from_rpc(error).message
+        await until_committed(store, "u1")
 
 
 async def test_a_remote_store_that_takes_nothing_leaves_other_calls_their_threads(
@@ -387,6 +382,42 @@ async def test_a_remote_store_that_takes_nothing_leaves_other_calls_their_thread
             published.set()
         assert all([(await ended)[-1].version.version_id for ended in commits])
         assert len(began) == 3
+
+
+async def test_a_commit_does_not_wait_for_a_publication_that_hangs(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, publish = threading.Event(), Versions.publish
+
+    def hung(versions: Versions, *args: Any) -> Version:
+        assert answers.wait(60)
+        return publish(versions, *args)
+
+    monkeypatch.setattr(Versions, "publish", hung)
+    async with running_store(tmp_path, commit_stall_s=5.0) as store:
+        try:
+            await send(store, folder, "u1")
+            assert all(file.complete for file in (await begin(store, folder, "u2")).files)  # taken over
+            async with asyncio.timeout(30):
+                refused = await asyncio.gather(commit(store, "u1"), commit(store, "u2"), return_exceptions=True)
+        finally:
+            answers.set()
+        said = [error_from_rpc(error) for error in refused if isinstance(error, grpc.aio.AioRpcError)]
+        assert [type(error) for error in said] == [Unavailable, Unavailable]
+        assert all("remote store" in error.message and "commit again" in error.message for error in said)
+        for upload_id in ("u1", "u2"):
+            await until_committed(store, upload_id)
+
+
+async def until_committed(store: RunningStore, upload_id: str) -> None:
+    """A commit that was given up may still be ending."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                assert (await commit(store, upload_id))[-1].version.version_id
+                return
+            except grpc.aio.AioRpcError as error:
+                assert "being committed" in error_from_rpc(error).message
 
 
 async def test_a_file_is_free_again_when_its_call_ends_while_it_is_opened(
