@@ -165,8 +165,10 @@ async def test_a_turn_may_be_released_whether_it_came_or_not() -> None:
     asked.cancel()
     for turn in (waiting, held, Turn("never asked for")):
         queue.release(turn)
+    last = Turn("three")
     async with asyncio.timeout(20):
-        await queue.acquire(Turn("three"))
+        await queue.acquire(last)
+    assert last.decided.is_set() and not waiting.decided.is_set()
 
 
 async def test_a_packer_that_makes_no_progress_is_ended(tmp_path: Path) -> None:
