@@ -322,6 +322,41 @@ def test_after_a_restart_what_was_received_is_digested_once_more(tmp_path: Path)
     assert upload.file_progress("model.safetensors").complete
 
 
+async def test_digesting_again_leaves_other_calls_their_threads(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, names = (folder / "model.safetensors").read_bytes(), ("u1", "u2", "u3")
+    async with running_store(tmp_path) as store:
+        for upload_id in names:
+            await begin(store, folder, upload_id)
+            await put(store, upload_id, "model.safetensors", data[:5000])
+    going_on, opened = threading.Event(), threading.Semaphore(0)
+    resume, open_file = FileWriter.resume, StagedUpload.open_file
+
+    def slow(writer: FileWriter) -> None:
+        assert going_on.wait(60)
+        resume(writer)
+
+    def counted(upload: StagedUpload, path: str, offset: int) -> FileWriter | None:
+        opened.release()
+        return open_file(upload, path, offset)
+
+    monkeypatch.setattr(FileWriter, "resume", slow)
+    monkeypatch.setattr(StagedUpload, "open_file", counted)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    async with running_store(tmp_path) as store:  # restarted: what it has must be digested once more
+        rest = [asyncio.ensure_future(put(store, name, "model.safetensors", data[5000:], 5000)) for name in names]
+        try:
+            async with asyncio.timeout(20):
+                while opened._value < len(names):  # noqa: ASYNC110 -- it is counted on other threads
+                    await asyncio.sleep(0.01)
+                await begin(store, folder, "u4")
+                assert (await put(store, "u4", "model.safetensors", data)).complete
+        finally:
+            going_on.set()
+        assert all([(await ended).complete for ended in rest])
+
+
 async def test_committing_again_answers_the_same_version(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model")
     async with running_store(tmp_path) as store:
