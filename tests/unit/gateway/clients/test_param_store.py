@@ -28,20 +28,24 @@ class HungStore(ScriptedStore):
         await asyncio.Event().wait()
 
 
+def hung_store() -> HungStore:
+    return HungStore()  # type: ignore[abstract]
+
+
 async def pieces(num_bytes: int) -> AsyncIterator[bytes]:
     yield bytes(num_bytes)
 
 
 @pytest.mark.parametrize("num_bytes", [10, 16 << 20], ids=["sent", "not taken"])
 async def test_a_store_that_takes_no_bytes_is_named(num_bytes: int) -> None:
-    async with serving_store(HungStore()) as channel, asyncio.timeout(30):
+    async with serving_store(hung_store()) as channel, asyncio.timeout(30):
         client = StoreClient(channel, "store:1", silence_s=0.5)
         with pytest.raises(Unavailable, match=SILENT):
             await client.put_file("u1", "w", 0, pieces(num_bytes))
 
 
 async def test_a_commit_that_falls_silent_is_named() -> None:
-    async with serving_store(HungStore()) as channel, asyncio.timeout(30):
+    async with serving_store(hung_store()) as channel, asyncio.timeout(30):
         client, stages = StoreClient(channel, "store:1", silence_s=0.5), list[str]()
         with pytest.raises(Unavailable, match=SILENT):
             async for step in client.commit("u1", 0):

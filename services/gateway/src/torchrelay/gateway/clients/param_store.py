@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 import msgspec
@@ -106,7 +106,7 @@ class StoreClient:
         Raises ``Unavailable`` also if the store falls silent.
         """
         request = param_store_pb2.CommitRequest(upload_id=upload_id, largest_slot_bytes=largest_slot_bytes)
-        call = self._stub.Commit(request)
+        call: Any = self._stub.Commit(request)
         try:
             with self._endpoint.mapped_errors():
                 while (step := await self._answered(call.read(), self._silence_s)) is not grpc.aio.EOF:
