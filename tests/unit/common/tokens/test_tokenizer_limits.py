@@ -213,6 +213,7 @@ SERVED: dict[str, bytes] = {
 def test_tokenizers_of_real_models_are_within_the_limits(name: str) -> None:
     loaded = load_tokenizer(SERVED[name])
     assert loaded.encode("ab").ids
+    assert json.loads(load_tokenizer(SERVED[name], has_disk=False).to_str()) == json.loads(loaded.to_str())
     decoder = load_decoder(SERVED[name])
     for token_id in loaded.get_vocab().values():
         assert decoder.spelling(token_id) == loaded.id_to_token(token_id)

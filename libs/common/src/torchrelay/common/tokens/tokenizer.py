@@ -49,7 +49,7 @@ def load_tokenizer(source: bytes | Path, *, has_disk: bool = True) -> Tokenizer:
 
     Its patterns are the tenant's: encode only in a process that can be killed. Raises ``InvalidRequest``. Parsed as a
     whole, a BPE of 128,000 tokens peaks at 130 MB; with vocabulary and merges cut out of the JSON unparsed and read
-    from files, at 50 MB; ``has_disk`` is False where temporary files cannot be written.
+    from files, at 50 MB; as lists, at 90 MB: ``has_disk`` is False where temporary files cannot be written.
     """
     return _load(source, lambda read: _load_complete(read, has_disk))
 
@@ -74,10 +74,8 @@ def _load(source: bytes | Path, load: Callable[[Callable[[], TokenizerDocument]]
 
 def _load_complete(read: Callable[[], TokenizerDocument], has_disk: bool) -> Tokenizer:
     tokenizer: Tokenizer | None = None
-    if has_disk:
-        with tempfile.TemporaryDirectory(prefix="torchrelay-tokenizer-") as folder, suppress(_UnsupportedTokenizer):
-            shell = _split(read(), Path(folder))  # the JSON is freed before the model is built
-            tokenizer = _load_in_parts(shell, Path(folder))
+    with suppress(_UnsupportedTokenizer):
+        tokenizer = _load_from_files(read) if has_disk else _load_from_lists(read)
     if tokenizer is None:
         tokenizer = _load_whole(read())
     tokenizer.no_truncation()
@@ -85,14 +83,38 @@ def _load_complete(read: Callable[[], TokenizerDocument], has_disk: bool) -> Tok
     return tokenizer
 
 
+def _load_from_files(read: Callable[[], TokenizerDocument]) -> Tokenizer:
+    """A BPE. Raises ``_UnsupportedTokenizer``."""
+    with tempfile.TemporaryDirectory(prefix="torchrelay-tokenizer-") as name:
+        folder = Path(name)
+        shell = _split(read(), folder)  # the JSON is freed before the model is built
+        files = str(folder / _VOCAB), str(folder / _MERGES)
+        return _load_in_parts(shell, lambda options: BPE.from_file(*files, **options))
+
+
+def _load_from_lists(read: Callable[[], TokenizerDocument]) -> Tokenizer:
+    """A BPE. Raises ``_UnsupportedTokenizer``."""
+    document = read()
+    _require_bpe(document)
+    ids: dict[str, int] = {}
+    for part in document.vocabulary():
+        ids.update(part)
+    merges = [pair for pairs in document.merges() for pair in pairs]
+    shell = _without_vocabulary(document)
+    del document
+    return _load_in_parts(shell, lambda options: BPE(ids, merges, **options))
+
+
 def _load_decoding(read: Callable[[], TokenizerDocument]) -> TokenDecoder:
-    document, ids, repeated = _vocabulary(read())  # the JSON is freed before the decoder is built
+    document = read()
+    ids, repeated = _vocabulary(document)
+    document = replace(document, model={})  # the JSON is freed before the decoder is built
     num_tokens = len(ids) + len(repeated)
     stand_in = _tokenizer(_model_of(_added_ids(document, ids, num_tokens)), document, decodes_only=True)
     declared = {token_id: token.content for token_id, token in stand_in.get_added_tokens_decoder().items()}
     spelt = ((stand_in.id_to_token(token_id), token_id) for token_id in declared)  # a normalizer may have changed them
     return TokenDecoder(
-        chain(repeated, ids.items(), ((token, token_id) for token, token_id in spelt if token is not None)),
+        chain(repeated, _emptied(ids), ((token, token_id) for token, token_id in spelt if token is not None)),
         num_tokens,
         declared,
         {token.content for token in document.added_tokens if token.special},
@@ -100,8 +122,8 @@ def _load_decoding(read: Callable[[], TokenizerDocument]) -> TokenDecoder:
     )
 
 
-def _vocabulary(document: TokenizerDocument) -> tuple[TokenizerDocument, dict[str, int], list[tuple[str, int]]]:
-    """The document without its model, ids by token, and the other ids of tokens that come more than once."""
+def _vocabulary(document: TokenizerDocument) -> tuple[dict[str, int], list[tuple[str, int]]]:
+    """Ids by token, and the other ids of tokens that come more than once."""
     ids: dict[str, int] = {}
     repeated: list[tuple[str, int]] = []
     is_object = not document.has_scores
@@ -112,7 +134,13 @@ def _vocabulary(document: TokenizerDocument) -> tuple[TokenizerDocument, dict[st
             if token in ids and not is_object:  # of equal keys the last counts
                 repeated.append((token, ids[token]))
             ids[token] = token_id
-    return replace(document, model={}), ids, repeated
+    return ids, repeated
+
+
+def _emptied(ids: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """The entries, each freed as it is used."""
+    while ids:
+        yield ids.popitem()
 
 
 def _added_ids(document: TokenizerDocument, ids: Mapping[str, int], num_tokens: int) -> dict[str, int]:
@@ -145,17 +173,13 @@ def _tokenizer(model: dict[str, Any], document: TokenizerDocument, *, decodes_on
         raise TokenizerRefused("", f"it cannot be read: {error}") from error
 
 
-def _load_in_parts(document: TokenizerDocument, folder: Path) -> Tokenizer:
-    """A BPE from the files of ``_split``. Raises ``_UnsupportedTokenizer``."""
+def _load_in_parts(document: TokenizerDocument, load: Callable[[dict[str, Any]], Model]) -> Tokenizer:
+    """The tokenizer with the model that ``load`` makes with its options. Raises ``_UnsupportedTokenizer``."""
     options = {name: decode_json(document.model[name], Any, name) for name in _OPTIONS if name in document.model}
+    given = {name: value for name, value in options.items() if value is not None}
     try:
         with _panics_as_errors():
-            model = BPE.from_file(
-                str(folder / _VOCAB),
-                str(folder / _MERGES),
-                cache_capacity=BPE_CACHE_WORDS,
-                **{name: value for name, value in options.items() if value is not None},
-            )
+            model = load({**given, "cache_capacity": BPE_CACHE_WORDS})
             _check_ids(document, model)
             # The library adds tokens one by one in quadratic time unless it reads them from JSON, and their ids depend
             # on the model's vocabulary. Hence a model of just these tokens, replaced once they are added.
@@ -196,11 +220,19 @@ def _panics_as_errors() -> Iterator[None]:
 
 def _split(document: TokenizerDocument, folder: Path) -> TokenizerDocument:
     """Writes vocabulary and merges of a BPE into files; returns the rest. Raises ``_UnsupportedTokenizer``."""
-    if document.model_type != "BPE" or "merges" not in document.model:
-        raise _UnsupportedTokenizer
+    _require_bpe(document)
     (folder / _VOCAB).write_bytes(document.model["vocab"])
     with (folder / _MERGES).open("wb") as file:
         file.writelines(_lines(pairs) for pairs in document.merges())
+    return _without_vocabulary(document)
+
+
+def _require_bpe(document: TokenizerDocument) -> None:
+    if document.model_type != "BPE" or "merges" not in document.model:
+        raise _UnsupportedTokenizer
+
+
+def _without_vocabulary(document: TokenizerDocument) -> TokenizerDocument:
     return replace(document, model={name: raw.copy() for name, raw in document.model.items() if name in _OPTIONS})
 
 
