@@ -55,8 +55,16 @@ class Http2Client:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
-    def greet(self) -> None:
-        self.sock.sendall(PREFACE + frame(SETTINGS))
+    def greet(self, window: int = 65_535) -> None:
+        """``window``: bytes of a call's answer that the server may send before it is told that they were read."""
+        self.sock.sendall(PREFACE + frame(SETTINGS, payload=struct.pack(">HI", 4, window)))
+
+    def widen(self, stream: int, num_bytes: int) -> None:
+        """The window of a call."""
+        self.sock.sendall(frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", num_bytes)))
+
+    def send_message(self, stream: int, message: bytes) -> None:
+        self.sock.sendall(frame(DATA, END_STREAM, stream, struct.pack(">BI", 0, len(message)) + message))
 
     def open_call(self, stream: int, method: str, *more: tuple[str, str]) -> None:
         """The metadata of a call, without its message."""
