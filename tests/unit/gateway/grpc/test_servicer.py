@@ -205,9 +205,11 @@ async def test_nothing_of_a_refused_request_is_kept(rig: TokenPathRig, door: str
                 made = pb.GenerateRequest(model="nobody/none", prompt="x" * 10_000)
                 with pytest.raises(grpc.aio.AioRpcError):
                     await anext(aiter(InferenceStub(channel).Generate(made, metadata=METADATA)))
+                del made
 
         def is_kept() -> bool:
-            return any(isinstance(each, GenerateParams) and each.model == "nobody/none" for each in gc.get_objects())
+            kinds = (GenerateParams, pb.GenerateRequest)
+            return any(isinstance(each, kinds) and each.model == "nobody/none" for each in gc.get_objects())
 
         await until(lambda: not is_kept(), 20)
     finally:

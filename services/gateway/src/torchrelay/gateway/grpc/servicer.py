@@ -7,8 +7,7 @@ the message is received only after the key has been looked at, and in the tenant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
@@ -26,14 +25,13 @@ from torchrelay.gateway.limits.door_shares import DoorShares
 from torchrelay.inference.v1 import inference_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
-M = TypeVar("M")
 
 
 class GatewayServicer:
     """``inference.v1.Inference``.
 
-    ``message_timeout_s``: how long a message may take to arrive. ``answer_silence_s``: how long a client may take nothing
-    of its answer.
+    ``message_timeout_s``: how long a message may take to arrive. ``answer_silence_s``: how long a client may take
+    nothing of its answer.
     """
 
     def __init__(
@@ -69,12 +67,12 @@ class GatewayServicer:
             (grpc.method_handlers_generic_handler("torchrelay.inference.v1.Inference", handlers),)
         )
 
-    async def generate(self, messages: AsyncIterator[pb.GenerateRequest], context: Context) -> None:
+    async def generate(self, _messages: object, context: Context) -> None:
         arrived_unix_us, timeout_s = now_unix_us(), context.time_remaining()
         principal = await self._authenticate(context)
         with self._shares.requests.held(principal.tenant_id):
             try:
-                await self._answer(messages, principal, context, arrived_unix_us, timeout_s)
+                await self._answer(context, principal, arrived_unix_us, timeout_s)
                 return
             except ClientDisconnected:
                 pass
@@ -83,15 +81,10 @@ class GatewayServicer:
             await context.abort(*status_of(DeadlineExceeded(message)))
 
     async def _answer(
-        self,
-        messages: AsyncIterator[pb.GenerateRequest],
-        principal: Principal,
-        context: Context,
-        arrived_unix_us: int,
-        timeout_s: float | None,
+        self, context: Context, principal: Principal, arrived_unix_us: int, timeout_s: float | None
     ) -> None:
         with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
-            request = await self._receive(messages, principal)
+            request: pb.GenerateRequest = await self._receive(context, principal)
             body_bytes.take(request.ByteSize())
             params, request_id = params_of_request(request), new_id("req")
             wants_ids = request.return_token_ids
@@ -115,10 +108,10 @@ class GatewayServicer:
         except TimeoutError:
             raise ClientDisconnected from None
 
-    async def list_models(self, messages: AsyncIterator[pb.ListModelsRequest], context: Context) -> pb.ListModelsReply:
+    async def list_models(self, _messages: object, context: Context) -> pb.ListModelsReply:
         principal = await self._authenticate(context)
         with self._shares.requests.held(principal.tenant_id):
-            await self._receive(messages, principal)
+            await self._receive(context, principal)
             async with self._shares.queries.turn(principal.tenant_id):
                 models = await self._catalog.models(principal)
         return pb.ListModelsReply(
@@ -132,16 +125,18 @@ class GatewayServicer:
             ]
         )
 
-    async def _receive(self, messages: AsyncIterator[M], principal: Principal) -> M:
+    async def _receive(self, context: Context, principal: Principal) -> Any:
         """The request. gRPC keeps 64 KiB of it until then; a longer one arrives in the tenant's turn."""
         try:
             async with asyncio.timeout(self._message_timeout_s), self._shares.messages.turn(principal.tenant_id):
-                return await anext(aiter(messages))
+                # By the iterator, grpcio would keep it to the end of the call, and beyond.
+                message = await context.read()
         except TimeoutError:
             # Also if it waited for the tenant's other messages all the time.
             raise DeadlineExceeded(f"the message did not arrive within {self._message_timeout_s:g} s") from None
-        except StopAsyncIteration:
-            raise InvalidRequest("the call has no message") from None
+        if message is grpc.aio.EOF:
+            raise InvalidRequest("the call has no message")
+        return message
 
     async def _authenticate(self, context: Context) -> Principal:
         for name, value in context.invocation_metadata() or ():
