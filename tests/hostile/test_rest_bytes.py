@@ -248,7 +248,7 @@ def test_a_tenants_idle_connections_make_room(watch: Watch, rest: Address, mallo
 
 
 def test_readers_that_take_nothing(watch: Watch, rest: Address, mallory: str, glossary: str) -> None:
-    """Streams whose client reads none of it: few, with many bytes, as a hundred would fill the worker that all share."""
+    """Twenty streams with many bytes, whose client reads none; a hundred would fill the worker that all share."""
     asked = {"model": glossary, "messages": [{"role": "user", "content": "?"}], "stream": True, "max_tokens": 320}
     body = json.dumps({**asked, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}).encode()
     sent = head("POST", TOKENS, authorization=f"Bearer {mallory}", content_length=len(body)) + body
