@@ -20,7 +20,7 @@ from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.options import PublicLimits
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.descriptors import raise_descriptor_limit
-from torchrelay.common.process.heap import keep_heap_small
+from torchrelay.common.process.heap import keep_heap_small, return_free_memory
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
@@ -244,7 +244,7 @@ def _jobs(
         retired_s=settings.retired_version_s,
     )
     beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
-    return background(components.nats_events.run(), beating, sweep.run(), collecting)
+    return background(components.nats_events.run(), beating, sweep.run(), collecting, return_free_memory())
 
 
 async def _leave(heartbeat: Heartbeat) -> None:
