@@ -135,13 +135,18 @@ async def test_silence_is_closed(sent: bytes, watch: Watch, rest: Address) -> No
 
 
 @contextmanager
-def crowd(rest: Address, size: int) -> Iterator[list[socket.socket]]:
-    """Connections of one stranger."""
+def crowd(rest: Address, size: int, receive_bytes: int = 0) -> Iterator[list[socket.socket]]:
+    """Connections of one stranger. ``receive_bytes``: what each has room for, if not what is usual."""
     with ExitStack() as stack:
         sockets: list[socket.socket] = []
         for _ in range(size):
-            sockets.append(stack.enter_context(socket.create_connection((rest.host, rest.port), timeout=30)))
-            sockets[-1].setblocking(False)
+            each = stack.enter_context(socket.socket())
+            if receive_bytes:
+                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+            each.settimeout(30)
+            each.connect((rest.host, rest.port))
+            each.setblocking(False)
+            sockets.append(each)
         yield sockets
 
 
@@ -172,6 +177,18 @@ def num_closed(sockets: list[socket.socket]) -> int:
         except OSError:
             found += 1
     return found
+
+
+def read_to_end(sock: socket.socket) -> bytes:
+    """What is left to read until the server's end of the connection."""
+    sock.settimeout(30)
+    found = bytearray()
+    try:
+        while piece := sock.recv(1 << 16):
+            found += piece
+    except ConnectionResetError:
+        pass
+    return bytes(found)
 
 
 def await_closed(sockets: list[socket.socket], at_least: int, timeout_s: float = 40.0) -> None:
@@ -252,9 +269,12 @@ def test_readers_that_take_nothing(watch: Watch, rest: Address, mallory: str, gl
     asked = {"model": glossary, "messages": [{"role": "user", "content": "?"}], "stream": True, "max_tokens": 320}
     body = json.dumps({**asked, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}).encode()
     sent = head("POST", TOKENS, authorization=f"Bearer {mallory}", content_length=len(body)) + body
-    with crowd(rest, 20) as sockets:
+    with crowd(rest, 20, receive_bytes=4096) as sockets:
         assert send_all(sockets, sent) == 20
-        time.sleep(2 * SILENCE_S)  # this is the attack
+        time.sleep(4 * SILENCE_S)  # this is the attack
+        answers = [read_to_end(each) for each in sockets]
+    assert all(answer.startswith(b"HTTP/1.1 200") for answer in answers)
+    assert not any(b"[DONE]" in answer for answer in answers), "their requests ended before they were answered"
 
 
 @pytest.mark.parametrize("path", ["/v1/usage?group_by=day", "/v1/models", "/v1/keys", "/v1/bill", "/v1/prices"])

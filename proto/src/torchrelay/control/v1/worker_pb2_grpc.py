@@ -87,8 +87,8 @@ class WorkerServicer:
 
     def WatchSlot(self, request, context):
         """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
-        stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch has followed ends with FAILED_PRECONDITION, after a
-        report that tells the higher one.
+        stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch
+        has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,8 +44,8 @@ class WorkerStub:
     """Changes the roles played, without touching the weights."""
     WatchSlot: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchSlotRequest, _reports_pb2.WorkerReport]
     """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
-    stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch has followed ends with FAILED_PRECONDITION, after a
-    report that tells the higher one.
+    stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch
+    has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
     """
 
 @_typing.type_check_only
@@ -63,8 +63,8 @@ class WorkerAsyncStub(WorkerStub):
     """Changes the roles played, without touching the weights."""
     WatchSlot: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchSlotRequest, _reports_pb2.WorkerReport]  # type: ignore[assignment]
     """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
-    stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch has followed ends with FAILED_PRECONDITION, after a
-    report that tells the higher one.
+    stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch
+    has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
     """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
@@ -103,8 +103,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reports_pb2.WorkerReport], _abc.AsyncIterator[_reports_pb2.WorkerReport]]:
         """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
-        stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch has followed ends with FAILED_PRECONDITION, after a
-        report that tells the higher one.
+        stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch
+        has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
