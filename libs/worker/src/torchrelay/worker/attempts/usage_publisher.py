@@ -169,7 +169,7 @@ class UsagePublisher:
 
 
 def _merged(unsent: pb.UsageRegister | None, newer: pb.UsageRegister) -> pb.UsageRegister:
-    """As the gateway merges them, also those of two attempts; attempt and cause, which it does not bill, are the newer's."""
+    """As the gateway merges them, also those of two attempts; what it does not read is the newer's."""
     merged = pb.UsageRegister()
     merged.CopyFrom(newer)
     if unsent is not None:
