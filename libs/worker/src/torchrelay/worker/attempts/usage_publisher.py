@@ -160,8 +160,8 @@ class UsagePublisher:
                 ack.cancel()
         fault = ""
         for (key, sent), ack in zip(batch, acks, strict=True):
-            if ack.cancelled() or (error := ack.exception()):
-                fault = "NATS does not answer" if ack.cancelled() else str(error) or repr(error)
+            if ack.cancelled() or ack.exception() is not None:
+                fault = "NATS does not answer" if ack.cancelled() else str(ack.exception()) or repr(ack.exception())
                 self._unsent[key] = self._unsent.pop(key, sent)  # others first, the next time
             elif self._unsent.get(key) == sent:
                 del self._unsent[key]
