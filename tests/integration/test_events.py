@@ -66,9 +66,9 @@ async def test_a_relays_events_appear_at_the_command_line(
             address = addresses["grpc"]
             scheduler_key = derive_node_key(bytes.fromhex(CLUSTER_KEY), SCHEDULER_NODE)
             monkeypatch.setenv("TORCHRELAY_SCHEDULER_TOKEN", call_token(scheduler_key, Caller.CLI))
-            await cluster(address, lambda view: len(view.stores) == 3)
+            view = await cluster(address, lambda view: len(view.stores) == 3)
             async with following(address) as followed:
-                await stores.fill_first(pack_id)
+                await stores.fill_first(pack_id, view.epoch)
                 await door.admit("r1", version=version)  # the model is used: it gets a second copy
                 events: list[dict[str, Any]] = []
                 while [event["kind"] for event in events].count("relay.finished") < 2:

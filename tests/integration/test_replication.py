@@ -71,8 +71,9 @@ class Stores:
             process = subprocess.Popen([str(PROGRAM)], env=environment, stdout=log, stderr=log)
         return StoreProcess(process, ready)
 
-    async def fill_first(self, pack_id: str) -> None:
-        request = pb.RelayRequest(pack_id=pack_id, sources=[types_pb2.Source(holder_id="remote")])
+    async def fill_first(self, pack_id: str, epoch: int = 0) -> None:
+        """``epoch``: of the scheduler that the stores obey, if one runs."""
+        request = pb.RelayRequest(epoch=epoch, pack_id=pack_id, sources=[types_pb2.Source(holder_id="remote")])
         token = every_token(bytes.fromhex(CLUSTER_KEY), "store-a")
         async with open_channel(await self.running["store-a"].address(), token=token) as channel:
             await ParamStoreStub(channel).Relay(request)
