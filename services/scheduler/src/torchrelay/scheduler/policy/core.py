@@ -79,6 +79,7 @@ class Model:
     idle_timeout_s: float = 0.0  # 0: the scheduler's default
     max_instances: int = 0  # per role; 0: the scheduler's default
     routing_block_tokens: int = 0  # of a prompt, per hash; 0: no hashes
+    num_devices: int = 1  # of the group that it runs on: one slot
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class WorkerStatus:
     queued_prefill_s: float = 0.0  # by that model
     has_prefix_cache: bool = False  # a common prefix of prompts is computed once
     progress: EngineProgress = NO_ENGINE
+    num_devices: int = 1  # of its slot
 
 
 @dataclass(frozen=True)
