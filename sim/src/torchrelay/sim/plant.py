@@ -44,6 +44,7 @@ TICK_S = 0.1
 
 class SimulatedPolicy(Protocol):
     def apply(self, input_: inputs.Input, now: float) -> effects.Effects: ...
+    def next_due(self) -> float: ...
 
 
 @dataclass(eq=False)
@@ -108,6 +109,7 @@ class Plant:
         self.served = {model.name: model for model in models}
         self.models = {model.name: _model(model, idle_timeout_s) for model in self.served.values()}
         self.spent = Spent()
+        self._due_at = math.inf
         self.outcomes: list[RequestOutcome] = []
         self._open: dict[AttemptKey, RequestOutcome] = {}
         self._forced: dict[AttemptKey, int] = {}
@@ -171,6 +173,14 @@ class Plant:
 
     def _apply(self, input_: inputs.Input) -> None:
         self._carry_out(self.policy.apply(input_, self.events.now))
+        due = self.policy.next_due()
+        if due < self._due_at:
+            self._due_at = due
+            self.events.at(due, self._due)
+
+    def _due(self) -> None:
+        self._due_at = math.inf
+        self._apply(inputs.Due())
 
     def _soon(self, input_: inputs.Input) -> None:
         """The input arrives after one call's time."""
@@ -231,6 +241,7 @@ class Plant:
             num_choices=1,
             admitted_at=self.events.now,
             model=model.name,
+            ttft_target_s=self.served[model.name].ttft_target_s(request.num_prompt_tokens),
         )
         self._open[key], self._forced[key] = outcome, num_forced
         self._apply(inputs.Admit(admission, model))
@@ -271,6 +282,7 @@ class Plant:
         outcome, now = attempt.outcome, self.events.now
         outcome.first_token_at = outcome.first_token_at or now + RPC_S
         attempt.job, attempt.computed_at = None, now
+        self._soon(inputs.FirstToken(attempt.key))
         if outcome.request.num_output_tokens - attempt.num_forced <= 1:
             self._end(attempt)
             return
@@ -594,4 +606,3 @@ def _model(served: ServedModel, idle_timeout_s: float) -> Model:
         idle_timeout_s=idle_timeout_s,
         num_devices=served.num_devices,
     )
-

@@ -79,6 +79,4 @@ class RequestOutcome:
 
     def attains(self, model: ServedModel) -> bool:
         """Whether both objectives are met; refused and unfinished requests do not."""
-        return (
-            self.ttft_s <= model.ttft_target_s(self.request.num_prompt_tokens) and self.tpot_s <= model.tpot_target_s
-        )
+        return self.ttft_s <= model.ttft_target_s(self.request.num_prompt_tokens) and self.tpot_s <= model.tpot_target_s

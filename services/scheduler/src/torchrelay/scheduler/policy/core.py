@@ -31,6 +31,14 @@ Roles = frozenset[Role]
 BOTH: Roles = frozenset(Role)
 
 
+class ServiceClass(enum.IntEnum):
+    """How soon a request is wanted; the numbers are those of the protocol."""
+
+    STANDARD = 0
+    INTERACTIVE = 1
+    BATCH = 2
+
+
 class InstancePhase(enum.Enum):
     """State of a slot, and of the instance in it.
 
@@ -224,7 +232,6 @@ class Instance:
     phase: InstancePhase
     since: float  # when it entered this phase
     created_at: float
-    last_active: float  # of the last placement or release
     accepted_at: float = 0.0  # when the worker accepted the Load; 0: not yet
     confirmed: bool = False  # a report has shown it
     error_before: str = ""  # the slot's error of an earlier load
@@ -271,6 +278,19 @@ class Admission:
     traceparent: str = ""
     block_hashes: tuple[bytes, ...] = ()  # chained, one per whole routing block of the prompt
     model: str = ""  # the tenant's name for the version; others may have uploaded the same files
+    service_class: ServiceClass = ServiceClass.STANDARD
+    ttft_target_s: float = 0.0  # from ``admitted_at`` on
+    weight: float = 1.0  # of its tenant
+
+    @property
+    def tenant(self) -> str:
+        """``acme`` of ``acme/glossary``."""
+        return self.model.partition("/")[0]
+
+    @property
+    def deadline(self) -> float:
+        """By when its first token is wanted."""
+        return self.admitted_at + self.ttft_target_s
 
     @property
     def num_contexts(self) -> int:

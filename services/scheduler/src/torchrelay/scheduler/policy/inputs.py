@@ -27,6 +27,12 @@ class Withdraw(_Input, frozen=True):
     key: AttemptKey
 
 
+class FirstToken(_Input, frozen=True):
+    """The attempt's first token is there: its prefill instance is rid of it."""
+
+    key: AttemptKey
+
+
 class Release(_Input, frozen=True):
     """The attempt is over. ``delivered``: it produced at least one token. ``outcome``: what was measured of it."""
 
@@ -135,6 +141,10 @@ class RetainFailed(_Input, frozen=True):
     store_id: str
 
 
+class Due(_Input, frozen=True):
+    """The time has come at which a waiting request may be placed; see ``Policy.next_due``."""
+
+
 class Tick(_Input, frozen=True):
     """Time has passed. ``listening_since``: nobody listened before, so silence until then is no loss."""
 
@@ -144,6 +154,7 @@ class Tick(_Input, frozen=True):
 Input = (
     Admit
     | Withdraw
+    | FirstToken
     | Release
     | GatewayConnected
     | GatewayDisconnected
@@ -163,5 +174,6 @@ Input = (
     | CopyAccepted
     | CopyFailed
     | RetainFailed
+    | Due
     | Tick
 )

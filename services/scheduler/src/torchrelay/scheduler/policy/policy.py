@@ -5,6 +5,7 @@ Called from one thread, one input at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import assert_never
@@ -39,6 +40,8 @@ class Policy:
             case inputs.Withdraw(key):
                 admissions.withdraw(state, key, now)
                 admissions.place_waiting(state, now)
+            case inputs.FirstToken(key):
+                admissions.first_token(state, key, now)
             case inputs.Release():
                 self._release(input_, now)
             case inputs.GatewayConnected(gateway_id):
@@ -88,11 +91,17 @@ class Policy:
                     state.replication_state.forget(pack_id)
             case inputs.RetainFailed(store_id):
                 state.replication_state.retain_failed(store_id, now)
+            case inputs.Due():
+                admissions.place_due(state, now)
             case inputs.Tick(listening_since):
                 self._tick(listening_since, now)
             case _:
                 assert_never(input_)
         return state.take_effects()
+
+    def next_due(self) -> float:
+        """When a request that waits may be placed by the passing of time alone; infinite: at no known time."""
+        return min(self.state.due.values(), default=math.inf)
 
     # Requests
 
@@ -102,9 +111,9 @@ class Policy:
         if admissions.admit(state, admission, model, input_.current, now):
             admissions.refuse_if_infeasible(state, admission, now)
             admissions.place_waiting(state, now, (model.version_id,))
-            opened = state.reservations.get(admission.key)
+            opened = state.attempts.get(admission.key)
             if opened is None or opened.placement.cold:
-                scaling.scale(state, now)
+                scaling.scale(state, now, (model.version_id,))
             admissions.send_waiting(state, admission, now)
 
     def _release(self, input_: inputs.Release, now: float) -> None:
@@ -130,6 +139,8 @@ class Policy:
         self._remember_sizes()
         state.links.observe_worker(accepted, now)
         state.latency_models.observe(accepted)
+        if instance := state.instances.on_worker(accepted.worker_id):
+            state.rosters.forget(instance.version_id)
         changes = state.instances.observe(accepted, now)
         for change in changes:
             self._record_transition(change, now)
@@ -197,6 +208,7 @@ class Policy:
             self._give_up_load(instance, reason, now)
         admissions.refuse_infeasible(state, now)
         admissions.refuse_unserved(state, now)
+        admissions.place_due(state, now)
         self._react(now)
         replication.replicate(state, now)
 
@@ -236,6 +248,7 @@ class Policy:
                 reason = instance.reason
                 if instance.phase is InstancePhase.READY:
                     state.load_failures.forget(instance.version_id)
+                    state.attempts.resumed(instance.instance_id, now)
                     reason = _ready_reason(instance, now - change.before.since)
                 phase = instance.phase.value
                 state.happened(now, phase, instance, reason, f"instance.{phase}", fields)

@@ -118,7 +118,7 @@ class Controller:
         key = converters.key_from_proto(release.key)
         phases = converters.phases_from_proto(release.phases)
         self.explain.released(key, phases)
-        attempt = self.policy.state.reservations.get(key)
+        attempt = self.policy.state.attempts.get(key)
         outcome = None
         if attempt is not None:
             outcome = outcome_of(phases, release.num_output_tokens, attempt.admission.num_choices)

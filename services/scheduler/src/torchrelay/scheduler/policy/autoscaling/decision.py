@@ -28,8 +28,9 @@ from torchrelay.scheduler.policy.core import BOTH, InstancePhase, Role, Roles, W
 from torchrelay.scheduler.policy.reasons import Reason
 
 
-def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig) -> tuple[Action, ...]:
-    """All actions that are due. Deciding again after applying them yields no more.
+def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True) -> tuple[Action, ...]:
+    """All actions that are due. Deciding again after applying them yields no more. Unless it ``is_complete``, the input
+    has the demands of some models only, and nothing is scaled down.
 
     First every waiting model gets what it needs to serve at all, the longest wait first; then models scale up, but not
     into slots for which a model without any still waits.
@@ -55,16 +56,17 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig) -> tuple[Act
         grown = _scale_up(demand, autoscaler_input, free, granted.get(demand.model.version_id, []), config)
         _mark_taken(grown, free, granted)
         actions += grown
-    actions += _scale_down(autoscaler_input, actions, config)
+    if is_complete:
+        actions += _scale_down(autoscaler_input, actions, config)
     return tuple(actions)
 
 
 def _free_workers(autoscaler_input: AutoscalerInput) -> dict[str, WorkerStatus]:
-    occupied = {load.instance.worker_id for load in autoscaler_input.loads}
+    occupied, suspects = autoscaler_input.instance_loads.occupied, autoscaler_input.suspects
     return {
         worker_id: worker
         for worker_id, worker in autoscaler_input.workers.items()
-        if worker_id not in occupied and worker.slot.phase is InstancePhase.FREE
+        if worker.slot.phase is InstancePhase.FREE and worker_id not in occupied and worker_id not in suspects
     }
 
 

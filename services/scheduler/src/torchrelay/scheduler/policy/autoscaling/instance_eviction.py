@@ -60,7 +60,8 @@ def _usable_workers(model: Model, autoscaler_input: AutoscalerInput) -> dict[str
         goes = instance.phase is InstancePhase.DRAINING or instance.instance_id in idle
         (leaving if goes else held)[instance.host_id].add(instance.pack_id)
     stores = {host: _unpinned(store, leaving[host] - held[host]) for host, store in autoscaler_input.stores.items()}
-    slots = free_slots(model, autoscaler_input.workers.values(), stores, frozenset())
+    workers = (each for key, each in autoscaler_input.workers.items() if key not in autoscaler_input.suspects)
+    slots = free_slots(model, workers, stores, frozenset())
     return {slot.worker_id: slot.playable_roles for slot in slots}
 
 
@@ -76,7 +77,7 @@ def _idle_victims(model: Model, autoscaler_input: AutoscalerInput) -> list[Insta
     idle = [
         load for load in others if load.instance.version_id not in needed and load.is_idle_since(autoscaler_input.now)
     ]
-    return sorted(idle, key=lambda load: (load.instance.last_active, load.instance.instance_id))
+    return sorted(idle, key=lambda load: (load.last_active, load.instance.instance_id))
 
 
 def _min_victims(victims: Sequence[InstanceLoad], missing: Roles, usable: Mapping[str, Roles]) -> list[InstanceLoad]:
