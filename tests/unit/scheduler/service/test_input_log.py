@@ -22,6 +22,8 @@ from torchrelay.scheduler.policy.effects import CopyCommand, Hop, RetainCommand,
 from torchrelay.scheduler.policy.explain import unix_us
 from torchrelay.scheduler.policy.inputs import (
     CopyFailed,
+    Due,
+    FirstToken,
     GatewayConnected,
     GatewayDisconnected,
     Input,
@@ -71,6 +73,7 @@ class Life:
 
     def run(self) -> None:
         steps = [self.admit, self.admit, self.admit, self.end, self.end, self.load, self.pass_time, self.withdraw]
+        steps.append(self.compute)
         self.admit()
         self.slow_down()
         rare = [self.lose_worker, self.lose_stores, self.return_peers, self.break_worker, self.reconnect, self.fail]
@@ -101,6 +104,12 @@ class Life:
             key = self.open.pop(self.random.randrange(len(self.open)))
             outcome = Outcome(0.1, 0.02, self.random.uniform(0.001, 0.1), self.scene.now)
             self.scene.apply(Release(key, self.random.random() < 0.9, outcome))
+
+    def compute(self) -> None:
+        """Some prompts are computed; then the time comes at which another may be bound."""
+        for key in self.random.sample(self.open, min(len(self.open), 5)):
+            self.scene.apply(FirstToken(key))
+        self.scene.apply(Due())
 
     def withdraw(self) -> None:
         if self.open:

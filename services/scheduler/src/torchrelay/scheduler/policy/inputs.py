@@ -14,11 +14,14 @@ class _Input(msgspec.Struct, frozen=True, tag=True, tag_field="kind"):
 
 
 class Admit(_Input, frozen=True):
-    """A gateway asks for an attempt, for the first time or again. ``current``: where it runs, if it was placed."""
+    """A gateway asks for an attempt, for the first time or again. ``current``: where it runs, if it was placed.
+    ``is_computed``: its first token is there.
+    """
 
     admission: Admission
     model: Model
     current: Placement | None = None
+    is_computed: bool = False
 
 
 class Withdraw(_Input, frozen=True):

@@ -108,7 +108,7 @@ class Policy:
     def _admit(self, input_: inputs.Admit, now: float) -> None:
         state, admission, model = self.state, input_.admission, input_.model
         state.replication_state.recent_packs.note(model, now)
-        if admissions.admit(state, admission, model, input_.current, now):
+        if admissions.admit(state, admission, model, input_.current, input_.is_computed, now):
             admissions.refuse_if_infeasible(state, admission, now)
             admissions.place_waiting(state, now, (model.version_id,))
             opened = state.attempts.get(admission.key)

@@ -1,4 +1,4 @@
-"""What predictions of times to the first token are multiplied by, for each worker, because of what was measured there."""
+"""What predicted times to the first token are multiplied by, for each worker, because of what was measured there."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Open attempts: what each has bound of its instances, prompts to compute and KV bytes to hold.
 
 A worker's own report of its queue and of free KV lags behind placements. Placements are checked against what is bound
-here, so no instance is promised more KV than its worker's pool holds, and none is handed more prompts than it can begin.
+here, so no instance is promised more KV than its worker's pool holds, and none gets more prompts than it can begin.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The instances of a version that requests may be placed on, with what changes only when a report or command arrives."""
+"""The instances of a version that take requests, with what changes only when a report or a command arrives."""
 
 from __future__ import annotations
 

@@ -22,13 +22,15 @@ from torchrelay.scheduler.policy.dispatch.latency import load_left_s, load_s
 from torchrelay.scheduler.policy.dispatch.open_attempts import OpenAttempt
 from torchrelay.scheduler.policy.dispatch.placement import Candidate, NoPlacement, place
 from torchrelay.scheduler.policy.dispatch.roster import RosterEntry
-from torchrelay.scheduler.policy.prediction import UNPREDICTED, Outcome
+from torchrelay.scheduler.policy.prediction import Outcome
 from torchrelay.scheduler.policy.state import State
 
 _RETRY_AFTER_S = (1.0, 60.0)
 
 
-def admit(state: State, admission: Admission, model: Model, current: Placement | None, now: float) -> bool:
+def admit(
+    state: State, admission: Admission, model: Model, current: Placement | None, is_computed: bool, now: float
+) -> bool:
     """Accepts an admission. True if it waits now, for the first time or still."""
     key = admission.key
     state.gateways.confirm(admission.gateway_id, key)
@@ -41,7 +43,8 @@ def admit(state: State, admission: Admission, model: Model, current: Placement |
     if key in state.queues:
         return True
     if current is not None:
-        _open(state, admission, current, now)  # placed by an earlier scheduler: it runs and needs no answer
+        # Placed by an earlier scheduler: it runs, and needs no answer.
+        _open(state, admission, current, is_computed, now)
         return False
     displaced = state.queues.displaced_by(admission)
     if displaced is not None:
@@ -216,7 +219,7 @@ def _place_version(state: State, version_id: str, now: float) -> None:
                 state.due[version_id] = found.due
             return
         state.queues.take(admission)
-        _open(state, admission, found, now)
+        _open(state, admission, found, False, now)
         state.effects.answers.append(effects.Placed(admission.gateway_id, found))
         placed = effects.AttemptPlaced(
             admission.key, admission.model, admission.admitted_at, now, found, admission.traceparent
@@ -263,10 +266,8 @@ def _candidates(state: State, admission: Admission, model: Model, roster: Sequen
     ]
 
 
-def _open(state: State, admission: Admission, placement: Placement, now: float) -> None:
+def _open(state: State, admission: Admission, placement: Placement, is_computed: bool, now: float) -> None:
     model = state.models[admission.version_id]
-    # One that an earlier scheduler placed is in its worker's report, if it is not computed yet.
-    is_computed = placement.predicted is UNPREDICTED
     state.attempts.open(OpenAttempt(admission, placement, now, admission.kv_bytes(model), is_computed), now)
     for worker_ref in (placement.prefill, placement.decode):
         state.instances.touch(worker_ref.instance_id, now)
