@@ -208,8 +208,12 @@ class Policy:
             self._give_up_load(instance, reason, now)
         admissions.refuse_infeasible(state, now)
         admissions.refuse_unserved(state, now)
-        admissions.place_due(state, now)
-        self._react(now)
+        if now >= state.whole_scale_due:
+            state.whole_scale_due = now + state.config.whole_scale_every_s
+            self._react(now)
+        else:
+            admissions.place_waiting(state, now)
+            scaling.scale(state, now, sorted({*state.queues.versions, *state.instances.loading_versions}))
         replication.replicate(state, now)
 
     def _give_up_load(self, instance: Instance, reason: Reason, now: float) -> None:

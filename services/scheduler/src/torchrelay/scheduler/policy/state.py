@@ -63,6 +63,7 @@ class State:
     )
     largest_slot_bytes: int = 0  # ever seen: a host that is away may come back
     largest_kv_pool_bytes: int = 0
+    whole_scale_due: float = 0.0  # next look at models that nobody waits for
     unserved_since: float | None = None  # since when no model can be loaded; None: one can
 
     @classmethod

@@ -93,6 +93,12 @@ class AutoscalerInput:
                 found[load.instance.version_id].append(load)
         return found
 
+    @property
+    def staying_of_demands(self) -> Mapping[str, Sequence[InstanceLoad]]:
+        """``staying`` of the models to decide on."""
+        found = {demand.model.version_id: self.of(demand.model) for demand in self.demands}
+        return {version_id: loads for version_id, loads in found.items() if loads}
+
     def of(self, model: Model) -> Sequence[InstanceLoad]:
         return [load for load in self.instance_loads.of_version(model.version_id) if load.instance.staying]
 

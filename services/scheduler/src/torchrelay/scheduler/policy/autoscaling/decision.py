@@ -30,7 +30,7 @@ from torchrelay.scheduler.policy.reasons import Reason
 
 def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_complete: bool = True) -> tuple[Action, ...]:
     """All actions that are due. Deciding again after applying them yields no more. Unless it ``is_complete``, the input
-    has the demands of some models only, and nothing is scaled down.
+    has the demands of some models only, and is about these.
 
     First every waiting model gets what it needs to serve at all, the longest wait first; then models scale up, but not
     into slots for which a model without any still waits.
@@ -56,8 +56,8 @@ def decide(autoscaler_input: AutoscalerInput, config: PolicyConfig, *, is_comple
         grown = _scale_up(demand, autoscaler_input, free, granted.get(demand.model.version_id, []), config)
         _mark_taken(grown, free, granted)
         actions += grown
-    if is_complete:
-        actions += _scale_down(autoscaler_input, actions, config)
+    staying = autoscaler_input.staying if is_complete else autoscaler_input.staying_of_demands
+    actions += _scale_down(staying, autoscaler_input, actions, config)
     return tuple(actions)
 
 
@@ -157,12 +157,17 @@ def _assign_both_roles(
     return None
 
 
-def _scale_down(autoscaler_input: AutoscalerInput, decided: Sequence[Action], config: PolicyConfig) -> list[Action]:
+def _scale_down(
+    staying_of: Mapping[str, Sequence[InstanceLoad]],
+    autoscaler_input: AutoscalerInput,
+    decided: Sequence[Action],
+    config: PolicyConfig,
+) -> list[Action]:
     """Drains what was unused for the idle timeout: a whole model, or instances that the others can do without."""
     placed_cold = {demand.model.version_id for demand in autoscaler_input.demands if demand.num_cold}
     drained = {action.instance_id for action in decided if isinstance(action, Drain)}
     actions: list[Action] = []
-    for version_id, staying in autoscaler_input.staying.items():
+    for version_id, staying in staying_of.items():
         if version_id in autoscaler_input.waited_for:
             continue
         loads = [load for load in staying if load.instance.instance_id not in drained]

@@ -47,6 +47,7 @@ class Instances:
         self._on_worker: dict[str, str] = {}
         self._of_version: dict[str, dict[str, Instance]] = {}
         self._last_active: dict[str, float] = {}
+        self._loading: dict[str, str] = {}  # version ids, by instance
 
     def __iter__(self) -> Iterator[Instance]:
         return iter(self._by_id.values())
@@ -63,6 +64,10 @@ class Instances:
         """Those that have one."""
         return self._on_worker.keys()
 
+    @property
+    def loading_versions(self) -> frozenset[str]:
+        return frozenset(self._loading.values())
+
     def of_version(self, version_id: str) -> tuple[Instance, ...]:
         return tuple(self._of_version.get(version_id, {}).values())
 
@@ -77,12 +82,17 @@ class Instances:
         self._on_worker[instance.worker_id] = instance.instance_id
         self._of_version.setdefault(instance.version_id, {})[instance.instance_id] = instance
         self._last_active.setdefault(instance.instance_id, instance.created_at)
+        if instance.phase is InstancePhase.LOADING:
+            self._loading[instance.instance_id] = instance.version_id
+        else:
+            self._loading.pop(instance.instance_id, None)
         self._on_change(instance.version_id)
 
     def remove(self, instance_id: str) -> Instance | None:
         instance = self._by_id.pop(instance_id, None)
         if instance is not None:
             del self._on_worker[instance.worker_id], self._last_active[instance_id]
+            self._loading.pop(instance_id, None)
             del self._of_version[instance.version_id][instance_id]
             if not self._of_version[instance.version_id]:
                 del self._of_version[instance.version_id]

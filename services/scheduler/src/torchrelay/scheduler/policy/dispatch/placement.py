@@ -109,7 +109,7 @@ def _prefills(
     """The best few for the prompt, by predicted time to its first token; none while it is sooner computed by an
     instance that has a full step ahead of it yet.
     """
-    wait_s, soonest_s, found = math.inf, math.inf, []
+    due, soonest_s, found = math.inf, math.inf, []
     for candidate in candidates:
         entry = candidate.entry
         if not entry.plays_prefill:
@@ -120,14 +120,13 @@ def _prefills(
             found.append(_Prefill(candidate, predicted))
         else:
             soonest_s = min(soonest_s, predicted.ttft_s)
-            if entry.phase is not core.InstancePhase.LOADING:
-                wait_s = min(wait_s, max(ahead_s - entry.full_step_s, _MIN_WAIT_S))
+            due = min(due, max(entry.bindable_at(candidate.work.lane), now + _MIN_WAIT_S))
     best = heapq.nsmallest(MAX_SCORED, found, key=lambda one: (one.predicted.ttft_s, one.candidate.entry.instance_id))
     if best and best[0].predicted.ttft_s <= soonest_s:
         return best
     if math.isinf(soonest_s):
         return NoPlacement("no instance plays prefill")
-    return NoPlacement("a step of prompts is ahead of it on the instance that will have it soonest", now + wait_s)
+    return NoPlacement("a step of prompts is ahead of it on the instance that will have it soonest", due)
 
 
 def _first_token(

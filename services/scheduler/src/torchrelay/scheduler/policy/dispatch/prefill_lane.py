@@ -6,6 +6,7 @@ when its first token is reported, so an error never lasts longer than the prompt
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from torchrelay.scheduler.policy.core import AttemptKey
@@ -40,6 +41,13 @@ class PrefillLane:
     def work_s(self) -> float:
         """Predicted for all that is bound, as if nothing had begun."""
         return max(self._work_s, 0.0) if self._bound else 0.0
+
+    def less_ahead_at(self, limit_s: float) -> float:
+        """When less than ``limit_s`` will be ahead, by the passing of time alone; infinite: not before a report."""
+        if self._work_s < limit_s or not self._bound:
+            return 0.0
+        needed_s = self._work_s - limit_s
+        return self._head_since + needed_s if needed_s < next(iter(self._bound.values())) else math.inf
 
     def ahead_s(self, now: float) -> float:
         """Predicted time until all that is bound is computed; the first counts until it is reported."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,12 @@ class RosterEntry:
         """Prompts ahead of a new one, in seconds of work; an instance that loads has begun none."""
         excess_s = max(self.excess_until - now, 0.0)
         return excess_s + (lane.work_s() if self.phase is InstancePhase.LOADING else lane.ahead_s(now))
+
+    def bindable_at(self, lane: PrefillLane) -> float:
+        """When less than a full step will be ahead, by the passing of time alone."""
+        if self.phase is InstancePhase.LOADING:
+            return math.inf
+        return max(lane.less_ahead_at(self.full_step_s), self.excess_until - max(self.full_step_s - lane.work_s(), 0.0))
 
 
 class Rosters:
