@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,10 +32,14 @@ def chunk_times(num_bytes: float, rates: list[float]) -> list[float]:
 @given(st.lists(st.floats(1e6, 1e9), min_size=1, max_size=6))
 def test_a_chain_takes_what_its_chunks_take(rates: list[float]) -> None:
     events, ends = EventQueue(), dict[int, float]()
+
+    def note(number: int) -> None:
+        ends[number] = events.now
+
     network = FluidNetwork(events, {number: rate for number, rate in enumerate(rates)})
     upstream: Transfer | None = None
     for number in range(len(rates)):
-        upstream = network.begin(1e9, [Stream((number,), upstream)], lambda n=number: ends.update({n: events.now}))
+        upstream = network.begin(1e9, [Stream((number,), upstream)], partial(note, number))
     events.run()
     for number, expected in enumerate(chunk_times(1e9, rates)):
         assert ends[number] == pytest.approx(expected, rel=(number + 2) / NUM_CHUNKS)
@@ -48,7 +54,7 @@ streams = st.lists(
 
 @given(streams, st.fixed_dictionaries({link: st.floats(1, 50) for link in LINKS}))
 def test_shares_are_fair(demands: list[tuple[tuple[str, ...], float]], capacity: dict[str, float]) -> None:
-    rates = fair_rates(demands, dict(capacity))
+    rates = fair_rates(demands, {link: capacity[link] for link in LINKS})
     used = {link: sum(rate for rate, (links, _) in zip(rates, demands, strict=True) if link in links) for link in LINKS}
     for link in LINKS:
         assert used[link] <= capacity[link] * 1.0001
