@@ -2,61 +2,54 @@
 
 from __future__ import annotations
 
+import os
 import statistics
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import httpx
 import pytest
 
-from tests.support.completions import headers
+from tests.hostile.neighbour import Neighbour, neighbour_process
 from tests.support.platform import Platform, running_platform
 
 MODEL = Path(__file__).resolve().parents[2] / "examples" / "glossary" / "model"
 OPTIONS = ("--arena-mb", "256", "--kv-pool-mb", "32", "--threads", "1", "--idle-timeout-s", "3600")
 # Shorter than the defaults, so that what is closed for its silence is closed within a test.
-LIMITS = {"TORCHRELAY_HEAD_TIMEOUT_S": "3", "TORCHRELAY_BODY_SILENCE_S": "4", "TORCHRELAY_IDLE_CONNECTION_S": "15"}
+SILENCE_S = 2
+LIMITS = {
+    "TORCHRELAY_HEAD_TIMEOUT_S": "2",
+    "TORCHRELAY_BODY_SILENCE_S": "3",
+    "TORCHRELAY_IDLE_CONNECTION_S": "5",
+    "TORCHRELAY_ANSWER_SILENCE_S": str(SILENCE_S),
+}
 MB = 10**6
 MAX_GROWTH_BYTES = 100 * MB  # of the gateway during an attack
-MAX_LEFT_BYTES = 60 * MB  # of it, a while after: what the first use of a door costs for good
-NOISE_S = 5.0  # a machine that runs other things, too, delays a chat by this much now and then
+MAX_LEFT_BYTES = 20 * MB  # of it, a while after
 REST_S = 30.0
+MAX_RATIO = 2.0  # of the neighbour's P99 under the attacks of one file to its P99 just before each
+NUM_PEACE_FAMILY, NUM_PEACE_CASE, NUM_ATTACK_CASE = 50, 1, 3  # chats, at least
+MAX_CASE_RATIO = 10.0  # of its slowest chat in a single one: too few for a P99
+ATTACKER_NICE = 10  # its CPU is no part of the platform's
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbour:
-    """A tenant that has nothing to do with the attack."""
+class Family:
+    """The neighbour's chats just before and during the attacks of one file: all together enough for a P99."""
 
-    platform: Platform
-    key: str
-    model: str
-    answer: str  # to its one question
-    p99_s: float  # of its chats, in peace
+    peace_s: list[float] = field(default_factory=list)
+    attack_s: list[float] = field(default_factory=list)
+    slowest_s: dict[str, float] = field(default_factory=dict)  # chat, by case
 
-    def chat(self) -> float:
-        """Asks the question over a new connection; returns the seconds to the right answer."""
-        begin = time.monotonic()
-        told = ask(self.platform, self.key, self.model)
-        assert told == self.answer
-        return time.monotonic() - begin
+    @property
+    def ratio(self) -> float:
+        return p99(self.attack_s) / p99(self.peace_s)
 
 
-def ask(platform: Platform, key: str, model: str) -> str:
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "What is a relay?"}],
-        "max_tokens": 12,
-        "temperature": 0,
-    }
-    reply = httpx.post(f"{platform.http}/v1/chat/completions", json=body, headers=headers(key), timeout=60)
-    assert reply.status_code == 200, reply.text
-    text: str = reply.json()["choices"][0]["message"]["content"]
-    return text
+FAMILIES: dict[str, Family] = {}
 
 
 def p99(values: list[float]) -> float:
@@ -70,18 +63,29 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 @pytest.fixture(scope="session")
-def neighbour(platform: Platform) -> Neighbour:
+def victim(platform: Platform) -> str:
+    """The key of the neighbour, whose model is ``neighbour/glossary``."""
     key = platform.tenant("neighbour")
-    model = platform.upload(key, MODEL, "glossary")
-    answer = ask(platform, key, model)
-    asked = Neighbour(platform, key, model, answer, 0.0)
-    return Neighbour(platform, key, model, answer, p99([asked.chat() for _ in range(20)]))
+    platform.upload(key, MODEL, "glossary")
+    return key
+
+
+@pytest.fixture(scope="session")
+def neighbour(rest: Address, victim: str) -> Iterator[Neighbour]:
+    with neighbour_process(rest.port, victim, "neighbour/glossary") as running:
+        yield running
 
 
 @pytest.fixture(scope="session")
 def mallory(platform: Platform) -> str:
     """The key of a tenant that attacks."""
     return platform.tenant("mallory")
+
+
+@pytest.fixture(scope="session")
+def glossary(platform: Platform, mallory: str) -> str:
+    """The attacker's model; its parameters are the neighbour's, so both share an instance."""
+    return platform.upload(mallory, MODEL, "glossary")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,63 +101,76 @@ def rest(platform: Platform) -> Address:
     return Address(parts.hostname, parts.port)
 
 
+@pytest.fixture(scope="module")
+def family(request: pytest.FixtureRequest, neighbour: Neighbour) -> Iterator[Family]:
+    made = FAMILIES[request.node.name] = Family(peace_s=neighbour.chats_s(NUM_PEACE_FAMILY))
+    yield made
+    assert made.ratio <= MAX_RATIO, f"P99 {p99(made.attack_s):.3f} s under attack, {p99(made.peace_s):.3f} s in peace"
+
+
+@dataclass(frozen=True, slots=True)
 class Watch:
-    """The neighbour's chats and the gateway's memory, from another thread, for as long as an attack lasts."""
+    """The gateway during one attack."""
 
-    def __init__(self, neighbour: Neighbour) -> None:
-        self._neighbour = neighbour
-        self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self.chats_s: list[float] = []
-        self.errors: list[BaseException] = []
-        self.gateway = neighbour.platform.pid("gateway")
-        self.before_bytes = self.peak_bytes = gateway_bytes(self.gateway)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            while not self._is_over.is_set() or len(self.chats_s) < 3:
-                self.chats_s.append(self._neighbour.chat())
-                self.peak_bytes = max(self.peak_bytes, gateway_bytes(self.gateway))
-        except Exception as error:  # reported by the test
-            self.errors.append(error)
+    gateway: int
+    before_bytes: int
 
 
-def gateway_bytes(pid: int) -> int:
-    """Resident memory."""
+def memory_bytes(pid: int, field: str = "VmRSS") -> int:
+    """Resident memory; ``VmHWM``: the most since ``reset_peak``."""
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmRSS"))
+    return next(int(line.split()[1]) * 1024 for line in status if line.startswith(field))
 
 
-@pytest.fixture
-def watch(neighbour: Neighbour) -> Iterator[Watch]:
-    """The test's attack: the neighbour's chats go on meanwhile, and the gateway's memory is bounded and comes back."""
-    with unharmed(neighbour) as watching:
-        yield watching
+def reset_peak(pid: int) -> None:
+    Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
 @contextmanager
-def unharmed(neighbour: Neighbour) -> Iterator[Watch]:
-    watching = Watch(neighbour)
-    watching.start()
+def nice(value: int) -> Iterator[None]:
+    """Of this thread, and those that it starts."""
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    os.setpriority(os.PRIO_PROCESS, 0, max(before, value))
     try:
-        yield watching
+        yield
     finally:
-        watching.stop()
-    if watching.errors:
-        raise AssertionError("a chat of the neighbour failed") from watching.errors[0]
-    limit_s = 2 * neighbour.p99_s + NOISE_S
-    assert p99(watching.chats_s) <= limit_s, f"{watching.chats_s} against {neighbour.p99_s} in peace"
-    assert neighbour.platform.pid("gateway") == watching.gateway, "the gateway was replaced"
-    growth = watching.peak_bytes - watching.before_bytes
-    assert growth < MAX_GROWTH_BYTES, f"the gateway grew by {growth / MB:.0f} MB"
+        with suppress(PermissionError):  # not root: the tests that follow give way as well
+            os.setpriority(os.PRIO_PROCESS, 0, before)
+
+
+@pytest.fixture
+def watch(request: pytest.FixtureRequest, platform: Platform, neighbour: Neighbour, family: Family) -> Iterator[Watch]:
+    """The test's attack: the neighbour's chats go on meanwhile, and the gateway's memory is bounded and comes back."""
+    gateway = platform.pid("gateway")
+    reset_peak(gateway)
+    watching = Watch(gateway, memory_bytes(gateway))
+    family.peace_s.extend(neighbour.chats_s(NUM_PEACE_CASE))
+    neighbour.begin(at_least=NUM_ATTACK_CASE)
+    try:
+        with nice(ATTACKER_NICE):
+            yield watching
+    finally:
+        chats_s = neighbour.end()
+    family.attack_s.extend(chats_s)
+    family.slowest_s[request.node.name] = max(chats_s)
+    case_ratio = max(chats_s) / p99(family.peace_s)
+    assert case_ratio <= MAX_CASE_RATIO, f"a chat took {case_ratio:.1f} times the P99 in peace: {max(chats_s):.2f} s"
+    growth = memory_bytes(gateway, "VmHWM") - watching.before_bytes
     deadline = time.monotonic() + REST_S
-    while (left := gateway_bytes(watching.gateway) - watching.before_bytes) > MAX_LEFT_BYTES:
+    assert platform.pid("gateway") == gateway, "the gateway was replaced"
+    assert growth < MAX_GROWTH_BYTES, f"the gateway grew by {growth / MB:.0f} MB"
+    while (left := memory_bytes(gateway) - watching.before_bytes) > MAX_LEFT_BYTES:
         assert time.monotonic() < deadline, f"{left / MB:.0f} MB are still there"
         time.sleep(0.2)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for name, family in FAMILIES.items():
+        if not family.attack_s:
+            continue
+        terminalreporter.write_line(
+            f"{name}: the neighbour's P99 {p99(family.attack_s):.3f} s in {len(family.attack_s)} chats under attack, "
+            f"{p99(family.peace_s):.3f} s in {len(family.peace_s)} in peace: {family.ratio:.2f} times"
+        )
+        slowest = sorted(family.slowest_s.items(), key=lambda one: -one[1])[:5]
+        terminalreporter.write_line("    slowest: " + ", ".join(f"{case} {took_s:.2f} s" for case, took_s in slowest))

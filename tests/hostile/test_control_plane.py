@@ -5,6 +5,7 @@ Each attack is refused and named. At the end the platform is the one it was: the
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,20 +21,31 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.completions import complete
 from tests.support.nats_wire import publication, refusal, subscription
 from tests.support.platform import Platform, running_platform
+from torchrelay.cli.api.scheduler_client import explain
+from torchrelay.cli.errors import CliError
 from torchrelay.cli.up.plan import STORE_ID
 from torchrelay.common.identity.callers import SCHEDULER_NODE, Caller, MethodCallers, call_token
 from torchrelay.common.identity.keys import broker_password, derive_node_key
 from torchrelay.common.identity.tls import Tls, TlsFiles
 from torchrelay.common.net.load_reports import MAC_HEADER, report_mac
 from torchrelay.common.net.nats_client import connect
+from torchrelay.common.net.probes import GrpcProbe
 from torchrelay.common.net.rpc.channels import open_channel, with_token
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.net.urls import with_credentials
-from torchrelay.control.v1 import param_store_pb2, param_store_pb2_grpc, worker_pb2, worker_pb2_grpc
+from torchrelay.control.v1 import (
+    param_store_pb2,
+    param_store_pb2_grpc,
+    scheduler_pb2,
+    scheduler_pb2_grpc,
+    worker_pb2,
+    worker_pb2_grpc,
+)
 from torchrelay.control.v1.reports_pb2 import StoreReport, WorkerReport
 from torchrelay.decode.role import CALLERS as DECODE
 from torchrelay.param_store.grpc.servicer import CALLERS as STORE
 from torchrelay.prefill.role import CALLERS as PREFILL
+from torchrelay.scheduler.service.peer_channels import PeerChannels
 from torchrelay.scheduler.service.servicer import CALLERS as SCHEDULER
 from torchrelay.worker.servicer import CALLERS as WORKER
 
@@ -323,6 +335,43 @@ async def test_a_certificate_of_another_loads_nothing(tmp_path: Path, kind: str)
         refused.value.details()
     )
     assert not loaded
+
+
+@pytest.mark.parametrize("role", [Caller.WORKER, Caller.STORE, Caller.GATEWAY, Caller.CLI])
+async def test_who_poses_as_the_scheduler_is_told_nothing(tmp_path: Path, role: Caller) -> None:
+    """Another part of the cluster that took over the scheduler's address."""
+    ours, asked = Authority(tmp_path), []
+
+    class Impostor(scheduler_pb2_grpc.SchedulerServicer):
+        async def Explain(self, request: scheduler_pb2.ExplainRequest, context: Any) -> scheduler_pb2.ExplainReply:
+            asked.append(request.request_id)
+            return scheduler_pb2.ExplainReply()
+
+    server = RpcServer("127.0.0.1", tls=Tls(ours.node(role, role)))
+    scheduler_pb2_grpc.add_SchedulerServicer_to_server(Impostor(), server.server)  # type: ignore[abstract]
+    await server.start()
+    try:
+        with pytest.raises(CliError):
+            tls = Tls(ours.node("commands", Caller.CLI))
+            await asyncio.to_thread(explain, f"127.0.0.1:{server.port}", "req-1", tls=tls)
+    finally:
+        await server.stop(0)
+    assert not asked
+
+
+@pytest.mark.parametrize("callee", [Caller.WORKER, Caller.STORE])
+@pytest.mark.parametrize("role", [Caller.WORKER, Caller.STORE])
+async def test_the_scheduler_commands_the_part_that_it_means(tmp_path: Path, callee: Caller, role: Caller) -> None:
+    ours = Authority(tmp_path)
+    server = RpcServer("127.0.0.1", tls=Tls(ours.node(role, role)))
+    await server.start()
+    channels = PeerChannels(bytes(32), Tls(ours.node("scheduler", Caller.SCHEDULER)))
+    try:
+        fault = await GrpcProbe(channels.channel(f"127.0.0.1:{server.port}", "node-1", callee)).ask()
+        assert fault == ("" if role is callee else "refuses connections")
+    finally:
+        await channels.close()
+        await server.stop(0)
 
 
 async def test_after_all_that_the_platform_is_the_one_it_was(target: Target) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import subprocess
@@ -11,13 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from tests.support.checkpoints import make_checkpoint
-from tests.support.completions import headers
+from tests.support.completions import headers, stream
 from tests.support.platform import SCRIPTS, Platform, child_of, running_platform
 from tests.support.small_disk import SmallDisk, small_disk
 
@@ -107,8 +107,21 @@ def until(holds: Callable[[], object], what: str) -> None:
         time.sleep(0.05)
 
 
+def num_tokens_of(reply: httpx.Response) -> int:
+    assert reply.status_code == 200, reply.text
+    return len(reply.json()["choices"][0]["token_ids"])
+
+
+def assert_disk_is_named(reply: httpx.Response, disk: SmallDisk) -> None:
+    assert reply.status_code == 507, reply.text
+    error = reply.json()["error"]
+    assert error["code"] == "disk_full" and str(disk.folder) in error["message"] and "full" in error["message"]
+
+
 def test_a_platform_starts_and_serves_with_100_mb_free(home: SmallHome) -> None:
-    assert home.call(8).status_code == 200
+    num_billed_before = home.num_billed()
+    assert num_tokens_of(home.call(8)) == 8
+    until(lambda: home.num_billed() - num_billed_before == 8, "it is billed")
 
 
 def test_a_disk_filled_to_the_last_byte_under_load_is_named_and_survived(home: SmallHome) -> None:
@@ -116,10 +129,15 @@ def test_a_disk_filled_to_the_last_byte_under_load_is_named_and_survived(home: S
     num_billed_before = home.num_billed()
     with home.under_load() as calls:
         until(lambda: calls.num_answered > 5, "calls are answered")
+        running = stream(platform, home.key, home.model, PROMPT, max_tokens=150, ignore_eos=True)
+        answer = next(running)
         home.disk.fill()
+        assert home.disk.free_bytes == 0 and not answer.done
         until(lambda: len(calls.refusals) > 5, "calls are refused")
-        upload = refused_upload(home)
-        assert upload["code"] == "disk_full" and folder in upload["message"]
+        for _ in running:  # what was admitted goes on to its end
+            pass
+        assert (len(answer.token_ids), answer.finish_reason, answer.error) == (150, "length", None)
+        assert_disk_is_named(begin_upload(home), home.disk)
         for program in ("redis-server", "nats-server"):
             replace_broker(platform, program)
         for child in ("worker-0", "scheduler", "param-store"):
@@ -129,7 +147,8 @@ def test_a_disk_filled_to_the_last_byte_under_load_is_named_and_survived(home: S
         until(lambda: calls.num_answered > num_answered + 5, "calls are answered again")
     assert [message for message in calls.refusals if folder not in message or "full" not in message] == []
     assert calls.others == []
-    until(lambda: home.num_billed() - num_billed_before == calls.num_tokens, "all that was received is billed, no more")
+    num_tokens = calls.num_tokens + len(answer.token_ids)
+    until(lambda: home.num_billed() - num_billed_before == num_tokens, "all that was received is billed, no more")
     assert "it is full; requests are refused" in (home.disk.folder / "up.log").read_text()
 
 
@@ -138,11 +157,63 @@ def test_a_gateway_that_starts_on_a_full_disk_refuses_until_there_is_space(home:
     num_billed_before = home.num_billed()
     disk.fill()
     platform.await_restart("gateway", platform.kill("gateway"))
-    refused = home.call(8)
-    assert refused.status_code == 507 and str(disk.folder) in refused.json()["error"]["message"]
+    assert_disk_is_named(home.call(8), disk)
     disk.free()
     until(lambda: home.call(8).status_code == 200, "calls are answered again")
-    until(lambda: home.num_billed() > num_billed_before, "they are billed")
+    until(lambda: home.num_billed() - num_billed_before == 8, "the one that was answered is billed, no more")
+
+
+def test_an_upload_that_a_full_disk_stops_goes_on_where_it_was(home: SmallHome) -> None:
+    files = {path.name: path.read_bytes() for path in sorted(home.model_folder.iterdir()) if path.is_file()}
+    with httpx.Client(base_url=home.platform.http, headers=headers(home.key), timeout=LIMIT_S) as client:
+        declared = [
+            {"path": name, "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            for name, data in files.items()
+        ]
+        url = f"/v1/uploads/{client.post('/v1/uploads', json={'model': 'stopped', 'files': declared}).json()['id']}"
+        home.disk.fill()
+        refused = {name: client.put(f"{url}/files/{name}", content=data) for name, data in files.items()}
+        assert_disk_is_named(refused["model.safetensors"], home.disk)
+        home.disk.free()
+        for file in client.get(url).json()["files"]:
+            if not file["complete"]:
+                rest, offset = files[file["path"]][file["received"] :], {"upload-offset": str(file["received"])}
+                assert client.put(f"{url}/files/{file['path']}", content=rest, headers=offset).json()["complete"]
+        home.disk.fill()
+        assert_disk_is_named(client.post(f"{url}/commit"), home.disk)
+        home.disk.free()
+        published = client.post(f"{url}/commit")
+        assert published.status_code == 200 and published.json()["id"] == "acme/stopped", published.text
+    answers = [
+        httpx.post(
+            f"{home.platform.http}/v1/completions",
+            json={"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0},
+            headers=headers(home.key),
+            timeout=LIMIT_S,
+        ).json()["choices"][0]["text"]
+        for model in (home.model, "acme/stopped")
+    ]
+    assert answers[0] == answers[1]
+
+
+def test_a_platform_stopped_on_a_full_disk_starts_again_with_all_it_had(tmp_path: Path, home: SmallHome) -> None:
+    with small_disk(tmp_path / "home", 100 << 20) as disk:
+        with running_platform(disk.folder, OPTIONS) as platform:
+            key = platform.tenant("acme")
+            before = SmallHome(platform, disk, key, platform.upload(key, home.model_folder, "small"), home.model_folder)
+            num_tokens = num_tokens_of(before.call(8))
+            until(lambda: before.num_billed() == num_tokens, "it is billed")
+            disk.fill()
+            assert_disk_is_named(before.call(8), disk)
+        command = (str(SCRIPTS / "torchrelay"), "up", "--home", str(disk.folder), *OPTIONS)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        assert ran.returncode == 1 and str(disk.folder) in ran.stderr and "a start takes" in ran.stderr, ran
+        disk.free()
+        with running_platform(disk.folder, OPTIONS) as platform:
+            after = SmallHome(platform, disk, key, before.model, home.model_folder)
+            assert after.num_billed() == num_tokens
+            num_tokens += num_tokens_of(after.call(8))
+            until(lambda: after.num_billed() == num_tokens, "it is billed")
 
 
 def test_the_history_is_written_again_once_there_is_space(home: SmallHome) -> None:
@@ -167,17 +238,13 @@ def published(platform: Platform) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S).stdout
 
 
-def refused_upload(home: SmallHome) -> dict[str, Any]:
+def begin_upload(home: SmallHome) -> httpx.Response:
     files = [
         {"path": name, "size": 1024, "sha256": "0" * 64}
         for name in ("config.json", "tokenizer.json", "model.safetensors")
     ]
-    reply = httpx.post(
-        f"{home.platform.http}/v1/uploads", json={"model": "more", "files": files}, headers=headers(home.key)
-    )
-    assert reply.status_code == 507, reply.text
-    error: dict[str, Any] = reply.json()["error"]
-    return error
+    url = f"{home.platform.http}/v1/uploads"
+    return httpx.post(url, json={"model": "more", "files": files}, headers=headers(home.key), timeout=LIMIT_S)
 
 
 def replace_broker(platform: Platform, program: str) -> None:

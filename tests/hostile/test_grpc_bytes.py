@@ -6,14 +6,15 @@ import random
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
 import grpc
 import pytest
 
-from tests.hostile.conftest import Address, Neighbour, Watch
+from tests.hostile.conftest import SILENCE_S, Address, Watch
 from tests.hostile.test_rest_bytes import await_closed, crowd, send_all
 from tests.support.http2_client import (
+    ACK,
     CONTINUATION,
     DATA,
     END_HEADERS,
@@ -110,9 +111,9 @@ def test_a_broken_connection_ends(case: str, watch: Watch, door: Address) -> Non
 
 
 def test_fifty_thousand_pings_on_each_of_many_connections(watch: Watch, door: Address) -> None:
-    """gRPC says goodbye after the first few, but keeps some of the sockets until the client leaves."""
     with crowd(door, 20) as sockets:
         send_all(sockets, GREETING + frame(PING, payload=bytes(8)) * 50_000)
+        await_closed(sockets, len(sockets), 60)
 
 
 def test_metadata_is_bounded(watch: Watch, door: Address) -> None:
@@ -136,13 +137,16 @@ def test_metadata_is_bounded(watch: Watch, door: Address) -> None:
             client.end_of(1)  # or of the connection; a call that stays raises TimeoutError
 
 
-def test_headers_without_end(watch: Watch, door: Address) -> None:
-    """grpcio drops what is above its limit, and may read on until the client ends."""
-    with http2_client(f"{door.host}:{door.port}") as client, suppress(OSError):
+@pytest.mark.parametrize("acknowledges", [False, True])
+def test_headers_without_end(acknowledges: bool, watch: Watch, door: Address) -> None:
+    with http2_client(f"{door.host}:{door.port}") as client:
         client.greet()
+        if acknowledges:
+            client.sock.sendall(frame(SETTINGS, ACK))
         client.sock.sendall(frame(HEADERS, 0, 1, header_block(call_headers(GENERATE))))
-        for _ in range(200_000):
-            client.sock.sendall(frame(CONTINUATION, 0, 1, header_block([("x", "a" * 1000)])))
+        with pytest.raises(OSError):
+            while True:
+                client.sock.sendall(frame(CONTINUATION, 0, 1, header_block([("x", "a" * 1000)])))
 
 
 def test_calls_that_are_reset_at_once(watch: Watch, door: Address) -> None:
@@ -170,14 +174,13 @@ def test_a_call_stays_on_each_of_many_connections(watch: Watch, door: Address, m
         await_closed(sockets, 100, 60)
 
 
-def test_ten_thousand_idle_connections(watch: Watch, door: Address, neighbour: Neighbour) -> None:
+def test_ten_thousand_idle_connections(watch: Watch, door: Address) -> None:
     """At the gRPC door, and the neighbour comes by the REST door."""
     with ExitStack() as stack:
         sockets: list[socket.socket] = []
         for _ in range(10_000):
             sockets.append(stack.enter_context(socket.create_connection((door.host, door.port), timeout=30)))
             sockets[-1].setblocking(False)
-        neighbour.chat()
         await_closed(sockets, 10_000, 60)
 
 
@@ -203,13 +206,14 @@ def test_a_message_above_the_limit_is_refused(watch: Watch, platform: Platform, 
         assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.parametrize("size", [250_000, 1_000_000])
 def test_many_large_calls_of_one_tenant_keep_no_other_out(
-    watch: Watch, platform: Platform, neighbour: Neighbour, mallory: str
+    size: int, watch: Watch, platform: Platform, mallory: str
 ) -> None:
-    """Each with a prompt of 250 kB, for a model that does not exist: what counts is what the door does."""
-    made = pb.GenerateRequest(model="neighbour/none", prompt="a" * 250_000)
+    """For a model that does not exist: what counts is what the door does."""
+    made = pb.GenerateRequest(model="neighbour/none", prompt="a" * size)
     metadata = (("authorization", f"Bearer {mallory}"),)
-    with grpc.insecure_channel(platform.endpoints["grpc"]) as channel, ThreadPoolExecutor(16) as threads:
+    with grpc.insecure_channel(platform.endpoints["grpc"]) as channel, ThreadPoolExecutor(150) as threads:
 
         def ask(_: int) -> grpc.StatusCode:
             try:
@@ -221,4 +225,20 @@ def test_many_large_calls_of_one_tenant_keep_no_other_out(
 
         codes = set(threads.map(ask, range(150)))
     assert codes <= {grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED}
-    neighbour.chat()
+
+
+def test_answers_that_nobody_takes(watch: Watch, door: Address, mallory: str, glossary: str) -> None:
+    """A hundred calls whose client reads the connection and gives none of them a window."""
+    made = pb.GenerateRequest(model=glossary, prompt="What is a relay?", max_tokens=64).SerializeToString()
+    calls = range(1, 201, 2)
+    with http2_client(f"{door.host}:{door.port}") as client:
+        client.greet(window=0)
+        next(frame for frame in client.frames() if frame[:2] == (SETTINGS, ACK))  # else it is closed for its silence
+        for stream in calls:
+            client.open_call(stream, GENERATE, ("authorization", f"Bearer {mallory}"))
+            client.send_message(stream, made)
+        time.sleep(2 * SILENCE_S)  # this is the attack
+        for stream in calls:
+            client.widen(stream, 1 << 20)
+        told = b"".join(client.ends_of(set(calls)).values())
+    assert told.count(b"nothing of the answer was taken") == len(calls)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.hostile.conftest import MODEL, Watch
+from tests.hostile.conftest import Watch
 from tests.support.completions import headers
 from tests.support.platform import Platform
 from tests.unit.param_store.model_folders import write_folder
@@ -119,11 +119,6 @@ def test_a_template_costs_its_own_prompts_only(
     answers = chats(platform, mallory, model)
     check_refused(answers, 200, 400, 429, 503)
     assert not [answer for answer in answers if "root:" in answer.text or "TORCHRELAY_" in answer.text]
-
-
-@pytest.fixture(scope="module")
-def glossary(platform: Platform, mallory: str) -> str:
-    return platform.upload(mallory, MODEL, "glossary")
 
 
 BODIES: dict[str, tuple[Callable[[], dict[str, Any]], int]] = {

@@ -90,7 +90,7 @@ def test_a_faulty_folder_is_refused_by_file_and_cause(
     assert refused.status_code == 422, refused.text
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("upload_refused", file)
-    assert detail in error["message"] or "are taken" in error["message"]  # the size is refused as it is declared
+    assert detail in error["message"]
 
 
 def test_a_link_in_the_folder_is_sent_as_what_it_points_to(
@@ -167,11 +167,10 @@ def test_a_model_is_named_plainly_and_by_its_own_tenant(
 
 
 PUTS: dict[str, tuple[Callable[[Upload], httpx.Response], tuple[int, ...]]] = {
-    "longer than declared": (lambda upload: upload.put(upload.data * 2), (413, 422)),
-    # 503: grpcio can lose the store's refusal while the gateway still writes to it.
-    "a megabyte instead": (lambda upload: upload.put(b"x" * (1 << 20)), (413, 422, 503)),
+    "longer than declared": (lambda upload: upload.put(upload.data * 2), (422,)),
+    "a megabyte instead": (lambda upload: upload.put(b"x" * (1 << 20)), (422,)),
     "other bytes": (lambda upload: upload.put(bytes(8)), (422,)),
-    "compressed": (lambda upload: upload.put(gzip.compress(b"{}" * 10**6), content_encoding="gzip"), (413, 415, 422)),
+    "compressed": (lambda upload: upload.put(gzip.compress(b"{}" * 10**6), content_encoding="gzip"), (422,)),
     "offset beyond": (lambda upload: upload.put(upload.data[1:], upload_offset="1"), (409,)),
     "offset below zero": (lambda upload: upload.put(upload.data, upload_offset="-1"), (400, 409)),
     "offset of 2**70": (lambda upload: upload.put(upload.data, upload_offset=str(2**70)), (400, 409)),

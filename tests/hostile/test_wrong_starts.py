@@ -6,6 +6,9 @@ import os
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,13 @@ def ended(program: str, *args: str, cwd: Path, env: dict[str, str] | None = None
         env={**clean, **(env or {})},
     )
     return ran.returncode, ran.stderr
+
+
+@contextmanager
+def hung_server() -> Iterator[str]:
+    """The address of a server that lets everybody connect and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
 
 
 @pytest.mark.parametrize(
@@ -124,6 +134,55 @@ def test_a_service_names_a_taken_port(tmp_path: Path, nats_url: str) -> None:
         assert "Traceback" not in said
         status, said = ended("torchrelay-gateway", "--http-port", port, "--nats-url", nats_url, cwd=tmp_path)
         assert status == 1 and "ddress already in use" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("program", "args", "message"),
+    [
+        ("scheduler", ("--cluster-key", KEY), "nats_url (TORCHRELAY_NATS_URL): NATS at nats://127.0.0.1:"),
+        ("worker", ("--worker-id", "w", *KEYED), "nats_url (TORCHRELAY_NATS_URL): NATS at nats://127.0.0.1:"),
+        ("gateway", ("--database-url", "postgresql://ann:hunter2@HUNG/ledger"), "database"),
+    ],
+)
+def test_a_service_that_cannot_start_without_a_server_that_hangs_says_so_in_time(
+    tmp_path: Path, program: str, args: tuple[str, ...], message: str
+) -> None:
+    with hung_server() as address:
+        given = [each.replace("HUNG", address) for each in args]
+        began = time.monotonic()
+        status, said = ended(f"torchrelay-{program}", *given, "--nats-url", f"nats://{address}", cwd=tmp_path)
+        took_s = time.monotonic() - began
+    lines = [line for line in said.splitlines() if not line.startswith("{")]
+    assert status == 1 and len(lines) == 1, said
+    assert lines[0].startswith(f"torchrelay-{program}: ") and message in lines[0] and "does not answer" in lines[0]
+    assert took_s < 40 and "hunter2" not in said
+
+
+@pytest.mark.parametrize(
+    ("program", "args"),
+    [
+        ("gateway", ("--http-port", "0", "--grpc-port", "0", "--redis-url", "redis://ann:hunter2@HUNG/0")),
+        ("param-store", ("--store-id", "s", *KEYED, "--arena-bytes", str(32 << 20))),
+    ],
+)
+def test_a_service_that_can_serves_without_servers_that_hang(
+    tmp_path: Path, program: str, args: tuple[str, ...]
+) -> None:
+    ready = tmp_path / "ready.json"
+    with hung_server() as address:
+        given = [each.replace("HUNG", address) for each in args]
+        common = ("--nats-url", f"nats://{address}", "--ready-file", str(ready))
+        process = subprocess.Popen((str(SCRIPTS / f"torchrelay-{program}"), *given, *common), cwd=tmp_path)
+        try:
+            deadline = time.monotonic() + 60
+            while not ready.exists():
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            process.terminate()
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
 
 
 def test_a_misspelt_key_of_the_file_is_named_with_what_is_meant(tmp_path: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import grpc
+import pytest
 
 from tests.integration.roles_testbed import running_test_worker
 from tests.support.callers import every_token
 from tests.unit.param_store.running_store import CLUSTER_KEY, running_store
+from torchrelay.common.errors import StaleEpoch
 from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.control.v1.generation_pb2 import AttemptStart
 from torchrelay.control.v1.param_store_pb2 import WatchCopiesRequest
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
@@ -81,3 +87,37 @@ async def test_the_streams_of_worker_and_store_carry_beats_if_they_are_asked_for
                 assert beat.incarnation == report.incarnation and not beat.grpc_address
                 stream.cancel()
             assert report.store_id == beat.store_id
+
+
+async def test_a_scheduler_that_is_no_longer_the_newest_learns_it_from_its_streams_and_loses_them(
+    tmp_path: Path, nats_url: str
+) -> None:
+    """It commands nothing, and the broker may be away."""
+    async with running_store(tmp_path) as store, running_test_worker(nats_url, store) as one:
+        address, store_token = (await store.report()).grpc_address, every_token(CLUSTER_KEY, store.store_id)
+        async with (
+            open_channel(one.address, token=one.token) as worker_channel,
+            open_channel(address, token=store_token) as store_channel,
+            asyncio.timeout(20),
+        ):
+            worker_stub, store_stub = WorkerStub(worker_channel), ParamStoreStub(store_channel)
+            watches: list[Callable[[int], Any]] = [
+                lambda epoch: worker_stub.WatchSlot(WatchSlotRequest(beat_every_s=0.1, epoch=epoch)),
+                lambda epoch: store_stub.WatchCopies(WatchCopiesRequest(beat_every_s=0.1, epoch=epoch)),
+            ]
+            for watch in watches:
+                older = aiter(watch(7))
+                assert (await anext(older)).epoch == 7
+                newer = watch(8)
+                assert (await newer.read()).epoch == 8
+                for fenced_out in (older, aiter(watch(7))):
+                    last_epoch = 0
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        async for report in fenced_out:
+                            last_epoch = report.epoch
+                    assert isinstance(error_from_rpc(caught.value), StaleEpoch) and last_epoch == 8
+                assert (await newer.read()).is_beat
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await watch(1 << 62).read()
+                assert "ahead of this host's clock" in str(caught.value.details())
+                newer.cancel()

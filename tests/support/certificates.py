@@ -36,7 +36,7 @@ class Authority:
 
         ``dns``: other names than such a node's.
         """
-        identity = issue(self._ca, self._now + begin, self._now + end, dns or node_names(name, *callers))
+        identity = issue(self._ca, self._now + begin, self._now + end, dns or node_names(*callers))
         files = TlsFiles(self._folder / "ca.crt", self._folder / f"{name}.crt", self._folder / f"{name}.key")
         files.cert.write_bytes(identity.cert.public_bytes(Encoding.PEM))
         files.key.write_bytes(identity.key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))

@@ -55,8 +55,16 @@ class Http2Client:
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
 
-    def greet(self) -> None:
-        self.sock.sendall(PREFACE + frame(SETTINGS))
+    def greet(self, window: int = 65_535) -> None:
+        """``window``: bytes of a call's answer that the server may send before it is told that they were read."""
+        self.sock.sendall(PREFACE + frame(SETTINGS, payload=struct.pack(">HI", 4, window)))
+
+    def widen(self, stream: int, num_bytes: int) -> None:
+        """The window of a call."""
+        self.sock.sendall(frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", num_bytes)))
+
+    def send_message(self, stream: int, message: bytes) -> None:
+        self.sock.sendall(frame(DATA, END_STREAM, stream, struct.pack(">BI", 0, len(message)) + message))
 
     def open_call(self, stream: int, method: str, *more: tuple[str, str]) -> None:
         """The metadata of a call, without its message."""
@@ -82,16 +90,23 @@ class Http2Client:
 
     def end_of(self, stream: int) -> bytes:
         """The frames' payloads of a call up to its end; empty if the connection ended first."""
-        told = bytearray()
+        return self.ends_of({stream})[stream]
+
+    def ends_of(self, streams: set[int]) -> dict[int, bytes]:
+        """The same of several calls."""
+        told, is_open = dict.fromkeys(streams, b""), set(streams)
         try:
             for kind, flags, of, payload in self.frames():
-                if of == stream and kind in (DATA, HEADERS, CONTINUATION):
-                    told += payload
-                if of == stream and (kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM)):
-                    return bytes(told) or b"reset"
+                if of in is_open and kind in (DATA, HEADERS, CONTINUATION):
+                    told[of] += payload
+                if of in is_open and (kind == RST_STREAM or (kind == HEADERS and flags & END_STREAM)):
+                    told[of] = told[of] or b"reset"
+                    is_open.remove(of)
+                if not is_open:
+                    return told
         except (BrokenPipeError, ConnectionResetError):
             pass
-        return b""
+        return {**told, **dict.fromkeys(is_open, b"")}
 
     def is_closed(self, timeout_s: float) -> bool:
         """Whether the server closes within ``timeout_s``."""

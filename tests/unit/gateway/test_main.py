@@ -7,11 +7,12 @@ import os
 import secrets
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -67,6 +68,15 @@ def gateway(
         process.wait()
 
 
+def await_beat(home: Path, gateway_id: str, number: int) -> None:
+    """Until the gateway has beaten so often, which nothing else that it does may delay."""
+    deadline = time.monotonic() + START_S
+    with closing(sqlite3.connect(home / "ledger.db")) as ledger:
+        while ledger.execute("SELECT beat FROM gateways WHERE gateway_id = ?", (gateway_id,)).fetchone() < (number,):
+            assert time.monotonic() < deadline, "the gateway does not beat"
+            time.sleep(0.05)
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     made = tmp_path / f"t{secrets.token_hex(4)}"
@@ -77,6 +87,7 @@ def home(tmp_path: Path) -> Path:
 def test_keys_outlive_kill_9_and_sigterm_ends_in_order(home: Path, nats_url: str, redis_url: str) -> None:
     with gateway(home, nats_url, redis_url) as (process, addresses):
         first_id = addresses["gateway_id"]
+        await_beat(home, first_id, 3)
         with httpx.Client(base_url=addresses["http"], trust_env=False) as client:
             admin = {"authorization": f"Bearer {ADMIN_KEY}"}
             assert client.post("/v1/tenants", json={"name": "acme"}, headers=admin).status_code == 201

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
 import sys
+import termios
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,7 +18,8 @@ import pytest
 
 from tests.support.callers import every_token
 from tests.unit.param_store.holders import bytes_in
-from tests.unit.param_store.running_store import CLUSTER_KEY, REMOTE, is_complete, running_store
+from tests.unit.param_store.model_folders import write_folder
+from tests.unit.param_store.running_store import CLUSTER_KEY, REMOTE, declared, is_complete, running_store
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.nats_client import Subjects, connect
 from torchrelay.common.net.rpc.channels import open_channel
@@ -25,6 +28,7 @@ from torchrelay.control.v1 import param_store_pb2 as pb
 from torchrelay.control.v1 import reports_pb2
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.param_store.background_tasks import publish_reports
+from torchrelay.param_store.main import STOP_LIMIT_S
 from torchrelay.param_store.settings import StoreSettings
 from torchrelay.transfer.arena.arena import Arena
 from torchrelay.transfer.protocol.tickets import derive_node_key
@@ -119,6 +123,33 @@ async def test_the_process_says_where_it_serves_and_leaves_nothing_behind(tmp_pa
         assert process.returncode == 0, errors
     assert not ready.exists()
     assert f"torchrelay-{store_id}" not in shared_memory()
+
+
+def num_unread(descriptor: int) -> int:
+    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+async def test_a_store_whose_disk_hangs_ends_when_it_is_told_to(tmp_path: Path, nats_url: str) -> None:
+    store_id, folder = new_id("sto"), write_folder(tmp_path / "model")
+    async with store_process(tmp_path, store_id, nats_url) as process:
+        address = json.loads((tmp_path / "ready.json").read_text())["grpc"]
+        async with open_channel(address, token=every_token(CLUSTER_KEY, store_id)) as channel:
+            stub = ParamStoreStub(channel)
+            await stub.BeginUpload(pb.BeginUploadRequest(upload_id="u1", tenant_id="ten-1", files=declared(folder)))
+            pipe = tmp_path / "data/uploads/u1/files/model.safetensors"
+            os.mkfifo(pipe)  # a file whose writer waits for ever once 64 KiB are unread
+            reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+            opening = pb.PutFileRequest.Open(upload_id="u1", path=pipe.name)
+            call = stub.PutFile()
+            await call.write(pb.PutFileRequest(open=opening))
+            await call.write(pb.PutFileRequest(data=bytes(100_000)))
+            async with asyncio.timeout(20):
+                while num_unread(reader) < 1 << 16:  # noqa: ASYNC110 -- the kernel has no event for it
+                    await asyncio.sleep(0.01)
+            process.send_signal(signal.SIGTERM)
+            await asyncio.wait_for(process.communicate(), STOP_LIMIT_S + 10)
+    os.close(reader)
+    assert process.returncode == -signal.SIGALRM
 
 
 async def test_a_killed_store_comes_back_with_its_packs(

@@ -11,7 +11,7 @@ from tests.unit.cli.conftest import Run
 from torchrelay.cli.errors import CliError
 from torchrelay.cli.home import Home
 from torchrelay.cli.up import run as run_module
-from torchrelay.cli.up.command import check_device
+from torchrelay.cli.up.flags import check_device
 from torchrelay.cli.up.plan import UpOptions
 
 

@@ -52,12 +52,17 @@ async def test_our_servers_listen_on_reserved_ports_again_and_again(ports: Ports
     for _ in range(2):
         server = RpcServer("127.0.0.1", port)
         await server.start()
-        with socket.create_connection(("127.0.0.1", port), timeout=5):
-            pass
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as caller:
+            assert server.port == port == caller.getpeername()[1]
         await server.stop()
     for _ in range(2):
-        with socket.create_server(("127.0.0.1", port)), socket.create_connection(("127.0.0.1", port), timeout=5):
-            pass
+        with (
+            socket.create_server(("127.0.0.1", port)) as listening,
+            socket.create_connection(("127.0.0.1", port), timeout=5) as caller,
+        ):
+            accepted, peer = listening.accept()
+            accepted.close()
+            assert peer == caller.getsockname()
 
 
 def test_brokers_listen_on_reserved_ports_again_and_again(ports: Ports, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,17 @@ GIB = 1 << 30
 MACHINE = Machine(num_cores=2, memory_bytes=8 * GIB, shared_memory_bytes=4 * GIB)
 
 
-def test_what_fits_is_accepted() -> None:
-    check_threads(2, MACHINE)
-    check_kv_pools(8 * GIB, MACHINE)
-    check_arena(4 * GIB, 0, MACHINE)
-    check_arena(5 * GIB, 1 * GIB, MACHINE)  # a part is there from an earlier run
+def test_what_just_fits_is_accepted_and_one_more_is_not() -> None:
+    checks: list[tuple[Callable[[int], None], int]] = [
+        (lambda asked: check_threads(asked, MACHINE), 2),
+        (lambda asked: check_kv_pools(asked, MACHINE), 8 * GIB),
+        (lambda asked: check_arena(asked, 0, MACHINE), 4 * GIB),
+        (lambda asked: check_arena(asked, 1 * GIB, MACHINE), 5 * GIB),  # a part is there from an earlier run
+    ]
+    for check, most in checks:
+        check(most)
+        with pytest.raises(InvalidRequest):
+            check(most + 1)
     check_arena(100 * GIB, 0, Machine(2, None, None))
 
 

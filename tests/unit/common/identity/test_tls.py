@@ -12,9 +12,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.support.certificates import DAY, Authority
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.identity.tls import Tls, TlsFiles, TlsUnusable
 from torchrelay.common.net import health_check
-from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.probes import GrpcProbe
+from torchrelay.common.net.rpc.channels import open_blocking_channel, open_channel
 from torchrelay.common.net.rpc.server import RpcServer
 
 
@@ -88,6 +90,27 @@ async def test_the_health_check_comes_as_a_peer_and_knows_the_plain_door(
     assert await said_of(address) == "serving\n"
     assert await said_of(f"127.0.0.1:{door.port}") == "serving\n"
     await door.stop(0)
+
+
+@pytest.mark.parametrize("callee", [Caller.SCHEDULER, Caller.STORE, Caller.WORKER])
+async def test_a_client_talks_to_the_part_it_means_alone(cluster: Authority, callee: Caller) -> None:
+    """A worker that turned may listen where the scheduler did; its certificate is of the same cluster."""
+    client = Tls(cluster.node("client", Caller.GATEWAY))
+    for part in Caller:
+        server = RpcServer("127.0.0.1", tls=Tls(cluster.node("server", part)))
+        await server.start()
+        address = f"127.0.0.1:{server.port}"
+        async with open_channel(address, client, callee=callee) as channel:
+            fault = await GrpcProbe(channel).ask()
+        assert fault == ("" if part is callee else "refuses connections"), part
+        with open_blocking_channel(address, client, callee=callee) as blocking:
+            connected = grpc.channel_ready_future(blocking)
+            if part is callee:
+                await asyncio.to_thread(connected.result, 20)
+            else:
+                with pytest.raises(grpc.FutureTimeoutError):
+                    await asyncio.to_thread(connected.result, 0.5)
+        await server.stop(0)
 
 
 def test_what_every_peer_would_refuse_is_found_at_once(cluster: Authority, stranger: Authority) -> None:

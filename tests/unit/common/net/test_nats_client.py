@@ -39,7 +39,10 @@ async def test_users_of_another_server_get_their_answers(tmp_path: Path, user: s
     with nats_server(tmp_path, authorization=users) as url:
         client = await nats_client.connect(with_credentials(url, user, secret), "test")
         try:
-            await nats_client.ensure_streams(client.jetstream(), nats_client.Subjects())
+            js = client.jetstream()
+            await nats_client.ensure_streams(js, nats_client.Subjects())
+            made = await js.stream_info(nats_client.HISTORY_STREAM)
+            assert made.config.max_bytes == nats_client.MIN_STREAM_BYTES
         finally:
             await client.close()
 

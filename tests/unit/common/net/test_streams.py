@@ -83,3 +83,10 @@ async def test_whoever_does_not_size_the_streams_leaves_them_as_they_are(server:
         assert await ensure_streams(js, SUBJECTS, sizes=WANTED)
         await ensure_streams(js, SUBJECTS)
         assert await sizes_of(js) == WANTED
+
+
+async def test_streams_have_as_many_replicas_as_are_asked_for(tmp_path: Path) -> None:
+    async with SmallServer(tmp_path).storing(100) as js:
+        await ensure_streams(js, SUBJECTS, 1, WANTED)
+        with pytest.raises(nats.js.errors.APIError, match="replicas > 1 not supported in non-clustered mode"):
+            await ensure_streams(js, SUBJECTS, 3, WANTED)

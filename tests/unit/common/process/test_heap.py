@@ -24,3 +24,37 @@ print(resident_bytes() - before)
 def test_large_blocks_return_to_the_system() -> None:
     said = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True).stdout
     assert int(said) < 1 << 20
+
+
+FRAGMENTS = """
+import asyncio, ctypes
+from pathlib import Path
+from torchrelay.common.process.heap import keep_heap_small, return_free_memory
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+async def main():
+    keep_heap_small()
+    before = resident_bytes()
+    blocks = [libc.malloc(16 << 10) for _ in range(4096)]
+    for block in blocks:
+        ctypes.memset(block, 1, 16 << 10)
+    for block in blocks[:-1]:  # the last one stays, and keeps the others from the end of the heap
+        libc.free(block)
+    assert resident_bytes() - before > 60 << 20
+    async with asyncio.timeout(20):
+        returning = asyncio.ensure_future(return_free_memory(0.01))
+        while resident_bytes() - before > 8 << 20:
+            await asyncio.sleep(0.01)
+        returning.cancel()
+
+asyncio.run(main())
+"""
+
+
+def test_memory_between_blocks_in_use_returns_to_the_system() -> None:
+    subprocess.run([sys.executable, "-c", FRAGMENTS], check=True)

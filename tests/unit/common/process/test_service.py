@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = """
-import asyncio, ctypes, sys, time
+import asyncio, ctypes, os, sys, time
 from contextlib import asynccontextmanager
 from pathlib import Path
 from torchrelay.common.process.service import run_service
@@ -27,6 +27,9 @@ async def serving():
         if sys.argv[2] == "stuck":
             await asyncio.Event().wait()
         loop = asyncio.get_running_loop()
+        if sys.argv[2] == "never_ends":
+            os.mkfifo(folder / "pipe")
+            loop.run_in_executor(None, (folder / "pipe").read_bytes)
         if sys.argv[2] == "hangs":
             loop.call_later(0.2, time.sleep, 60)
         if sys.argv[2] == "hangs_with_gil":
@@ -40,7 +43,8 @@ async def serving():
     finally:
         (folder / "cleaned").touch()
 
-run_service("test", ServiceSettings(ready_file=folder / "ready.json", watchdog_s=float(sys.argv[3])), serving)
+settings = ServiceSettings(ready_file=folder / "ready.json", watchdog_s=float(sys.argv[3]))
+run_service("test", settings, serving, stop_limit_s=1 if sys.argv[2] == "never_ends" else 0)
 """
 
 
@@ -73,6 +77,17 @@ def test_a_service_that_waits_at_its_start_ends_at_once(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
     assert (tmp_path / "cleaned").exists() and not (tmp_path / "ended").exists()
+
+
+def test_a_thread_that_never_returns_does_not_keep_a_service_from_ending(tmp_path: Path) -> None:
+    process = run(tmp_path, "never_ends")
+    try:
+        await_file(tmp_path / "ready.json")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == -signal.SIGALRM
+        assert (tmp_path / "ended").exists() and not (tmp_path / "ready.json").exists()  # what can, ends in order
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("kind", ["hangs", "hangs_with_gil"])

@@ -9,8 +9,10 @@ from tokenizers import Tokenizer
 from tests.support.sample_tokenizers import tiny_tokenizer
 from torchrelay.common.tokens.stop_strings import StopChecker, StopTrimmer
 from torchrelay.common.tokens.text_stream import TextStream
+from torchrelay.common.tokens.token_decoder import TokenDecoder
 
 TOKENIZER = Tokenizer.from_str(tiny_tokenizer().decode())
+TOKENS = TokenDecoder.of(TOKENIZER)
 
 
 def cut(text: str, stops: list[str]) -> str:
@@ -44,7 +46,7 @@ def test_however_the_text_is_cut_it_ends_before_the_stop(pieces: list[str], stop
 
 @given(st.text("ab STOP\n🔥", max_size=30), st.lists(st.text("ab STOP\n🔥", min_size=1, max_size=5), max_size=3))
 def test_worker_and_gateway_agree_on_the_token_that_ends(text: str, stops: list[str]) -> None:
-    checker, stream, trimmer = StopChecker(TOKENIZER, stops), TextStream(TOKENIZER), StopTrimmer(stops)
+    checker, stream, trimmer = StopChecker(TOKENS, stops), TextStream(TOKENS), StopTrimmer(stops)
     for token_id in TOKENIZER.encode(text).ids:
         trimmer.push(stream.step(token_id))
         assert checker.step(token_id) == trimmer.stopped

@@ -19,9 +19,11 @@ from tests.support.sample_tokenizers import (
 from torchrelay.common.errors import TorchrelayError
 from torchrelay.common.tokens.stop_strings import StopChecker
 from torchrelay.common.tokens.text_stream import MAX_HELD_TOKENS, TextStream
+from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
 
 TOKENIZER = Tokenizer.from_str(tiny_tokenizer().decode())
+TOKENS = TokenDecoder.of(TOKENIZER)
 
 
 def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:
@@ -29,43 +31,44 @@ def decoded(tokenizer: Tokenizer, token_ids: list[int]) -> str:
     return text
 
 
-def streamed(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    stream = TextStream(tokenizer)
+def streamed(decoder: TokenDecoder, token_ids: list[int]) -> str:
+    stream = TextStream(decoder)
     return "".join([stream.step(token_id) for token_id in token_ids]) + stream.flush()
 
 
 @given(st.text(max_size=40))
 def test_streamed_text_is_the_whole_text(text: str) -> None:
     ids = TOKENIZER.encode(text).ids
-    assert streamed(TOKENIZER, ids) == decoded(TOKENIZER, ids)
+    assert streamed(TOKENS, ids) == decoded(TOKENIZER, ids)
 
 
 @given(st.lists(st.integers(0, TOKENIZER.get_vocab_size() - 1), max_size=MAX_HELD_TOKENS - 1))
 def test_any_tokens_even_of_broken_characters_give_the_whole_text(ids: list[int]) -> None:
-    assert streamed(TOKENIZER, ids) == decoded(TOKENIZER, ids)
+    assert streamed(TOKENS, ids) == decoded(TOKENIZER, ids)
 
 
 BYTES = load_tokenizer(byte_fallback_tokenizer())
+BYTE_TOKENS = load_decoder(byte_fallback_tokenizer())
 
 
 @given(st.text("abhelo é🔥", max_size=30))
 def test_spaces_and_bytes_of_another_decoder_come_through(text: str) -> None:
     ids = BYTES.encode(text).ids
-    assert streamed(BYTES, ids) == decoded(BYTES, ids)
+    assert streamed(BYTE_TOKENS, ids) == decoded(BYTES, ids)
 
 
 def test_special_tokens_have_no_text() -> None:
     eos = TOKENIZER.token_to_id(EOS)
     assert eos is not None
     ids = [eos, *TOKENIZER.encode("hello").ids, eos]
-    assert streamed(TOKENIZER, ids) == "hello"
+    assert streamed(TOKENS, ids) == "hello"
 
 
 def test_invalid_bytes_without_end_are_shown_and_forgotten() -> None:
     """A model gone wrong must not make each step dearer than the one before."""
     invalid = TOKENIZER.token_to_id("ÿ")  # the byte 0xff
     assert invalid is not None
-    stream = TextStream(TOKENIZER)
+    stream = TextStream(TOKENS)
     text = "".join([stream.step(invalid) for _ in range(MAX_HELD_TOKENS * 10)])
     assert text == "\ufffd" * MAX_HELD_TOKENS * 10
     assert "".join([stream.step(token) for token in TOKENIZER.encode(" hello").ids]) == " hello"
@@ -73,10 +76,10 @@ def test_invalid_bytes_without_end_are_shown_and_forgotten() -> None:
 
 def test_tokens_that_the_decoder_panics_at_are_an_error_with_a_cause() -> None:
     """A panic of the library is no ``Exception``: uncaught it would end neither the request nor anything else."""
-    tokenizer = load_decoder(panicking_tokenizer())
+    tokenizer, decoder = load_tokenizer(panicking_tokenizer()), load_decoder(panicking_tokenizer())
     fine, panic = tokenizer.token_to_id("h"), tokenizer.token_to_id(PANIC)
     assert fine is not None and panic is not None
-    for checked in (TextStream(tokenizer), StopChecker(tokenizer, ["STOP"])):
+    for checked in (TextStream(decoder), StopChecker(decoder, ["STOP"])):
         checked.step(fine)
         with pytest.raises(TorchrelayError, match="the model's tokenizer failed to decode its tokens") as failed:
             checked.step(panic)
@@ -88,10 +91,9 @@ def test_held_tokens_that_the_decoder_panics_at_are_an_error_too() -> None:
     fields = json.loads(panicking_tokenizer())
     fields["decoder"]["decoders"].reverse()  # strips the text of all tokens, which is now empty
     fields["decoder"]["decoders"][1]["content"] = "\ufffd"
-    tokenizer = load_decoder(json.dumps(fields).encode())
-    invalid = tokenizer.token_to_id("ÿ")  # the byte 0xff
+    invalid = TOKENIZER.token_to_id("ÿ")  # the byte 0xff
     assert invalid is not None
-    stream = TextStream(tokenizer)
+    stream = TextStream(load_decoder(json.dumps(fields).encode()))
     with pytest.raises(TorchrelayError, match="failed to decode"):
         stream.step(invalid)
         stream.flush()

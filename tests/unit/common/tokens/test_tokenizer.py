@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +86,34 @@ def test_merges_of_a_wrong_form_are_refused() -> None:
             load_tokenizer(with_model(TINY, merges=merges))
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, load_decoder])
-def test_added_tokens_by_the_thousand_keep_their_ids(load: Callable[[bytes], Tokenizer]) -> None:
+def test_added_tokens_by_the_thousand_keep_their_ids() -> None:
     """Special and other tokens in turn: added one by one, they would take minutes."""
     fields = json.loads(TINY)
     size = len(fields["model"]["vocab"])
     fields["added_tokens"] += [
         {"id": size + index, "content": f"<extra {index}>", "special": index % 2 == 0} for index in range(12_000)
     ]
-    loaded = load(json.dumps(fields).encode())
+    encoded = json.dumps(fields).encode()
+    loaded, decoder = load_tokenizer(encoded), load_decoder(encoded)
     added = loaded.get_added_tokens_decoder()
     for entry in fields["added_tokens"]:
         token = added.pop(entry["id"])
         assert (token.content, token.special) == (entry["content"], entry["special"])
         assert loaded.token_to_id(entry["content"]) == entry["id"]
+        assert decoder.spelling(entry["id"]) == entry["content"]
+        assert decoder.shown(entry["id"]) == (None if entry["special"] else entry["content"])
     assert not added
 
 
-@pytest.mark.parametrize("load", [load_tokenizer, load_decoder])
-def test_added_tokens_whose_ids_the_library_would_not_give_get_those_it_gives(
-    load: Callable[[bytes], Tokenizer],
-) -> None:
+def test_added_tokens_whose_ids_the_library_would_not_give_get_those_it_gives() -> None:
     fields = json.loads(TINY)
     size = len(fields["model"]["vocab"])
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False}
     fields["added_tokens"] += [{"id": size + 7, "content": "<x>", **flags}, {"id": size + 9, "content": "a", **flags}]
     encoded = json.dumps(fields).encode()
-    assert load(encoded).get_added_tokens_decoder() == Tokenizer.from_str(encoded.decode()).get_added_tokens_decoder()
+    whole = Tokenizer.from_str(encoded.decode()).get_added_tokens_decoder()
+    assert load_tokenizer(encoded).get_added_tokens_decoder() == whole
+    assert load_decoder(encoded).declared == {token_id: token.content for token_id, token in whole.items()}
 
 
 def test_a_panic_of_the_library_is_an_error_of_the_file() -> None:

@@ -82,6 +82,39 @@ def test_replayed_output_is_exact(model_of: ModelOf, family: str) -> None:
     assert_idle(instance)
 
 
+def test_who_watches_sees_that_a_step_records_and_that_it_has_recorded(model_of: ModelOf) -> None:
+    seen: list[tuple[bool, int]] = []
+
+    class Watched(CallingCapturer):
+        def capture(self, compute: Replay) -> Replay:
+            seen.append((instance.is_recording, instance.num_advances))
+
+            def replay() -> torch.Tensor:
+                seen.append((instance.is_recording, instance.num_advances))
+                return compute()
+
+            return replay
+
+    instance = model_of().instance(backends=recording(Watched()), device=str(DEVICE))
+    instance.prefill(group_of(prompt_of(5), sampling=SAMPLING))
+    run(instance)
+    (is_recording, before), (is_still_recording, after), *replays = seen
+    assert is_recording and not is_still_recording and after > before
+    assert len(replays) == SAMPLING.max_tokens - 2 and not any(each for each, _ in replays)
+
+
+def test_a_recording_that_fails_is_over(model_of: ModelOf) -> None:
+    class Failing(CallingCapturer):
+        def capture(self, compute: Replay) -> Replay:
+            raise RuntimeError("out of memory")
+
+    instance = model_of().instance(backends=recording(Failing()), device=str(DEVICE))
+    instance.prefill(group_of(prompt_of(5), sampling=SAMPLING))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(instance)
+    assert not instance.is_recording
+
+
 def test_padding_rows_write_to_no_page(model_of: ModelOf) -> None:
     model = model_of()
     instance = model.instance(backends=recording(CallingCapturer()), device=str(DEVICE))

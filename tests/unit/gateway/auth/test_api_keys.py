@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
+import asyncpg
 import pytest
 
 from tests.support.silent_proxy import SilentProxy
@@ -10,7 +13,7 @@ from tests.unit.gateway.conftest import PEPPER, AccountingRig
 from torchrelay.common.errors import NotFound, Unauthenticated, Unavailable
 from torchrelay.gateway.auth.api_keys import ApiKeys, load_pepper
 from torchrelay.gateway.auth.tenants import Tenants
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import ANSWER_LIMIT_S, Database
 from torchrelay.gateway.sql.table_versions import TableVersions
 
 
@@ -139,6 +142,32 @@ async def test_a_silent_database_costs_every_caller_the_same_three_seconds(postg
         proxy.speak()
         await until_authenticated(keys, tokens[0])
         await database.close()
+
+
+async def test_two_late_answers_of_a_database_cost_no_more_than_one(postgres_url: str) -> None:
+    database = Database(postgres_url)
+    versions = TableVersions(database, confirm_s=0.5)
+    keys, tenants = ApiKeys(database, versions, PEPPER), Tenants(database, versions)
+    token = (await keys.create("acme", (await tenants.create("acme")).tenant_id))[1]
+    async with locked(postgres_url, "api_keys"):
+        async with locked(postgres_url, "table_versions"):
+            waiting = asyncio.ensure_future(refusal_s(keys, token))
+            await asyncio.sleep(0.8 * ANSWER_LIMIT_S)  # so late comes the first answer; the second never does
+        assert await waiting < 4
+    await until_authenticated(keys, token)
+    await database.close()
+
+
+@asynccontextmanager
+async def locked(url: str, table: str) -> AsyncIterator[None]:
+    """Inside the block, who reads the table waits."""
+    connection = await asyncpg.connect(url)
+    try:
+        async with connection.transaction():
+            await connection.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+            yield
+    finally:
+        await connection.close()
 
 
 async def until_authenticated(keys: ApiKeys, token: str) -> None:

@@ -83,6 +83,7 @@ async def test_beats_go_on_when_sql_was_away(parts: AccountingRig) -> None:
     heartbeat = Faulty(parts.database, "here")
     async with background(heartbeat.run(0.01, timeout_s=10)):
         await until_beaten(heartbeat, "here", 2)
+    assert (heartbeat.num_faults, heartbeat.num_lost) == (2, 0)
 
 
 async def test_a_beat_that_hangs_is_given_up_and_tried_again(parts: AccountingRig) -> None:
@@ -98,3 +99,4 @@ async def test_a_beat_that_hangs_is_given_up_and_tried_again(parts: AccountingRi
     heartbeat = Stuck(parts.database, "here")
     async with background(heartbeat.run(0.01, timeout_s=0.05)):
         await until_beaten(heartbeat, "here", 2)
+    assert (heartbeat.num_stuck, heartbeat.num_lost) == (1, 0)

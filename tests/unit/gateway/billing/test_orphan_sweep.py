@@ -234,8 +234,9 @@ async def test_a_gateway_goes_on_beating_while_its_sweep_takes_long(parts: Accou
         await slow.reading.wait()
         for _ in range(3):  # while the sweep waits for the registers
             before = (await heartbeat.beats())["gw-sweeping"]
-            while (await heartbeat.beats())["gw-sweeping"] == before:  # noqa: ASYNC110 -- a count in SQL has no event
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(4):  # sooner than the database gives up who holds it
+                while (await heartbeat.beats())["gw-sweeping"] == before:  # noqa: ASYNC110 -- a count in SQL has no event
+                    await asyncio.sleep(0.01)
         await watching.observe()
         slow.released.set()
         while (await reconcile(parts.database)).num_settled < 1500:  # noqa: ASYNC110

@@ -237,3 +237,4 @@ async def test_the_collection_goes_on_after_a_round_that_failed(
         async with asyncio.timeout(30), background(job):
             while not store.deleted:  # noqa: ASYNC110 -- the scripted store has no event
                 await asyncio.sleep(0.01)
+    assert (faulty.faults, store.deleted, set(store.published)) == ([], ["v1"], {"v2"})

@@ -138,6 +138,28 @@ async def test_a_message_that_does_not_come_ends_its_call(make_rig: MakeRig, met
     assert rig.shares.requests.num_held == 0
 
 
+async def test_an_answer_that_is_not_taken_ends_its_request(make_rig: MakeRig) -> None:
+    """The cause is told once the client reads; until then the call counts in its tenant's share of requests."""
+    rig = await make_rig(answer_silence_s=0.5)
+    rig.workers[0].pause_at = rig.workers[1].pause_at = 5  # the request does not end by itself
+    with http2_client(rig.grpc_address) as client:
+
+        def ask() -> None:
+            client.greet(window=0)
+            client.open_call(1, GENERATE, *METADATA)
+            client.send_message(1, request(max_tokens=50).SerializeToString())
+
+        await asyncio.to_thread(ask)
+        await until(lambda: rig.workers[0].num_running + rig.workers[1].num_running == 1)
+        await until(lambda: rig.workers[0].num_running + rig.workers[1].num_running == 0)
+        await until(lambda: bool(rig.ports.settled) and not rig.ports.reserved)
+        assert next(iter(rig.ports.settled.values()))[0].cause == FinishCause.CANCELLED
+        assert rig.shares.requests.num_held == 1
+        client.widen(1, 100_000)
+        assert b"nothing of the answer was taken for 0.5 s" in await asyncio.to_thread(client.end_of, 1)
+    await until(lambda: rig.shares.requests.num_held == 0)
+
+
 async def test_open_requests_of_a_tenant_are_bounded_over_both_doors(make_rig: MakeRig) -> None:
     rig = await make_rig(max_open_requests_per_tenant=2)
     rig.scheduler.open_gate.clear()
@@ -183,9 +205,11 @@ async def test_nothing_of_a_refused_request_is_kept(rig: TokenPathRig, door: str
                 made = pb.GenerateRequest(model="nobody/none", prompt="x" * 10_000)
                 with pytest.raises(grpc.aio.AioRpcError):
                     await anext(aiter(InferenceStub(channel).Generate(made, metadata=METADATA)))
+                del made
 
         def is_kept() -> bool:
-            return any(isinstance(each, GenerateParams) and each.model == "nobody/none" for each in gc.get_objects())
+            kinds = (GenerateParams, pb.GenerateRequest)
+            return any(isinstance(each, kinds) and each.model == "nobody/none" for each in gc.get_objects())
 
         await until(lambda: not is_kept(), 20)
     finally:

@@ -45,3 +45,10 @@ async def test_the_line_of_a_tenant_is_bounded() -> None:
     waiting[1] = asyncio.ensure_future(query())
     go_on.set()
     await asyncio.gather(*waiting)
+
+
+async def test_nothing_is_kept_of_a_tenant_without_a_turn() -> None:
+    line = TenantLanes(None, at_once=1, total_at_once=1)
+    async with line.turn("a"):
+        assert list(line._lanes) == ["a"]
+    assert not line._lanes

@@ -2,7 +2,12 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
+from tests.support.silent_proxy import SilentProxy
 from tests.unit.gateway.conftest import AccountingRig
+from torchrelay.common.errors import Unavailable
+from torchrelay.gateway.sql.database import Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 
 
@@ -49,3 +54,28 @@ async def test_a_doubt_during_the_question_makes_its_answer_good_once_only(parts
     for _ in range(3):
         await table_versions.confirmed("keys")
     assert num_asked == 2
+
+
+async def test_a_query_that_outlasts_all_who_waited_ends_before_its_database_is_closed(postgres_url: str) -> None:
+    has_ended = False
+
+    class Noted(TableVersions):
+        async def _query(self) -> None:
+            nonlocal has_ended
+            try:
+                await super()._query()
+            finally:
+                has_ended = True
+
+    async with SilentProxy(postgres_url).serving() as proxy:
+        database = Database(proxy.url)
+        versions = Noted(database, 0.5)
+        await versions.confirmed("keys")
+        has_ended = False
+        versions.invalidate()
+        proxy.fall_silent()
+        with pytest.raises(Unavailable, match="does not answer"):
+            await versions.confirmed("keys")
+        assert not has_ended
+        await database.close()
+        assert has_ended

@@ -20,6 +20,7 @@ from torchrelay.common.errors import (
     Overloaded,
     QuotaExceeded,
     TorchrelayError,
+    Unavailable,
     UploadRefused,
 )
 from torchrelay.common.ids import new_id
@@ -321,6 +322,41 @@ def test_after_a_restart_what_was_received_is_digested_once_more(tmp_path: Path)
     assert upload.file_progress("model.safetensors").complete
 
 
+async def test_digesting_again_leaves_other_calls_their_threads(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, names = (folder / "model.safetensors").read_bytes(), ("u1", "u2", "u3")
+    async with running_store(tmp_path) as store:
+        for upload_id in names:
+            await begin(store, folder, upload_id)
+            await put(store, upload_id, "model.safetensors", data[:5000])
+    going_on, opened = threading.Event(), threading.Semaphore(0)
+    resume, open_file = FileWriter.resume, StagedUpload.open_file
+
+    def slow(writer: FileWriter) -> None:
+        assert going_on.wait(60)
+        resume(writer)
+
+    def counted(upload: StagedUpload, path: str, offset: int) -> FileWriter | None:
+        opened.release()
+        return open_file(upload, path, offset)
+
+    monkeypatch.setattr(FileWriter, "resume", slow)
+    monkeypatch.setattr(StagedUpload, "open_file", counted)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
+    async with running_store(tmp_path) as store:  # restarted: what it has must be digested once more
+        rest = [asyncio.ensure_future(put(store, name, "model.safetensors", data[5000:], 5000)) for name in names]
+        try:
+            async with asyncio.timeout(20):
+                while opened._value < len(names):  # noqa: ASYNC110 -- it is counted on other threads
+                    await asyncio.sleep(0.01)
+                await begin(store, folder, "u4")
+                assert (await put(store, "u4", "model.safetensors", data)).complete
+        finally:
+            going_on.set()
+        assert all([(await ended).complete for ended in rest])
+
+
 async def test_committing_again_answers_the_same_version(tmp_path: Path) -> None:
     folder = write_shards(tmp_path / "model")
     async with running_store(tmp_path) as store:
@@ -339,13 +375,7 @@ async def test_a_commit_that_is_cancelled_can_be_run_again(tmp_path: Path, folde
         call = store.stub.Commit(pb.CommitRequest(upload_id="u1"))
         await anext(aiter(call))
         call.cancel()
-        async with asyncio.timeout(10):
-            while True:
-                try:
-                    assert (await commit(store, "u1"))[-1].version.version_id
-                    break
-                except grpc.aio.AioRpcError as error:
-                    assert "being committed" in error_from_rpc(error).message
+        await until_committed(store, "u1")
 
 
 async def test_a_remote_store_that_takes_nothing_leaves_other_calls_their_threads(
@@ -387,6 +417,42 @@ async def test_a_remote_store_that_takes_nothing_leaves_other_calls_their_thread
             published.set()
         assert all([(await ended)[-1].version.version_id for ended in commits])
         assert len(began) == 3
+
+
+async def test_a_commit_does_not_wait_for_a_publication_that_hangs(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers, publish = threading.Event(), Versions.publish
+
+    def hung(versions: Versions, *args: Any) -> Version:
+        assert answers.wait(60)
+        return publish(versions, *args)
+
+    monkeypatch.setattr(Versions, "publish", hung)
+    async with running_store(tmp_path, commit_stall_s=5.0) as store:
+        try:
+            await send(store, folder, "u1")
+            assert all(file.complete for file in (await begin(store, folder, "u2")).files)  # taken over
+            async with asyncio.timeout(30):
+                refused = await asyncio.gather(commit(store, "u1"), commit(store, "u2"), return_exceptions=True)
+        finally:
+            answers.set()
+        said = [error_from_rpc(error) for error in refused if isinstance(error, grpc.aio.AioRpcError)]
+        assert [type(error) for error in said] == [Unavailable, Unavailable]
+        assert all("remote store" in error.message and "commit again" in error.message for error in said)
+        for upload_id in ("u1", "u2"):
+            await until_committed(store, upload_id)
+
+
+async def until_committed(store: RunningStore, upload_id: str) -> None:
+    """A commit that was given up may still be ending."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                assert (await commit(store, upload_id))[-1].version.version_id
+                return
+            except grpc.aio.AioRpcError as error:
+                assert "being committed" in error_from_rpc(error).message
 
 
 async def test_a_file_is_free_again_when_its_call_ends_while_it_is_opened(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
+from asyncio.subprocess import Process
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -163,8 +165,10 @@ async def test_a_turn_may_be_released_whether_it_came_or_not() -> None:
     asked.cancel()
     for turn in (waiting, held, Turn("never asked for")):
         queue.release(turn)
+    last = Turn("three")
     async with asyncio.timeout(20):
-        await queue.acquire(Turn("three"))
+        await queue.acquire(last)
+    assert last.decided.is_set() and not waiting.decided.is_set()
 
 
 async def test_a_packer_that_makes_no_progress_is_ended(tmp_path: Path) -> None:
@@ -175,6 +179,40 @@ async def test_a_packer_that_makes_no_progress_is_ended(tmp_path: Path) -> None:
         async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), stall_s=1):
             pass
     assert num_children() == before
+
+
+async def test_a_packer_that_cannot_be_killed_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel ends no process that waits for a disk; here the kill is left out, as no such disk can be had."""
+    monkeypatch.setattr(Process, "kill", lambda process: None)
+    folder, before = write_folder(tmp_path / "model"), set(children())
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    try:
+        with pytest.raises(Unavailable, match=r"made no progress for 1 s"):
+            async with asyncio.timeout(30):
+                async for _ in run_packer(PackJob(folder, tmp_path / "a.pack", 0, MEMORY_BYTES), stall_s=1):
+                    pass
+    finally:
+        for pid in set(children()) - before:
+            os.kill(int(pid), signal.SIGKILL)
+
+
+async def test_nobody_waits_for_a_commit_that_is_stuck() -> None:
+    queue, stuck, others = CommitQueue(2, 16), Turn("one"), Turn("two")
+    await queue.acquire(stuck)
+    await queue.acquire(others)
+    waiting = [asyncio.ensure_future(queue.acquire(turn)) for turn in (Turn("one"), Turn("three"))]
+    await asyncio.sleep(0)
+    queue.give_up(stuck)
+    async with asyncio.timeout(20):
+        for turn in (waiting[0], queue.acquire(Turn("one"))):  # who waits already, and who comes
+            with pytest.raises(
+                Unavailable, match="an earlier commit waits for the remote store, which does not answer"
+            ):
+                await turn
+        queue.release(others)
+        await waiting[1]  # another tenant's has the other place
+    queue.release(stuck)
 
 
 async def test_progress_is_told_again_while_nothing_new_happens() -> None:

@@ -66,8 +66,8 @@ class ReportingPeer(abc.ABC):
             self._version += 1
             self._changed.notify_all()
 
-    async def watch(self, beat_every_s: float) -> AsyncIterator[Any]:
-        seen = -1
+    async def watch(self, beat_every_s: float, epoch: int) -> AsyncIterator[Any]:
+        self.epoch, seen, has_told = max(self.epoch, epoch), -1, False
         while True:
             async with self._changed:
                 with suppress(TimeoutError):
@@ -78,6 +78,9 @@ class ReportingPeer(abc.ABC):
                 if self._is_leaving:
                     return
             if not self.is_hung:
+                if has_told:
+                    self.check_epoch(epoch)
+                has_told = epoch < self.epoch
                 yield self.report() if has_changed else self.beat()
 
     async def _publish(self) -> None:
@@ -204,7 +207,7 @@ class ScriptedWorker(ReportingPeer, worker_pb2_grpc.WorkerServicer):
     async def WatchSlot(
         self, request: worker_pb2.WatchSlotRequest, context: Any
     ) -> AsyncIterator[reports_pb2.WorkerReport]:
-        async for report in self.watch(request.beat_every_s):
+        async for report in self.watch(request.beat_every_s, request.epoch):
             yield report
 
 
@@ -269,5 +272,5 @@ class ScriptedStore(ReportingPeer, param_store_pb2_grpc.ParamStoreServicer):
     async def WatchCopies(
         self, request: param_store_pb2.WatchCopiesRequest, context: Any
     ) -> AsyncIterator[reports_pb2.StoreReport]:
-        async for report in self.watch(request.beat_every_s):
+        async for report in self.watch(request.beat_every_s, request.epoch):
             yield report

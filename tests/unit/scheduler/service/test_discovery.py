@@ -45,7 +45,14 @@ async def test_a_silent_broker_costs_nobody_and_who_hangs_meanwhile_is_lost_and_
                 peer.is_heard_by_broker = False
             hung.is_hung = True
             began = asyncio.get_running_loop().time()
-            view = await cluster(address, lambda view: len(view.workers) == 1)
+            present: list[set[str]] = []
+
+            def is_lost(view: scheduler_pb2.ClusterView) -> bool:
+                present.append({each.worker_id for each in view.workers} | {each.store_id for each in view.stores})
+                return hung.worker_id not in present[-1]
+
+            view = await cluster(address, is_lost)
+            assert all({steady.worker_id, store.store_id} <= each for each in present)
             assert asyncio.get_running_loop().time() - began < 6
             assert view.workers[0].worker_id == steady.worker_id and len(view.stores) == 1
             await hung.wake()  # the broker is still silent: the stream alone brings it back

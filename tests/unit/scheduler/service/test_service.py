@@ -165,7 +165,7 @@ async def test_a_restarted_scheduler_goes_on_within_two_seconds(nats_url: str) -
             for worker in (first, second):
                 await worker.finish_load()
             await cluster(address, lambda view: {one.state for one in view.instances} == {"ready"})
-        begin = time.monotonic()
+        begin, former_epoch = time.monotonic(), first.epoch
         async with it.scheduler() as address, GatewayClient(address) as door:
             await door.admit("r1", current=placement)
             await door.admit("r2")
@@ -175,7 +175,7 @@ async def test_a_restarted_scheduler_goes_on_within_two_seconds(nats_url: str) -
             assert adopted.key.request_id == "r2"
             view = await cluster(address, lambda view: bool(view.demand))
             assert view.demand[0].num_running == 2
-            assert view.epoch > first.epoch
+            assert view.epoch == first.epoch > former_epoch
             assert len(first.loads) == len(second.loads) == len(store.relays) == 1
 
 
@@ -258,6 +258,23 @@ async def test_a_newer_scheduler_ends_this_one(nats_url: str) -> None:
                 store.epoch = ahead
                 await asyncio.Event().wait()
         assert caught.group_contains(StaleEpoch) and store.epoch == ahead
+
+
+async def test_a_newer_scheduler_that_commands_nothing_ends_this_one(nats_url: str) -> None:
+    """Both only watch, and the broker is silent by then."""
+    async with house(nats_url) as it:
+        peers = await it.host(1)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            async with it.scheduler(2) as address, asyncio.timeout(20):
+                await cluster(address, lambda view: len(view.stores) == 1)
+                await asyncio.sleep(1.1)  # its start-up, in which it would go above what it sees
+                async with it.scheduler(2) as newer:
+                    view = await cluster(newer, lambda view: len(view.stores) == 1)
+                    for peer in peers:
+                        peer.is_heard_by_broker = False
+                    await asyncio.Event().wait()
+        assert caught.group_contains(StaleEpoch)
+        assert [peer.epoch for peer in peers] == [view.epoch] * 3
 
 
 async def test_at_its_start_a_scheduler_goes_above_every_epoch_it_sees(nats_url: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
@@ -189,3 +189,22 @@ def test_streams_beyond_the_limit_wait_for_their_turn() -> None:
         assert fetch_head(source, receiver()) == MANIFEST.encode()
         assert time.monotonic() - begin < 1.0
     assert server.num_streams == 0
+
+
+def test_strangers_who_say_nothing_hold_no_place_for_long() -> None:
+    limits = HolderLimits(max_streams=4, handshake_s=600.0, handshake_grace_s=0.2)
+    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST), limits=limits) as holder, ExitStack() as strangers:
+        for _ in range(20):
+            strangers.enter_context(socket.create_connection(split_address(holder.address)))
+        assert eventually(lambda: holder.num_streams == 4)
+        assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
+
+
+def test_a_peer_is_not_cut_off_while_its_handshake_is_young() -> None:
+    limits = HolderLimits(max_streams=1, handshake_s=1.0, handshake_grace_s=600.0)
+    with serving(FixedBuffer(PACK_ID, DATA, MANIFEST), limits=limits) as holder:
+        with socket.create_connection(split_address(holder.address)):
+            assert eventually(lambda: holder.num_streams == 1)
+            begin = time.monotonic()
+            assert fetch_head(source_at(holder.address, PACK_ID), receiver()) == MANIFEST.encode()
+        assert time.monotonic() - begin > 0.7  # it waited for the other's time to end

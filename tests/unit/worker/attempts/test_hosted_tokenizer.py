@@ -10,7 +10,7 @@ import pytest
 from tests.support.sample_tokenizers import PANIC, panicking_tokenizer, tiny_tokenizer
 from torchrelay.common.errors import InvalidRequest, TorchrelayError, Unavailable
 from torchrelay.common.tokens.stop_strings import StopChecker
-from torchrelay.common.tokens.tokenizer import load_decoder
+from torchrelay.common.tokens.tokenizer import load_decoder, load_tokenizer
 from torchrelay.worker.attempts.hosted_tokenizer import TOKENS_PER_TURN, HostedTokenizer
 
 TINY = tiny_tokenizer()
@@ -42,8 +42,8 @@ async def test_it_is_read_once_and_only_for_stop_strings() -> None:
 
 
 async def test_a_checker_has_seen_the_forced_output() -> None:
-    decoder = load_decoder(TINY)
-    ids = [decoder.token_to_id(letter) for letter in "STOP"]
+    decoder, tokenizer = load_decoder(TINY), load_tokenizer(TINY)
+    ids = [tokenizer.token_to_id(letter) for letter in "STOP"]
     forced = [token_id for token_id in ids[:3] if token_id is not None] * TOKENS_PER_TURN
     checkers = await HostedTokenizer(Files(one=TINY).read).checkers("one", ["OSTOP"], {0: forced, 1: []})
     last = ids[3]
@@ -90,7 +90,7 @@ async def test_a_tokenizer_that_does_not_come_is_not_waited_for() -> None:
 
 async def test_forced_output_that_cannot_be_decoded_is_an_error_of_the_request() -> None:
     encoded = panicking_tokenizer()
-    panic = load_decoder(encoded).token_to_id(PANIC)
+    panic = load_tokenizer(encoded).token_to_id(PANIC)
     assert panic is not None
     with pytest.raises(TorchrelayError, match="failed to decode its tokens"):
         await HostedTokenizer(Files(one=encoded).read).checkers("one", ["STOP"], {0: [5, panic]})

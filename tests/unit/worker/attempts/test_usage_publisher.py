@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+from nats.aio.client import Client
+from nats.js.api import StreamConfig
+
+from tests.support.silent_proxy import SilentProxy
 from tests.support.stalled_broker import assert_it_ends, stalled_client
 from torchrelay.common.net.nats_client import Subjects, connect, ensure_streams
 from torchrelay.control.v1 import generation_pb2 as pb
 from torchrelay.control.v1 import types_pb2
 from torchrelay.engine.core import Finish, NewToken, PromptProgress
+from torchrelay.worker.attempts import usage_publisher
 from torchrelay.worker.attempts.attempt import Attempt
 from torchrelay.worker.attempts.outbox import Outbox
 from torchrelay.worker.attempts.usage_publisher import UsagePublisher
@@ -90,6 +96,7 @@ async def test_a_dropped_attempt_publishes_where_it_stands(nats_url: str) -> Non
     publisher = UsagePublisher(client, subjects)
     one = attempt()
     publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+    assert await publisher.flush()
     publisher.advance(one, one.output(NewToken("req-7/1", 0, 1, 5), None))
     publisher.forget(one, pb.FINISH_REASON_CANCELLED)
     await publisher.flush()
@@ -137,20 +144,68 @@ async def test_a_cancel_that_the_brokers_client_swallows_ends_the_publishing() -
         await assert_it_ends(publisher.run(), client)
 
 
+async def registers_of(client: Client, subjects: Subjects, number: int) -> list[pb.UsageRegister]:
+    subscription = await client.jetstream().pull_subscribe(subjects.usage("gw-1"), "reader")
+    return [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(number, timeout=5)]
+
+
 async def test_a_register_that_could_not_be_published_is_published_later(nats_url: str) -> None:
     client = await connect(nats_url, "test")
     subjects = Subjects("usage-away")
     await ensure_streams(client.jetstream(), subjects)
-    away = await connect(nats_url, "away")
-    await away.close()
-    publisher = UsagePublisher(away, subjects)
-    one = attempt()
-    publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
-    await publisher.flush()
-    publisher.client = client
-    await publisher.flush()
-    await client.flush()
-    subscription = await client.jetstream().pull_subscribe(subjects.usage("gw-1"), "reader")
-    registers = [pb.UsageRegister.FromString(m.data) for m in await subscription.fetch(1, timeout=5)]
+    async with SilentProxy(nats_url).serving() as proxy:
+        publisher = UsagePublisher(await connect(proxy.url, "away"), subjects)
+        one = attempt()
+        proxy.fall_silent()
+        publisher.advance(one, one.output(NewToken("req-7/1", 0, 0, 5), None))
+        assert not await publisher.flush()
+        assert publisher.num_unsent == 1
+        proxy.speak()
+        async with asyncio.timeout(20):
+            while not await publisher.flush():
+                pass
+    assert (await registers_of(client, subjects, 1))[0].output_position == 1
+    assert publisher.num_unsent == 0
     await client.close()
-    assert registers[0].output_position == 1
+
+
+async def test_registers_that_the_stream_refuses_are_published_once_it_accepts(nats_url: str) -> None:
+    """As NATS refuses while its disk is full: here the stream has no room for a register."""
+    client = await connect(nats_url, "test")
+    subjects = Subjects("usage-full")
+    stream = StreamConfig(name=subjects.usage_stream, subjects=[subjects.usage("*")], max_msg_size=1)
+    await client.jetstream().add_stream(stream)
+    publisher = UsagePublisher(client, subjects)
+    ended, one = attempt(), attempt()
+    ended.start.key.request_id = "req-8"
+    publisher.advance(ended, ended.output(NewToken("req-8/1", 0, 0, 5, Finish.LENGTH), Finish.LENGTH))
+    running = asyncio.ensure_future(publisher.run())
+    try:
+        for position in range(3):
+            publisher.advance(one, one.output(NewToken("req-7/1", 0, position, 5), None))
+            assert not await publisher.flush()
+        assert publisher.num_unsent == 2  # the newest of each choice
+        await client.jetstream().update_stream(stream.evolve(max_msg_size=-1))
+        async with asyncio.timeout(20):
+            while publisher.num_unsent:  # noqa: ASYNC110 -- what runs has no event for it
+                await asyncio.sleep(0.01)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    registers = {register.request_id: register for register in await registers_of(client, subjects, 2)}
+    assert {key: register.output_position for key, register in registers.items()} == {"req-7": 3, "req-8": 1}
+    assert registers["req-8"].cause == pb.FINISH_REASON_LENGTH
+    await client.close()
+
+
+async def test_registers_that_nobody_accepts_are_bounded(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(usage_publisher, "MAX_UNSENT_REGISTERS", 10)
+    client = await connect(nats_url, "test")
+    publisher = UsagePublisher(client, Subjects("usage-no-stream"))
+    for number in range(30):
+        one = attempt()
+        one.start.key.request_id = f"req-{number}"
+        publisher.advance(one, one.output(NewToken(one.group_id, 0, 0, 5, Finish.STOP), Finish.STOP))
+    assert not await publisher.flush()
+    assert publisher.num_unsent == 10
+    await client.close()

@@ -11,6 +11,7 @@ import pytest
 
 from torchrelay.common.errors import Conflict, Unavailable
 from torchrelay.common.latency.latency_model import LatencyModel, StepCost, StepWork
+from torchrelay.common.liveness import Liveness
 from torchrelay.engine.core import EMPTY_STEP, LoadFailed, StepResult
 from torchrelay.engine.instance import Instance
 from torchrelay.worker.slot.engine_thread import EngineThread
@@ -24,7 +25,7 @@ class Steps:
     def __init__(self, count: int, error: Exception | None = None) -> None:
         self.count, self.error = count, error
         self.threads: set[int] = set()
-        self.num_advances, self.awaits_weights = 0, False
+        self.num_advances, self.awaits_weights, self.is_recording = 0, False, False
         self.running_work = StepWork(num_decoding=1)
 
     def max_sleep_s(self) -> float | None:
@@ -158,6 +159,26 @@ class LongStep(Steps):
         self.has_begun.set()
         self.may_end.wait()
         return super().step()
+
+
+async def test_a_recording_is_no_stall_however_fast_its_steps_will_be() -> None:
+    """It compiles kernels: seconds, in a model whose steps take milliseconds."""
+    outcome, steps, begin_s = Outcome(), LongStep(), 1000.0
+    outcome.engine.start()
+    await outcome.engine.call(lambda: outcome.install(steps))
+    await asyncio.to_thread(steps.has_begun.wait)
+    latency, liveness = LatencyModel(decode=StepCost(base_s=0.005, num_steps=9)), Liveness(begin_s)
+    steps.is_recording = True
+    for second in range(26):
+        liveness.observe(outcome.engine.progress(latency), begin_s + second)
+        assert liveness.fault(begin_s + second) == ""
+    steps.num_advances, steps.is_recording = steps.num_advances + 1, False  # recorded; not yet replayed
+    liveness.observe(outcome.engine.progress(latency), begin_s + 27)
+    assert liveness.fault(begin_s + 27) == ""
+    liveness.observe(outcome.engine.progress(latency), begin_s + 31)
+    assert "made no step" in liveness.fault(begin_s + 31)  # the replay hangs
+    steps.may_end.set()
+    await asyncio.to_thread(outcome.engine.close)
 
 
 async def test_progress_tells_a_step_that_advances_from_one_that_hangs_and_from_rest() -> None:

@@ -67,7 +67,7 @@ def environment_settings() -> ServiceSettings:
 
 def watch(address: str, tls: Tls | None = None, token: str = "") -> Iterator[scheduler_pb2.ClusterView]:
     """A full view at once, then one after every change. Raises ``CliError`` or ``Unreachable``."""
-    with open_blocking_channel(address, tls, token) as channel:
+    with open_blocking_channel(address, tls, token, Caller.SCHEDULER) as channel:
         try:
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchCluster(scheduler_pb2.WatchClusterRequest())
         except grpc.RpcError as error:
@@ -118,7 +118,7 @@ def explain(
     address: str, request_id: str = "", model: str = "", tls: Tls | None = None, token: str = ""
 ) -> scheduler_pb2.ExplainReply:
     """The timeline of a request, or a model's recent decisions. Raises ``CliError``."""
-    with open_blocking_channel(address, tls, token) as channel:
+    with open_blocking_channel(address, tls, token, Caller.SCHEDULER) as channel:
         request = scheduler_pb2.ExplainRequest(request_id=request_id, model=model)
         try:
             return scheduler_pb2_grpc.SchedulerStub(channel).Explain(request, timeout=5)
@@ -141,7 +141,7 @@ def events(
     request = scheduler_pb2.WatchEventsRequest(
         kinds=kinds, since_unix_us=since_unix_us, after_sequence=after_sequence, follow=follow
     )
-    with open_blocking_channel(address, tls, token) as channel:
+    with open_blocking_channel(address, tls, token, Caller.SCHEDULER) as channel:
         try:
             yield from scheduler_pb2_grpc.SchedulerStub(channel).WatchEvents(request)
         except grpc.RpcError as error:

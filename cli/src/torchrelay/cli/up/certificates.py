@@ -51,14 +51,13 @@ def ensure_certificates(folder: Path, nodes: Mapping[str, Caller], now: datetime
             ca = make_ca(now, now + CA_LIFE)
             _write(ca, ca_file, ca_key_file)
             return ensure_certificates(folder, nodes, now)  # those before were of the old one
-        _write(issue(ca, now, now + CERT_LIFE, node_names(name, caller)), files[name].cert, files[name].key)
+        _write(issue(ca, now, now + CERT_LIFE, node_names(caller)), files[name].cert, files[name].key)
     return files
 
 
-def node_names(name: str, *callers: Caller) -> tuple[str, ...]:
-    """The DNS names of a node's certificate: the cluster's, and for each of its parts the part's and its own."""
-    parts = [certificate_name(caller) for caller in callers]
-    return (CLUSTER_NAME, *parts, *(f"{name}.{part}" for part in parts))
+def node_names(*callers: Caller) -> tuple[str, ...]:
+    """The DNS names of a node's certificate: the cluster's, and one for each part that it plays."""
+    return (CLUSTER_NAME, *map(certificate_name, callers))
 
 
 def make_ca(now: datetime, end: datetime) -> Identity:

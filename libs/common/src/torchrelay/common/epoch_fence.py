@@ -14,16 +14,20 @@ MAX_EPOCH_LEAD_MS = 60_000
 
 
 class EpochFence:
-    """Remembers the highest epoch that a command carried and refuses lower ones. ``clock``: microseconds since 1970."""
+    """Remembers the highest epoch of a command or watch and refuses lower ones. ``clock``: microseconds since 1970."""
 
     def __init__(self, clock: Callable[[], int] = now_unix_us) -> None:
         self._clock = clock
         self.highest = 0
 
     def check(self, epoch: int) -> None:
-        """Raises ``StaleEpoch`` for a command of a lower epoch, ``InvalidRequest`` for one from the future."""
+        """Raises ``StaleEpoch`` for a lower epoch, ``InvalidRequest`` for one from the future."""
         if epoch < self.highest:
             raise StaleEpoch(f"epoch {epoch} is stale; the current epoch is {self.highest}", field="epoch")
+        self.observe(epoch)
+
+    def observe(self, epoch: int) -> None:
+        """Fences out lower epochs, and refuses none itself. Raises ``InvalidRequest`` for one from the future."""
         lead_ms = epoch - self._clock() // 1000
         if lead_ms > MAX_EPOCH_LEAD_MS:
             raise InvalidRequest(
@@ -31,4 +35,4 @@ class EpochFence:
                 f"{MAX_EPOCH_LEAD_MS // 1000} s are allowed: synchronize this clock and the scheduler's",
                 field="epoch",
             )
-        self.highest = epoch
+        self.highest = max(self.highest, epoch)

@@ -99,7 +99,7 @@ class Instance:
         self._threads = threads or ThreadBudget(manifest.num_bytes, active_processes)
         self._export = KvExport(model.pages, model.hidden_states, self.kv_layout, min_handover_bytes)
         runner = ModelRunner(model, self._export, self._wait_for_segment)
-        self.num_advances = 0  # (any thread) calls of layers that have begun
+        self._num_layer_calls = 0  # begun
         self.awaits_weights = False  # (any thread) the running step cannot go on before a segment arrives
         self._stepper = Stepper(
             self._scheduler, runner, self._interruptions, model.can_run, config.num_layers, token_budget
@@ -223,6 +223,16 @@ class Instance:
         """(any thread) What the running step computes, or the last one did."""
         return self._stepper.work
 
+    @property
+    def is_recording(self) -> bool:
+        """(any thread) The running step records kernels to replay, for longer than its work would take."""
+        return self.model.graphs is not None and self.model.graphs.is_recording
+
+    @property
+    def num_advances(self) -> int:
+        """(any thread) Calls of layers that have begun, and recordings that have ended."""
+        return self._num_layer_calls + (self.model.graphs.num_recorded if self.model.graphs is not None else 0)
+
     # Memory
 
     @property
@@ -266,7 +276,7 @@ class Instance:
     def _wait_for_segment(self, segment: int) -> bool:
         """Waits until a segment has arrived or a group has ended. Whether one has ended."""
         gate, interruptions = self.model.weights.gate, self._interruptions
-        self.num_advances += 1
+        self._num_layer_calls += 1
         while not (has_ended := interruptions.apply()) and not gate.is_open(segment):
             self.awaits_weights = True
             if gate.wait(segment, interruptions.next_deadline_in_s(), lambda: len(interruptions.cancels)):

@@ -12,11 +12,14 @@ from pathlib import Path
 import torch
 
 from torchrelay.common.host.machine import Machine, check_kv_pools, check_threads
-from torchrelay.common.net.nats_client import connect
+from torchrelay.common.identity.callers import Caller
+from torchrelay.common.net.nats_client import connect_at_start
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
+from torchrelay.common.process.telemetry import get_logger
+from torchrelay.common.process.watchdog import end_process
 from torchrelay.control.v1 import worker_pb2_grpc
 from torchrelay.control.v1.param_store_pb2_grpc import ParamStoreStub
 from torchrelay.engine.warm_up import warm_up
@@ -25,6 +28,10 @@ from torchrelay.worker.reporter import Reporter
 from torchrelay.worker.servicer import CALLERS, WorkerServicer
 from torchrelay.worker.settings import WorkerSettings
 from torchrelay.worker.worker import Worker
+
+log = get_logger(__name__)
+_LOOK_S = 1.0
+_MAX_FAULTS = 5
 
 
 def process_age_s() -> float:
@@ -49,12 +56,13 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
         torch.set_num_threads(settings.threads)
     tls = settings.tls
     async with AsyncExitStack() as stack:
-        nats = await connect(settings.nats_url, settings.worker_id)
+        nats = await connect_at_start(settings.nats_url, settings.worker_id)
         stack.push_async_callback(nats.close)
         # Registers have a connection of their own: when JetStream cannot store them, NATS reads nothing more from it.
-        usage_nats = await connect(settings.nats_url, f"{settings.worker_id}-usage")
+        usage_nats = await connect_at_start(settings.nats_url, f"{settings.worker_id}-usage")
         stack.push_async_callback(usage_nats.close)
-        channel = await stack.enter_async_context(open_channel(settings.store_address, tls, settings.store_token))
+        store_channel = open_channel(settings.store_address, tls, settings.store_token, Caller.STORE)
+        channel = await stack.enter_async_context(store_channel)
         worker = Worker(settings, usage_nats, ParamStoreStub(channel), tls)
         worker.engine.start()
         await worker.engine.call(lambda: warm_up(worker.pool))
@@ -84,9 +92,30 @@ async def running_worker(settings: WorkerSettings) -> AsyncIterator[tuple[Worker
 
 
 @asynccontextmanager
+async def watched_engine(worker: Worker) -> AsyncIterator[None]:
+    """Inside the block, a worker whose engine hangs ends, unless its watchdog is off: nobody else may replace it."""
+    async with asyncio.TaskGroup() as tasks:
+        watch = tasks.create_task(_end_when_hung(worker)) if worker.settings.watchdog_s else None
+        yield
+        if watch is not None:
+            watch.cancel()
+
+
+async def _end_when_hung(worker: Worker) -> None:
+    num_faults = 0
+    while True:
+        await asyncio.sleep(_LOOK_S)
+        # Several in a row: in the first look after a pause of the whole process the engine has not moved either.
+        num_faults = num_faults + 1 if (fault := await worker.fault()) else 0
+        if num_faults == _MAX_FAULTS:
+            log.error("worker_hangs", fault=fault)
+            end_process()
+
+
+@asynccontextmanager
 async def serving(settings: WorkerSettings) -> AsyncIterator[Addresses]:
     """``running_worker`` as ``run_service`` wants it."""
-    async with running_worker(settings) as (_, addresses):
+    async with running_worker(settings) as (worker, addresses), watched_engine(worker):
         yield addresses
 
 

@@ -22,7 +22,10 @@ CALLERS: MethodCallers = {
 
 
 class WorkerServicer(worker_pb2_grpc.WorkerServicer):
-    """Checks the epoch of every command and passes it to the worker."""
+    """Checks the epoch of every command and passes it to the worker.
+
+    A watch of a lower epoch ends once a report has told its scheduler the higher one.
+    """
 
     def __init__(self, worker: Worker, reporter: Reporter) -> None:
         self._worker, self._reporter = worker, reporter
@@ -47,6 +50,12 @@ class WorkerServicer(worker_pb2_grpc.WorkerServicer):
     async def WatchSlot(
         self, request: worker_pb2.WatchSlotRequest, context: Context
     ) -> AsyncIterator[reports_pb2.WorkerReport]:
+        fence = self._worker.slot.epoch
+        fence.observe(request.epoch)
+        has_told = False
         every_s = max(request.beat_every_s, MIN_BEAT_S) if request.beat_every_s > 0 else None
         async for has_changed in self._worker.slot.changes(every_s):
+            if has_told:  # not with the report: gRPC may drop what the status follows at once
+                fence.check(request.epoch)
+            has_told = 0 < request.epoch < fence.highest
             yield self._reporter.report() if has_changed else self._reporter.beat()

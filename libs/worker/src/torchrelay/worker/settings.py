@@ -55,7 +55,7 @@ class WorkerSettings(ServiceSettings):
         10.0,
         gt=0,
         description="Health checks fail when the engine, having work, advances by nothing for this long beyond what its"
-        " step should take.",
+        " step should take; five seconds later the worker ends, to be started again, unless watchdog_s is 0.",
     )
     max_incoming: int = Field(64, ge=1, description="Maximum KV buffers received at once; more wait.")
     kv_by_shared_memory: bool = Field(

@@ -763,16 +763,20 @@ class WatchCopiesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     BEAT_EVERY_S_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     beat_every_s: _builtins.float
     """a beat (StoreReport.is_beat) is sent this often beside the reports; 0: none"""
+    epoch: _builtins.int
+    """0: of a watcher that commands nothing"""
     def __init__(
         self,
         *,
         beat_every_s: _builtins.float = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_every_s", b"beat_every_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beat_every_s", b"beat_every_s", "epoch", b"epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

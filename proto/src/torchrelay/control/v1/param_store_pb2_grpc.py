@@ -207,7 +207,8 @@ class ParamStoreServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchCopies(self, request, context):
-        """The report at once, then again at every change of a copy (bounded rate while chunks arrive).
+        """The report at once, then again at every change of a copy (bounded rate while chunks arrive). A watch that another
+        of a higher epoch has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -60,7 +60,9 @@ class ParamStoreStub:
     Drop: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.DropRequest, _param_store_pb2.DropReply]
     """Releases an unpinned pack's range."""
     WatchCopies: _grpc.UnaryStreamMultiCallable[_param_store_pb2.WatchCopiesRequest, _reports_pb2.StoreReport]
-    """The report at once, then again at every change of a copy (bounded rate while chunks arrive)."""
+    """The report at once, then again at every change of a copy (bounded rate while chunks arrive). A watch that another
+    of a higher epoch has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
+    """
     Retain: _grpc.UnaryUnaryMultiCallable[_param_store_pb2.RetainRequest, _param_store_pb2.RetainReply]
     """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
     place. What is no longer named may go: that is the release permit.
@@ -97,7 +99,9 @@ class ParamStoreAsyncStub(ParamStoreStub):
     Drop: _aio.UnaryUnaryMultiCallable[_param_store_pb2.DropRequest, _param_store_pb2.DropReply]  # type: ignore[assignment]
     """Releases an unpinned pack's range."""
     WatchCopies: _aio.UnaryStreamMultiCallable[_param_store_pb2.WatchCopiesRequest, _reports_pb2.StoreReport]  # type: ignore[assignment]
-    """The report at once, then again at every change of a copy (bounded rate while chunks arrive)."""
+    """The report at once, then again at every change of a copy (bounded rate while chunks arrive). A watch that another
+    of a higher epoch has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
+    """
     Retain: _aio.UnaryUnaryMultiCallable[_param_store_pb2.RetainRequest, _param_store_pb2.RetainReply]  # type: ignore[assignment]
     """Names the packs that must not be evicted to make room for others, until the lease runs out or the next call takes its
     place. What is no longer named may go: that is the release permit.
@@ -215,7 +219,9 @@ class ParamStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _param_store_pb2.WatchCopiesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reports_pb2.StoreReport], _abc.AsyncIterator[_reports_pb2.StoreReport]]:
-        """The report at once, then again at every change of a copy (bounded rate while chunks arrive)."""
+        """The report at once, then again at every change of a copy (bounded rate while chunks arrive). A watch that another
+        of a higher epoch has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
+        """
 
     @_abc_1.abstractmethod
     def Retain(

@@ -186,7 +186,7 @@ Global___EngineProfile: _TypeAlias = EngineProfile  # noqa: Y015
 
 @_typing.final
 class LatencyModel(_message.Message):
-    """How long steps take, learned from those measured: torchrelay.common.latency_model."""
+    """How long steps take, learned from those measured: torchrelay.common.latency.latency_model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -243,7 +243,7 @@ class WorkerRef(_message.Message):
     grpc_address: _builtins.str
     instance_id: _builtins.str
     gateway_token: _builtins.str
-    """What the gateway, and what another worker, show to this worker when they call it; see torchrelay.common.callers."""
+    """What the gateway, and what another worker, show to this worker when they call it; see torchrelay.common.identity.callers."""
     worker_token: _builtins.str
     def __init__(
         self,

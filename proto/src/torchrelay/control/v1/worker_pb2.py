@@ -26,7 +26,7 @@ from torchrelay.control.v1 import reports_pb2 as torchrelay_dot_control_dot_v1_d
 from torchrelay.control.v1 import types_pb2 as torchrelay_dot_control_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"torchrelay/control/v1/worker.proto\x12\x15torchrelay.control.v1\x1a#torchrelay/control/v1/reports.proto\x1a!torchrelay/control/v1/types.proto\"\xa8\x01\n\x0bLoadRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x34\n\x07version\x18\x03 \x01(\x0b\x32#.torchrelay.control.v1.ModelVersion\x12*\n\x05roles\x18\x04 \x03(\x0e\x32\x1b.torchrelay.control.v1.Role\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"\x0b\n\tLoadReply\"D\n\rUnloadRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x01\"\r\n\x0bUnloadReply\"a\n\x0fSetRolesRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12*\n\x05roles\x18\x03 \x03(\x0e\x32\x1b.torchrelay.control.v1.Role\"\x0f\n\rSetRolesReply\"(\n\x10WatchSlotRequest\x12\x14\n\x0c\x62\x65\x61t_every_s\x18\x01 \x01(\x01\x32\xe1\x02\n\x06Worker\x12L\n\x04Load\x12\".torchrelay.control.v1.LoadRequest\x1a .torchrelay.control.v1.LoadReply\x12R\n\x06Unload\x12$.torchrelay.control.v1.UnloadRequest\x1a\".torchrelay.control.v1.UnloadReply\x12X\n\x08SetRoles\x12&.torchrelay.control.v1.SetRolesRequest\x1a$.torchrelay.control.v1.SetRolesReply\x12[\n\tWatchSlot\x12\'.torchrelay.control.v1.WatchSlotRequest\x1a#.torchrelay.control.v1.WorkerReport0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"torchrelay/control/v1/worker.proto\x12\x15torchrelay.control.v1\x1a#torchrelay/control/v1/reports.proto\x1a!torchrelay/control/v1/types.proto\"\xa8\x01\n\x0bLoadRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x34\n\x07version\x18\x03 \x01(\x0b\x32#.torchrelay.control.v1.ModelVersion\x12*\n\x05roles\x18\x04 \x03(\x0e\x32\x1b.torchrelay.control.v1.Role\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"\x0b\n\tLoadReply\"D\n\rUnloadRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12\x0f\n\x07\x64rain_s\x18\x03 \x01(\x01\"\r\n\x0bUnloadReply\"a\n\x0fSetRolesRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0binstance_id\x18\x02 \x01(\t\x12*\n\x05roles\x18\x03 \x03(\x0e\x32\x1b.torchrelay.control.v1.Role\"\x0f\n\rSetRolesReply\"7\n\x10WatchSlotRequest\x12\x14\n\x0c\x62\x65\x61t_every_s\x18\x01 \x01(\x01\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x32\xe1\x02\n\x06Worker\x12L\n\x04Load\x12\".torchrelay.control.v1.LoadRequest\x1a .torchrelay.control.v1.LoadReply\x12R\n\x06Unload\x12$.torchrelay.control.v1.UnloadRequest\x1a\".torchrelay.control.v1.UnloadReply\x12X\n\x08SetRoles\x12&.torchrelay.control.v1.SetRolesRequest\x1a$.torchrelay.control.v1.SetRolesReply\x12[\n\tWatchSlot\x12\'.torchrelay.control.v1.WatchSlotRequest\x1a#.torchrelay.control.v1.WorkerReport0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,7 +46,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SETROLESREPLY']._serialized_start=501
   _globals['_SETROLESREPLY']._serialized_end=516
   _globals['_WATCHSLOTREQUEST']._serialized_start=518
-  _globals['_WATCHSLOTREQUEST']._serialized_end=558
-  _globals['_WORKER']._serialized_start=561
-  _globals['_WORKER']._serialized_end=914
+  _globals['_WATCHSLOTREQUEST']._serialized_end=573
+  _globals['_WORKER']._serialized_start=576
+  _globals['_WORKER']._serialized_end=929
 # @@protoc_insertion_point(module_scope)

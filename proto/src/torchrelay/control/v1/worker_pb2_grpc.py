@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class WorkerStub:
-    """The slot of one worker process. Commands come from the scheduler and carry its epoch; a lower one than the
+    """The slot of one worker process. Commands and watches come from the scheduler and carry its epoch; a lower one than the
     highest seen is refused with FAILED_PRECONDITION.
     """
 
@@ -60,7 +60,7 @@ class WorkerStub:
 
 
 class WorkerServicer:
-    """The slot of one worker process. Commands come from the scheduler and carry its epoch; a lower one than the
+    """The slot of one worker process. Commands and watches come from the scheduler and carry its epoch; a lower one than the
     highest seen is refused with FAILED_PRECONDITION.
     """
 
@@ -87,7 +87,8 @@ class WorkerServicer:
 
     def WatchSlot(self, request, context):
         """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
-        stream that breaks instead is that of a worker which is gone without a word.
+        stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch
+        has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,7 +126,7 @@ def add_WorkerServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Worker:
-    """The slot of one worker process. Commands come from the scheduler and carry its epoch; a lower one than the
+    """The slot of one worker process. Commands and watches come from the scheduler and carry its epoch; a lower one than the
     highest seen is refused with FAILED_PRECONDITION.
     """
 

@@ -28,7 +28,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WorkerStub:
-    """The slot of one worker process. Commands come from the scheduler and carry its epoch; a lower one than the
+    """The slot of one worker process. Commands and watches come from the scheduler and carry its epoch; a lower one than the
     highest seen is refused with FAILED_PRECONDITION.
     """
 
@@ -44,12 +44,13 @@ class WorkerStub:
     """Changes the roles played, without touching the weights."""
     WatchSlot: _grpc.UnaryStreamMultiCallable[_worker_pb2.WatchSlotRequest, _reports_pb2.WorkerReport]
     """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
-    stream that breaks instead is that of a worker which is gone without a word.
+    stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch
+    has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
     """
 
 @_typing.type_check_only
 class WorkerAsyncStub(WorkerStub):
-    """The slot of one worker process. Commands come from the scheduler and carry its epoch; a lower one than the
+    """The slot of one worker process. Commands and watches come from the scheduler and carry its epoch; a lower one than the
     highest seen is refused with FAILED_PRECONDITION.
     """
 
@@ -62,11 +63,12 @@ class WorkerAsyncStub(WorkerStub):
     """Changes the roles played, without touching the weights."""
     WatchSlot: _aio.UnaryStreamMultiCallable[_worker_pb2.WatchSlotRequest, _reports_pb2.WorkerReport]  # type: ignore[assignment]
     """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
-    stream that breaks instead is that of a worker which is gone without a word.
+    stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch
+    has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
     """
 
 class WorkerServicer(metaclass=_abc_1.ABCMeta):
-    """The slot of one worker process. Commands come from the scheduler and carry its epoch; a lower one than the
+    """The slot of one worker process. Commands and watches come from the scheduler and carry its epoch; a lower one than the
     highest seen is refused with FAILED_PRECONDITION.
     """
 
@@ -101,7 +103,8 @@ class WorkerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reports_pb2.WorkerReport], _abc.AsyncIterator[_reports_pb2.WorkerReport]]:
         """The report at once, then again at every change of the slot. The worker ends the stream when it is told to stop: a
-        stream that breaks instead is that of a worker which is gone without a word.
+        stream that breaks instead is that of a worker which is gone without a word. A watch that another of a higher epoch
+        has followed ends with FAILED_PRECONDITION, after a report that tells the higher one.
         """
 
 def add_WorkerServicer_to_server(servicer: WorkerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

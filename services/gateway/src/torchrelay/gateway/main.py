@@ -13,13 +13,14 @@ import uvloop
 
 from torchrelay.common.errors import DiskFull, Unavailable
 from torchrelay.common.health import Ask, Health
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.probes import GrpcProbe, RedisProbe
 from torchrelay.common.net.rpc.channels import open_channel
 from torchrelay.common.net.rpc.options import PublicLimits
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.descriptors import raise_descriptor_limit
-from torchrelay.common.process.heap import keep_heap_small
+from torchrelay.common.process.heap import keep_heap_small, return_free_memory
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
 from torchrelay.common.process.telemetry import get_logger
@@ -179,10 +180,12 @@ async def _make_components(
     prices = Prices(database, table_versions)
     catalog = Catalog(database, table_versions, prices, settings.cached_models)
     tls = settings.tls
-    store_channel = await stack.enter_async_context(open_channel(settings.store_address, tls, settings.store_token))
+    store_channel = await stack.enter_async_context(
+        open_channel(settings.store_address, tls, settings.store_token, Caller.STORE)
+    )
     store = StoreClient(store_channel, settings.store_address)
     scheduler_channel = await stack.enter_async_context(
-        open_channel(settings.scheduler_address, tls, settings.scheduler_token)
+        open_channel(settings.scheduler_address, tls, settings.scheduler_token, Caller.SCHEDULER)
     )
     others: dict[str, Ask] = {
         "scheduler": GrpcProbe(scheduler_channel).ask,
@@ -241,7 +244,7 @@ def _jobs(
         retired_s=settings.retired_version_s,
     )
     beating = heartbeat.run(settings.heartbeat_s, timeout_s=settings.sweep_after_s / 2)
-    return background(components.nats_events.run(), beating, sweep.run(), collecting)
+    return background(components.nats_events.run(), beating, sweep.run(), collecting, return_free_memory())
 
 
 async def _leave(heartbeat: Heartbeat) -> None:

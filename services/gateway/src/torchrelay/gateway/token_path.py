@@ -81,7 +81,9 @@ async def open_token_path(
         )
         stack.push_async_callback(pipeline.stop_all, settings.drain_s)
         asgi = CompletionsApp(keys, pipeline, shares, settings.max_body_bytes, write_gap_s)
-        servicer = GatewayServicer(keys, catalog, pipeline, shares, message_timeout_s=settings.body_silence_s)
+        servicer = GatewayServicer(
+            keys, catalog, pipeline, shares, settings.body_silence_s, answer_silence_s=settings.answer_silence_s
+        )
         yield TokenPath(asgi, servicer, pipeline, admissions)
 
 

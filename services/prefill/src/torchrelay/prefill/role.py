@@ -129,7 +129,8 @@ class PrefillRole(WorkerRole, prefill_pb2_grpc.PrefillServicer):  # type: ignore
         key = target.grpc_address, target.worker_token
         channel = self._channels.get(key)
         if channel is None:
-            channel = self._channels[key] = open_channel(target.grpc_address, self.worker.tls, target.worker_token)
+            channel = open_channel(target.grpc_address, self.worker.tls, target.worker_token, Caller.WORKER)
+            self._channels[key] = channel
         return decode_pb2_grpc.DecodeStub(channel)
 
     def delivers(self, attempt: Attempt, token: NewToken) -> bool:

@@ -14,7 +14,7 @@ from nats.aio.client import Client
 from torchrelay.common.identity.callers import SCHEDULER_NODE
 from torchrelay.common.identity.keys import derive_node_key
 from torchrelay.common.ids import new_id
-from torchrelay.common.net.nats_client import Subjects, connect, keep_streams, try_streams
+from torchrelay.common.net.nats_client import Subjects, connect_at_start, keep_streams, try_streams
 from torchrelay.common.net.rpc.server import RpcServer
 from torchrelay.common.process.service import Addresses, run_service
 from torchrelay.common.process.settings import load_settings
@@ -42,9 +42,9 @@ _LOOP_STALL_S = 1.0  # an event loop that stalled this long may have reports unr
 async def serving(settings: SchedulerSettings, tick_s: float = TICK_S) -> AsyncIterator[Addresses]:
     """Serves until the block is left; raises when a newer scheduler takes over, or a background task fails."""
     clock, subjects = Clock(), Subjects(settings.nats_prefix)
-    nats = await connect(settings.nats_url, "scheduler")
+    nats = await connect_at_start(settings.nats_url, "scheduler")
     # When JetStream cannot store an event, NATS reads nothing more from the connection that it came by.
-    history_nats = await connect(settings.nats_url, "scheduler-history")
+    history_nats = await connect_at_start(settings.nats_url, "scheduler-history")
     tls = settings.tls
     cluster_key = bytes.fromhex(settings.cluster_key)
     channels = PeerChannels(cluster_key, tls)

@@ -290,9 +290,11 @@ async def test_a_child_whose_log_cannot_be_made_is_tried_again(programs: Program
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(life.run())
             await life.up.wait()
+            before = pid_of(worker)
             shutil.rmtree(worker.log.parent)
-            os.kill(pid_of(worker), signal.SIGKILL)
+            os.kill(before, signal.SIGKILL)
             await until(lambda: any(what == "failed" for what, _ in life.recorder.said))
             worker.log.parent.mkdir()
             await until(lambda: life.recorder.said.count(("ready", "worker")) == 2)
+            assert pid_of(worker) != before and worker.log.exists()
             life.stop.set()

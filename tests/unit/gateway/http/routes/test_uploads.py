@@ -79,6 +79,31 @@ async def test_an_upload_goes_on_where_it_was_interrupted(rig: RestRig) -> None:
     assert rest.json()["complete"] is True
 
 
+@pytest.mark.parametrize("is_declared", [True, False])
+@pytest.mark.parametrize("sent_before", [b"", WEIGHTS[:1000], WEIGHTS], ids=["nothing", "a part", "all"])
+async def test_no_more_than_declared_reaches_the_store(rig: RestRig, sent_before: bytes, is_declared: bool) -> None:
+    upload = await begun(rig.acme)
+    url = f"/v1/uploads/{upload['id']}/files/w"
+    await rig.acme.put(url, content=sent_before)
+    offset = len(sent_before) % len(WEIGHTS)
+
+    async def pieces() -> Any:
+        yield WEIGHTS[offset:]
+        yield b"x"
+
+    content = WEIGHTS[offset:] + b"x" if is_declared else pieces()
+    refused = await rig.acme.put(url, content=content, headers={"upload-offset": str(offset)})
+    assert refused.status_code == 422
+    error = refused.json()["error"]
+    assert error["param"] == "w" and "more bytes were sent than the 2,097,152 declared" in error["message"]
+    state = (await rig.acme.get(f"/v1/uploads/{upload['id']}")).json()["files"][0]
+    if is_declared:
+        assert state["received"] == len(sent_before)
+    goes_on = WEIGHTS[state["received"] % len(WEIGHTS) :]
+    rest = await rig.acme.put(url, content=goes_on, headers={"upload-offset": str(len(WEIGHTS) - len(goes_on))})
+    assert rest.json()["complete"] is True
+
+
 async def test_a_complete_file_may_be_sent_again_and_stays(rig: RestRig) -> None:
     upload = await begun(rig.acme)
     for content in (WEIGHTS, WEIGHTS, b"x"):

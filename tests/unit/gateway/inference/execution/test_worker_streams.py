@@ -136,7 +136,9 @@ async def test_a_worker_that_never_says_a_word_is_lost(worker: EchoWorker) -> No
         worker.is_silent = True
         async with WorkerStreams("gw") as streams:
             streams.stream("decode", worker.ref).start(start("r"), heard.append)
-            await until(lambda: heard == [WorkerLost(1, "w0")], timeout_s=8)
+            await until(lambda: bool(heard), timeout_s=8)
+            await until(lambda: not streams.num_open)
+        assert heard == [WorkerLost(1, "w0")]
 
 
 async def test_a_worker_that_beats_and_makes_no_step_is_lost(worker: EchoWorker) -> None:
@@ -145,7 +147,9 @@ async def test_a_worker_that_beats_and_makes_no_step_is_lost(worker: EchoWorker)
     worker.progress = types_pb2.EngineProgress(num_advances=5, has_work=True)
     async with WorkerStreams("gw") as streams:
         streams.stream("decode", worker.ref).start(start("r"), heard.append)
-        await until(lambda: heard == [WorkerLost(1, "w0")], timeout_s=8)
+        await until(lambda: bool(heard), timeout_s=8)
+        await until(lambda: not streams.num_open)
+    assert heard == [WorkerLost(1, "w0")]
 
 
 async def test_who_waits_at_a_worker_that_works_for_others_or_rests_is_left_there(worker: EchoWorker) -> None:

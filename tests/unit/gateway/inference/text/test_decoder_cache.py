@@ -46,7 +46,7 @@ async def test_askers_share_one_load(cache: DecoderCache, files: list[LocalFile]
     found = await asyncio.gather(*(cache.load("acme", files[0]) for _ in range(10)))
     assert all(one is found[0] for one in found)
     assert cache.get("acme", digest(files[0])) is found[0]
-    assert found[0].decode([5])
+    assert found[0].tokens.decode([5])
 
 
 async def test_the_least_recently_used_goes_first(files: list[LocalFile]) -> None:
@@ -65,7 +65,7 @@ async def test_the_least_recently_used_goes_first(files: list[LocalFile]) -> Non
 async def test_one_larger_than_all_room_still_serves(files: list[LocalFile]) -> None:
     cache = DecoderCache(10)
     for file in files[:2]:
-        assert (await cache.load("acme", file)).decode([5])
+        assert (await cache.load("acme", file)).tokens.decode([5])
         cache.check_integrity()
     assert cache.get("acme", digest(files[1])) is not None and cache.get("acme", digest(files[0])) is None
     cache.close()

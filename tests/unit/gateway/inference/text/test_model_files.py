@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -106,3 +110,38 @@ async def test_the_folder_goes_with_the_gateway(reader: StoreFileReader) -> None
         folder = held[0].path.parent
         assert is_folder(folder)
     assert not is_folder(folder)
+
+
+_KILLED = """
+import asyncio, os, signal
+from torchrelay.gateway.inference.text.model_files import ModelFiles
+
+async def main():
+    async with ModelFiles(None) as files:
+        (files._folder / "file").write_bytes(bytes(1000))
+        print(files._folder, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def folder_of_a_killed_gateway(environment: dict[str, str]) -> Path:
+    killed = subprocess.run([sys.executable, "-c", _KILLED], env=environment, stdout=subprocess.PIPE, check=False)
+    leftover = Path(killed.stdout.decode().strip())
+    assert (leftover / "file").stat().st_size == 1000
+    return leftover
+
+
+async def test_what_a_killed_gateway_left_is_removed_and_what_others_use_stays(
+    reader: StoreFileReader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    leftover = folder_of_a_killed_gateway({**os.environ, "TMPDIR": str(tmp_path)})
+    assert os.listdir(tmp_path) == [leftover.name]
+    async with ModelFiles(reader) as files:
+        assert leftover.name not in os.listdir(tmp_path)
+        async with ModelFiles(reader) as others:
+            assert await contents(files, IDS[:1]) == await contents(others, IDS[:1]) == ENCODED[:1]
+        assert await contents(files, IDS[:2]) == ENCODED[:2]
+    assert os.listdir(tmp_path) == []

@@ -54,8 +54,8 @@ class EncoderRig:
     async def text(self, model: PublishedModel, params: GenerateParams) -> str:
         """The text of the prompt's token ids."""
         token_ids = await self.prompts.token_ids(PRINCIPAL, model, params)
-        text: str = (await self.prompts.decoder(PRINCIPAL, model)).decode(list(token_ids), skip_special_tokens=False)
-        return text
+        decoder = await self.prompts.decoder(PRINCIPAL, model)
+        return decoder.tokens.decode(token_ids, skip_special_tokens=False)
 
     async def error(self, model: PublishedModel, params: GenerateParams) -> TorchrelayError:
         with pytest.raises(TorchrelayError) as caught:

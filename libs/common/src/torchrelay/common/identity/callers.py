@@ -16,7 +16,7 @@ _SEPARATOR = ","  # of the tokens of one who plays several parts
 
 
 class Caller(StrEnum):
-    """What a process is to those that it calls."""
+    """What a process is to those that it calls, and to those that call it."""
 
     SCHEDULER = "scheduler"
     GATEWAY = "gateway"

@@ -1,8 +1,8 @@
 """Mutual TLS inside a cluster: one CA, and a certificate for each process.
 
-Addresses of processes change, so certificates name no host: all carry the DNS name ``torchrelay.internal``, which
-clients expect, and a name such as ``worker.torchrelay.internal`` for what their process may call. On the data plane
-tickets prove which node a peer is (``transfer.protocol.tickets``).
+Addresses of processes change, so certificates name no host: all carry the DNS name ``torchrelay.internal``, and one
+such as ``worker.torchrelay.internal`` for the part that their process plays: it says what that may call, and clients of
+the part expect it. On the data plane tickets prove which node a peer is (``transfer.protocol.tickets``).
 """
 
 from __future__ import annotations

@@ -17,12 +17,14 @@ from nats.js import JetStreamContext
 from nats.js.api import RetentionPolicy, StorageType, StreamConfig
 
 from torchrelay.common.cancellation import cancellable
+from torchrelay.common.errors import Unavailable
 from torchrelay.common.net.urls import nats_servers
 from torchrelay.common.process.telemetry import get_logger
 
 log = get_logger(__name__)
 
 WARN_EVERY_S = 10.0
+START_S = 15.0  # for a process that cannot start without NATS: then it ends, and whatever runs it starts it again
 CLOSE_TIMEOUT_S = 3.0
 DEFAULT_INBOX = "_INBOX"
 HISTORY_STREAM = "RELAY_HISTORY"
@@ -130,6 +132,16 @@ async def connect(url: str, name: str) -> Client:
         await client.close()  # it may already have a socket
         raise
     return client
+
+
+async def connect_at_start(url: str, name: str) -> Client:
+    """``connect`` for a process that cannot start without NATS. Raises ``Unavailable`` after ``START_S``."""
+    try:
+        async with asyncio.timeout(START_S):
+            return await connect(url, name)
+    except TimeoutError:
+        shown = ",".join(nats_servers(url).urls)
+        raise Unavailable(f"NATS at {shown} does not answer", field="nats_url") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,12 +41,14 @@ def run_service(
     settings: ServiceSettings,
     serving: Callable[[], AbstractAsyncContextManager[Addresses]],
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    stop_limit_s: int = 0,
 ) -> None:
     """Runs ``serving()`` until SIGTERM or SIGINT.
 
     ``serving`` is an async context manager that yields the process's addresses once it serves (for the ready file) and
     shuts down in order on exit. If it raises, the process ends with status 1: with a sentence for an expected error
-    while it starts, otherwise with a traceback.
+    while it starts, otherwise with a traceback. ``stop_limit_s`` after the signal the kernel ends it, whatever it still
+    waits for; 0: never.
     """
     raise_descriptor_limit()
     try:
@@ -54,7 +56,7 @@ def run_service(
             telemetry = Telemetry(name, settings)
         try:
             with asyncio.Runner(loop_factory=loop_factory) as runner:
-                runner.run(_until_signal(settings, serving))
+                runner.run(_until_signal(settings, serving, stop_limit_s))
         finally:
             telemetry.close()
     except CannotStart as error:
@@ -88,23 +90,27 @@ class _Stop:
     broker that never comes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, limit_s: int) -> None:
         self.requested = asyncio.Event()
+        self._limit_s = limit_s
         self._starting = asyncio.current_task()
 
     def started(self) -> None:
         self._starting = None
 
     def __call__(self) -> None:
+        if self._limit_s and not self.requested.is_set():
+            # By the kernel: threads that hang on a disk are joined when the interpreter exits, which may be never.
+            signal.alarm(self._limit_s)
         self.requested.set()
         if self._starting is not None:
             self._starting.cancel()
 
 
 async def _until_signal(
-    settings: ServiceSettings, serving: Callable[[], AbstractAsyncContextManager[Addresses]]
+    settings: ServiceSettings, serving: Callable[[], AbstractAsyncContextManager[Addresses]], stop_limit_s: int
 ) -> None:
-    stop = _Stop()
+    stop = _Stop(stop_limit_s)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
-
 from torchrelay.common.tokens.text_stream import TextStream
+from torchrelay.common.tokens.token_decoder import TokenDecoder
 
 
 class StopChecker:
     """Detects the token that completes a stop string (worker side)."""
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
-        self._text = TextStream(tokenizer)
+    def __init__(self, decoder: TokenDecoder, stop_strings: Sequence[str]) -> None:
+        self._text = TextStream(decoder)
         self._stops = tuple(stop_strings)
         self._num_kept_chars = max((len(stop) for stop in self._stops), default=1) - 1
         self._tail = ""

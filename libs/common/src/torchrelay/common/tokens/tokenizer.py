@@ -5,16 +5,18 @@ from __future__ import annotations
 import ctypes
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from tokenizers import Tokenizer
-from tokenizers.models import BPE, Model, WordLevel
+from tokenizers.models import BPE, Model
 
 from torchrelay.common.errors import InvalidRequest
+from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer_document import (
     TokenizerDocument,
     decode_json,
@@ -23,6 +25,7 @@ from torchrelay.common.tokens.tokenizer_document import (
 from torchrelay.common.tokens.tokenizer_limits import TokenizerRefused
 
 BPE_CACHE_WORDS = 4096
+MAX_ID: Final = (1 << 32) - 1
 
 _OPTIONS = (
     "unk_token",
@@ -34,6 +37,8 @@ _OPTIONS = (
 )
 _VOCAB, _MERGES = "vocab.json", "merges.txt"
 
+T = TypeVar("T")
+
 
 class _UnsupportedTokenizer(Exception):
     """The tokenizer cannot be loaded in parts."""
@@ -44,108 +49,150 @@ def load_tokenizer(source: bytes | Path, *, has_disk: bool = True) -> Tokenizer:
 
     Its patterns are the tenant's: encode only in a process that can be killed. Raises ``InvalidRequest``. Parsed as a
     whole, a BPE of 128,000 tokens peaks at 130 MB; with vocabulary and merges cut out of the JSON unparsed and read
-    from files, at 50 MB; ``has_disk`` is False where temporary files cannot be written.
+    from files, at 50 MB; as lists, at 90 MB: ``has_disk`` is False where temporary files cannot be written.
     """
     return _load(source, lambda read: _load_complete(read, has_disk))
 
 
-def load_decoder(source: bytes | Path) -> Tokenizer:
-    """Loads vocabulary, added tokens and decoder of a ``tokenizer.json``: what turns token ids into text.
+def load_decoder(source: bytes | Path) -> TokenDecoder:
+    """What turns token ids into text, out of a ``tokenizer.json``. No pattern of the tenant's is compiled.
 
-    No pattern of the tenant's is compiled. Without merges and pre-tokenizer it must not encode. Its text is that of
-    ``load_tokenizer``'s, except for added tokens that a pattern would have to normalize: they are spelt as declared.
-    Takes and raises what ``load_tokenizer`` does; other threads wait for it for a tenth of a second at most.
+    Its text is that of ``load_tokenizer``'s, except for added tokens that a pattern would have to normalize: they are
+    spelt as declared. Takes and raises what ``load_tokenizer`` does; other threads run meanwhile.
     """
     return _load(source, _load_decoding)
 
 
-def _load(source: bytes | Path, load: Callable[[Callable[[], TokenizerDocument]], Tokenizer]) -> Tokenizer:
+def _load(source: bytes | Path, load: Callable[[Callable[[], TokenizerDocument]], T]) -> T:
     try:
-        tokenizer = load(lambda: read_tokenizer(source.read_bytes() if isinstance(source, Path) else source))
+        loaded = load(lambda: read_tokenizer(source.read_bytes() if isinstance(source, Path) else source))
     except TokenizerRefused as refused:
         raise InvalidRequest(f"tokenizer.json: {refused}", field="tokenizer.json") from refused
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
     _return_freed_memory()
-    return tokenizer
+    return loaded
 
 
 def _load_complete(read: Callable[[], TokenizerDocument], has_disk: bool) -> Tokenizer:
-    if has_disk:
-        with tempfile.TemporaryDirectory(prefix="torchrelay-tokenizer-") as folder, suppress(_UnsupportedTokenizer):
-            shell = _split(read(), Path(folder))  # the JSON is freed before the model is built
-            return _load_in_parts(shell, Path(folder))
-    return _load_whole(read(), decodes_only=False)
-
-
-def _load_decoding(read: Callable[[], TokenizerDocument]) -> Tokenizer:
+    tokenizer: Tokenizer | None = None
     with suppress(_UnsupportedTokenizer):
-        shell, vocabulary = _vocabulary(read())  # the JSON is freed before the model is built
-        # Any model decodes alike, and this one is built fastest. The library holds the interpreter's lock meanwhile.
-        with _failures_as_unsupported():
-            model = WordLevel(vocabulary, unk_token="")
-            vocabulary.clear()
-            return _with_model(shell, model, decodes_only=True)
-    return _load_whole(read(), decodes_only=True)
+        tokenizer = _load_from_files(read) if has_disk else _load_from_lists(read)
+    if tokenizer is None:
+        tokenizer = _load_whole(read())
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def _vocabulary(document: TokenizerDocument) -> tuple[TokenizerDocument, dict[str, int]]:
-    """The document without its model, and ids by token."""
-    vocabulary: dict[str, int] = {}
+def _load_from_files(read: Callable[[], TokenizerDocument]) -> Tokenizer:
+    """A BPE. Raises ``_UnsupportedTokenizer``."""
+    with tempfile.TemporaryDirectory(prefix="torchrelay-tokenizer-") as name:
+        folder = Path(name)
+        shell = _split(read(), folder)  # the JSON is freed before the model is built
+        files = str(folder / _VOCAB), str(folder / _MERGES)
+        return _load_in_parts(shell, lambda options: BPE.from_file(*files, **options))
+
+
+def _load_from_lists(read: Callable[[], TokenizerDocument]) -> Tokenizer:
+    """A BPE. Raises ``_UnsupportedTokenizer``."""
+    document = read()
+    _require_bpe(document)
+    ids: dict[str, int] = {}
     for part in document.vocabulary():
-        vocabulary.update(part)
-    return replace(document, model={}), vocabulary
+        ids.update(part)
+    merges = [pair for pairs in document.merges() for pair in pairs]
+    shell = _without_vocabulary(document)
+    del document
+    return _load_in_parts(shell, lambda options: BPE(ids, merges, **options))
 
 
-def _load_whole(document: TokenizerDocument, decodes_only: bool) -> Tokenizer:
+def _load_decoding(read: Callable[[], TokenizerDocument]) -> TokenDecoder:
+    document = read()
+    ids, repeated = _vocabulary(document)
+    document = replace(document, model={})  # the JSON is freed before the decoder is built
+    num_tokens = len(ids) + len(repeated)
+    stand_in = _tokenizer(_model_of(_added_ids(document, ids, num_tokens)), document, decodes_only=True)
+    declared = {token_id: token.content for token_id, token in stand_in.get_added_tokens_decoder().items()}
+    spelt = ((stand_in.id_to_token(token_id), token_id) for token_id in declared)  # a normalizer may have changed them
+    return TokenDecoder(
+        chain(repeated, _emptied(ids), ((token, token_id) for token, token_id in spelt if token is not None)),
+        num_tokens,
+        declared,
+        {token.content for token in document.added_tokens if token.special},
+        stand_in.decoder,
+    )
+
+
+def _vocabulary(document: TokenizerDocument) -> tuple[dict[str, int], list[tuple[str, int]]]:
+    """Ids by token, and the other ids of tokens that come more than once."""
+    ids: dict[str, int] = {}
+    repeated: list[tuple[str, int]] = []
+    is_object = not document.has_scores
+    for part in document.vocabulary():
+        for token, token_id in part:
+            if not 0 <= token_id <= MAX_ID:
+                raise TokenizerRefused("model.vocab", f"{token[:40]!r} with the id {token_id} is not a token")
+            if token in ids and not is_object:  # of equal keys the last counts
+                repeated.append((token, ids[token]))
+            ids[token] = token_id
+    return ids, repeated
+
+
+def _emptied(ids: dict[str, int]) -> Iterator[tuple[str, int]]:
+    """The entries, each freed as it is used."""
+    while ids:
+        yield ids.popitem()
+
+
+def _added_ids(document: TokenizerDocument, ids: Mapping[str, int], num_tokens: int) -> dict[str, int]:
+    """The ids that the library gives the added tokens: those of the vocabulary, else the next from its size on."""
+    added: dict[str, int] = {}
+    for token in document.added_tokens:
+        if token.content and token.content not in added:
+            known = ids.get(token.content)
+            added[token.content] = num_tokens if known is None else known
+            num_tokens += known is None
+    return added
+
+
+def _load_whole(document: TokenizerDocument) -> Tokenizer:
     model: dict[str, Any] = dict(document.model)
     if document.model_type == "BPE":
         model |= {"type": "BPE", "dropout": None}
-        if decodes_only:
-            model["merges"] = []
-    try:
-        with _panics_as_errors():
-            tokenizer = Tokenizer.from_str(document.encode(model, decodes_only=decodes_only))
-    except Exception as error:  # the library raises nothing narrower
-        raise TokenizerRefused("", f"it cannot be read: {error}") from error
+    tokenizer = _tokenizer(model, document, decodes_only=False)
     if isinstance(tokenizer.model, BPE):
         tokenizer.model._resize_cache(BPE_CACHE_WORDS)
     return tokenizer
 
 
-def _load_in_parts(document: TokenizerDocument, folder: Path) -> Tokenizer:
-    """A BPE from the files of ``_split``. Raises ``_UnsupportedTokenizer``."""
-    options = {name: decode_json(document.model[name], Any, name) for name in _OPTIONS if name in document.model}
-    with _failures_as_unsupported():
-        model = BPE.from_file(
-            str(folder / _VOCAB),
-            str(folder / _MERGES),
-            cache_capacity=BPE_CACHE_WORDS,
-            **{name: value for name, value in options.items() if value is not None},
-        )
-        return _with_model(document, model, decodes_only=False)
-
-
-def _with_model(document: TokenizerDocument, model: Model, *, decodes_only: bool) -> Tokenizer:
-    """The tokenizer with ``model`` in place of the document's."""
-    _check_ids(document, model)
-    # The library adds tokens one by one in quadratic time unless it reads them from JSON, and their ids depend on the
-    # model's vocabulary. Hence a model of just these tokens, replaced once they are added.
-    added = {token.content: token.id for token in document.added_tokens}
-    stand_in = {"type": "WordLevel", "vocab": added, "unk_token": ""}
-    tokenizer = Tokenizer.from_str(document.encode(stand_in, decodes_only=decodes_only))
-    tokenizer.model = model
-    return tokenizer
-
-
-@contextmanager
-def _failures_as_unsupported() -> Iterator[None]:
-    """Whatever the library raises, nothing narrower than ``Exception``: loading the whole explains the error."""
+def _tokenizer(model: dict[str, Any], document: TokenizerDocument, *, decodes_only: bool) -> Tokenizer:
+    """The document's, with this model."""
     try:
         with _panics_as_errors():
-            yield
-    except Exception as error:
+            return Tokenizer.from_str(document.encode(model, decodes_only=decodes_only))
+    except Exception as error:  # the library raises nothing narrower
+        raise TokenizerRefused("", f"it cannot be read: {error}") from error
+
+
+def _load_in_parts(document: TokenizerDocument, load: Callable[[dict[str, Any]], Model]) -> Tokenizer:
+    """The tokenizer with the model that ``load`` makes with its options. Raises ``_UnsupportedTokenizer``."""
+    options = {name: decode_json(document.model[name], Any, name) for name in _OPTIONS if name in document.model}
+    given = {name: value for name, value in options.items() if value is not None}
+    try:
+        with _panics_as_errors():
+            model = load({**given, "cache_capacity": BPE_CACHE_WORDS})
+            _check_ids(document, model)
+            # The library adds tokens one by one in quadratic time unless it reads them from JSON, and their ids depend
+            # on the model's vocabulary. Hence a model of just these tokens, replaced once they are added.
+            added = {token.content: token.id for token in document.added_tokens}
+            tokenizer = _tokenizer(_model_of(added), document, decodes_only=False)
+            tokenizer.model = model
+            return tokenizer
+    except Exception as error:  # the library raises nothing narrower; loading the whole explains it
         raise _UnsupportedTokenizer from error
+
+
+def _model_of(tokens: Mapping[str, int]) -> dict[str, Any]:
+    return {"type": "WordLevel", "vocab": tokens, "unk_token": ""}
 
 
 def _check_ids(document: TokenizerDocument, model: Model) -> None:
@@ -173,11 +220,19 @@ def _panics_as_errors() -> Iterator[None]:
 
 def _split(document: TokenizerDocument, folder: Path) -> TokenizerDocument:
     """Writes vocabulary and merges of a BPE into files; returns the rest. Raises ``_UnsupportedTokenizer``."""
-    if document.model_type != "BPE" or "merges" not in document.model:
-        raise _UnsupportedTokenizer
+    _require_bpe(document)
     (folder / _VOCAB).write_bytes(document.model["vocab"])
     with (folder / _MERGES).open("wb") as file:
         file.writelines(_lines(pairs) for pairs in document.merges())
+    return _without_vocabulary(document)
+
+
+def _require_bpe(document: TokenizerDocument) -> None:
+    if document.model_type != "BPE" or "merges" not in document.model:
+        raise _UnsupportedTokenizer
+
+
+def _without_vocabulary(document: TokenizerDocument) -> TokenizerDocument:
     return replace(document, model={name: raw.copy() for name, raw in document.model.items() if name in _OPTIONS})
 
 

@@ -67,10 +67,15 @@ class TokenizerDocument:
     post_processor: Any
     decoder: Any
 
+    @property
+    def has_scores(self) -> bool:
+        """Whether the vocabulary is a Unigram's list, whose ids are its places."""
+        return bytes(memoryview(self.model["vocab"])[:1]) != b"{"
+
     def vocabulary(self) -> Iterator[list[tuple[str, int]]]:
         """Tokens and their ids, a thousand at a time. Raises ``TokenizerRefused``."""
         vocab = self.model["vocab"]
-        if bytes(memoryview(vocab)[:1]) == b"{":
+        if not self.has_scores:
             for part in _slices(vocab, _IDS, "model.vocab"):
                 yield list(decode_json(b"{" + part + b"}", dict[str, int], "model.vocab").items())
             return

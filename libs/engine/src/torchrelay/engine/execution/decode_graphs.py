@@ -43,7 +43,11 @@ class ScratchSlot:
 
 @dataclass(eq=False)
 class DecodeGraphs:
-    """The recordings of one model. All methods on the engine thread."""
+    """The recordings of one model. All methods on the engine thread.
+
+    A recording may compile kernels, which takes seconds: ``is_recording`` and ``num_recorded`` tell any thread that
+    watches the engine, so that it takes none for a step that hangs.
+    """
 
     _decoder: Decoder
     _backend: AttentionBackend
@@ -53,6 +57,8 @@ class DecodeGraphs:
     _capturer: Capturer
     _is_loaded: Callable[[], bool]  # every layer has arrived, so that a recording waits for none
     _recorded: dict[int, tuple[FixedBatch, Replay]] = field(default_factory=dict)
+    is_recording: bool = False
+    num_recorded: int = 0
 
     def run(self, batch: Batch) -> Tensor | None:
         """Logits [rows, vocab], valid until the next run. None: this batch is to be computed as it is."""
@@ -61,12 +67,20 @@ class DecodeGraphs:
         if size is None or not self._is_loaded():
             return None
         if size not in self._recorded:
-            fixed = FixedBatch(size, batch, self._backend, self._kinds, self._scratch)
-            fixed.fill(batch)
-            self._recorded[size] = fixed, self._capturer.capture(lambda: self._compute(fixed.batch))
+            self._recorded[size] = self._record(size, batch)
         fixed, replay = self._recorded[size]
         fixed.fill(batch)
         return replay()[: len(plan.decoding)]
+
+    def _record(self, size: int, batch: Batch) -> tuple[FixedBatch, Replay]:
+        self.is_recording = True
+        try:
+            fixed = FixedBatch(size, batch, self._backend, self._kinds, self._scratch)
+            fixed.fill(batch)
+            return fixed, self._capturer.capture(lambda: self._compute(fixed.batch))
+        finally:
+            self.num_recorded += 1  # before the next line: whoever sees that it is over sees the advance too
+            self.is_recording = False
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -64,6 +64,7 @@ class Downstream:
         self._announced = bytearray()  # one byte per chunk: 1 if the follower knows that it is ready
         self._announced_at = 0.0
         self._busy_at = time.monotonic()
+        self._begun_at, self._is_admitted = self._busy_at, False
         self._aborted = False
         self._reader: threading.Thread | None = None
 
@@ -92,8 +93,13 @@ class Downstream:
         """How long the follower has wanted nothing. ``now``: monotonic."""
         return now - self._busy_at
 
+    def handshake_s(self, now: float) -> float:
+        """How long the follower has not authenticated; 0 once it has. ``now``: monotonic."""
+        return 0.0 if self._is_admitted else now - self._begun_at
+
     def _serve(self) -> None:
         ticket = self._admit()
+        self._is_admitted = True
         buffer = self._holder.find(ticket.buffer_id, self._keep_waiting)
         with _leased(buffer):
             self._announced = bytearray(buffer.ready_flags())

@@ -26,6 +26,7 @@ class HolderLimits:
     max_streams: int = 256
     idle_s: float = 30.0
     handshake_s: float = 10.0  # a peer that has not authenticated in this time is disconnected
+    handshake_grace_s: float = 0.5  # and after this time already, if others wait for its place
 
 
 class HolderServer:
@@ -91,11 +92,20 @@ class HolderServer:
         while (connection := listener.accept()) is not None:
             # Acquired after the accept: a listener to which nobody connects must not hold a permit.
             while not self._permits.acquire(timeout=PERMIT_RETRY_S):
+                self._end_strangers()
                 self._end_idlest()
             if self._closing.is_set():
                 connection.close()
                 return
             self._start_stream(connection)
+
+    def _end_strangers(self) -> None:
+        """Frees the permits of peers that have not authenticated in time for others."""
+        now = time.monotonic()
+        with self._lock:
+            late = [each for each in self._streams if each.handshake_s(now) > self._limits.handshake_grace_s]
+        for stream in late:
+            stream.abort()
 
     def _end_idlest(self) -> None:
         """Frees a permit if a stream has been idle for long: its follower may be stopped, or stuck."""

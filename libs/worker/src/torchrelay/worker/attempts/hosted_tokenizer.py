@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import grpc
 from blake3 import blake3
-from tokenizers import Tokenizer
 
 from torchrelay.common.errors import DataCorrupted, InvalidRequest, Unavailable
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.tokens.stop_strings import StopChecker
+from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder
 from torchrelay.control.v1 import param_store_pb2 as pb
 
@@ -34,7 +34,7 @@ class HostedTokenizer:
         self.read = read
         self._load_timeout_s = load_timeout_s
         self._digest = ""
-        self._loaded: Tokenizer | InvalidRequest | None = None
+        self._loaded: TokenDecoder | InvalidRequest | None = None
         self._lock = asyncio.Lock()
 
     async def checkers(
@@ -43,8 +43,8 @@ class HostedTokenizer:
         """One checker per choice, advanced past its forced output. Raises ``TorchrelayError``."""
         if not stop_strings:
             return {}
-        tokenizer = await self._get(digest)
-        checkers = {choice: StopChecker(tokenizer, stop_strings) for choice in forced}
+        decoder = await self._get(digest)
+        checkers = {choice: StopChecker(decoder, stop_strings) for choice in forced}
         steps = [(checkers[choice], token_id) for choice, tokens in forced.items() for token_id in tokens]
         for begin in range(0, len(steps), TOKENS_PER_TURN):
             for checker, token_id in steps[begin : begin + TOKENS_PER_TURN]:
@@ -52,7 +52,7 @@ class HostedTokenizer:
             await asyncio.sleep(0)
         return checkers
 
-    async def _get(self, digest: str) -> Tokenizer:
+    async def _get(self, digest: str) -> TokenDecoder:
         try:
             async with asyncio.timeout(self._load_timeout_s), self._lock:
                 if self._loaded is None or self._digest != digest:
@@ -65,7 +65,7 @@ class HostedTokenizer:
             raise InvalidRequest(loaded.message, field=loaded.field)
         return loaded
 
-    async def _load(self, digest: str) -> Tokenizer | InvalidRequest:
+    async def _load(self, digest: str) -> TokenDecoder | InvalidRequest:
         encoded = await self.read(digest)
         try:
             return await asyncio.to_thread(load_decoder, encoded)

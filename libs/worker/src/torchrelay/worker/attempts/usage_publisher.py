@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import nats.errors
 from nats.aio.client import Client
+from nats.js.api import PubAck
 
-from torchrelay.common.cancellation import raise_if_cancelled
+from torchrelay.common.cancellation import cancellable, raise_if_cancelled
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
 from torchrelay.control.v1 import generation_pb2 as pb
@@ -19,7 +20,9 @@ from torchrelay.worker.attempts.attempt import Attempt
 
 log = get_logger(__name__)
 PUBLISH_INTERVAL_S = 1.0
-MAX_UNSENT_REGISTERS = 1 << 16  # while NATS is away; the oldest are dropped first
+ACK_LIMIT_S = 2.0
+BATCH_REGISTERS = 256
+MAX_UNSENT_REGISTERS = 1 << 16  # while NATS is away or its disk is full; beyond them some are dropped
 
 
 @dataclass(slots=True)
@@ -36,19 +39,25 @@ class UsagePublisher:
     """Publishes the register of every choice at its first token, every second, and at its end. While a long prompt is
     computed, its first open choice has the request's register."""
 
-    # Registers merge by maximum, so a lost or repeated one makes a bill late, never wrong. Publishing therefore never
-    # delays a token and waits for no acknowledgement.
+    # Registers merge by maximum, so that of each choice only the newest is kept until the stream has accepted it, and
+    # one that is published twice does no harm. Publishing never delays a token.
 
     def __init__(self, client: Client, subjects: Subjects) -> None:
-        self.client, self._subjects = client, subjects
+        self.client, self._jetstream, self._subjects = client, client.jetstream(), subjects
         self._entries: dict[tuple[str, int], _OpenRegister] = {}
-        self._urgent: deque[pb.UsageRegister] = deque(maxlen=MAX_UNSENT_REGISTERS)
+        self._unsent: dict[tuple[str, int], tuple[str, bytes]] = {}  # subject and register of each choice
+        self._is_refused = False
         self._wake = asyncio.Event()
 
     @property
     def num_open(self) -> int:
         """Choices whose register may still rise."""
         return len(self._entries)
+
+    @property
+    def num_unsent(self) -> int:
+        """Registers that the stream has not accepted."""
+        return len(self._unsent)
 
     def advance(self, attempt: Attempt, output: pb.ChoiceOutput) -> None:
         """Advances a choice's register by what was put into its gateway's outbox."""
@@ -74,8 +83,7 @@ class UsagePublisher:
         if output.finish_reason:
             del self._entries[key]
         if is_first_token or output.finish_reason:
-            entry.published = entry.position
-            self._urgent.append(pb.UsageRegister.FromString(register.SerializeToString()))
+            self._put(entry)
             self._wake.set()
 
     def forget(self, attempt: Attempt, cause: pb.FinishReason.ValueType) -> None:
@@ -83,7 +91,7 @@ class UsagePublisher:
         for choice in attempt.open_choices:
             if entry := self._entries.pop((attempt.start.key.request_id, choice), None):
                 entry.register.cause = cause
-                self._urgent.append(entry.register)
+                self._put(entry)
                 self._wake.set()
 
     def hand_off(self, attempt: Attempt) -> None:
@@ -102,24 +110,58 @@ class UsagePublisher:
             if time.monotonic() >= due_s:  # however often urgent registers woke it
                 self._gather_advanced()
                 due_s = time.monotonic() + PUBLISH_INTERVAL_S
-            await self.flush()
+            is_accepted = await self.flush()
             raise_if_cancelled()
+            if not is_accepted:  # not again for every token
+                await asyncio.sleep(due_s - time.monotonic())
 
     def _gather_advanced(self) -> None:
         for entry in self._entries.values():
             if entry.position != entry.published:
-                entry.published = entry.position
-                self._urgent.append(entry.register)
+                self._put(entry)
 
-    async def flush(self) -> None:
-        """Publishes what is due; what fails is kept for the next flush."""
+    def _put(self, entry: _OpenRegister) -> None:
+        entry.published = entry.position
+        register = entry.register
+        key, subject = (register.request_id, register.choice), self._subjects.usage(register.gateway_id)
+        self._unsent[key] = (subject, register.SerializeToString())
+        if len(self._unsent) > MAX_UNSENT_REGISTERS:
+            del self._unsent[next(iter(self._unsent))]
+
+    async def flush(self) -> bool:
+        """Publishes what is due. What the stream does not accept is kept for the next flush; then returns False."""
+        fault = ""
+        while not fault and (batch := list(islice(self._unsent.items(), BATCH_REGISTERS))):
+            fault = "NATS does not answer"
+            with suppress(TimeoutError):
+                async with asyncio.timeout(2 * ACK_LIMIT_S):
+                    fault = await cancellable(self._publish(batch))
+        if bool(fault) != self._is_refused:
+            self._is_refused = bool(fault)
+            log.warning(
+                "usage_not_published" if fault else "usage_published", error=fault, num_registers=self.num_unsent
+            )
+        return not fault
+
+    async def _publish(self, batch: list[tuple[tuple[str, int], tuple[str, bytes]]]) -> str:
+        """Why not all of them are accepted; empty if they are."""
+        if not self.client.is_connected:
+            return "NATS is away"
+        acks: list[asyncio.Future[PubAck]] = []
         try:
-            while self._urgent:
-                register = self._urgent.popleft()
-                try:
-                    await self.client.publish(self._subjects.usage(register.gateway_id), register.SerializeToString())
-                except BaseException:  # cancellation too: publishing twice is harmless, losing it is not
-                    self._urgent.appendleft(register)
-                    raise
+            for _, (subject, data) in batch:
+                acks.append(await self._jetstream.publish_async(subject, data))
+            await asyncio.wait(acks, timeout=ACK_LIMIT_S)
         except (nats.errors.Error, OSError) as error:
-            log.warning("usage_not_published", error=str(error), num_registers=len(self._urgent))
+            return str(error)
+        finally:
+            for ack in acks:
+                ack.cancel()  # without effect once it is here
+        fault = ""
+        for (key, sent), ack in zip(batch, acks, strict=True):
+            if ack.cancelled() or ack.exception() is not None:
+                fault = "NATS does not answer" if ack.cancelled() else str(ack.exception())
+                self._unsent[key] = self._unsent.pop(key, sent)  # others first, the next time
+            elif self._unsent.get(key) == sent:
+                del self._unsent[key]
+        return fault

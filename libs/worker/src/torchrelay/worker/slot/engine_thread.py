@@ -23,8 +23,8 @@ log = get_logger(__name__)
 T = TypeVar("T")
 _STOP_POLL_S = 0.1
 _MAX_IDLE_WAIT_S = 3600.0  # Queue.get takes no timeout as long as a deadline may be away
-# What nothing predicts: a command, such as one that maps a large model, and the first step with a pack, which may
-# compile kernels.
+# What nothing predicts: a command, such as one that maps a large model, and the first step with a pack or one that
+# records a decode graph, which may compile kernels.
 _COMMAND_S = 60.0
 _FIRST_STEP_S = 30.0
 
@@ -73,7 +73,8 @@ class EngineThread:
         has_work = doing is not None or not self._commands.empty()
         if instance is None:
             return EngineProgress(self._num_done, has_work, _COMMAND_S)
-        step_s = latency.step_s(instance.running_work) if latency is not None else None
+        is_recording = instance.is_recording  # read before the advances: the end of a recording is one
+        step_s = latency.step_s(instance.running_work) if latency is not None and not is_recording else None
         # Who loads the weights answers for how long they take to come.
         return EngineProgress(
             self._num_done + instance.num_advances,

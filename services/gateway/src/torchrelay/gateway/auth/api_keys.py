@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import secrets as random_secrets
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import NotFound, Unauthenticated
 from torchrelay.gateway.auth.key_format import key_id_of, mac_of, new_token
 from torchrelay.gateway.core import Principal
-from torchrelay.gateway.sql.database import Database
+from torchrelay.gateway.sql.database import ANSWER_LIMIT_S, Database
 from torchrelay.gateway.sql.table_versions import TableVersions, bump_version
 from torchrelay.gateway.sql.tables import api_keys, secrets, tenants
 from torchrelay.gateway.sql.versioned_cache import VersionedCache
@@ -83,10 +84,11 @@ class ApiKeys:
         key_id = key_id_of(token)
         if key_id is None:
             raise _unknown()
+        due_s = time.monotonic() + ANSWER_LIMIT_S
         version = await self._versions.confirmed("keys")
         entry = self._cache.get(key_id, version)
-        if entry is None:
-            entry = await self._database.answer(self._look_up(key_id, version))
+        if entry is None:  # both questions have one limit
+            entry = await self._database.answer(self._look_up(key_id, version), due_s - time.monotonic())
         if entry is None or not hmac.compare_digest(entry[0], mac):
             raise _unknown()
         return entry[1]

@@ -144,21 +144,32 @@ class Uploads:
     async def files(self, upload: Upload) -> Files:
         return (await self._store.describe(upload.upload_id)).files
 
-    async def put(self, upload: Upload, path: str, offset: int, body: ByteStream) -> param_store_pb2.FileState:
+    async def put(
+        self, upload: Upload, path: str, offset: int, body: ByteStream, body_bytes: int = 0
+    ) -> param_store_pb2.FileState:
         """Appends to a file at ``offset``; a complete file sent again stays as it is.
 
-        Raises ``Conflict`` if the store expects another offset.
+        ``body_bytes``: the length that the body declares, 0 if it declares none.
+        Raises ``Conflict`` if the store expects another offset, and ``UploadRefused`` for more than the file has left.
         """
         # Checked before any byte is sent: the client may not see an error in the middle of its stream.
         states = {state.path: state for state in await self.files(upload)}
         if path not in states:
             raise NotFound(f"{path} is not a declared file", field=path)
-        if states[path].complete and not offset:  # taken over from an earlier upload: a plain client sends it all
-            await _drop(body, states[path].num_bytes)
-            return states[path]
-        if (received := states[path].num_bytes_received) != offset:
-            raise Conflict(f"{path} continues at offset {received}, not {offset}", field="Upload-Offset")
-        return await self._store.put_file(upload.upload_id, path, offset, body)
+        state = states[path]
+        is_sent_again = state.complete and not offset  # taken over from an earlier upload: a plain client sends it all
+        if not is_sent_again and state.num_bytes_received != offset:
+            raise Conflict(
+                f"{path} continues at offset {state.num_bytes_received}, not {offset}", field="Upload-Offset"
+            )
+        if body_bytes > state.num_bytes - offset:
+            raise _too_long(state)
+        bounded = _bounded(body, state, offset)
+        if is_sent_again:
+            async for _ in bounded:
+                pass
+            return state
+        return await self._store.put_file(upload.upload_id, path, offset, bounded)
 
     async def commit(
         self, upload: Upload, scaling: ScalingSettings, largest_slot_bytes: int
@@ -233,13 +244,18 @@ class Uploads:
             await connection.execute(delete(uploads).where(uploads.c.upload_id == upload.upload_id))
 
 
-async def _drop(body: ByteStream, num_bytes: int) -> None:
-    """Reads and drops a body, or so many bytes of it."""
-    num_read = 0
+async def _bounded(body: ByteStream, file: param_store_pb2.FileState, offset: int) -> AsyncGenerator[bytes]:
+    """A body that goes on at ``offset``. Raises ``UploadRefused`` rather than yield more than the file has left."""
+    num_left = file.num_bytes - offset
     async for piece in body:
-        num_read += len(piece)
-        if num_read >= num_bytes:
-            return
+        num_left -= len(piece)
+        if num_left < 0:
+            raise _too_long(file)
+        yield piece
+
+
+def _too_long(file: param_store_pb2.FileState) -> UploadRefused:
+    return UploadRefused(f"{file.path}: more bytes were sent than the {file.num_bytes:,} declared", field=file.path)
 
 
 def _all_uploads() -> Select[Any]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 import msgspec
@@ -18,9 +18,11 @@ from torchrelay.gateway.clients.endpoint import param_store_endpoint
 from torchrelay.gateway.clients.rechunk import ByteStream, rechunk
 from torchrelay.gateway.core import ModelShape, Version
 
+T = TypeVar("T")
 _LOOKUP_TIMEOUT_S = 10.0  # for calls that move no model bytes
 _LIST_TIMEOUT_S = 60.0
-_COMMIT_SILENCE_S = 30.0  # the store tells a long stage again every few seconds
+_SILENCE_S = 30.0  # in an upload or a commit; the store tells a long stage again every few seconds
+_DIGEST_BYTES_PER_S = 64 << 20  # a store that was restarted reads what it has; all of a file must reach its disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,9 @@ class StoredVersion:
 class StoreClient:
     """All methods raise the store's errors, or ``Unavailable`` if it cannot be reached."""
 
-    def __init__(self, channel: grpc.aio.Channel, address: str) -> None:
+    def __init__(self, channel: grpc.aio.Channel, address: str, silence_s: float = _SILENCE_S) -> None:
         self._stub = ParamStoreStub(channel)
+        self._silence_s = silence_s
         self._endpoint = param_store_endpoint(address)
 
     async def begin(
@@ -74,16 +77,21 @@ class StoreClient:
             return await self._stub.DescribeUpload(request, timeout=_LOOKUP_TIMEOUT_S)
 
     async def put_file(self, upload_id: str, path: str, offset: int, body: ByteStream) -> param_store_pb2.FileState:
-        """Streams ``body`` into the file, holding one slice in memory; flow control reaches back to the client."""
+        """Streams ``body`` into the file, holding one slice in memory; flow control reaches back to the client.
+
+        Raises ``Unavailable`` also if the store takes nothing more.
+        """
+        limit_s = self._silence_s + offset / _DIGEST_BYTES_PER_S
         call = self._stub.PutFile()
         opening = param_store_pb2.PutFileRequest.Open(upload_id=upload_id, path=path, offset=offset)
         try:
             with suppress(asyncio.InvalidStateError):  # already answered; awaiting the call says how
-                await call.write(param_store_pb2.PutFileRequest(open=opening))
+                await self._answered(call.write(param_store_pb2.PutFileRequest(open=opening)), limit_s)
                 async for data in rechunk(body):
-                    await call.write(param_store_pb2.PutFileRequest(data=data))
+                    limit_s += len(data) / _DIGEST_BYTES_PER_S
+                    await self._answered(call.write(param_store_pb2.PutFileRequest(data=data)), limit_s)
                 await call.done_writing()
-            return await call
+            return await self._answered(call, limit_s)
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.INTERNAL:  # raised by grpcio when its write races the answer
                 message = f"the param-store ended the transfer of {path}; resume at the offset in the upload's state"
@@ -98,14 +106,21 @@ class StoreClient:
         Raises ``Unavailable`` also if the store falls silent.
         """
         request = param_store_pb2.CommitRequest(upload_id=upload_id, largest_slot_bytes=largest_slot_bytes)
-        call = self._stub.Commit(request)
+        call: Any = self._stub.Commit(request)
         try:
             with self._endpoint.mapped_errors():
-                while (step := await _next_step(call)) is not None:
+                while (step := await self._answered(call.read(), self._silence_s)) is not grpc.aio.EOF:
                     version = version_of(step.version) if step.HasField("version") else None
                     yield CommitProgress(step.stage, step.num_bytes_done, step.num_bytes_total, version)
         finally:
             call.cancel()
+
+    async def _answered(self, step: Awaitable[T], limit_s: float) -> T:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await step
+        except TimeoutError:
+            raise self._endpoint.silent() from None
 
     async def abort(self, upload_id: str) -> None:
         """Deletes what was received, or confirms what was published. An upload unknown to the store is not an error."""
@@ -143,18 +158,6 @@ class StoreClient:
         request = param_store_pb2.DeleteUnnamedRequest(older_than_s=older_than_s)
         with self._endpoint.mapped_errors():
             return (await self._stub.DeleteUnnamed(request, timeout=_LIST_TIMEOUT_S)).num_bytes_freed
-
-
-async def _next_step(call: Any) -> param_store_pb2.CommitProgress | None:
-    """The next step of a commit, or None at its end."""
-    try:
-        async with asyncio.timeout(_COMMIT_SILENCE_S):
-            step = await call.read()
-    except TimeoutError:
-        raise Unavailable(
-            f"the param-store fell silent for {_COMMIT_SILENCE_S:g} s in the commit; commit again once it answers"
-        ) from None
-    return None if step is grpc.aio.EOF else step
 
 
 def version_of(description: param_store_pb2.VersionDescription) -> Version:

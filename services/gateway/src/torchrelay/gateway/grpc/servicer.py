@@ -7,16 +7,17 @@ the message is received only after the key has been looked at, and in the tenant
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 
 from torchrelay.common.clock import now_unix_us
 from torchrelay.common.errors import DeadlineExceeded, InvalidRequest
 from torchrelay.common.ids import new_id
+from torchrelay.common.net.rpc.errors import status_of
 from torchrelay.gateway.core import Principal
 from torchrelay.gateway.grpc.converters import choice_deltas, params_of_request, usage_message
+from torchrelay.gateway.inference.core import ClientDisconnected
 from torchrelay.gateway.inference.execution.running_request import SETTLE_TIMEOUT_S
 from torchrelay.gateway.inference.interfaces import Authenticator, ModelCatalog
 from torchrelay.gateway.inference.pipeline import RequestPipeline
@@ -24,11 +25,14 @@ from torchrelay.gateway.limits.door_shares import DoorShares
 from torchrelay.inference.v1 import inference_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, Any]
-M = TypeVar("M")
 
 
 class GatewayServicer:
-    """``inference.v1.Inference``. ``message_timeout_s``: how long a message may take to arrive."""
+    """``inference.v1.Inference``.
+
+    ``message_timeout_s``: how long a message may take to arrive. ``answer_silence_s``: how long a client may take
+    nothing of its answer.
+    """
 
     def __init__(
         self,
@@ -37,12 +41,14 @@ class GatewayServicer:
         pipeline: RequestPipeline,
         shares: DoorShares,
         message_timeout_s: float,
+        answer_silence_s: float,
     ) -> None:
         self._keys = keys
         self._catalog = catalog
         self._pipeline = pipeline
         self._shares = shares
         self._message_timeout_s = message_timeout_s
+        self._answer_silence_s = answer_silence_s
 
     def add_to(self, server: grpc.aio.Server) -> None:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
@@ -61,16 +67,24 @@ class GatewayServicer:
             (grpc.method_handlers_generic_handler("torchrelay.inference.v1.Inference", handlers),)
         )
 
-    async def generate(
-        self, messages: AsyncIterator[pb.GenerateRequest], context: Context
-    ) -> AsyncIterator[pb.GenerateEvent]:
+    async def generate(self, _messages: object, context: Context) -> None:
         arrived_unix_us, timeout_s = now_unix_us(), context.time_remaining()
         principal = await self._authenticate(context)
-        with (
-            self._shares.requests.held(principal.tenant_id),
-            self._shares.body_bytes.account(principal.tenant_id) as body_bytes,
-        ):
-            request = await self._receive(messages, principal)
+        with self._shares.requests.held(principal.tenant_id):
+            try:
+                await self._answer(context, principal, arrived_unix_us, timeout_s)
+                return
+            except ClientDisconnected:
+                pass
+            message = f"nothing of the answer was taken for {self._answer_silence_s:g} s (setting answer_silence_s)"
+            # grpcio cannot reset a call: this waits until the client reads on or leaves, in its tenant's share.
+            await context.abort(*status_of(DeadlineExceeded(message)))
+
+    async def _answer(
+        self, context: Context, principal: Principal, arrived_unix_us: int, timeout_s: float | None
+    ) -> None:
+        with self._shares.body_bytes.account(principal.tenant_id) as body_bytes:
+            request: pb.GenerateRequest = await self._receive(context, principal)
             body_bytes.take(request.ByteSize())
             params, request_id = params_of_request(request), new_id("req")
             wants_ids = request.return_token_ids
@@ -78,17 +92,26 @@ class GatewayServicer:
             del request, params  # else kept until the end of the answer
             async with entering as session:
                 body_bytes.release()  # what the message asks for is encoded
+                await context.send_initial_metadata(())  # else abort would send it again, beside a write that waits
                 while not session.request.is_finished:
                     if new_tokens := await session.request.next():
                         deltas = choice_deltas(session, new_tokens, with_ids=wants_ids)
-                        yield pb.GenerateEvent(request_id=request_id, choices=deltas)
+                        await self._write(context, pb.GenerateEvent(request_id=request_id, choices=deltas))
                 await session.request.settled(SETTLE_TIMEOUT_S)
-                yield pb.GenerateEvent(request_id=request_id, usage=usage_message(session.request.usage))
+                usage = usage_message(session.request.usage)
+                await self._write(context, pb.GenerateEvent(request_id=request_id, usage=usage))
 
-    async def list_models(self, messages: AsyncIterator[pb.ListModelsRequest], context: Context) -> pb.ListModelsReply:
+    async def _write(self, context: Context, event: pb.GenerateEvent) -> None:
+        try:
+            async with asyncio.timeout(self._answer_silence_s):
+                await context.write(event)
+        except TimeoutError:
+            raise ClientDisconnected from None
+
+    async def list_models(self, _messages: object, context: Context) -> pb.ListModelsReply:
         principal = await self._authenticate(context)
         with self._shares.requests.held(principal.tenant_id):
-            await self._receive(messages, principal)
+            await self._receive(context, principal)
             async with self._shares.queries.turn(principal.tenant_id):
                 models = await self._catalog.models(principal)
         return pb.ListModelsReply(
@@ -102,16 +125,18 @@ class GatewayServicer:
             ]
         )
 
-    async def _receive(self, messages: AsyncIterator[M], principal: Principal) -> M:
+    async def _receive(self, context: Context, principal: Principal) -> Any:
         """The request. gRPC keeps 64 KiB of it until then; a longer one arrives in the tenant's turn."""
         try:
             async with asyncio.timeout(self._message_timeout_s), self._shares.messages.turn(principal.tenant_id):
-                return await anext(aiter(messages))
+                # By the iterator, grpcio would keep it to the end of the call, and beyond.
+                message = await context.read()
         except TimeoutError:
             # Also if it waited for the tenant's other messages all the time.
             raise DeadlineExceeded(f"the message did not arrive within {self._message_timeout_s:g} s") from None
-        except StopAsyncIteration:
-            raise InvalidRequest("the call has no message") from None
+        if message is grpc.aio.EOF:
+            raise InvalidRequest("the call has no message")
+        return message
 
     async def _authenticate(self, context: Context) -> Principal:
         for name, value in context.invocation_metadata() or ():

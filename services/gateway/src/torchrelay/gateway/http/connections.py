@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 C = TypeVar("C", bound=Hashable)
 
 OWN_DESCRIPTORS = 256  # of the gateway itself: SQL, Redis, NATS, scheduler, stores, workers, pipes, files
+GRPC_DESCRIPTORS = 3  # of a connection: the client's, and both ends of the one that leads to grpcio
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ def divide_descriptors(num_descriptors: int, rest: ConnectionLimits, num_grpc: i
     total = max(4, min(rest.total, available * 3 // 4))
     keyless = max(2, min(rest.keyless, total // 2))
     limits = ConnectionLimits(total, keyless, min(rest.keyless_per_address, keyless))
-    return limits, max(1, min(num_grpc, available // 4))
+    return limits, max(1, min(num_grpc, available // 4 // GRPC_DESCRIPTORS))
 
 
 class ConnectionTable(Generic[C]):

@@ -159,8 +159,8 @@ class RequestPipeline:
         )
         self.requests.add(request)
         request.start()
-        texts = tuple(ChoiceDetokenizer(decoder, params.stop) for _ in range(params.num_choices))
-        return RequestSession(request, texts, None if params.top_logprobs is None else TokenBytes(decoder))
+        texts = tuple(ChoiceDetokenizer(decoder.tokens, params.stop) for _ in range(params.num_choices))
+        return RequestSession(request, texts, None if params.top_logprobs is None else decoder.token_bytes)
 
     async def drain(self, timeout_s: float, end_s: float) -> None:
         """Waits ``timeout_s`` for running requests, then ends the rest and waits ``end_s`` for them to close."""

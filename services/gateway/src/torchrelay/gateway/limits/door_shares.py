@@ -55,20 +55,13 @@ def door_shares(settings: GatewaySettings, queries_at_once: int = 1) -> DoorShar
         settings.max_queries_per_tenant,
         "max_queries_per_tenant",
     )
-    messages = ShareLimits(
-        "messages arriving",
-        settings.max_open_requests,
-        "max_open_requests",
-        settings.max_open_requests_per_tenant,
-        "max_open_requests_per_tenant",
-    )
     return DoorShares(
         Shares(requests),
         Shares(body_bytes),
         Shares(uploads),
         TenantLanes(Shares(queries), at_once=1, total_at_once=queries_at_once),
         TenantLanes(
-            Shares(messages),
+            None,  # whoever sends one holds a share of the requests
             at_once=messages_at_once(settings.max_buffered_body_bytes_per_tenant, settings.max_body_bytes),
             total_at_once=messages_at_once(settings.max_buffered_body_bytes, settings.max_body_bytes),
         ),

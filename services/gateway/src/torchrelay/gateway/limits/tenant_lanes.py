@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
+from weakref import WeakValueDictionary
 
 from torchrelay.gateway.limits.shares import Shares
 
@@ -12,23 +13,20 @@ from torchrelay.gateway.limits.shares import Shares
 class TenantLanes:
     """At most ``at_once`` turns of one tenant and ``total_at_once`` in all; the rest wait, first come first served.
 
-    Of a tenant at most ``at_once`` wait for the total, so tenants take turns. ``shares`` bounds who runs or waits.
+    Of a tenant at most ``at_once`` wait for the total, so tenants take turns. ``shares`` bounds who runs or waits; None
+    where that is bounded already.
     """
 
-    def __init__(self, shares: Shares, *, at_once: int, total_at_once: int) -> None:
+    def __init__(self, shares: Shares | None, *, at_once: int, total_at_once: int) -> None:
         self._shares = shares
         self._at_once = at_once
         self._total = asyncio.Semaphore(total_at_once)
-        self._lanes: dict[str, asyncio.Semaphore] = {}  # of the tenants that run or wait
+        self._lanes = WeakValueDictionary[str, asyncio.Semaphore]()  # of the tenants that run or wait
 
     @asynccontextmanager
     async def turn(self, tenant_id: str) -> AsyncIterator[None]:
         """Waits for a turn and holds it for the block. Raises ``Overloaded`` or ``AtCapacity`` instead of waiting."""
-        with self._shares.held(tenant_id):
+        with nullcontext() if self._shares is None else self._shares.held(tenant_id):
             lane = self._lanes.setdefault(tenant_id, asyncio.Semaphore(self._at_once))
-            try:
-                async with lane, self._total:
-                    yield
-            finally:
-                if self._shares.held_by(tenant_id) == 1:  # the last
-                    del self._lanes[tenant_id]
+            async with lane, self._total:
+                yield

@@ -160,7 +160,7 @@ class Database:
         try:
             yield connection
         finally:
-            closing = self._own(asyncio.ensure_future(connection.close()))
+            closing = self.own(asyncio.ensure_future(connection.close()))
             await asyncio.wait({closing}, timeout=_CLOSE_LIMIT_S)
 
     async def transact(self, work: Callable[[Connection], T]) -> T:
@@ -171,7 +171,7 @@ class Database:
         """
         async with self._limited(self._time_limit_s) as limit:
             await self._begin_writing()
-            running = self._own(asyncio.ensure_future(self._transacted(work)))
+            running = self.own(asyncio.ensure_future(self._transacted(work)))
             running.add_done_callback(lambda _: self._end_writing())  # and not before, whatever becomes of the caller
             try:
                 return await asyncio.shield(running)
@@ -195,7 +195,7 @@ class Database:
         if self.is_sqlite:
             self._writing.release()
 
-    def _own(self, work: asyncio.Future[T]) -> asyncio.Future[T]:
+    def own(self, work: asyncio.Future[T]) -> asyncio.Future[T]:
         """Keeps work whose caller may leave before it ends."""
         self._running.add(work)
         work.add_done_callback(self._ended)
@@ -211,7 +211,7 @@ class Database:
 
         Ending a connection in good order may take seconds; here the caller does not wait for that either.
         """
-        asking = self._own(asyncio.ensure_future(query))
+        asking = self.own(asyncio.ensure_future(query))
         async with self._limited(time_limit_s) as limit:
             try:
                 return await asyncio.shield(asking)

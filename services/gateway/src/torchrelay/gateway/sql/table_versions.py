@@ -39,7 +39,7 @@ class TableVersions:
         self._versions: dict[str, int] = {}
         self._queried_at = float("-inf")
         self._num_invalidations = 0
-        self._querying: asyncio.Task[None] | None = None
+        self._querying: asyncio.Future[None] | None = None
 
     def invalidate(self) -> None:
         """Forces a query before the next use, after an own commit or a hint."""
@@ -61,14 +61,12 @@ class TableVersions:
             await asyncio.shield(running)
         if not self._is_fresh():
             if self._querying is None:
-                self._querying = asyncio.create_task(self._query())
+                self._querying = self._database.own(asyncio.ensure_future(self._query()))
                 self._querying.add_done_callback(self._queried)
             await asyncio.shield(self._querying)
 
-    def _queried(self, query: asyncio.Task[None]) -> None:
+    def _queried(self, _: asyncio.Future[None]) -> None:
         self._querying = None
-        if not query.cancelled():
-            query.exception()  # marks it as retrieved: those who waited may have left
 
     def _is_fresh(self) -> bool:
         return self._clock() - self._queried_at < self._confirm_s

@@ -103,10 +103,15 @@ class CopyRpcs:
     async def WatchCopies(
         self, request: pb.WatchCopiesRequest, context: Context
     ) -> AsyncIterator[reports_pb2.StoreReport]:
+        self.store.epoch.observe(request.epoch)
+        has_told = False
         every_s = max(request.beat_every_s, _MIN_REPORT_INTERVAL_S) if request.beat_every_s > 0 else None
         with self.store.changes.listen() as changed:
             changed.set()
             while True:
+                if has_told:  # its scheduler has learned the higher epoch
+                    self.store.epoch.check(request.epoch)
+                has_told = 0 < request.epoch < self.store.epoch.highest
                 if changed.is_set():
                     changed.clear()
                     yield store_report(self.store)

@@ -91,15 +91,15 @@ class UploadRpcs:
                 await asyncio.to_thread(upload.end_commit)
         # Once publishing has begun it must end and be recorded, even if the client has gone: cancelling
         # this call cancels the waiting alone.
-        threads = self.store.publish_threads
-        publishing = asyncio.get_running_loop().run_in_executor(threads, self._publish, upload, begin_unix_ns)
-        publishing.add_done_callback(lambda ended: ended.exception())  # retrieved, should this call end before
-        publishing.add_done_callback(lambda _: self.store.publish_queue.release(turn))
-        num_bytes = upload.num_bytes
+        loop, threads, num_bytes = asyncio.get_running_loop(), self.store.publish_threads, upload.num_bytes
+        publishing = loop.run_in_executor(threads, self._publish, upload, begin_unix_ns)
         limit_s = self.store.settings.commit_stall_s + num_bytes / _LEAST_PUBLISH_BYTES_PER_S
-        begin_s = time.monotonic()
+        limit = loop.call_later(limit_s, self.store.publish_queue.give_up, turn)
+        publishing.add_done_callback(lambda ended: ended.exception())  # retrieved, should this call end before
+        publishing.add_done_callback(lambda _: limit.cancel())
+        publishing.add_done_callback(lambda _: self.store.publish_queue.release(turn))
         while not (await asyncio.wait({publishing}, timeout=_REPEAT_S))[0]:
-            if time.monotonic() - begin_s > limit_s:
+            if turn.is_stuck:
                 raise Unavailable(
                     f"the remote store has not taken the model's {num_bytes:,} bytes within {limit_s:.0f} s; commit "
                     "again once it answers"

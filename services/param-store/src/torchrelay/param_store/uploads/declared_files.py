@@ -69,7 +69,7 @@ def _check_numbers(file: DeclaredFile) -> None:
     limit = MAX_FILE_BYTES.get(file.path)
     if limit is not None and file.num_bytes > limit:
         raise UploadRefused(
-            f"{file.path}: it has {file.num_bytes:,} bytes; at most {limit:,} are taken", field=file.path
+            f"{file.path}: it has {file.num_bytes:,} bytes; at most {limit:,} are read", field=file.path
         )
     if not is_digest(file.sha256):
         raise UploadRefused(f"{file.path}: sha256 must be 64 lower-case hex digits", field=file.path)

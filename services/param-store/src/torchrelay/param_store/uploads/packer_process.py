@@ -16,6 +16,8 @@ from torchrelay.common.errors import Overloaded, TorchrelayError, Unavailable, U
 from torchrelay.common.host.disk import write_error
 from torchrelay.common.process.environment import plain_environment
 
+_END_LIMIT_S = 5.0  # of a packer that was killed
+
 
 @dataclass(frozen=True, slots=True)
 class PackProgress:
@@ -44,12 +46,14 @@ class Turn:
     """Of a tenant's commit, to pack or to publish."""
 
     tenant_id: str
-    granted: asyncio.Event = field(default_factory=asyncio.Event)
+    decided: asyncio.Event = field(default_factory=asyncio.Event)  # it runs, or never will
+    is_stuck: bool = False  # it runs for longer than it may, and cannot be ended
 
 
 class CommitQueue:
     """Runs a few commits at a time, to bound memory and threads, and one of each tenant: no tenant's commits wait for
-    more than one of another's, except while as many tenants commit as may run. A limited number of commits may wait.
+    more than one of another's, except while as many tenants commit as may run. A limited number of commits may wait,
+    and none for those that are stuck.
     """
 
     def __init__(self, max_running: int, max_waiting: int) -> None:
@@ -70,10 +74,22 @@ class CommitQueue:
             self.release(turn)
 
     async def acquire(self, turn: Turn) -> None:
-        """Waits for the turn, however many wait. Whether it came or not, it must be released."""
+        """Waits for the turn, however many wait. Whether it came or not, it must be released.
+
+        Raises ``Unavailable`` if those that it waits for are stuck.
+        """
         self._waiting.append(turn)
         self._grant()
-        await turn.granted.wait()
+        await turn.decided.wait()
+        if turn in self._waiting:
+            raise Unavailable(
+                "an earlier commit waits for the remote store, which does not answer; commit again once it does"
+            )
+
+    def give_up(self, turn: Turn) -> None:
+        """``turn`` keeps its place until it is released, but nobody waits for it any more."""
+        turn.is_stuck = True
+        self._grant()
 
     def release(self, turn: Turn) -> None:
         """Without effect for a turn that was never asked for."""
@@ -94,7 +110,11 @@ class CommitQueue:
             if is_free and all(other.tenant_id != turn.tenant_id for other in self._running):
                 self._waiting.remove(turn)
                 self._running.append(turn)
-                turn.granted.set()
+                turn.decided.set()
+        stuck = [turn.tenant_id for turn in self._running if turn.is_stuck]
+        for turn in self._waiting:
+            if turn.tenant_id in stuck or len(stuck) == self._max_running:
+                turn.decided.set()
 
 
 async def run_packer(job: PackJob, stall_s: float) -> AsyncGenerator[PackProgress, None]:
@@ -126,7 +146,9 @@ async def run_packer(job: PackJob, stall_s: float) -> AsyncGenerator[PackProgres
     finally:
         with suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        with suppress(TimeoutError):  # the kernel ends no process while it waits for a disk
+            async with asyncio.timeout(_END_LIMIT_S):
+                await process.wait()
 
 
 async def _next_line(stdout: asyncio.StreamReader, stall_s: float) -> bytes:

@@ -11,6 +11,7 @@ import stamina
 from google.protobuf.message import Message
 
 from torchrelay.common.errors import NotFound, TorchrelayError, Unavailable
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.ids import new_id
 from torchrelay.common.net.rpc.errors import error_from_rpc
 from torchrelay.common.process.telemetry import get_logger
@@ -132,7 +133,7 @@ class Actuator:
         store = self._controller.policy.state.membership.stores.get(store_id)
         if store is None:
             raise Unavailable("the store is gone")
-        return param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address, store_id))
+        return param_store_pb2_grpc.ParamStoreStub(self._channels.channel(store.grpc_address, store_id, Caller.STORE))
 
     async def _load(self, command: effects.WakeCommand, order: effects.LoadOrder) -> None:
         request = worker_pb2.LoadRequest(
@@ -176,7 +177,7 @@ class Actuator:
         worker = self._controller.policy.state.membership.workers.get(worker_id)
         if worker is None:
             raise Unavailable("the worker is gone")
-        return worker_pb2_grpc.WorkerStub(self._channels.channel(worker.grpc_address, worker_id))
+        return worker_pb2_grpc.WorkerStub(self._channels.channel(worker.grpc_address, worker_id, Caller.WORKER))
 
     async def _call(
         self, rpc: Callable[..., Awaitable[object]], request: Message, timeout_s: float = _TIMEOUT_S

@@ -1,7 +1,8 @@
 """Discovers workers and stores from load reports on the broker, then watches each by a stream.
 
-A stream brings every change of a slot or a copy at once, and beats between them. A worker that shuts down ends its
-stream. When a stream breaks, the peer's port shows whether the process is gone: then the peer is lost at once, else
+A stream brings every change of a slot or a copy at once, and beats between them. It carries our epoch there, so that
+an older scheduler learns of us and loses its streams, even if neither commands anything. A worker that shuts down ends
+its stream. When a stream breaks, the peer's port shows whether the process is gone: then the peer is lost at once, else
 after three seconds without a word on either road. The stream to a lost peer is tried again for a while: one that only
 hung comes back without the broker.
 """
@@ -21,6 +22,7 @@ from grpc.aio import UnaryStreamCall
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.liveness import BEAT_S
 from torchrelay.common.net.nats_client import Subjects
 from torchrelay.common.process.telemetry import get_logger
@@ -116,8 +118,8 @@ class Discovery:
         membership, worker_id, address = self._controller.policy.state.membership, first.worker_id, first.grpc_address
         patience = _Patience(self._controller.clock)
         while patience.lasts(worker_id in membership.workers):
-            request = worker_pb2.WatchSlotRequest(beat_every_s=BEAT_S)
-            stub = worker_pb2_grpc.WorkerStub(self._channels.channel(address, worker_id))
+            request = worker_pb2.WatchSlotRequest(beat_every_s=BEAT_S, epoch=self._controller.epoch.value)
+            stub = worker_pb2_grpc.WorkerStub(self._channels.channel(address, worker_id, Caller.WORKER))
             stream = _ReportStream(partial(stub.WatchSlot, request), worker_id)
             async with aclosing(stream.reports()) as reports:
                 async for report in reports:
@@ -137,8 +139,8 @@ class Discovery:
         membership, store_id, address = self._controller.policy.state.membership, first.store_id, first.grpc_address
         patience = _Patience(self._controller.clock)
         while patience.lasts(store_id in membership.stores):
-            request = param_store_pb2.WatchCopiesRequest(beat_every_s=BEAT_S)
-            stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(address, store_id))
+            request = param_store_pb2.WatchCopiesRequest(beat_every_s=BEAT_S, epoch=self._controller.epoch.value)
+            stub = param_store_pb2_grpc.ParamStoreStub(self._channels.channel(address, store_id, Caller.STORE))
             async with aclosing(_ReportStream(partial(stub.WatchCopies, request), store_id).reports()) as reports:
                 async for report in reports:
                     if report.store_id != store_id or report.incarnation != first.incarnation:

@@ -19,11 +19,11 @@ class PeerChannels:
         self._cluster_key, self._tls = cluster_key, tls
         self._channels: dict[tuple[str, str], grpc.aio.Channel] = {}  # by address and node: a token is one node's
 
-    def channel(self, address: str, node_id: str) -> grpc.aio.Channel:
+    def channel(self, address: str, node_id: str, callee: Caller) -> grpc.aio.Channel:
         key = address, node_id
         if key not in self._channels:
             token = call_token(derive_node_key(self._cluster_key, node_id), Caller.SCHEDULER)
-            self._channels[key] = open_channel(address, self._tls, token)
+            self._channels[key] = open_channel(address, self._tls, token, callee)
         return self._channels[key]
 
     async def forget(self, address: str) -> None:

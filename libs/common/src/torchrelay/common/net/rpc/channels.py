@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import grpc
 
-from torchrelay.common.identity.callers import CLUSTER_NAME
+from torchrelay.common.identity.callers import CLUSTER_NAME, Caller, certificate_name
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.net.rpc.options import OPTIONS
 
@@ -21,25 +21,34 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_retries", 0),
 ]
-# Certificates name the cluster, not the peer's address.
-_TLS_OPTIONS = [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", CLUSTER_NAME)]
 
 
-def open_channel(address: str, tls: Tls | None = None, token: str = "") -> grpc.aio.Channel:
+def _tls_options(callee: Caller | None) -> list[tuple[str, Any]]:
+    """Certificates name the cluster and their owner's part in it, not its address."""
+    name = CLUSTER_NAME if callee is None else certificate_name(callee)
+    return [*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name)]
+
+
+def open_channel(
+    address: str, tls: Tls | None = None, token: str = "", callee: Caller | None = None
+) -> grpc.aio.Channel:
     """A lazy, reconnecting channel to ``host:port``.
 
-    ``tls``: this process's identity; None: plain text. Every call carries ``token``, if there is one.
+    ``tls``: this process's identity; None: plain text. Every call carries ``token``, if there is one. ``callee``: what
+    the server's certificate must say that it is; None: any part of the cluster, which is for health checks.
     """
     if tls is not None:
-        return grpc.aio.secure_channel(address, tls.channel_credentials(), options=_TLS_OPTIONS)
+        return grpc.aio.secure_channel(address, tls.channel_credentials(), options=_tls_options(callee))
     channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return _TokenChannel(channel, token) if token else channel
 
 
-def open_blocking_channel(address: str, tls: Tls | None = None, token: str = "") -> grpc.Channel:
+def open_blocking_channel(
+    address: str, tls: Tls | None = None, token: str = "", callee: Caller | None = None
+) -> grpc.Channel:
     """``open_channel`` for programs without an event loop."""
     if tls is not None:
-        return grpc.secure_channel(address, tls.channel_credentials(), options=_TLS_OPTIONS)
+        return grpc.secure_channel(address, tls.channel_credentials(), options=_tls_options(callee))
     channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
     return with_token(channel, token) if token else channel
 

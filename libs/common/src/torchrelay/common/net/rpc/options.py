@@ -21,7 +21,7 @@ _METADATA_BYTES, _LOOKAHEAD_BYTES = 8 << 10, 64 << 10
 
 @dataclass(frozen=True, slots=True)
 class PublicLimits:
-    """Of a server that strangers reach. ``connections`` counts established ones and those that are being made."""
+    """Of a server that strangers reach. ``PublicPort`` bounds what grpcio has no setting for."""
 
     connections: int
     streams: int  # calls at once on one connection; a client lets further ones wait
@@ -32,7 +32,6 @@ class PublicLimits:
     @property
     def options(self) -> list[tuple[str, int]]:
         return [
-            ("grpc.max_allowed_incoming_connections", self.connections),
             ("grpc.max_concurrent_streams", self.streams),
             ("grpc.max_receive_message_length", self.message_bytes),
             ("grpc.server_handshake_timeout_ms", int(self.head_s * 1000)),

@@ -20,6 +20,7 @@ from torchrelay.common.net.rpc.channels import TOKEN
 from torchrelay.common.net.rpc.errors import status_of, text_of
 from torchrelay.common.net.rpc.health import HEALTH_PREFIX, Faults, HealthServicer, no_fault, public_health
 from torchrelay.common.net.rpc.options import OPTIONS, PublicLimits
+from torchrelay.common.net.rpc.public_port import PublicPort
 
 
 class _CallWrapper(grpc.aio.ServerInterceptor):
@@ -92,7 +93,8 @@ class RpcServer:
     """A gRPC server with health checks. With ``tls`` it serves only peers of the same cluster.
 
     ``node_key``: of a node that checks who calls; None: it serves everybody, as the tenants' API does. ``limits``:
-    strangers reach it; then a health check must be asked each time, as watching needs no key and never ends.
+    strangers reach it, through a ``PublicPort``, without TLS; then a health check must be asked each time, as watching
+    needs no key and never ends.
     ``fault`` is asked at each health check: why the service cannot serve, empty if it can.
     """
 
@@ -113,12 +115,17 @@ class RpcServer:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         else:
             self.server.add_generic_rpc_handlers((public_health(self._health),))
-        address = f"{host}:{port}"
+        self._public: PublicPort | None = None
         try:
-            self.port = self._bind(address, tls)
-        except RuntimeError as error:  # gRPC does not say why
+            if limits is None:
+                self.port = self._bind(f"{host}:{port}", tls)
+            else:
+                self._public = PublicPort(host, port, limits)
+                self.port = self._public.port
+                self.server.add_insecure_port(self._public.address)
+        except (OSError, RuntimeError) as error:  # gRPC's RuntimeError does not say why
             raise Conflict(
-                f"cannot listen on {address}: another process does, or it is not an address of this machine",
+                f"cannot listen on {host}:{port}: another process does, or it is not an address of this machine",
                 field="port",
             ) from error
 
@@ -136,8 +143,14 @@ class RpcServer:
         """Starts serving and reports it to health checks."""
         await self.server.start()
         await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+        if self._public is not None:
+            self._public.start()
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Reports not serving, lets running calls finish within ``grace_s``, then closes."""
+        if self._public is not None:
+            await self._public.stop_accepting()
         await self._health.enter_graceful_shutdown()
         await self.server.stop(grace_s)
+        if self._public is not None:
+            await self._public.close()

@@ -82,9 +82,10 @@ async def put_file(
     upload_id: str,
     path: str,
     upload_offset: Annotated[int, Header()] = 0,
+    content_length: Annotated[int, Header()] = 0,
 ) -> dict[str, Any]:
     upload = await services.uploads.find(caller, upload_id)
-    return _file(await services.uploads.put(upload, path, upload_offset, _body_of(request)))
+    return _file(await services.uploads.put(upload, path, upload_offset, _body_of(request), content_length))
 
 
 @router.delete("/{upload_id}", status_code=204)

@@ -15,6 +15,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 import grpc
 
+from torchrelay.common.identity.callers import Caller
 from torchrelay.common.identity.tls import Tls
 from torchrelay.common.liveness import BEAT_S, SILENT_S
 from torchrelay.common.net.rpc.channels import open_channel
@@ -73,7 +74,7 @@ class RunStream:
         self._routes.pop(key, None)
 
     async def run(self) -> None:
-        channel = open_channel(self._worker.grpc_address, self._tls, self._worker.gateway_token)
+        channel = open_channel(self._worker.grpc_address, self._tls, self._worker.gateway_token, Caller.WORKER)
         try:
             call: Any = (PrefillStub(channel) if self._role == "prefill" else DecodeStub(channel)).Run()
             async with asyncio.timeout(SILENT_S):

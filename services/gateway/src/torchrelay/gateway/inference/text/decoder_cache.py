@@ -1,21 +1,37 @@
-"""An LRU cache of decoders, the halves of tokenizers that turn token ids into text, bounded in bytes."""
+"""An LRU cache of what turns token ids into text, bounded in bytes."""
 
 from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-
-from tokenizers import Tokenizer
+from dataclasses import dataclass
+from pathlib import Path
 
 from torchrelay.common.errors import QueueFull, Unavailable
+from torchrelay.common.tokens.token_decoder import TokenDecoder
 from torchrelay.common.tokens.tokenizer import load_decoder
 from torchrelay.gateway.inference.text.processes.fair_queue import FairQueue
 from torchrelay.gateway.inference.text.processes.process_connection import LocalFile
 from torchrelay.gateway.inference.text.processes.tenant_lru import TenantLru
+from torchrelay.gateway.inference.text.token_bytes import TokenBytes
 
 MAX_WAITING = 64  # of one tenant
 MAX_WAIT_S = 30.0
-BYTES_PER_FILE_BYTE = 5.5  # memory of a loaded BPE per byte of its compact JSON
+BYTES_PER_FILE_BYTE = 1.0  # memory of the decoder of a BPE per byte of its compact JSON
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDecoder:
+    """What turns a model's token ids into text, and one by one into bytes."""
+
+    tokens: TokenDecoder
+    token_bytes: TokenBytes
+
+    @classmethod
+    def load(cls, path: Path) -> ModelDecoder:
+        """Raises ``InvalidRequest``."""
+        tokens = load_decoder(path)
+        return cls(tokens, TokenBytes(tokens))
 
 
 class DecoderCache:
@@ -26,7 +42,7 @@ class DecoderCache:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._decoders: dict[str, Tokenizer] = {}  # by digest
+        self._decoders: dict[str, ModelDecoder] = {}  # by digest
         self._lru: TenantLru[str] = TenantLru(max_bytes)
         self._waiting: FairQueue[asyncio.Future[None]] = FairQueue(1, MAX_WAITING, 0)
         self._is_loading = False
@@ -37,14 +53,14 @@ class DecoderCache:
         """The estimated memory of the cached decoders."""
         return self._lru.num_bytes
 
-    def get(self, tenant: str, digest: str) -> Tokenizer | None:
+    def get(self, tenant: str, digest: str) -> ModelDecoder | None:
         """The decoder of the tokenizer with this BLAKE3 digest, if it is loaded."""
         decoder = self._decoders.get(digest)
         if decoder is not None:
             self._lru.use(digest, tenant)
         return decoder
 
-    async def load(self, tenant: str, file: LocalFile) -> Tokenizer:
+    async def load(self, tenant: str, file: LocalFile) -> ModelDecoder:
         """The decoder of ``file``. Raises ``InvalidRequest``, ``QueueFull`` or ``Unavailable``."""
         digest = file.id[1]
         await self._turn(tenant)
@@ -56,9 +72,9 @@ class DecoderCache:
             del self._decoders[evicted]
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        loading = loop.run_in_executor(self._thread, load_decoder, file.path)
+        loading = loop.run_in_executor(self._thread, ModelDecoder.load, file.path)
 
-        def loaded(ended: asyncio.Future[Tokenizer]) -> None:
+        def loaded(ended: asyncio.Future[ModelDecoder]) -> None:
             if not ended.cancelled() and ended.exception() is None:
                 self._decoders[digest] = ended.result()
                 self._lru.add(digest, tenant, num_bytes)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer
-
 from torchrelay.common.tokens.stop_strings import StopTrimmer
 from torchrelay.common.tokens.text_stream import TextStream
+from torchrelay.common.tokens.token_decoder import TokenDecoder
 
 
 class ChoiceDetokenizer:
@@ -15,8 +14,8 @@ class ChoiceDetokenizer:
 
     __slots__ = ("_num_chars", "_stops", "_stream")
 
-    def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str]) -> None:
-        self._stream = TextStream(tokenizer)
+    def __init__(self, decoder: TokenDecoder, stop_strings: Sequence[str]) -> None:
+        self._stream = TextStream(decoder)
         self._stops = StopTrimmer(stop_strings) if stop_strings else None
         self._num_chars = 0
 

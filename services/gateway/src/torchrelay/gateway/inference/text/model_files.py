@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Final, Self
 from weakref import WeakValueDictionary
@@ -24,14 +25,19 @@ MAX_FILE_BYTES: Final = {TOKENIZER: 64 << 20, TOKENIZER_CONFIG: 4 << 20, CHAT_TE
 MAX_BYTES: Final = 256 << 20
 MAX_DOWNLOADS: Final = 4  # of one tenant at once
 DOWNLOAD_TIMEOUT_S: Final = 60.0
+FOLDER_SUFFIX: Final = "-models"
 
 
 class ModelFiles:
-    """An LRU cache in a temporary folder; what is held stays."""
+    """An LRU cache in a temporary folder; what is held stays.
+
+    The folder is locked: one without a lock was left by a killed gateway, and the next gateway removes it.
+    """
 
     def __init__(self, reader: StoreFileReader, max_bytes: int = MAX_BYTES) -> None:
         self._reader = reader
         self._folder = Path()
+        self._lock = -1  # the folder's descriptor
         self._files: dict[FileId, LocalFile] = {}
         self._max_bytes = max_bytes
         self._lru: TenantLru[FileId] = TenantLru(max_bytes)
@@ -41,11 +47,13 @@ class ModelFiles:
         self._downloads: WeakValueDictionary[tuple[str, FileId], asyncio.Lock] = WeakValueDictionary()
 
     async def __aenter__(self) -> Self:
-        self._folder = Path(tempfile.mkdtemp(prefix="torchrelay-models-"))
+        await asyncio.to_thread(_remove_leftovers)
+        self._folder, self._lock = _locked_folder()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._lock)
 
     @asynccontextmanager
     async def held(self, tenant: str, wanted: Iterable[FileId]) -> AsyncIterator[list[LocalFile]]:
@@ -102,3 +110,22 @@ class ModelFiles:
         self._lru.add(file_id, tenant, num_bytes)
         self._files[file_id] = LocalFile(file_id, Path(path), num_bytes)
         return self._files[file_id]
+
+
+def _locked_folder() -> tuple[Path, int]:
+    """A new folder, and the descriptor that locks it."""
+    made = Path(tempfile.mkdtemp(prefix="torchrelay-"))
+    descriptor = os.open(made, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    return made.rename(f"{made}{FOLDER_SUFFIX}"), descriptor  # not named like a leftover before it is locked
+
+
+def _remove_leftovers() -> None:
+    for folder in Path(tempfile.gettempdir()).glob(f"torchrelay-*{FOLDER_SUFFIX}"):
+        with suppress(OSError):  # another user's, in use, or just removed by another gateway
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from array import array
 from typing import Final
 
-from tokenizers import Tokenizer
-
 from torchrelay.common.errors import InvalidRequest, TorchrelayError
 from torchrelay.gateway.core import Principal, PublishedModel
 from torchrelay.gateway.inference.core import GenerateParams
-from torchrelay.gateway.inference.text.decoder_cache import DecoderCache
+from torchrelay.gateway.inference.text.decoder_cache import DecoderCache, ModelDecoder
 from torchrelay.gateway.inference.text.model_files import ModelFiles
 from torchrelay.gateway.inference.text.processes.frames import (
     CHAT_TEMPLATE,
@@ -47,7 +45,7 @@ class PromptEncoder:
         self._processes = processes
         self._limits = limits
 
-    async def decoder(self, principal: Principal, model: PublishedModel) -> Tokenizer:
+    async def decoder(self, principal: Principal, model: PublishedModel) -> ModelDecoder:
         """What turns the model's token ids into text. Raises ``TorchrelayError`` if it cannot be loaded."""
         file_id = _tokenizer_file(model)
         found = self._decoders.get(principal.tenant_id, file_id[1])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-import msgspec
-from tokenizers import Tokenizer
+from torchrelay.common.tokens.token_decoder import TokenDecoder
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -27,21 +26,19 @@ class TokenBytes:
     The tokenizers library decodes texts, not single tokens; this derives the spelling of tokens from its decoder.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._added = {token: added.content for token, added in tokenizer.get_added_tokens_decoder().items()}
-        decoders = _decoders(tokenizer)
-        kinds = {decoder["type"] for decoder in decoders}
+    def __init__(self, decoder: TokenDecoder) -> None:
+        self._decoder = decoder
+        kinds = {step["type"] for step in decoder.steps}
         self._is_byte_level = "ByteLevel" in kinds
         self._has_byte_tokens = "ByteFallback" in kinds
-        self._replaced = [spelling for decoder in decoders for spelling in _spellings(decoder)]
+        self._replaced = [spelling for step in decoder.steps for spelling in _spellings(step)]
 
     def of(self, token_id: int) -> bytes:
         """The token's bytes; empty for an id unknown to the tokenizer, since models may have more."""
-        added = self._added.get(token_id)
+        added = self._decoder.declared.get(token_id)
         if added is not None:
             return added.encode()
-        token: str | None = self._tokenizer.id_to_token(token_id)
+        token = self._decoder.spelling(token_id)
         if token is None:
             return b""
         if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
@@ -53,18 +50,9 @@ class TokenBytes:
         return token.encode(errors="replace")
 
 
-def _decoders(tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """The steps of the tokenizer's decoder."""
-    if tokenizer.decoder is None:
-        return []
-    decoder: dict[str, Any] = msgspec.json.decode(tokenizer.decoder.__getstate__())
-    steps: list[dict[str, Any]] = decoder.get("decoders", [decoder])
-    return steps
-
-
-def _spellings(decoder: dict[str, Any]) -> list[tuple[str, str]]:
+def _spellings(step: dict[str, Any]) -> list[tuple[str, str]]:
     """(spelling in tokens, text) pairs of a decoder step, mostly for spaces."""
-    match decoder:
+    match step:
         case {"type": "Replace", "pattern": {"String": str(pattern)}, "content": str(content)}:
             return [(pattern, content)]
         case {"type": "Metaspace", "replacement": str(replacement)}:

@@ -1,0 +1,68 @@
+"""The flags of `torchrelay up`: what each is called, means, and may be."""
+
+from __future__ import annotations
+
+import re
+from enum import StrEnum
+from typing import Annotated, TypeAlias
+
+import typer
+
+
+class LogLevel(StrEnum):
+    debug = "debug"
+    info = "info"
+    warning = "warning"
+    error = "error"
+
+
+def check_device(device: str) -> str:
+    """Returns ``device``. Raises ``typer.BadParameter`` when it is not a valid device."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", device) is None:
+        raise typer.BadParameter(f"{device!r} is not a valid device: use cpu, cuda:N with the GPU's number, or auto")
+    return device
+
+
+Host: TypeAlias = Annotated[
+    str,
+    typer.Option(envvar="TORCHRELAY_HOST", help="Address of the public API (0.0.0.0: all); the rest is on loopback."),
+]
+HttpPort: TypeAlias = Annotated[
+    int,
+    typer.Option(
+        envvar="TORCHRELAY_HTTP_PORT",
+        min=0,
+        max=65535,
+        help="REST port; 0: the home's last one, else 8080, else any free one.",
+    ),
+]
+GrpcPort: TypeAlias = Annotated[
+    int, typer.Option(envvar="TORCHRELAY_GRPC_PORT", min=0, max=65535, help="gRPC port; 0: any free one.")
+]
+PrefillWorkers: TypeAlias = Annotated[int, typer.Option(min=0, help="Workers for prefill.")]
+DecodeWorkers: TypeAlias = Annotated[int, typer.Option(min=0, help="Workers for decode.")]
+BothWorkers: TypeAlias = Annotated[int, typer.Option(min=0, help="Workers for both roles.")]
+Remote: TypeAlias = Annotated[
+    str,
+    typer.Option(envvar="TORCHRELAY_REMOTE_URL", help="Pack store: a folder or s3://BUCKET/PREFIX; default: in home."),
+]
+ArenaMb: TypeAlias = Annotated[int, typer.Option(min=0, help="Memory for parameters, in MiB; 0: chosen automatically.")]
+KvPoolMb: TypeAlias = Annotated[int, typer.Option(min=0, help="KV memory per worker, in MiB; 0: the default.")]
+IdleTimeoutS: TypeAlias = Annotated[
+    float,
+    typer.Option(envvar="TORCHRELAY_IDLE_TIMEOUT_S", min=0, help="Idle seconds before scaling to 0; 0: default."),
+]
+Threads: TypeAlias = Annotated[
+    int, typer.Option(envvar="TORCHRELAY_THREADS", min=0, help="Compute threads per worker; 0: one per core.")
+]
+Device: TypeAlias = Annotated[
+    str,
+    typer.Option(envvar="TORCHRELAY_DEVICE", help="cpu, cuda:N, or auto (a GPU if any).", callback=check_device),
+]
+WithTls: TypeAlias = Annotated[
+    bool, typer.Option("--tls", help="TLS between the services, with generated certificates.")
+]
+Log: TypeAlias = Annotated[
+    LogLevel, typer.Option(envvar="TORCHRELAY_LOG_LEVEL", case_sensitive=False, help="What the services log.")
+]
+Quiet: TypeAlias = Annotated[bool, typer.Option("--quiet", help="Do not say what to do next.")]

@@ -1,0 +1,98 @@
+"""Limits of a client's HTTP/2 frames, which grpcio does not have. Pure: looks at frame headers and skips payloads.
+
+A frame that carries little costs the server as much as any other. Each is paid from an allowance that grows with time
+and with what the server answers: clients measure the bandwidth and widen windows as they receive.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+_LAST_STREAM = (1 << 31) - 1
+MAX_FRAME_BYTES = 16 << 10  # as the server's settings say
+_DATA, _HEADERS, _SETTINGS, _PING, _CONTINUATION, _END_HEADERS = 0, 1, 4, 6, 9, 4
+_GO_AWAY, _ENHANCE_YOUR_CALM = 7, 11
+_HEADER_BYTES = 9
+
+
+def go_away(cause: str) -> bytes:
+    """The frame that tells a client why its connection ends; no call of it is said to be safe to repeat."""
+    payload = struct.pack(">II", _LAST_STREAM, _ENHANCE_YOUR_CALM) + cause.encode()
+    return struct.pack(">HBBBI", len(payload) >> 8, len(payload) & 255, _GO_AWAY, 0, 0) + payload
+
+
+@dataclass(frozen=True, slots=True)
+class FrameLimits:
+    """``header_block_bytes``: twice what grpcio refuses by name. ``small_data_bytes``: less makes a small frame."""
+
+    allowance: int
+    header_block_bytes: int = 32 << 10
+    small_data_bytes: int = 64
+    allowance_per_s: float = 100.0
+    answer_bytes: int = 8  # earn one
+    price: int = 1  # of a small frame
+    answered_price: int = 4  # of a ping or settings; above what is earned by the 17 bytes that the server answers with
+
+
+class FrameCounter:
+    """Follows what one client sends. It is of no use any more once it has found a fault."""
+
+    def __init__(self, now: float, limits: FrameLimits) -> None:
+        self._limits = limits
+        self._head = bytearray()  # of the frame that begins, or of the preface
+        self._head_bytes = len(PREFACE)
+        self._payload_bytes = 0  # of the current frame that are still to come
+        self._block_bytes = 0  # of the header block that is open
+        self._allowance, self._counted_at = float(limits.allowance), now
+        self._answered_bytes = 0  # since then
+
+    def answer(self, num_bytes: int) -> None:
+        """The server has sent ``num_bytes``."""
+        self._answered_bytes += num_bytes
+
+    def receive(self, data: bytes, now: float) -> str | None:
+        """The client has sent ``data``. Returns which limit that passes, if any."""
+        offset = 0
+        while offset < len(data):
+            if self._payload_bytes:
+                skipped = min(self._payload_bytes, len(data) - offset)
+                self._payload_bytes -= skipped
+                offset += skipped
+                continue
+            part = data[offset : offset + self._head_bytes - len(self._head)]
+            self._head += part
+            offset += len(part)
+            if self._head_bytes != _HEADER_BYTES:
+                if not PREFACE.startswith(self._head):
+                    return "it is not HTTP/2"
+                if len(self._head) == len(PREFACE):
+                    self._head_bytes = _HEADER_BYTES
+                    self._head.clear()
+            elif len(self._head) == _HEADER_BYTES:
+                if fault := self._begin_frame(now):
+                    return fault
+                self._head.clear()
+        return None
+
+    def _begin_frame(self, now: float) -> str | None:
+        head, limits = self._head, self._limits
+        size, kind = head[0] << 16 | head[1] << 8 | head[2], head[3]
+        if size > MAX_FRAME_BYTES:
+            return f"a frame is longer than {MAX_FRAME_BYTES:,} bytes"
+        self._payload_bytes = size
+        if kind in (_HEADERS, _CONTINUATION):
+            self._block_bytes += _HEADER_BYTES + size
+            if self._block_bytes > limits.header_block_bytes:
+                return f"the headers of a call are longer than {limits.header_block_bytes:,} bytes"
+            if head[4] & _END_HEADERS:
+                self._block_bytes = 0
+        elif kind != _DATA or size < limits.small_data_bytes:
+            earned = (now - self._counted_at) * limits.allowance_per_s + self._answered_bytes / limits.answer_bytes
+            price = limits.answered_price if kind in (_SETTINGS, _PING) else limits.price
+            self._allowance = min(self._allowance + earned, limits.allowance) - price
+            self._counted_at, self._answered_bytes = now, 0
+            if self._allowance < 0:
+                return "there are too many frames that carry nothing"
+        return None

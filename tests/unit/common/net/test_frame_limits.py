@@ -1,0 +1,135 @@
+"""The frames of a client: floods and bytes without end are found, however they are split; ordinary traffic passes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.http2_client import (
+    ACK,
+    CONTINUATION,
+    DATA,
+    END_HEADERS,
+    GOAWAY,
+    HEADERS,
+    PING,
+    PREFACE,
+    RST_STREAM,
+    SETTINGS,
+    WINDOW_UPDATE,
+    frame,
+)
+from torchrelay.common.net.rpc.frame_limits import MAX_FRAME_BYTES, FrameCounter, FrameLimits
+
+GREETING = PREFACE + frame(SETTINGS)
+PRIORITY = 2
+LIMITS = FrameLimits(header_block_bytes=1000, allowance=80, allowance_per_s=20.0)
+
+
+def fault(*parts: bytes, now: float = 0.0, limits: FrameLimits = LIMITS) -> str | None:
+    """What the first faulty part passes."""
+    counter = FrameCounter(0.0, limits)
+    return next((found for part in parts if (found := counter.receive(part, now))), None)
+
+
+FAULTS = {
+    "another protocol": (b"GET / HTTP/1.1\r\n", "not HTTP/2"),
+    "a preface that ends wrong": (PREFACE[:-1] + b"x", "not HTTP/2"),
+    "a long frame": (GREETING + frame(DATA, stream=1, payload=bytes(MAX_FRAME_BYTES + 1)), "16,384 bytes"),
+    "long headers": (GREETING + frame(HEADERS, END_HEADERS, 1, bytes(1000)), "headers"),
+    "headers without end": (
+        GREETING + frame(HEADERS, 0, 1, bytes(100)) + frame(CONTINUATION, 0, 1, bytes(100)) * 9,
+        "headers",
+    ),
+    "empty headers without end": (GREETING + frame(HEADERS, 0, 1) * 200, "headers"),
+    **{
+        f"frames of kind {kind}": (GREETING + frame(kind, flags, 1, bytes(size)) * 80, "carry nothing")
+        for kind, flags, size in [
+            (PING, 0, 8),
+            (PING, ACK, 8),
+            (SETTINGS, 0, 0),
+            (SETTINGS, ACK, 0),
+            (RST_STREAM, 0, 4),
+            (PRIORITY, 0, 5),
+            (GOAWAY, 0, 8),
+            (WINDOW_UPDATE, 0, 4),
+            (DATA, 0, 0),
+            (DATA, 0, 1),
+            (99, 0, 0),
+        ]
+    },
+}
+PASSING = {
+    "nothing": b"",
+    "half a preface": PREFACE[:10],
+    "half a frame": GREETING + frame(PING)[:5],
+    "many small frames": GREETING + frame(PING, payload=bytes(8)) * 19,
+    "the largest frames": GREETING + frame(DATA, 0, 1, bytes(MAX_FRAME_BYTES)) * 30,
+    "many calls": GREETING + frame(HEADERS, END_HEADERS, 1, bytes(900)) * 100,
+    "long headers": GREETING + frame(HEADERS, 0, 1, bytes(900)) + frame(CONTINUATION, END_HEADERS, 1, bytes(82)),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_what_passes_a_limit_is_found(case: str) -> None:
+    data, told = FAULTS[case]
+    found = fault(data)
+    assert found and told in found
+
+
+@pytest.mark.parametrize("case", PASSING)
+def test_what_passes_none_is_let_through(case: str) -> None:
+    assert fault(PASSING[case]) is None
+
+
+@given(data=st.data(), case=st.sampled_from([*FAULTS, *(f"passing {case}" for case in PASSING)]))
+def test_the_verdict_is_the_same_however_the_bytes_are_split(data: st.DataObject, case: str) -> None:
+    sent = FAULTS[case][0] if case in FAULTS else PASSING[case.removeprefix("passing ")]
+    cuts = sorted(data.draw(st.lists(st.integers(0, min(len(sent), 2000)), max_size=30)))
+    assert fault(*(sent[begin:end] for begin, end in pairwise([0, *cuts, len(sent)]))) == fault(sent)
+
+
+@given(
+    frames=st.lists(st.tuples(st.integers(0, 10), st.integers(0, 255), st.binary(max_size=100)), max_size=60),
+    size=st.integers(1, 50),
+)
+def test_the_verdict_on_any_frames_is_the_same_in_pieces_of_any_size(
+    frames: list[tuple[int, int, bytes]], size: int
+) -> None:
+    sent = GREETING + b"".join(frame(kind, flags, 1, payload) for kind, flags, payload in frames)
+    assert fault(*(sent[begin : begin + size] for begin in range(0, len(sent), size))) == fault(sent)
+
+
+def test_small_frames_are_allowed_again_with_time() -> None:
+    counter = FrameCounter(0.0, LIMITS)
+    assert counter.receive(GREETING + frame(PING, payload=bytes(8)) * 19, 0.0) is None
+    assert counter.receive(frame(PING, payload=bytes(8)) * 5, 1.0) is None
+    assert counter.receive(frame(PING, payload=bytes(8)), 1.0)
+
+
+def test_small_frames_are_allowed_for_what_the_server_sends() -> None:
+    """A client that is sent a stream of tokens, and answers each of 80 bytes with a ping and a window."""
+    counter = FrameCounter(0.0, LIMITS)
+    assert counter.receive(GREETING, 0.0) is None
+    for _ in range(10_000):
+        counter.answer(80)
+        assert counter.receive(frame(PING, payload=bytes(8)) + frame(WINDOW_UPDATE, payload=bytes(4)), 0.0) is None
+
+
+def test_the_answers_to_pings_do_not_pay_for_pings() -> None:
+    counter, pings = FrameCounter(0.0, LIMITS), 0
+    counter.receive(GREETING, 0.0)
+    while counter.receive(frame(PING, payload=bytes(8)), 0.0) is None:
+        counter.answer(len(frame(PING, ACK, payload=bytes(8))))
+        pings += 1
+        assert pings < 100
+
+
+def test_what_was_saved_up_is_bounded() -> None:
+    counter = FrameCounter(0.0, LIMITS)
+    counter.receive(GREETING, 0.0)
+    counter.answer(1 << 30)
+    assert counter.receive(frame(PING, payload=bytes(8)) * 21, 1000.0)

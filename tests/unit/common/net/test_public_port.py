@@ -1,0 +1,253 @@
+"""Real clients and servers of gRPC with the public port between them; and its sockets, one side slow."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.support.http2_client import GOAWAY, PING, PREFACE, SETTINGS, frame, http2_client
+from torchrelay.common.net.rpc.channels import open_channel
+from torchrelay.common.net.rpc.frame_limits import MAX_FRAME_BYTES
+from torchrelay.common.net.rpc.options import PublicLimits
+from torchrelay.common.net.rpc.public_port import PublicPort
+from torchrelay.common.net.rpc.server import RpcServer
+
+MB = 1 << 20
+LIMITS = PublicLimits(connections=100, streams=256, message_bytes=8 * MB, head_s=10.0, idle_s=60.0)
+MAX_FRAME_SIZE = 5  # a setting of HTTP/2
+
+
+class Echo:
+    """``Unary`` gives the message back, ``Stream`` as many of 80 bytes as the message says, 0: without end."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+
+    async def unary(self, message: bytes, _context: object) -> bytes:
+        return message
+
+    async def stream(self, message: bytes, _context: object) -> AsyncIterator[bytes]:
+        self.num_open += 1
+        try:
+            left = int(message)
+            while left != 1:
+                yield bytes(80)
+                left -= 1
+            yield b"last"
+        finally:
+            self.num_open -= 1
+
+    async def until_cancelled(self, message: bytes, _context: object) -> AsyncIterator[bytes]:
+        yield message
+        await asyncio.Event().wait()
+
+
+@pytest.fixture
+def echo() -> Echo:
+    return Echo()
+
+
+@pytest.fixture
+async def server(echo: Echo) -> AsyncIterator[RpcServer]:
+    server = RpcServer("127.0.0.1", limits=LIMITS)
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Unary": grpc.unary_unary_rpc_method_handler(echo.unary),
+        "Stream": grpc.unary_stream_rpc_method_handler(echo.stream),
+        "Wait": grpc.unary_stream_rpc_method_handler(echo.until_cancelled),
+    }
+    server.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Echo", handlers),))
+    await server.start()
+    yield server
+    await server.stop(0)
+
+
+@pytest.fixture
+async def channel(server: RpcServer) -> AsyncIterator[Any]:
+    async with open_channel(f"127.0.0.1:{server.port}") as channel:
+        yield channel
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 -- the other side has no event for us
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("size", [0, 1, MAX_FRAME_BYTES, 7 * MB])
+async def test_messages_of_any_size_come_back(channel: Any, size: int) -> None:
+    assert await channel.unary_unary("/test.Echo/Unary")(b"x" * size, timeout=20) == b"x" * size
+
+
+async def test_thousands_of_small_calls_on_one_connection(channel: Any) -> None:
+    call = channel.unary_unary("/test.Echo/Unary")
+    for _ in range(20):
+        told = await asyncio.gather(*(call(b"%d" % number, timeout=60) for number in range(LIMITS.streams)))
+        assert told == [b"%d" % number for number in range(LIMITS.streams)]
+
+
+async def test_long_streams_side_by_side(channel: Any) -> None:
+    """The client's pings and windows, as many as it sends for small messages, are no flood."""
+
+    async def read() -> int:
+        return len([message async for message in channel.unary_stream("/test.Echo/Stream")(b"5000")])
+
+    assert await asyncio.gather(*(read() for _ in range(4))) == [5000] * 4
+
+
+async def test_hundreds_of_calls_are_cancelled_at_once(channel: Any, echo: Echo) -> None:
+    steady = channel.unary_stream("/test.Echo/Wait")(b"x")
+    await steady.read()
+    for _ in range(3):
+        calls = [channel.unary_stream("/test.Echo/Stream")(b"0") for _ in range(200)]
+        await asyncio.gather(*(call.read() for call in calls))
+        for call in calls:
+            call.cancel()
+        await until(lambda: echo.num_open == 0)
+    assert not steady.done()  # on the same connection
+    steady.cancel()
+
+
+async def test_errors_reach_the_client_by_name(channel: Any) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_unary("/test.Echo/Unary")(bytes(8 * MB - 20), metadata=(("x", "a" * 20_000),), timeout=20)
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_a_running_stream_may_end_in_the_grace_of_a_stop(server: RpcServer, channel: Any) -> None:
+    call = channel.unary_stream("/test.Echo/Stream")(b"3000")
+    await call.read()
+    stopping, last = asyncio.create_task(server.stop(30)), b""
+    while (message := await call.read()) is not grpc.aio.EOF:
+        last = message
+    assert last == b"last"
+    await asyncio.wait_for(stopping, 20)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", server.port))
+
+
+async def test_a_stop_ends_what_outlasts_its_grace(server: RpcServer, channel: Any) -> None:
+    call = channel.unary_stream("/test.Echo/Wait")(b"x")
+    await call.read()
+    await asyncio.wait_for(server.stop(0.1), 20)
+    with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
+        await call.read()
+
+
+async def test_a_flood_ends_its_connection_with_the_cause(server: RpcServer, channel: Any) -> None:
+    call = channel.unary_stream("/test.Echo/Wait")(b"x")
+    await call.read()
+
+    def attack() -> bytes:
+        with http2_client(f"127.0.0.1:{server.port}") as client:
+            client.greet()
+            client.sock.sendall(frame(PING, payload=bytes(8)) * 900)  # read at once, so that nothing resets the answer
+            told = next(payload for kind, _, _, payload in client.frames() if kind == GOAWAY)
+            assert client.is_closed(20)
+            return told
+
+    assert b"too many frames that carry nothing" in await asyncio.to_thread(attack)
+    assert not call.done()
+    call.cancel()
+
+
+async def test_grpcio_asks_for_no_longer_frames_than_are_let_through(server: RpcServer) -> None:
+    def settings() -> bytes:
+        with http2_client(f"127.0.0.1:{server.port}") as client:
+            client.greet()
+            return next(payload for kind, flags, _, payload in client.frames() if kind == SETTINGS and not flags)
+
+    payload = await asyncio.to_thread(settings)
+    told = dict(struct.iter_unpack(">HI", payload))
+    assert told.get(MAX_FRAME_SIZE, MAX_FRAME_BYTES) == MAX_FRAME_BYTES
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[PublicPort]:
+    port = PublicPort("127.0.0.1", 0, LIMITS)
+    port.start()
+    yield port
+    await port.stop_accepting()
+    await port.close()
+
+
+Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
+
+
+async def listen(port: PublicPort, handler: Handler) -> asyncio.Server:
+    """In place of grpcio."""
+    return await asyncio.start_unix_server(handler, "\0" + port.address.removeprefix("unix-abstract:"))
+
+
+SENT_BYTES, HELD_BYTES = 64 * MB, 24 * MB  # the most that the kernel keeps for two connections is far less than sent
+
+
+@pytest.mark.parametrize("is_client_slow", [True, False])
+async def test_who_does_not_read_is_sent_no_more_and_loses_nothing(port: PublicPort, is_client_slow: bool) -> None:
+    num_sent, num_read, may_read = 0, 0, asyncio.Event()
+
+    async def send(writer: asyncio.StreamWriter, piece: bytes) -> None:
+        nonlocal num_sent
+        while num_sent < SENT_BYTES:
+            writer.write(piece)
+            await writer.drain()
+            num_sent += len(piece)
+        writer.close()
+
+    async def read(reader: asyncio.StreamReader) -> None:
+        nonlocal num_read
+        await may_read.wait()
+        while data := await reader.read(MB):
+            num_read += len(data)
+
+    piece = frame(0, 0, 1, bytes(MAX_FRAME_BYTES))
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await (send(writer, piece) if is_client_slow else read(reader))
+        writer.close()
+
+    async with await listen(port, serve), asyncio.TaskGroup() as group:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(PREFACE)
+        group.create_task(read(reader) if is_client_slow else send(writer, piece))
+        before = -1
+        while num_sent == 0 or num_sent > before:  # until nothing more is taken
+            before = num_sent
+            await asyncio.sleep(0.5)
+        assert num_sent < HELD_BYTES
+        may_read.set()
+        await until(lambda: num_read >= num_sent >= SENT_BYTES)
+        writer.close()
+
+
+async def test_both_sides_end_together(port: PublicPort) -> None:
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"hello")
+        if await reader.readexactly(len(PREFACE) + 9) and not ended.is_set():
+            await reader.read()
+            ended.set()
+        writer.close()
+
+    async with await listen(port, serve):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        assert await reader.readexactly(5) == b"hello"
+        writer.write(PREFACE + frame(SETTINGS))
+        writer.close()
+        await asyncio.wait_for(ended.wait(), 20)  # the client left
+        reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+        writer.write(PREFACE + frame(SETTINGS))
+        assert await asyncio.wait_for(reader.read(), 20) == b"hello"  # the server left, after all was sent
+        writer.close()
+
+
+async def test_a_client_is_closed_while_grpcio_does_not_listen(port: PublicPort) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port.port)
+    assert await asyncio.wait_for(reader.read(), 20) == b""
+    writer.close()
